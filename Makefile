@@ -1,0 +1,48 @@
+# Every target sets itself up: the first call builds .venv, later ones reuse it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The second Triton that the kernels are tested under (the one that torch 2.11 ships with).
+TRITON_ALSO := 3.6.0
+
+.PHONY: demo test lint format bench gpu-check clean help
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+demo: $(VENV)/ready      ## train a small GPT with every hook on 2 ranks; draw loss against bytes sent
+	$(BIN)/python -m benchmarks.demo $(ARGS)
+
+test: $(VENV)/ready $(VENV)/triton-$(TRITON_ALSO)   ## every test; then the kernels' tests under the second Triton
+	$(BIN)/python -m pytest $(ARGS)
+	PYTHONPATH=$(VENV)/triton-$(TRITON_ALSO) $(BIN)/python -m pytest tests/kernels $(ARGS)
+
+lint: $(VENV)/ready      ## check style and types; edits nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready    ## sort imports and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/ready     ## time our operations and hooks beside torch's on this machine's device
+	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu-check:       ## tests and benchmarks on CUDA, from a bare checkout (no venv, no network)
+	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+
+clean:           ## remove the environment and everything built
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+# torch comes first: a CUDA build of it brings the Triton it was built with, and that one stays.
+$(VENV)/ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	cp constraints.txt $(VENV)/constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch setuptools
+	@if $(BIN)/python -c 'import triton' 2>/dev/null; then sed -i '/^triton/d' $(VENV)/constraints.txt; fi
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -c $(VENV)/constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/triton-%: | $(VENV)/ready
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --target $@ triton==$*

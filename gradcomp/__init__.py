@@ -1,0 +1,5 @@
+"""Gradient compression for data-parallel PyTorch."""
+
+from . import hooks
+
+__all__ = ["hooks"]

@@ -1,0 +1,1 @@
+"""DDP communication hooks under the names of ``torch.distributed.algorithms.ddp_comm_hooks``."""
