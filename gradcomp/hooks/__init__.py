@@ -1,1 +1,48 @@
-"""DDP communication hooks under the names of ``torch.distributed.algorithms.ddp_comm_hooks``."""
+"""DDP communication hooks under the names of ``torch.distributed.algorithms.ddp_comm_hooks``.
+
+Replace that package's name in an import by ``gradcomp.hooks``; nothing else changes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from . import debugging_hooks, default_hooks
+
+__all__ = ["DDPCommHookType", "debugging_hooks", "default_hooks", "register_ddp_comm_hook"]
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """Registers one hook on a model: a DDPCommHookType's value, called as torch's is."""
+
+    hook: Callable[..., Any]
+
+    def __call__(self, model: Any, state: Any = None) -> None:
+        model.register_comm_hook(state, self.hook)
+
+
+class DDPCommHookType(Enum):
+    """The hooks by name.
+
+    ``DDPCommHookType.FP16_COMPRESS.value(model=ddp_model, state=process_group)`` registers one.
+    """
+
+    ALLREDUCE = _Registration(default_hooks.allreduce_hook)
+    FP16_COMPRESS = _Registration(default_hooks.fp16_compress_hook)
+    BF16_COMPRESS = _Registration(default_hooks.bf16_compress_hook)
+    NOOP = _Registration(debugging_hooks.noop_hook)
+
+
+def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
+    """Register one of the hooks above on a DDP model.
+
+    model: anything with DDP's ``register_comm_hook``. state: the hook's process group, or None for the
+    default one.
+
+    Example::
+
+        register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, ddp_model)
+    """
+    comm_hook_type.value(model=model, state=state)

@@ -1,0 +1,48 @@
+"""The operations in plain torch: what runs on CPU tensors, and on devices that Triton doesn't serve.
+
+The copying operations give the kernels' results bit for bit: multiply in fp32 (in fp64 when either
+side is fp64), round once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# Elements scaled at a time when the dtype changes: their fp32 form (256 KiB) stays in the cache.
+CHUNK = 65536
+
+
+def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
+    """out = scale · src, rounded once to out's dtype. Same shape, any strides."""
+    if scale == 1.0:
+        out.copy_(src)
+    elif src.dtype == out.dtype:
+        torch.mul(src, scale, out=out)
+    elif not out.is_contiguous():
+        contiguous = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        cast(src, out=contiguous, scale=scale)
+        out.copy_(contiguous)
+    else:
+        # torch.mul into an out of another dtype goes through a temporary of the whole size.
+        wide = torch.promote_types(torch.promote_types(src.dtype, out.dtype), torch.float32)
+        scratch = torch.empty(min(CHUNK, src.numel()), dtype=wide, device=src.device)
+        pieces = zip(src.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True)
+        for piece, target in pieces:
+            scaled = torch.mul(piece.to(wide), scale, out=scratch[: piece.numel()])
+            target.copy_(scaled)
+
+
+def flatten(tensors: Sequence[torch.Tensor], *, out: torch.Tensor, scale: float = 1.0) -> None:
+    """out = scale · concatenation of the tensors in row-major order."""
+    parts = out.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        cast(tensor, out=part.view(tensor.shape), scale=scale)
+
+
+def unflatten(flat: torch.Tensor, *, out: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+    """The reverse of flatten: each tensor of out = scale · its part of flat."""
+    parts = flat.split([tensor.numel() for tensor in out])
+    for tensor, part in zip(out, parts, strict=True):
+        cast(part.view(tensor.shape), out=tensor, scale=scale)

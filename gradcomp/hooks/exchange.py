@@ -1,0 +1,112 @@
+"""When a hook's work runs: in order on a side stream (CUDA), or around an asynchronous collective.
+
+A hook that compresses, all-reduces and decompresses a bucket must neither hold up backward nor let the
+order of collectives differ between ranks:
+
+    CUDA   current stream  ──gradients ready──▶ ...backward goes on...            ──▶ waits for event
+           side stream       └▶ compress ─ all-reduce ─ decompress ─ event ──────────┘
+
+    CPU    hook: compress, start the all-reduce, return      backward goes on
+           communication thread: all-reduce, decompress, complete the future
+
+On CUDA everything is enqueued by the thread that called the hook, bucket after bucket: no callback, and
+no wait on the host (but for backends that work on the host, such as gloo, which wait by their nature).
+"""
+
+from collections.abc import Callable, MutableMapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The process's one side stream on a CUDA device, hence one order of work for all hooks."""
+    return torch.cuda.Stream(device)
+
+
+_wires: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
+
+
+def wire_of(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> torch.Tensor:
+    """The buffer of this dtype, as long as the bucket, that a hook keeps for it from step to step.
+
+    It lives as long as the bucket's first parameter: models don't share one, and a dead model leaves
+    none behind. A bucket of another length (after DDP rebuilt its buckets) gets a new one.
+    """
+    kept = _wires.setdefault(bucket.parameters()[0], {})
+    wire, numel = kept.get(hook_name), bucket.buffer().numel()
+    if wire is None or wire.numel() != numel:
+        wire = torch.empty(numel, dtype=dtype, device=bucket.buffer().device)
+        kept[hook_name] = wire
+    return wire
+
+
+def group_of(hook_name: str, process_group: Any) -> dist.ProcessGroup:
+    """The process group that a hook was registered with; None means the default group."""
+    if process_group is None:
+        process_group = dist.group.WORLD
+        if process_group is None:
+            raise RuntimeError(
+                f"{hook_name} was registered with state None, which means the default process group, "
+                "but there is none: call torch.distributed.init_process_group first"
+            )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"{hook_name} takes a process group or None as its state, got {process_group!r}")
+    return process_group
+
+
+def in_stream_order(
+    device: torch.device, sequence: Callable[[], torch.Tensor]
+) -> torch.futures.Future[torch.Tensor]:
+    """Enqueue kernels and collectives on a CUDA device's side stream, after its current stream.
+
+    Returns a future that already holds the sequence's result; whoever waits for it makes their stream
+    wait for the event recorded here.
+    """
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device])
+    stream = side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        future.set_result(sequence())
+    return future
+
+
+def all_reduce_between(
+    device: torch.device,
+    group: dist.ProcessGroup,
+    compress: Callable[[], torch.Tensor],
+    decompress: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.futures.Future[torch.Tensor]:
+    """Sum `compress()` over the group, and complete a future with `decompress(sum)`.
+
+    The sum is formed in place. Raises RuntimeError when the backend refuses the tensor; an error of
+    the communication itself surfaces from whoever waits for the future.
+    """
+
+    def sequence() -> torch.Tensor:
+        wire = compress()
+        _all_reduce(wire, group, async_op=False)
+        return decompress(wire)
+
+    if device.type == "cuda":
+        return in_stream_order(device, sequence)
+    work = _all_reduce(compress(), group, async_op=True)
+    return work.get_future().then(lambda future: decompress(future.value()[0]))
+
+
+def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work:
+    try:
+        work: dist.Work = dist.all_reduce(wire, group=group, async_op=async_op)
+        return work
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"backend {dist.get_backend(group)!r} did not all-reduce a {wire.dtype} tensor on "
+            f"{wire.device}: {error}. If it has no all-reduce for {wire.dtype}, register a hook that "
+            "sends another dtype"
+        ) from error

@@ -1,0 +1,178 @@
+"""One function per operation: checks its arguments, then chooses who computes.
+
+CUDA tensors go to the Triton kernels; so do CPU tensors under TRITON_INTERPRET=1, where Triton's
+interpreter runs the kernels. Everything else goes to plain torch (cpu.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from . import cpu
+from .kernels import cast as cast_kernel
+from .kernels import flatten as flatten_kernel
+
+if TYPE_CHECKING:
+    from .layout import FlatLayout
+
+__all__ = ["compress_cast", "decompress_cast", "flatten", "unflatten"]
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Triton's interpreter keeps its state in globals, while hooks run on several threads.
+_turn: AbstractContextManager[object] = threading.RLock() if _INTERPRETED else nullcontext()
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
+
+_Tables = dict[tuple[torch.device, bool], flatten_kernel.FlattenTables]
+_tables: weakref.WeakKeyDictionary[FlatLayout, _Tables] = weakref.WeakKeyDictionary()
+
+
+def _runs_triton(device: torch.device) -> bool:
+    return device.type == "cuda" or (_INTERPRETED and device.type == "cpu")
+
+
+@torch.no_grad()
+def compress_cast(buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """out = scale · buffer, rounded once to 16 bits, in one pass. Returns out.
+
+    buffer: contiguous, floating-point. out: contiguous float16 or bfloat16 of as many elements, on
+    the same device. The product is formed in fp32 (fp64 for an fp64 buffer), so a value that fits
+    only after scaling does not overflow.
+
+    Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
+    """
+    if out.dtype not in _HALVES:
+        raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
+    return _cast("compress_cast", buffer, out, scale)
+
+
+@torch.no_grad()
+def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """out = compressed in out's dtype, in one pass. Returns out.
+
+    compressed: contiguous, floating-point. out: contiguous, floating-point, as many elements, on the
+    same device.
+
+    Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
+    """
+    return _cast("decompress_cast", compressed, out, 1.0)
+
+
+def _cast(name: str, src: torch.Tensor, out: torch.Tensor, scale: float) -> torch.Tensor:
+    for tensor in (src, out):
+        _require_float(name, tensor)
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}"
+            )
+    if src.numel() != out.numel():
+        raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
+    _require_device(name, src, out.device)
+    if _runs_triton(out.device):
+        with _turn:
+            cast_kernel.cast(src, out=out, scale=scale)
+    else:
+        cpu.cast(src.view(-1), out=out.view(-1), scale=scale)
+    return out
+
+
+@torch.no_grad()
+def flatten(
+    tensors: Sequence[torch.Tensor],
+    layout: FlatLayout,
+    *,
+    out: torch.Tensor,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """out = scale · the tensors one after another, in row-major order, in one launch. Returns out.
+
+    tensors: of the layout's shapes, one floating-point dtype, on out's device; strided as they like
+    (each non-contiguous one costs a copy). out: contiguous [layout.numel], any floating-point dtype;
+    a value is rounded to it once.
+
+    Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
+    """
+    _check_list("flatten", tensors, layout, out)
+    if _runs_triton(out.device):
+        with _turn:
+            tables = _tables_of(layout, out.device, to_flat=True)
+            flatten_kernel.flatten(tensors, tables, out=out, scale=scale)
+    else:
+        cpu.flatten(tensors, out=out, scale=scale)
+    return out
+
+
+@torch.no_grad()
+def unflatten(
+    flat: torch.Tensor,
+    layout: FlatLayout,
+    *,
+    out: Sequence[torch.Tensor],
+    scale: float = 1.0,
+) -> Sequence[torch.Tensor]:
+    """The reverse of flatten: each tensor of out = scale · its part of flat. Returns out.
+
+    flat: contiguous [layout.numel], any floating-point dtype. out: tensors of the layout's shapes,
+    one floating-point dtype, on flat's device; strided as they like.
+
+    Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
+    """
+    _check_list("unflatten", out, layout, flat)
+    if _runs_triton(flat.device):
+        with _turn:
+            tables = _tables_of(layout, flat.device, to_flat=False)
+            flatten_kernel.unflatten(flat, tables, out=out, scale=scale)
+    else:
+        cpu.unflatten(flat, out=out, scale=scale)
+    return out
+
+
+def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> flatten_kernel.FlattenTables:
+    # One table per direction: a step that gathers from some tensors and scatters to others would
+    # otherwise send both lists of addresses every time.
+    tables = _tables.setdefault(layout, {})
+    if (device, to_flat) not in tables:
+        tables[device, to_flat] = flatten_kernel.FlattenTables(
+            list(layout.tiles(flatten_kernel.BLOCK)), len(layout), device
+        )
+    return tables[device, to_flat]
+
+
+def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
+    _require_float(name, flat)
+    if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
+        raise ValueError(
+            f"{name} takes a contiguous buffer of shape ({layout.numel},) for {layout}, "
+            f"got shape {tuple(flat.shape)} with strides {flat.stride()}"
+        )
+    if len(tensors) != len(layout):
+        raise ValueError(f"{name}: {layout} got {len(tensors)} tensors")
+    for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")
+        _require_float(name, tensor)
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(
+                f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
+                f"tensor {index} is {tensor.dtype}"
+            )
+        _require_device(name, tensor, flat.device)
+
+
+def _require_float(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _FLOATS:
+        raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
+
+
+def _require_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: tensors lie on {tensor.device} and on {device}")

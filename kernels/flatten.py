@@ -1,0 +1,146 @@
+"""Gather a list of tensors into one flat buffer, and scatter it back, in one launch each."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from .tile import copy_tile
+
+BLOCK = 4096  # elements a program copies: 8 wide fp32 loads in flight for each of 128 threads
+NUM_WARPS = 4
+
+_TRITON_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+class FlattenTables:
+    """What the kernel reads besides the data, kept on the device for one list of tensors.
+
+    tiles: int64 [num_tiles, 4], built once: tensor index, first element within the tensor, first
+    element within the flat buffer, number of elements (at most BLOCK).
+    pointers: int64 [num_tensors], the tensors' addresses, sent again only when one has changed: one
+    asynchronous copy from pinned memory. Use one object from one CUDA stream at a time.
+    """
+
+    def __init__(
+        self,
+        tiles: Sequence[tuple[int, int, int, int]],
+        num_tensors: int,
+        device: torch.device,
+    ):
+        self.tiles = _send(torch.tensor(tiles, dtype=torch.int64).reshape(-1, 4), device)
+        self._pointers = torch.empty(num_tensors, dtype=torch.int64, device=device)
+        self._addresses: list[int] = []
+
+    def pointers(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The device table of these tensors' addresses."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._addresses:
+            self._pointers.copy_(
+                _pinned(torch.tensor(addresses, dtype=torch.int64), self._pointers.device),
+                non_blocking=True,
+            )
+            self._addresses = addresses
+        return self._pointers
+
+
+def _pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # The pinned-memory allocator keeps the block until the copy that reads it is over, so a fresh one
+    # each time can't be overwritten too early.
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return _pinned(host, device).to(device, non_blocking=True)
+
+
+@triton.jit
+def _flatten_kernel(
+    pointers_ptr,
+    tiles_ptr,
+    flat_ptr,
+    scale: tl.float64,
+    TENSOR_TYPE: tl.constexpr,
+    TO_FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """flat[flat_start + i] = round(scale · tensor[tensor_start + i]) for one tile, or the reverse.
+
+    pointers_ptr: [num_tensors] addresses of contiguous tensors of TENSOR_TYPE. tiles_ptr:
+    [num_tiles, 4], see FlattenTables. flat_ptr: the flat buffer. Grid: one program per tile.
+    Moves numel · (tensor bytes + flat bytes), plus 40 B of tables per tile.
+    """
+    tile_ptr = tiles_ptr + tl.program_id(0).to(tl.int64) * 4
+    tensor_index = tl.load(tile_ptr)
+    tensor_start = tl.load(tile_ptr + 1)
+    flat_start = tl.load(tile_ptr + 2)
+    length = tl.load(tile_ptr + 3)
+    tensor_ptr = tl.load(pointers_ptr + tensor_index).to(tl.pointer_type(TENSOR_TYPE))
+    if TO_FLAT:
+        copy_tile(tensor_ptr + tensor_start, flat_ptr + flat_start, length, scale, BLOCK)
+    else:
+        copy_tile(flat_ptr + flat_start, tensor_ptr + tensor_start, length, scale, BLOCK)
+
+
+def _launch(
+    tensors: Sequence[torch.Tensor],
+    tables: FlattenTables,
+    flat: torch.Tensor,
+    scale: float,
+    *,
+    to_flat: bool,
+) -> None:
+    grid = (len(tables.tiles),)
+    if not grid[0]:
+        return
+    _flatten_kernel[grid](
+        tables.pointers(tensors),
+        tables.tiles,
+        flat,
+        scale,
+        TENSOR_TYPE=_TRITON_DTYPES[tensors[0].dtype],
+        TO_FLAT=to_flat,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def flatten(
+    tensors: Sequence[torch.Tensor],
+    tables: FlattenTables,
+    *,
+    out: torch.Tensor,
+    scale: float = 1.0,
+) -> None:
+    """out = scale · concatenation of the tensors in row-major order, rounded once to out's dtype.
+
+    tensors: of one floating-point dtype, on out's device. A non-contiguous one is first copied (one
+    more launch for each). out: contiguous, 1-D, any floating-point dtype.
+    """
+    contiguous = [tensor.contiguous() for tensor in tensors]
+    _launch(contiguous, tables, out, scale, to_flat=True)
+
+
+def unflatten(
+    flat: torch.Tensor,
+    tables: FlattenTables,
+    *,
+    out: Sequence[torch.Tensor],
+    scale: float = 1.0,
+) -> None:
+    """The reverse of flatten: each tensor of out = scale · its part of flat.
+
+    A non-contiguous tensor of out is written through a contiguous one (one more launch for each).
+    """
+    contiguous = [tensor.contiguous() for tensor in out]
+    _launch(contiguous, tables, flat, scale, to_flat=False)
+    for tensor, source in zip(out, contiguous, strict=True):
+        if source is not tensor:
+            tensor.copy_(source)

@@ -1,0 +1,48 @@
+"""What the copying kernels share: move a tile, scale it, change its dtype."""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def round_to(x, TYPE: tl.constexpr):
+    """x (fp32 or fp64) in the dtype TYPE, rounded to nearest even; NaN stays NaN."""
+    if TYPE == tl.bfloat16:
+        x = x.to(tl.float32)
+        if INTERPRETED:
+            # The interpreter cuts off where the hardware rounds: leave it nothing to cut off.
+            bits = x.to(tl.uint32, bitcast=True)
+            rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+            x = (rounded & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(TYPE)
+
+
+@triton.jit
+def copy_tile(src_ptr, dst_ptr, length, scale: tl.float64, BLOCK: tl.constexpr):
+    """dst[i] = round(scale · src[i]) for 0 <= i < length <= BLOCK.
+
+    src_ptr, dst_ptr: pointers to the tile's first element, in any two floating-point dtypes.
+    Multiplies in fp64 when either side is fp64, in fp32 otherwise, and rounds once, to nearest even.
+    Moves length · (src bytes + dst bytes). Accesses are 128 bits wide where the tile is whole and both
+    of its ends lie on 16 bytes.
+    """
+    src_type: tl.constexpr = src_ptr.dtype.element_ty
+    dst_type: tl.constexpr = dst_ptr.dtype.element_ty
+    wide: tl.constexpr = src_type == tl.float64 or dst_type == tl.float64
+    ACC: tl.constexpr = tl.float64 if wide else tl.float32
+    factor = (tl.full((), 1.0, tl.float64) * scale).to(ACC)
+    offs = tl.arange(0, BLOCK)
+    src_address = src_ptr.to(tl.uint64)
+    dst_address = dst_ptr.to(tl.uint64)
+    if (length == BLOCK) & ((src_address | dst_address) % 16 == 0):
+        # The hint is on addresses rounded down to 16 bytes, where they lie anyway: a hint on the
+        # pointers themselves would hold in the other branch too, and be false there.
+        src = tl.multiple_of((src_address // 16 * 16).to(tl.pointer_type(src_type)), 16)
+        dst = tl.multiple_of((dst_address // 16 * 16).to(tl.pointer_type(dst_type)), 16)
+        tl.store(dst + offs, round_to(tl.load(src + offs).to(ACC) * factor, dst_type))
+    else:
+        mask = offs < length
+        values = tl.load(src_ptr + offs, mask=mask, other=0.0).to(ACC)
+        tl.store(dst_ptr + offs, round_to(values * factor, dst_type), mask=mask)
