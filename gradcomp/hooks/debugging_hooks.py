@@ -19,7 +19,8 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
         ddp_model.register_comm_hook(None, debugging_hooks.noop_hook)
     """
     buffer = bucket.buffer()
-    devices = [buffer.device] if buffer.is_cuda else None
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    future: torch.futures.Future[torch.Tensor] = (
+        torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
+    )
     future.set_result(buffer)
     return future
