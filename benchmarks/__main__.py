@@ -1,0 +1,107 @@
+"""Time our operations and hooks beside torch's: python -m benchmarks.
+
+Every module in benchmarks/kernels/ is a family of operations and is found by itself: it defines
+cases(device, quick) -> Iterator[Case], see harness.py.
+
+Exit status: 0 when every case was right and timed, 1 otherwise. Nothing is recorded when a result was
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from benchmarks import environment, report
+from benchmarks.harness import Case, Clock, run_case
+
+
+def discover(device: torch.device, quick: bool) -> list[Case]:
+    """The cases of every module in benchmarks/kernels/, then those of benchmarks/hooks.py."""
+    folder = Path(__file__).parent / "kernels"
+    names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
+    modules = [f"benchmarks.kernels.{name}" for name in names] + ["benchmarks.hooks"]
+    return [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--filter", default="", help="only cases whose name holds this text")
+    parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
+    parser.add_argument("--record", action="store_true", help="append the rows to --results")
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the records")
+    parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="start no case after this many seconds"
+    )
+    return parser.parse_args(argv)
+
+
+def measure(
+    cases: Sequence[Case], clock: Clock, budget_s: float = float("inf")
+) -> tuple[list[report.Row], list[str], list[str]]:
+    """Run the cases, printing as it goes: the rows, the cases that failed, those not reached."""
+    rows: list[report.Row] = []
+    failed: list[str] = []
+    deadline = time.monotonic() + budget_s
+    for number, case in enumerate(cases, 1):
+        if time.monotonic() > deadline:
+            return rows, failed, [str(case) for case in cases[number - 1 :]]
+        print(f"[{number}/{len(cases)}] {case}", flush=True)
+        try:
+            case_rows = run_case(case, clock)
+        except Exception:
+            # One broken case must not hide what the others say.
+            traceback.print_exc(file=sys.stdout)
+            failed.append(str(case))
+            continue
+        print(report.table(case_rows), flush=True)
+        rows += case_rows
+    return rows, failed, []
+
+
+def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None) -> int:
+    args = parse(argv)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    if triton.knobs.runtime.interpret:
+        print("benchmarks: unset TRITON_INTERPRET: the interpreter's times mean nothing")
+        return 1
+    torch.manual_seed(0)
+    facts = environment.describe(device)
+    for name, value in facts.items():
+        print(f"{name:>18}: {value}")
+    found = discover(device, args.quick) if cases is None else list(cases)
+    selected = [case for case in found if args.filter in str(case)]
+    if not selected:
+        print(f"benchmarks: no case's name holds {args.filter!r}; there are:")
+        print("\n".join(f"  {case}" for case in found))
+        return 1
+    clock = Clock(device, args.quick)
+    print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)\n{report.header()}")
+    rows, failed, skipped = measure(selected, clock, args.budget_s)
+    for name in failed:
+        print(f"benchmarks: FAILED {name}")
+    for name in skipped:
+        print(f"benchmarks: not reached within {args.budget_s:g} s: {name}")
+    if args.record and failed:
+        print("benchmarks: nothing recorded, because of the failures")
+    elif args.record and rows:
+        print(f"benchmarks: {len(rows)} rows appended to {report.append(rows, facts, args.results)}")
+    return 1 if failed or skipped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

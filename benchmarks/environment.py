@@ -1,0 +1,78 @@
+"""Where a measurement was made: device, driver, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import triton
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """The fields that every recorded row carries besides its measurement."""
+    capability = None
+    driver = None
+    if device.type == "cuda":
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        driver = driver_version()
+    return {
+        "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "device": device_name(device),
+        "compute_capability": capability,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU {_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str:
+    """The checkout's commit, "-dirty" when any file but the results differs from it.
+
+    Without git or a .git folder: the environment variable GRADCOMP_COMMIT, else "unknown".
+    """
+    if (ROOT / ".git").exists():
+        revision = _output_of(["git", "rev-parse", "HEAD"])
+        if revision:
+            changes = _output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"])
+            return revision + ("-dirty" if changes else "")
+    return os.environ.get("GRADCOMP_COMMIT", "unknown")
+
+
+def driver_version() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    output = _output_of(query)
+    return output.splitlines()[0].strip() if output else None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def _output_of(command: list[str]) -> str | None:
+    """What the command prints; None when it is not there or fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,256 @@
+"""Everything that needs a GPU, in one command: python -m benchmarks.gpu_check (make gpu-check).
+
+Usable from a bare checkout with torch, triton, pytest and hypothesis installed, without a network, in
+under 9 minutes. First all at once, as they check but don't measure:
+
+- kernels, hooks, distributed: the tests of those folders, which run on CUDA where there is one;
+- ddp-nccl, ddp-gloo: training with each hook on NCCL at world size 1, and on gloo with 2 ranks that
+  share the GPU (ddp_check.py);
+
+then, each with the GPU to itself:
+
+- streams: no hook makes the host wait (stream_check.py);
+- benchmarks: python -m benchmarks, its rows appended to benchmarks/results/.
+
+A step that fails or runs out of its time does not stop the others, but nothing is recorded then; nor
+when steps were left out. Exit status: 0 when all passed, 1 when a step did not, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOTAL_S = 520  # under 9 minutes, with what it takes to start and to end
+
+PASSED = "passed"
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    command: list[str]  # of the Python interpreter
+    budget_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    verdict: str
+    seconds: float
+
+
+def stages(device: str) -> list[list[Step]]:
+    """The steps for this device, those of a stage to be run together.
+
+    On the CPU only those that make sense there, to try them out.
+    """
+    cuda = device == "cuda"
+    checks = [
+        Step("kernels", _tests("kernels"), 300),
+        Step("hooks", _tests("hooks"), 300),
+        Step("distributed", _tests("distributed"), 300),
+        Step("ddp-gloo", _ddp(device, "gloo", world_size=2), 150),
+    ]
+    if cuda:
+        checks.append(Step("ddp-nccl", _ddp(device, "nccl", world_size=1), 150))
+    streams = [Step("streams", ["-m", "benchmarks.stream_check"], 60)]
+    benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 160)]
+    return [checks, streams, benchmarks] if cuda else [checks, benchmarks]
+
+
+def _tests(folder: str) -> list[str]:
+    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3", f"tests/{folder}"]
+
+
+def _ddp(device: str, backend: str, world_size: int) -> list[str]:
+    where = ["--device", device, "--backend", backend, "--world-size", str(world_size)]
+    return ["-m", "benchmarks.ddp_check", *where, "--timeout-s", "140"]
+
+
+class Running:
+    """A step in a session of its own. Where several run together, each one's output is kept for its end."""
+
+    def __init__(self, step: Step, extra: Sequence[str], limit_s: float, keep_output: bool):
+        self.step = step
+        self.timeout_s = min(step.budget_s, limit_s)
+        self.start = time.monotonic()
+        print(f"==== {step.name}: started, may take {self.timeout_s:.0f} s", flush=True)
+        self.output = tempfile.TemporaryFile() if keep_output else None  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, *step.command, *extra],
+            cwd=ROOT,
+            env=_environment(),
+            stdout=self.output,
+            stderr=subprocess.STDOUT if keep_output else None,
+            start_new_session=True,
+        )
+
+    def poll(self) -> Outcome | None:
+        """The outcome if there is one by now; whatever is left of the step's processes is killed then."""
+        seconds = time.monotonic() - self.start
+        status = self.process.poll()
+        if status is None and seconds < self.timeout_s:
+            return None
+        if status is None:
+            verdict = f"FAILED (killed after {self.timeout_s:.0f} s)"
+            self._signal(signal.SIGINT)  # pytest tells what it has seen so far
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
+        else:
+            verdict = PASSED if status == 0 else f"FAILED (exit status {status})"
+        self.kill()
+        if self.output is not None:
+            self.output.seek(0)
+            print(f"\n==== {self.step.name}", flush=True)
+            print(self.output.read().decode(errors="replace"), flush=True)
+            self.output.close()
+        print(f"==== {self.step.name}: {verdict}, {seconds:.0f} s", flush=True)
+        return Outcome(self.step.name, verdict, seconds)
+
+    def kill(self) -> None:
+        """Also what the step has left behind: ranks outlive a process that dies of a signal."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def run_together(
+    stage: Sequence[Step], extra: Sequence[str] = (), limit_s: float = float("inf")
+) -> list[Outcome]:
+    """Run the steps of a stage at once, each within its time."""
+    outcomes: dict[str, Outcome] = {}
+    running = [Running(step, extra, limit_s, keep_output=len(stage) > 1) for step in stage]
+    try:
+        while len(outcomes) < len(running):
+            time.sleep(0.1)
+            for each in running:
+                if each.step.name not in outcomes and (outcome := each.poll()):
+                    outcomes[outcome.name] = outcome
+    finally:
+        for each in running:
+            if each.step.name not in outcomes:
+                each.kill()
+    return [outcomes[step.name] for step in stage]
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.pop("TRITON_INTERPRET", None)
+    # All ranks are on this machine, which need not have any network.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # Plugins that happen to be installed have no say; warnings of theirs would be errors.
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    return environment
+
+
+def missing(device: str) -> str | None:
+    """Why nothing can be run here; None if it can."""
+    try:
+        import torch
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"this Python ({sys.executable}) lacks {error.name}"
+    if device == "cuda" and not torch.cuda.is_available():
+        return f"no CUDA GPU is available to torch {torch.__version__}"
+    return None
+
+
+def report_environment(device: str) -> None:
+    import torch
+
+    from benchmarks import environment
+
+    facts = environment.describe(torch.device(device))
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        facts["L2 cache"] = f"{properties.L2_cache_size / 2**20:.0f} MiB"
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for name, value in facts.items():
+        print(f"{name:>18}: {value}", flush=True)
+
+
+def run_all(args: argparse.Namespace) -> list[Outcome]:
+    deadline = time.monotonic() + TOTAL_S
+    outcomes: list[Outcome] = []
+    for stage in stages(args.device):
+        left_out = [step for step in stage if args.only and step.name not in args.only]
+        outcomes += [Outcome(step.name, "left out", 0.0) for step in left_out]
+        chosen = [step for step in stage if step not in left_out]
+        limit_s = max(0.0, deadline - time.monotonic())
+        extra = []
+        if [step.name for step in chosen] == ["benchmarks"]:
+            sound = all(outcome.verdict == PASSED for outcome in outcomes)
+            extra = _benchmark_arguments(args, sound, min(chosen[0].budget_s, limit_s))
+        outcomes += run_together(chosen, extra, limit_s)
+    return outcomes
+
+
+def _benchmark_arguments(args: argparse.Namespace, sound: bool, timeout_s: float) -> list[str]:
+    # They stop by themselves before they would be killed, so that what was measured is kept.
+    arguments = ["--budget-s", str(max(0, round(timeout_s) - 35))]
+    if args.quick or args.device == "cpu":
+        arguments.append("--quick")
+    if not sound:
+        print("gpu-check: the benchmarks will not be recorded: not every step passed")
+    elif args.results:
+        arguments += ["--record", "--results", str(args.results)]
+    elif args.device == "cuda":
+        arguments.append("--record")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--results", type=Path, help="record here, not in benchmarks/results/")
+    parser.add_argument("--quick", action="store_true", help="small benchmarks")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=[step.name for stage in stages("cuda") for step in stage],
+        help="run this step (repeatable); nothing is recorded then",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: try the check itself out where there is no GPU; recorded only with --results",
+    )
+    args = parser.parse_args(argv)
+    if args.results:
+        args.results = args.results.resolve()  # the steps run in the checkout's root
+    problem = missing(args.device)
+    if problem:
+        print(f"gpu-check: {problem}; nothing was run")
+        return 2
+    report_environment(args.device)
+    outcomes = run_all(args)
+    print("\n==== summary")
+    for outcome in outcomes:
+        print(f"{outcome.name:<14}{outcome.seconds:>6.0f} s  {outcome.verdict}")
+    failed = any(outcome.verdict.startswith("FAILED") for outcome in outcomes)
+    print(f"gpu-check: {'FAILED' if failed else PASSED}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Whole hooks beside torch's own, called directly on a bucket, at world size 1.
+
+One process, so nothing crosses a wire: what is timed is the work on the device, and on the host, that
+a hook adds to each bucket. The backend is NCCL on CUDA and gloo on CPU. A call ends when the current
+stream waits for the hook's future (on CPU: when the future is done).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+
+from benchmarks.harness import Case, Setup, elementwise_error, rounding_error
+from gradcomp.hooks import default_hooks
+
+# A 25 MiB bucket of a transformer with 1024 features.
+SHAPES = [(1024, 1024)] * 6 + [(256, 1024)]
+
+Hook = Callable[[object, "FakeBucket"], "torch.futures.Future[torch.Tensor]"]
+
+
+class FakeBucket:
+    """A bucket with GradBucket's methods, which torch does not let Python construct."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device, index: int = 0):
+        self._index = index
+        self._parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        self._buffer = torch.randn(sum(p.numel() for p in self._parameters), device=device)
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = self._buffer.split([p.numel() for p in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        return True
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    # name, the dtype on the wire, the bytes that the hook's own passes have to move per element
+    for name, dtype, bytes_per_element in (
+        ("allreduce_hook", torch.float32, 4 + 4),
+        ("fp16_compress_hook", torch.float16, (4 + 2) + (2 + 4)),
+        ("bf16_compress_hook", torch.bfloat16, (4 + 2) + (2 + 4)),
+    ):
+        yield Case(
+            name,
+            label="25 MiB bucket, W=1",
+            dtype="float32",
+            num_bytes=25 * 2**20 // 4 * bytes_per_element,
+            max_error=rounding_error(dtype),
+            baseline="torch",
+            build=partial(_calling, name, device),
+            error_of=partial(elementwise_error, dtype=dtype),
+        )
+
+
+def _calling(name: str, device: torch.device) -> Setup:
+    join_group_of_one(device)
+    bucket = FakeBucket(SHAPES, device)
+    buffer = bucket.buffer()
+    gradient = buffer.clone()
+    return Setup(
+        providers={
+            "gradcomp": lambda: call(getattr(default_hooks, name), bucket),
+            "torch": lambda: call(getattr(torch_hooks, name), bucket),
+        },
+        reference=lambda: [gradient.double()],
+        restore=lambda: buffer.copy_(gradient),
+    )
+
+
+def call(hook: Hook, bucket: FakeBucket, state: object = None) -> list[torch.Tensor]:
+    """Call the hook and let the current stream (on CPU: the caller) wait for its result."""
+    return [hook(state, bucket).wait()]
+
+
+def join_group_of_one(device: torch.device) -> None:
+    """Make this process a process group of its own, unless it is in one; left at exit."""
+    if dist.is_initialized():
+        return
+    handle, path = tempfile.mkstemp(prefix="gradcomp-store-")
+    os.close(handle)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(path, 1),
+        rank=0,
+        world_size=1,
+    )
+    atexit.register(_leave, path)
+
+
+def _leave(path: str) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if os.path.exists(path):
+        os.unlink(path)

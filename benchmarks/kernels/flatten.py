@@ -1,0 +1,128 @@
+"""Gathering a bucket's gradients into one buffer with 1/W fused, and scattering them back.
+
+A call handles all buckets of a model, one after another, as a training step does; on CPU, and with
+quick, one bucket of it. Providers:
+
+gradcomp        one launch per bucket.
+torch_ddp       what DDP's reducer does: one kernel per parameter. The reducer's loop is in C++, this
+                one in Python, so its host time is only an upper bound.
+torch_foreach   torch._foreach_copy_, then one multiplication of the buffer.
+torch_cat       torch.cat, then one multiplication (gathering only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from benchmarks import models
+from benchmarks.harness import Case, Setup, rounding_error
+from gradcomp import ops
+from gradcomp.layout import FlatLayout
+
+SCALE = 1 / 6  # of 6 ranks: not a power of two, so that the multiplication rounds
+
+
+class Bucket:
+    """Gradients allocated one by one, as autograd leaves them, and the buffer they go to."""
+
+    def __init__(self, shapes: Sequence[models.Shape], dtype: torch.dtype, device: torch.device):
+        self.layout = FlatLayout(shapes)
+        self.gradients = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+        self.buffer = torch.randn(self.layout.numel, dtype=dtype, device=device)
+        numels = [gradient.numel() for gradient in self.gradients]
+        self.views = [part.view(shape) for part, shape in zip(self.buffer.split(numels), shapes, strict=True)]
+        self.flat_gradients = [gradient.view(-1) for gradient in self.gradients]
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    small = quick or device.type == "cpu"
+    for model in models.MODELS:
+        for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
+            bucket_shapes = [models.one_bucket(model, dtype)] if small else models.buckets(model, dtype)
+            num_elements = sum(map(models.num_elements, bucket_shapes))
+            describe = partial(
+                Case,
+                label=f"{model}, {len(bucket_shapes)} buckets" if not small else f"{model}, 1 bucket",
+                dtype=str(dtype).removeprefix("torch."),
+                num_bytes=2 * num_elements * dtype.itemsize,
+                max_error=rounding_error(dtype),
+                baseline="torch_ddp",
+            )
+            yield describe("flatten", build=partial(_gathering, bucket_shapes, dtype, device))
+            yield describe("unflatten", build=partial(_scattering, bucket_shapes, dtype, device))
+
+
+def _make(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device) -> list[Bucket]:
+    return [Bucket(shapes, dtype, device) for shapes in bucket_shapes]
+
+
+def _gathering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device) -> Setup:
+    buckets = _make(bucket_shapes, dtype, device)
+    buffers = [bucket.buffer for bucket in buckets]
+
+    def gradcomp() -> list[torch.Tensor]:
+        for bucket in buckets:
+            ops.flatten(bucket.gradients, bucket.layout, out=bucket.buffer, scale=SCALE)
+        return buffers
+
+    def torch_ddp() -> list[torch.Tensor]:
+        for bucket in buckets:
+            for gradient, view in zip(bucket.gradients, bucket.views, strict=True):
+                torch.mul(gradient, SCALE, out=view)
+        return buffers
+
+    def torch_foreach() -> list[torch.Tensor]:
+        for bucket in buckets:
+            torch._foreach_copy_(bucket.views, bucket.gradients)
+            bucket.buffer.mul_(SCALE)
+        return buffers
+
+    def torch_cat() -> list[torch.Tensor]:
+        for bucket in buckets:
+            torch.cat(bucket.flat_gradients, out=bucket.buffer)
+            bucket.buffer.mul_(SCALE)
+        return buffers
+
+    def reference() -> Iterator[torch.Tensor]:
+        for bucket in buckets:
+            yield torch.cat([gradient.double() for gradient in bucket.flat_gradients]) * SCALE
+
+    providers = {
+        "gradcomp": gradcomp,
+        "torch_ddp": torch_ddp,
+        "torch_foreach": torch_foreach,
+        "torch_cat": torch_cat,
+    }
+    return Setup(providers, reference, outputs=buffers)
+
+
+def _scattering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device) -> Setup:
+    buckets = _make(bucket_shapes, dtype, device)
+    gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
+
+    def gradcomp() -> list[torch.Tensor]:
+        for bucket in buckets:
+            ops.unflatten(bucket.buffer, bucket.layout, out=bucket.gradients)
+        return gradients
+
+    def torch_ddp() -> list[torch.Tensor]:
+        for bucket in buckets:
+            for gradient, view in zip(bucket.gradients, bucket.views, strict=True):
+                gradient.copy_(view)
+        return gradients
+
+    def torch_foreach() -> list[torch.Tensor]:
+        for bucket in buckets:
+            torch._foreach_copy_(bucket.gradients, bucket.views)
+        return gradients
+
+    def reference() -> Iterator[torch.Tensor]:
+        for bucket in buckets:
+            for view in bucket.views:
+                yield view.double()
+
+    providers = {"gradcomp": gradcomp, "torch_ddp": torch_ddp, "torch_foreach": torch_foreach}
+    return Setup(providers, reference, outputs=gradients)

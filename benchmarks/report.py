@@ -1,0 +1,62 @@
+"""What becomes of a run's rows: a table on the screen, JSON lines in a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+Row = dict[str, object]
+
+_COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "MB", "GB/s", "% copy", "x base", "error"]
+_WIDTHS = [16, 10, 17, 9, 9, 8, 7, 7, 9]
+
+
+def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
+    """Append one JSON line per row, the environment's fields in each, to the device's file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{slug(str(environment['device']))}.jsonl"
+    with path.open("a") as file:
+        for row in rows:
+            file.write(json.dumps({**environment, **row}) + "\n")
+    return path
+
+
+def slug(device: str) -> str:
+    """A device's name as a file name: "NVIDIA H100 80GB" -> "nvidia-h100-80gb"."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def header() -> str:
+    return _line(_COLUMNS)
+
+
+def table(rows: Iterable[Row]) -> str:
+    """One case's rows as lines of text, under header()."""
+    return "\n".join(_line(_cells(row)) for row in rows)
+
+
+def _cells(row: Row) -> list[str]:
+    host_us = row["host_us"]
+    return [
+        str(row["provider"]),
+        f"{row['p50_us']:.1f}",
+        f"{row['p20_us']:.1f}-{row['p80_us']:.1f}",
+        "-" if host_us is None else f"{host_us:.1f}",
+        f"{row['num_bytes'] / 1e6:.1f}",
+        f"{row['gb_per_s']:.1f}",
+        f"{row['percent_of_copy']:.0f}",
+        f"{row['times_baseline']:.2f}",
+        f"{row['error']:.1e}",
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    first, *others = (
+        f"{cell:<{width}}" if index == 0 else f"{cell:>{width}}"
+        for index, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
+    )
+    return "  " + first + "".join(others)

@@ -1,0 +1,89 @@
+"""Show that no hook makes the host wait for the GPU, and that each one keeps to stream order.
+
+python -m benchmarks.stream_check, on NCCL at world size 1. The gradient of a bucket is made to arrive
+late: a sleeping kernel runs before the copy that writes it, and the buffer holds NaN until then. The
+hook is called at once. It must
+
+1. not synchronise in any way that torch.cuda.set_sync_debug_mode("error") sees;
+2. return to the host while the kernel still sleeps;
+3. make the current stream wait for its result, which must be the gradient's.
+
+A hook that synchronises is called too, to see that it is caught. Exit status: 0 when all is right, 2
+without a GPU, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from benchmarks.ddp_check import HOOKS
+from benchmarks.hooks import SHAPES, FakeBucket, Hook, call, join_group_of_one
+
+SLEEP_CYCLES = 1_000_000_000  # about half a second; a hook needs a few milliseconds
+
+
+def problem_of(hook: Hook, max_error: float, device: torch.device) -> str | None:
+    """What is wrong with the hook; None if nothing."""
+    bucket = FakeBucket(SHAPES, device)
+    buffer = bucket.buffer()
+    gradient = torch.randn_like(buffer)
+    result = torch.empty_like(buffer)
+    for _ in range(3):  # compiles, builds what is kept per bucket, fills the allocator's cache
+        bucket.set_buffer(buffer.copy_(gradient))
+        result.copy_(call(hook, bucket)[0])
+    bucket.set_buffer(buffer.fill_(float("nan")))
+    result.fill_(float("nan"))
+    arrival = torch.cuda.Event()
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        buffer.copy_(gradient)
+        arrival.record()
+        result.copy_(call(hook, bucket)[0])
+        host_waited = arrival.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize(device)
+    if host_waited:
+        return "the host was held until the gradient had arrived"
+    error = (result.double() - gradient).abs().max().item() / gradient.abs().max().item()
+    if not error <= max_error:  # written so that NaN fails
+        return f"off by {error:.3g}, allowed {max_error:.3g}: it does not keep to stream order"
+    return None
+
+
+def _synchronising_hook(state: object, bucket: FakeBucket) -> torch.futures.Future[torch.Tensor]:
+    torch.cuda.synchronize()
+    device = bucket.buffer().device
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device])
+    future.set_result(bucket.buffer())
+    return future
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("stream_check: no CUDA GPU is available")
+        return 2
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    join_group_of_one(device)
+    failed = False
+    for name, hook_check in HOOKS.items():
+        try:
+            problem = problem_of(hook_check.make(), hook_check.max_error, device)
+        except Exception as error:  # one broken hook must not hide what is wrong with the others
+            problem = f"raised {type(error).__name__}: {error}"
+        print(f"{name:<24} {'FAILED: ' + problem if problem else 'ok'}", flush=True)
+        failed |= problem is not None
+    if problem_of(_synchronising_hook, 0.0, device) is None:
+        print("stream_check: FAILED to notice a hook that synchronises: the check itself is broken")
+        failed = True
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

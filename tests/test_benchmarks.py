@@ -1,0 +1,292 @@
+"""The benchmarks and gpu-check: as far as they can be tried without a GPU."""
+
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as bench
+from benchmarks import ddp_check, gpu_check, models, report
+from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise_error, rounding_error
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """python -m arguments, in the checkout, without a GPU and without the interpreter."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env={**inherited, "CUDA_VISIBLE_DEVICES": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+
+
+# --- the models ---
+
+
+@pytest.mark.parametrize(
+    ("model", "num_parameters", "num_elements"),
+    [
+        ("resnet50", 161, 25_557_032),
+        ("bert-large", 391, 335_141_888),
+        ("gpt2-medium", 292, 354_823_168),
+    ],
+)
+def test_models_have_the_known_sizes(model, num_parameters, num_elements):
+    shapes = list(models.MODELS[model]())
+    assert len(shapes) == num_parameters
+    assert models.num_elements(shapes) == num_elements
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", models.MODELS)
+def test_buckets_follow_ddp(model, dtype):
+    buckets = models.buckets(model, dtype)
+    assert [shape for bucket in buckets for shape in bucket] == list(models.MODELS[model]())[::-1]
+    sizes = [[math.prod(shape) * dtype.itemsize for shape in bucket] for bucket in buckets]
+    for index, bucket in enumerate(sizes):
+        cap = models.BUCKET_CAP_BYTES if index else models.FIRST_BUCKET_BYTES
+        assert sum(bucket[:-1]) < cap, "a bucket went on after it had reached its cap"
+        assert sum(bucket) >= cap or index == len(sizes) - 1, "a bucket closed too early"
+
+
+# --- the harness ---
+
+
+def case_of(provider, *, outputs=(), max_error=0.0) -> Case:
+    """A case whose right answer is 0, 1, 2, 3."""
+
+    def build() -> Setup:
+        right = torch.arange(4.0)
+        providers = {"torch": lambda: [right.clone()], "gradcomp": provider}
+        return Setup(providers, lambda: [right.double()], outputs=outputs)
+
+    return Case("count", "to 4", "float32", 16, max_error, build, baseline="torch")
+
+
+out = torch.arange(4.0)  # right from the start, so only poison shows that nothing was written
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case_of(lambda: [torch.arange(4.0) + 1]), id="wrong value"),
+        pytest.param(case_of(lambda: [torch.full((4,), math.nan)]), id="nan"),
+        pytest.param(case_of(lambda: [torch.arange(4.0).view(2, 2)]), id="wrong shape"),
+        pytest.param(case_of(lambda: [out], outputs=[out]), id="unwritten output"),
+    ],
+)
+def test_check_refuses(case):
+    with pytest.raises(WrongResultError):
+        check(case, case.build())
+
+
+def test_check_accepts_what_is_right():
+    case = case_of(lambda: [torch.arange(4.0)])
+    assert check(case, case.build()) == {"torch": 0.0, "gradcomp": 0.0}
+
+
+def test_elementwise_error_is_absolute_below_the_smallest_normal_number():
+    exact = torch.tensor([1.0, 1e-7, 0.0], dtype=torch.float64)
+    assert elementwise_error(exact.half(), exact) <= rounding_error(torch.float16)
+    assert elementwise_error(exact.half().float(), exact) > 0.1
+    assert elementwise_error(exact.half().float(), exact, torch.float16) < 1e-3
+
+
+@pytest.mark.parametrize("broken", [lambda: [torch.zeros(4)], lambda: 1 / 0])
+def test_nothing_is_recorded_when_a_result_is_wrong(broken, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    cases = [case_of(broken), case_of(lambda: [torch.arange(4.0)])]
+    arguments = ["--quick", "--device", "cpu", "--record", "--results", str(tmp_path)]
+    assert bench.main(arguments, cases) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert "FAILED count to 4 float32" in capsys.readouterr().out
+
+    assert bench.main(arguments, cases[1:]) == 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_cases_beyond_the_budget_are_skipped_and_reported(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    case = case_of(lambda: [torch.arange(4.0)])
+    assert bench.main(["--quick", "--device", "cpu", "--budget-s", "-1"], [case]) == 1
+    assert "not reached within -1 s: count to 4 float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_file_of_kernels_is_found_and_its_cases_have_different_names(quick):
+    names = [str(case) for case in bench.discover(CPU, quick)]
+    assert len(set(names)) == len(names)
+    for expected in ("flatten ", "unflatten ", "compress_cast ", "decompress_cast ", "allreduce_hook "):
+        assert any(name.startswith(expected) for name in names), expected
+
+
+def test_each_model_is_flattened_whole_on_a_gpu():
+    # Cases are described without allocating anything, so this needs no GPU.
+    cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name == "flatten"]
+    sizes = {case.label.split(",")[0]: case.num_bytes for case in cases if case.dtype == "float32"}
+    assert sizes == {name: 8 * models.num_elements(list(shapes())) for name, shapes in models.MODELS.items()}
+
+
+def test_a_run_appends_rows_with_every_field(tmp_path):
+    command = ["benchmarks", "--quick", "--filter", "decompress_cast 1 MiB", "--record"]
+    run = partial(run_module, *command, "--results", str(tmp_path), GRADCOMP_COMMIT="0123abc")
+    for num_runs in (1, 2):
+        done = run()
+        assert done.returncode == 0, done.stdout
+        [path] = tmp_path.iterdir()
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(rows) == 4 * num_runs  # two dtypes, two providers
+    documented = (report.RESULTS / "README.md").read_text()
+    for row in rows:
+        assert row["case"] == "decompress_cast"
+        assert row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+        assert row["num_bytes"] == 6 * 2**20 // 4
+        assert math.isclose(row["gb_per_s"], row["num_bytes"] / row["p50_us"] / 1e3)
+        assert row["commit"] not in ("", "unknown")
+        assert row["torch"] == torch.__version__
+        assert not [field for field in row if f"`{field}`" not in documented]
+        nulls = {field for field, value in row.items() if value is None}
+        assert nulls <= {"compute_capability", "driver", "cuda", "host_us"}
+    assert {row["provider"] for row in rows} == {"gradcomp", "torch"}
+
+
+def test_a_filter_that_matches_nothing_fails():
+    done = run_module("benchmarks", "--filter", "no such thing")
+    assert done.returncode == 1
+    assert "flatten resnet50" in done.stdout
+
+
+# --- gpu-check ---
+
+
+def test_gpu_check_without_a_gpu_says_so():
+    done = run_module("benchmarks.gpu_check")
+    assert done.returncode == 2
+    assert "no CUDA GPU is available" in done.stdout
+
+
+def test_stream_check_without_a_gpu_says_so():
+    done = run_module("benchmarks.stream_check")
+    assert done.returncode == 2
+    assert "no CUDA GPU is available" in done.stdout
+
+
+def test_a_step_that_takes_too_long_is_killed_with_its_children(tmp_path):
+    # The child holds a pipe open; the pipe hangs up when the child is dead.
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    child = (
+        f"import time; pipe = open({str(path)!r}, 'w'); print('up', file=pipe, flush=True); time.sleep(600)"
+    )
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    [outcome] = gpu_check.run_together([gpu_check.Step("slow", ["-c", program], budget_s=4)])
+    assert outcome.verdict == "FAILED (killed after 4 s)"
+    assert outcome.seconds < 20
+    assert os.read(pipe, 10) == b"up\n"
+    poll = select.poll()
+    poll.register(pipe)
+    assert poll.poll(20_000) == [(pipe, select.POLLHUP)]
+    os.close(pipe)
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "only", "recorded"), [(0, [], True), (3, [], False), (0, ["benchmarks"], False)]
+)
+def test_benchmarks_are_recorded_only_after_all_steps_passed(
+    exit_status, only, recorded, tmp_path, monkeypatch, capfd
+):
+    steps = [
+        gpu_check.Step("kernels", ["-c", f"raise SystemExit({exit_status})"], 20),
+        gpu_check.Step("hooks", ["-c", "print('the hooks say something')"], 20),
+        gpu_check.Step("benchmarks", ["-c", "import sys; print('ran with', sys.argv)"], 20),
+    ]
+    monkeypatch.setattr(gpu_check, "missing", lambda device: None)
+    monkeypatch.setattr(gpu_check, "report_environment", lambda device: None)
+    monkeypatch.setattr(gpu_check, "stages", lambda device: [steps[:-1], steps[-1:]])
+    arguments = [argument for step in only for argument in ("--only", step)]
+    status = gpu_check.main([*arguments, "--results", str(tmp_path)])
+    output = capfd.readouterr().out
+    assert status == (1 if exit_status else 0)
+    assert "ran with" in output  # a failing step does not stop the others
+    assert ("the hooks say something" in output) == (not only)
+    assert ("'--record'" in output) == recorded
+    assert (f"FAILED (exit status {exit_status})" in output) == bool(exit_status)
+
+
+def test_the_stages_end_within_nine_minutes():
+    stages = gpu_check.stages("cuda")
+    names = {step.name for stage in stages for step in stage}
+    assert names == {"kernels", "hooks", "distributed", "ddp-gloo", "ddp-nccl", "streams", "benchmarks"}
+    assert sum(max(step.budget_s for step in stage) for stage in stages) <= gpu_check.TOTAL_S < 9 * 60
+    for step in stages[0]:
+        for path in (argument for argument in step.command if argument.startswith("tests/")):
+            assert (ROOT / path).is_dir()
+
+
+# --- the DDP run ---
+
+
+def test_ddp_with_every_hook_on_two_ranks():
+    done = run_module("benchmarks.ddp_check", "--device", "cpu", "--timeout-s", "90")
+    assert done.returncode == 0, done.stdout
+    for hook in ddp_check.HOOKS:
+        assert f"{hook:<24} ok" in done.stdout
+
+
+BROKEN = """
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+def skips_a_bucket(state, bucket):
+    if bucket.index() != 2:
+        return allreduce_hook(state, bucket)
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+def forgets_to_divide(state, bucket):
+    size = torch.distributed.get_world_size()
+    return allreduce_hook(state, bucket).then(lambda future: future.value().mul_(size))
+
+def raises(state, bucket):
+    raise RuntimeError("a hook's own complaint")
+"""
+
+
+def test_ddp_with_a_broken_hook_fails(tmp_path):
+    (tmp_path / "broken_hooks.py").write_text(BROKEN)
+    hooks = ["broken_hooks:skips_a_bucket", "broken_hooks:forgets_to_divide", "allreduce_hook"]
+    command = ["benchmarks.ddp_check", "--device", "cpu"]
+    arguments = [argument for hook in hooks for argument in ("--hook", hook)]
+    done = run_module(*command, *arguments, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert f"{hooks[0]:<24} FAILED" in done.stdout
+    assert f"{hooks[1]:<24} FAILED" in done.stdout
+    assert f"{hooks[2]:<24} ok" in done.stdout  # one broken hook hides nothing about the next
+    assert "the replicas differ" in done.stdout
+
+    done = run_module(*command, "--hook", "broken_hooks:raises", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "a hook's own complaint" in done.stdout
+
+
+def test_ddp_ranks_that_take_too_long_are_killed():
+    command = ["benchmarks.ddp_check", "--device", "cpu", "--timeout-s", "0"]
+    done = run_module(*command)
+    assert done.returncode == 1
+    assert "timed out after 0 s" in done.stdout
