@@ -1,0 +1,71 @@
+"""Real text that every machine has: the source of Python's own standard library, as bytes."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 256  # a token is a byte
+MAX_BYTES, MIN_BYTES = 4_000_000, 200_000
+VALIDATION_SHARE = 0.1
+VALIDATION_WINDOWS = 16  # per rank
+
+# Other people's packages, tests, tables of characters, generated files.
+SKIPPED_FOLDERS = {
+    *("site-packages", "dist-packages", "test", "tests", "idle_test"),
+    *("encodings", "pydoc_data", "lib2to3"),
+}
+
+
+def read_corpus(folder: str) -> tuple[Tensor, Tensor]:
+    """The Python files under ``folder``, in sorted order: bytes to train on, bytes to validate on.
+
+    It stops at the file that passes ``MAX_BYTES``; the last whole files, a tenth of the bytes, are
+    held out for validation. Raises FileNotFoundError when there is too little to learn from.
+    """
+    paths: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = set(folders) - SKIPPED_FOLDERS
+        paths += [Path(parent, name) for name in names if name.endswith(".py")]
+    texts: list[bytes] = []
+    num_bytes = 0
+    for path in sorted(paths):
+        texts.append(path.read_bytes())
+        num_bytes += len(texts[-1])
+        if num_bytes >= MAX_BYTES:
+            break
+    if num_bytes < MIN_BYTES:
+        raise FileNotFoundError(
+            f"found {num_bytes} bytes of Python source under {folder!r}, too few to train on: is "
+            "this Python installed without its standard library's source (zipped, or .pyc only)?"
+        )
+    held_out: list[bytes] = []
+    while sum(map(len, held_out)) < VALIDATION_SHARE * num_bytes:
+        held_out.insert(0, texts.pop())
+    return _as_tensor(texts), _as_tensor(held_out)
+
+
+def _as_tensor(texts: list[bytes]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+
+
+class Windows:
+    """One rank's share of the corpus, in windows of ``sequence + 1`` bytes.
+
+    What it draws depends on the seed, the rank and the number of ranks alone, so that every hook
+    trains on the same data in the same order. ``validation`` is spread over the held-out text.
+    """
+
+    def __init__(self, folder: str, sequence: int, seed: int, rank: int, ranks: int) -> None:
+        train, validation = read_corpus(folder)
+        self._windows = train.unfold(0, sequence + 1, 1)
+        self._generator = torch.Generator().manual_seed(seed * ranks + rank)
+        starts = torch.linspace(0, len(validation) - sequence - 1, VALIDATION_WINDOWS * ranks)
+        shared = validation.unfold(0, sequence + 1, 1)[starts.long()]
+        self.validation = shared[rank::ranks].long()
+
+    def draw(self, batch: int) -> Tensor:
+        """The next ``batch`` random windows: batch × (sequence + 1), int64."""
+        starts = torch.randint(len(self._windows), (batch,), generator=self._generator)
+        return self._windows[starts].long()

@@ -1,0 +1,141 @@
+"""What the demo measures while a hook trains: bytes on the wire, time per step, losses."""
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, allocators and caches settle
+LAST_STEPS = 10  # the reported training loss is the mean over these
+
+
+class WireMeter(TorchDispatchMode):
+    """Counts the bytes that this rank hands to collectives inside a ``with`` block.
+
+    Every collective is an operator of torch's dispatcher, whoever issues it: DDP's C++ reducer or a hook.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
+            self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder:
+    """One run's history. Most steps are timed; the others have their bytes counted instead.
+
+    A step between two counted ones is taken to send what the last counted one sent.
+    """
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.device = device
+        self.every = max(2, steps // 10)
+        self.losses: list[Tensor] = []
+        self.step_bytes: list[int] = []
+        self.timed_ms: list[float] = []
+        self.validation_losses: list[tuple[int, float]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count the bytes of the step that runs inside, or time it."""
+        step = len(self.step_bytes)
+        if step < WARMUP_STEPS or step % self.every == 0:
+            with WireMeter() as meter:
+                yield
+            self.step_bytes.append(meter.num_bytes)
+        else:
+            started = time.perf_counter()
+            yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.timed_ms.append((time.perf_counter() - started) * 1e3)
+            self.step_bytes.append(self.step_bytes[-1])
+
+    def is_time_to_validate(self) -> bool:
+        return len(self.step_bytes) % self.every == 0
+
+    def add_validation(self, loss: Tensor) -> None:
+        """Note this rank's validation loss after the steps so far."""
+        self.validation_losses.append((len(self.step_bytes), mean_over_ranks(loss).item()))
+
+    def result(self) -> dict:
+        """Summary and history, losses averaged over the ranks: every rank must call it."""
+        if not self.step_bytes[-1]:
+            raise RuntimeError(
+                "a step handed 0 bytes to collectives: the hook does not communicate, or does so behind "
+                "the back of torch's dispatcher"
+            )
+        losses = mean_over_ranks(torch.stack(self.losses)).tolist()
+        return {
+            "bytes_per_step": self.step_bytes[-1],
+            "ms_per_step": statistics.median(self.timed_ms),
+            "loss": statistics.mean(losses[-LAST_STEPS:]),
+            "validation_loss": self.validation_losses[-1][1],
+            "losses": losses,
+            "validation_losses": self.validation_losses,
+            "step_bytes": self.step_bytes,
+        }
+
+
+class Progress:
+    """Rank 0's progress: one line that rewrites itself on a terminal, now and then a line in a log."""
+
+    def __init__(self, hook: str, steps: int) -> None:
+        self._hook, self._steps = hook, steps
+        self._terminal = sys.stdout.isatty()
+        self._interval_s = 0.2 if self._terminal else 2.0
+        self._shown_at = -math.inf
+
+    def show(self, recorder: Recorder) -> None:
+        """Print where the run is, unless that was done a moment ago."""
+        step, now = len(recorder.step_bytes), time.monotonic()
+        if dist.get_rank() != 0 or (now < self._shown_at + self._interval_s and step < self._steps):
+            return
+        self._shown_at = now
+        line = (
+            f"{self._hook:12} step {step:>{len(str(self._steps))}}/{self._steps}"
+            f"   loss {recorder.losses[-1].item():.3f}"
+            f"   validation {recorder.validation_losses[-1][1]:.3f}"
+            f"   {recorder.step_bytes[-1]:,} B/step"
+        )
+        if recorder.timed_ms:
+            line += f"   {recorder.timed_ms[-1]:.0f} ms"
+        rewritten = self._terminal and step < self._steps
+        print(("\r" if self._terminal else "") + line, end="\x1b[K\r" if rewritten else "\n")
+        sys.stdout.flush()
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """The mean of every rank's ``values``; a collective."""
+    values = values.clone()
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
+def check_replicas(parameters: list[Tensor]) -> None:
+    """Raise RuntimeError unless every rank holds the same fp32 parameters, bit for bit."""
+    bits = torch.cat([parameter.detach().flatten() for parameter in parameters]).view(torch.int32)
+    lowest, highest = bits.clone(), bits.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    if differing := int((lowest != highest).sum()):
+        raise RuntimeError(
+            f"{differing} of {bits.numel()} parameters differ between the ranks after training: "
+            "the hook has given the ranks different gradients"
+        )

@@ -1,0 +1,50 @@
+"""The options that the launcher and the training script share."""
+
+import argparse
+
+MIN_STEPS = 10  # fewer leave no step to time after the warm-up
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """What is trained, the same for every hook."""
+    group = parser.add_argument_group("training")
+    for name, default, text in (
+        ("steps", 400, f"optimizer steps per hook, at least {MIN_STEPS}"),
+        ("width", 128, "width of the GPT, a multiple of --heads"),
+        ("layers", 4, "its transformer blocks"),
+        ("heads", 4, "its attention heads"),
+        ("batch", 8, "sequences per rank and step"),
+        ("sequence", 64, "bytes per sequence"),
+    ):
+        help_text = f"{text} (default: %(default)s)"
+        group.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=help_text)
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of weights and data (default: %(default)s)"
+    )
+
+
+def positive(text: str) -> int:
+    """The whole number in ``text``, 1 or more; for argparse, which reports the error."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def check_training_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program with a clear message when the options do not fit together."""
+    if options.steps < MIN_STEPS:
+        parser.error(f"--steps must be at least {MIN_STEPS} to time any of them: got {options.steps}")
+    if options.width % options.heads:
+        parser.error(f"--width must be a multiple of --heads: got {options.width} and {options.heads}")
+    if options.seed < 0:
+        parser.error(f"--seed must not be negative: got {options.seed}")
+
+
+def training_arguments(options: argparse.Namespace) -> list[str]:
+    """The training options as a command line, for the training script."""
+    names = ("steps", "width", "layers", "heads", "batch", "sequence", "seed")
+    return [f"--{name}={getattr(options, name)}" for name in names]

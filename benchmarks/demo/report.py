@@ -1,0 +1,69 @@
+"""The demo's two results: a table, and a picture of loss against bytes sent."""
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]  # what train.py writes with --record
+
+# Okabe and Ito's palette: told apart by colour-blind readers too.
+COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+
+
+def table(records: list[Record]) -> str:
+    """One line per hook. The compression rate is against the first record's bytes."""
+    lines = [
+        f"{'hook':12}{'bytes/step':>12}{'rate':>8}{'ms/step':>9}{'loss':>8}{'validation loss':>17}",
+    ]
+    for record in records:
+        rate = records[0]["bytes_per_step"] / record["bytes_per_step"]
+        lines.append(
+            f"{record['hook']:12}{record['bytes_per_step']:>12,}{rate:>7.1f}×{record['ms_per_step']:>9.0f}"
+            f"{record['loss']:>8.3f}{record['validation_loss']:>17.3f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(records: list[Record], path: Path) -> None:
+    """Write a PNG: each hook's training loss (thin, smoothed) and validation loss (thick) by MB sent.
+
+    Raises ImportError without matplotlib.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for index, record in enumerate(records):
+        colour = COLOURS[index % len(COLOURS)]
+        style = "-" if index % 2 == 0 else (0, (2, 2))  # dashes let a line of the same course show through
+        sent_mb = [0.0, *(total / 1e6 for total in accumulate(record["step_bytes"]))]
+        axes.plot(sent_mb[1:], smoothed(record["losses"]), color=colour, linewidth=0.8, alpha=0.5)
+        steps, losses = zip(*record["validation_losses"], strict=True)
+        axes.plot(
+            [sent_mb[step] for step in steps],
+            losses,
+            color=colour,
+            linestyle=style,
+            linewidth=2,
+            label=record["hook"],
+        )
+        axes.plot(sent_mb[steps[-1]], losses[-1], "o", color=colour)
+    ranks = f"{records[0]['options']['steps']} steps, seed {records[0]['options']['seed']}"
+    axes.set_title(f"A small GPT, {ranks}: the same loss for fewer bytes", loc="left")
+    axes.set_xlabel("MB that each rank has handed to collectives")
+    axes.set_ylabel("loss, nats per byte")
+    axes.legend(title="validation loss (thin: training)", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def smoothed(values: list[float], window: int = 9) -> list[float]:
+    """Each value's mean with those before it, up to `window` of them."""
+    means = []
+    for end in range(1, len(values) + 1):
+        part = values[max(0, end - window) : end]
+        means.append(sum(part) / len(part))
+    return means

@@ -1,0 +1,162 @@
+"""Train a small GPT on real text with one hook; run it under torchrun, from the repository's root:
+
+    torchrun --nproc-per-node 2 -m benchmarks.demo.train --hook fp16
+
+Using gradcomp is two of its lines: the import, and a registration in ``HOOKS``. The rest is what
+any DistributedDataParallel script holds. ``python -m benchmarks.demo`` runs it once per hook.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sysconfig
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.demo.corpus import VOCABULARY, Windows
+from benchmarks.demo.measure import Progress, Recorder, check_replicas
+from benchmarks.demo.options import add_training_options, check_training_options
+from gradcomp.hooks import default_hooks
+
+# How each hook is registered. "none" is the baseline: torch DDP's own all-reduce.
+HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
+    "none": lambda model: None,
+    "allreduce": lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "bf16": lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
+}
+
+LEARNING_RATE = 1e-3
+TIMEOUT = timedelta(seconds=60)  # how long a rank waits for another before it gives up
+
+
+class Block(nn.Module):
+    """A transformer block: attention, then a two-layer perceptron, each normalised before."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # batch × sequence × width, and the same back
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch × heads × sequence × width / heads
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Bytes in, logits for each next byte out."""
+
+    def __init__(self, width: int, layers: int, heads: int, sequence: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Embedding(sequence, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        for weight in (self.token.weight, self.position.weight, self.head.weight):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.position(positions))))
+
+
+def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+    """Cross-entropy of predicting each next byte of the windows, in nats per byte."""
+    logits = model(windows[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+def train(options: argparse.Namespace, device: torch.device) -> Recorder:
+    """Train a GPT with ``options.hook`` on this rank's share of the data."""
+    data = Windows(
+        sysconfig.get_paths()["stdlib"],
+        sequence=options.sequence,
+        seed=options.seed,
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+    )
+    validation = data.validation.to(device)
+    torch.manual_seed(options.seed)
+    net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
+    model = DistributedDataParallel(net, bucket_cap_mb=1)  # a small model: small buckets, to have several
+    HOOKS[options.hook](model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
+    )
+    recorder, progress = Recorder(options.steps, device), Progress(options.hook, options.steps)
+    with torch.no_grad():
+        recorder.add_validation(loss_of(net, validation))
+
+    for _ in range(options.steps):
+        with recorder.step():
+            loss = loss_of(model, data.draw(options.batch).to(device))
+            optimizer.zero_grad()
+            loss.backward()  # the hook runs in here, once per bucket
+            optimizer.step()
+        schedule.step()
+        recorder.losses.append(loss.detach())
+        if recorder.is_time_to_validate():
+            with torch.no_grad():
+                recorder.add_validation(loss_of(net, validation))
+        progress.show(recorder)
+
+    check_replicas(list(net.parameters()))
+    return recorder
+
+
+def join_group() -> torch.device:
+    """Join torchrun's ranks; this rank's device.
+
+    NCCL where every rank has a GPU of its own; gloo where ranks share GPUs, and on the CPU.
+    """
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    num_gpus = torch.cuda.device_count()
+    if num_gpus:
+        device = torch.device("cuda", rank % num_gpus)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    dist.init_process_group("nccl" if num_gpus >= ranks else "gloo", timeout=TIMEOUT)
+    return device
+
+
+def main() -> None:
+    description = "Train a small GPT with one hook; started by torchrun."
+    parser = argparse.ArgumentParser(prog="torchrun -m benchmarks.demo.train", description=description)
+    parser.add_argument("--hook", choices=list(HOOKS), default="fp16", help="default: %(default)s")
+    parser.add_argument("--record", help="write the run's history to this file, as JSON")
+    add_training_options(parser)
+    options = parser.parse_args()
+    check_training_options(parser, options)
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start me with torchrun: torchrun --nproc-per-node 2 -m benchmarks.demo.train")
+    device = join_group()
+    result = train(options, device).result()
+    if options.record and dist.get_rank() == 0:
+        facts = {"hook": options.hook, "ranks": dist.get_world_size(), "device": device.type}
+        versions = {"torch": torch.__version__, "backend": dist.get_backend()}
+        with open(options.record, "w") as file:
+            json.dump({**facts, **versions, "options": vars(options), **result}, file)
+    # DDP models are freed by the garbage collector only. Until then they keep the process group and its
+    # threads alive, which abort if they want to free a tensor while Python shuts down.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

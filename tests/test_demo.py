@@ -1,0 +1,131 @@
+"""The demo: real runs of a tiny size, what it counts, and how it ends when something goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.demo.__main__ import descendants, is_running
+from benchmarks.demo.measure import WireMeter
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--batch", "2", "--sequence", "16"]
+TIMEOUT_S = 90
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a demo whose output goes to the file `demo.output`; whatever is left of it at the end is killed."""
+    started = []
+
+    def start_demo(*arguments: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--out", str(tmp_path), *arguments]
+        output = tmp_path / "output"
+        with output.open("wb") as file:
+            demo = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        demo.output = output
+        started.append(demo)
+        return demo
+
+    yield start_demo
+    for demo in started:
+        for pid in {demo.pid, *descendants(demo.pid)} if demo.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+        demo.wait()
+
+
+def wait_for_text(demo: subprocess.Popen, text: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while text not in (output := demo.output.read_text()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"no {text!r} in {TIMEOUT_S} s:\n{output}")
+        time.sleep(0.05)
+
+
+def wait_until_gone(pids: set[int]) -> None:
+    deadline = time.monotonic() + 30
+    while left := {pid for pid in pids if is_running(pid)}:
+        if time.monotonic() > deadline:
+            pytest.fail(f"processes {left} outlived the demo")
+        time.sleep(0.05)
+
+
+def ranks_of(demo: subprocess.Popen) -> list[int]:
+    """The pids of the training ranks, in the order of their start."""
+    pids = sorted(descendants(demo.pid))
+    return [pid for pid in pids if b"LOCAL_RANK" in Path(f"/proc/{pid}/environ").read_bytes()]
+
+
+def test_a_whole_demo(start, tmp_path):
+    demo = start("--hook", "none,fp16", "--steps", "12")
+    status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
+    assert status == 0, output
+    none, fp16 = (json.loads((tmp_path / f"{hook}.json").read_text()) for hook in ("none", "fp16"))
+    assert f"none{none['bytes_per_step']:>20,}    1.0×" in output
+    assert f"fp16{fp16['bytes_per_step']:>20,}    2.0×" in output
+    # Weights: two embeddings, a block (12 width² + 13 width), the last norm, the head; 4 bytes each.
+    parameters = 256 * 32 + 16 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32 + 256 * 32
+    assert none["bytes_per_step"] == 4 * parameters
+    assert none["losses"][0] == fp16["losses"][0], "not the same weights and data"
+    assert none["losses"][-1] < none["losses"][0]
+    assert len(none["losses"]) == len(none["step_bytes"]) == 12
+    assert none["ms_per_step"] > 0
+    assert (tmp_path / "loss_vs_bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_every_rank(start, number, status):
+    """Only the launcher gets it, as from `kill`; from a terminal all would."""
+    demo = start("--hook", "none", "--steps", "100000")
+    wait_for_text(demo, "step ")
+    pids = descendants(demo.pid)
+    assert len(ranks_of(demo)) == 2
+    demo.send_signal(number)
+    assert demo.wait(timeout=30) == status
+    wait_until_gone(pids)
+
+
+def test_a_dead_rank_ends_the_demo_with_an_error(start):
+    demo = start("--hook", "bf16", "--steps", "100000")
+    wait_for_text(demo, "step ")
+    pids = descendants(demo.pid)
+    os.kill(ranks_of(demo)[1], signal.SIGKILL)
+    wait_for_text(demo, "demo: training with 'bf16' failed")
+    assert demo.wait(timeout=30) == 1
+    wait_until_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hook", "fp16,fp8"], "there is no 'fp8'; known are none,allreduce,fp16,bf16"),
+        (["--ranks", "0"], "argument --ranks: '0' is not a whole number of at least 1"),
+        (["--heads", "3"], "--width must be a multiple of --heads: got 32 and 3"),
+        (["--steps", "9"], "--steps must be at least 10 to time any of them: got 9"),
+        (["--seed", "-1"], "--seed must not be negative: got -1"),
+    ],
+)
+def test_bad_options_are_shown(start, arguments, message):
+    demo = start(*arguments)
+    assert demo.wait(timeout=TIMEOUT_S) == 2
+    assert message in demo.output.read_text()
+
+
+def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):
+    store = (tmp_path / "store").as_uri()
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with WireMeter() as meter:
+            dist.all_reduce(torch.zeros(1000))
+            dist.all_reduce(torch.zeros(10, dtype=torch.float16), async_op=True).wait()
+            torch.zeros(5).add_(1)
+        assert meter.num_bytes == 4020
+    finally:
+        dist.destroy_process_group()
