@@ -64,7 +64,7 @@ def ranks_of(demo: subprocess.Popen) -> list[int]:
 
 
 def test_a_whole_demo(start, tmp_path):
-    demo = start("--hook", "none,fp16", "--steps", "12")
+    demo = start("--hook", "none,fp16", "--steps", "13")
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
     none, fp16 = (json.loads((tmp_path / f"{hook}.json").read_text()) for hook in ("none", "fp16"))
@@ -75,12 +75,13 @@ def test_a_whole_demo(start, tmp_path):
     assert none["bytes_per_step"] == 4 * parameters
     assert none["losses"][0] == fp16["losses"][0], "not the same weights and data"
     assert none["losses"][-1] < none["losses"][0]
-    assert len(none["losses"]) == len(none["step_bytes"]) == 12
+    assert len(none["losses"]) == len(none["step_bytes"]) == 13
+    assert none["validation_losses"][-1] == [13, none["validation_loss"]]
     assert none["ms_per_step"] > 0
     assert (tmp_path / "loss_vs_bytes.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_to_the_launcher_ends_every_rank(start, number, status):
     """Only the launcher gets it, as from `kill`; from a terminal all would."""
     demo = start("--hook", "none", "--steps", "100000")

@@ -129,7 +129,7 @@ def stop(number: int, frame: FrameType | None) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     records = []
     for hook in options.hooks:

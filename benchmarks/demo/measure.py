@@ -44,7 +44,7 @@ class Recorder:
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
-        self.device = device
+        self.steps, self.device = steps, device
         self.every = max(2, steps // 10)
         self.losses: list[Tensor] = []
         self.step_bytes: list[int] = []
@@ -68,7 +68,8 @@ class Recorder:
             self.step_bytes.append(self.step_bytes[-1])
 
     def is_time_to_validate(self) -> bool:
-        return len(self.step_bytes) % self.every == 0
+        step = len(self.step_bytes)
+        return step % self.every == 0 or step == self.steps
 
     def add_validation(self, loss: Tensor) -> None:
         """Note this rank's validation loss after the steps so far."""
