@@ -7,6 +7,9 @@ python -m benchmarks.ddp_check --backend gloo --world-size 2 --device cuda: all 
 2. a synchronised backward on the same inputs gives the averaged one;
 3. it must agree with the float64 mean of the ranks' own, and be the same bits on every rank.
 
+A hook that owes the gradients something (PowerSGD: error feedback) must agree over all steps: the sum of its
+results, and the mean of what the ranks' states owe at the end, are the sum of the means.
+
 The model has several buckets, so several are in flight. Exit status: 0 when all is right, 1 otherwise.
 """
 
@@ -19,9 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,25 +34,39 @@ import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.hooks import debugging_hooks, default_hooks
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 
 NUM_STEPS = 4
+# The first of them without compression, as DDP rebuilds its buckets.
+NUM_STEPS_WITH_ERROR, NUM_PLAIN_STEPS = 10, 2
 BUCKET_CAP_MB = 1.0
 
 
 @dataclass(frozen=True)
 class HookCheck:
-    """A hook, the narrowest dtype on its way, and whether it averages at all."""
+    """A hook, the narrowest dtype on its way, and whether it averages at all.
+
+    make_state: its state when it has error feedback, one whose state_dict() is as PowerSGDState's.
+    """
 
     make: Callable[[], Callable]
     dtype: torch.dtype = torch.float32
     averages: bool = True
+    make_state: Callable[[], Any] | None = None
 
     @property
     def max_error(self) -> float:
         # Relative to the parameter's largest gradient. Each rank rounds its own (half an eps), the
         # sum is rounded and so is the division: eps and a half; doubled for backward's own noise.
-        return 3 * torch.finfo(self.dtype).eps
+        each_step = 3 * torch.finfo(self.dtype).eps
+        # With error feedback: of the sum over the steps.
+        return NUM_STEPS_WITH_ERROR * each_step if self.make_state else each_step
+
+
+def _power_sgd_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=NUM_PLAIN_STEPS
+    )
 
 
 HOOKS = {
@@ -62,48 +81,132 @@ HOOKS = {
         lambda: default_hooks.bf16_compress_wrapper(torch_hooks.allreduce_hook), torch.bfloat16
     ),
     "noop_hook": HookCheck(lambda: debugging_hooks.noop_hook, averages=False),
+    "powerSGD_hook": HookCheck(lambda: powerSGD_hook.powerSGD_hook, make_state=_power_sgd_state),
+    "batched_powerSGD_hook": HookCheck(
+        lambda: powerSGD_hook.batched_powerSGD_hook, make_state=_power_sgd_state
+    ),
 }
 
 
 def find(name: str) -> HookCheck:
-    """A hook of HOOKS, or anybody's fp32 averaging hook as "module:attribute"."""
+    """A hook of HOOKS, or as "module:attribute" anybody's fp32 averaging hook, or their HookCheck."""
     if name in HOOKS:
         return HOOKS[name]
     module, colon, attribute = name.partition(":")
     if not colon:
         raise KeyError(f"no hook {name!r}: one of {', '.join(HOOKS)}, or module:attribute")
-    return HookCheck(lambda: getattr(importlib.import_module(module), attribute))
+    found = getattr(importlib.import_module(module), attribute)
+    return HookCheck(lambda: found) if callable(found) else found
 
 
 def check_hook(name: str, device: torch.device) -> list[str]:
     """Train a few steps with the hook; what was wrong on this rank. Collective."""
     hook_check = find(name)
-    torch.manual_seed(0)
-    ddp = _model(device)
-    ddp.register_comm_hook(None, hook_check.make())
+    run = _Run(_model(device), hook_check)
+    if hook_check.make_state:
+        largest, failures = _check_sums(name, run, hook_check, device)
+    else:
+        largest, failures = _check_steps(name, run, hook_check, device)
+    if dist.get_rank() == 0:
+        verdict = "FAILED" if failures else "ok"
+        print(f"{name:<24} {verdict:<8} error {largest:.1e} of {hook_check.max_error:.1e}", flush=True)
+    return failures
+
+
+@dataclass
+class _Run:
+    """A model with a hook, which notes which parameters lie in which bucket."""
+
+    ddp: DistributedDataParallel
+    hook_check: HookCheck
+    state: Any = None
+    buckets: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        hook = self.hook_check.make()
+        self.state = self.hook_check.make_state() if self.hook_check.make_state else None
+
+        @wraps(hook)  # with its name and annotations, which DDP looks at
+        def noting(state, bucket):
+            self.buckets[bucket.index()] = bucket.parameters()
+            return hook(state, bucket)
+
+        self.ddp.register_comm_hook(self.state, noting)
+
+    def step(self, number: int, device: torch.device) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Of every parameter: the ranks' own gradients, and those that the hook gave them."""
+        torch.manual_seed(100 * number + dist.get_rank() + 1)
+        inputs = torch.randn(32, 256).to(device)
+        with self.ddp.no_sync():
+            own = _gradients(self.ddp, inputs)
+        result = _gradients(self.ddp, inputs)
+        return [(gather(a), gather(b)) for a, b in zip(own, result, strict=True)]
+
+    def mean_errors(self) -> list[torch.Tensor]:
+        """Of every parameter: the mean of what the ranks' states owe it."""
+        owed = {}
+        for index, memory in self.state.state_dict()["buckets"].items():
+            parameters = self.buckets[index]
+            parts = memory["error"].split([parameter.numel() for parameter in parameters])
+            owed |= {id(parameter): part for parameter, part in zip(parameters, parts, strict=True)}
+        return [_mean(gather(owed[id(p)].view_as(p))) for p in self.ddp.parameters()]
+
+
+def _check_steps(
+    name: str, run: _Run, hook_check: HookCheck, device: torch.device
+) -> tuple[float, list[str]]:
+    """The largest error of any step, and what was wrong."""
     failures = []
     largest = 0.0
     for step in range(NUM_STEPS):
-        torch.manual_seed(100 * step + dist.get_rank() + 1)
-        inputs = torch.randn(32, 256).to(device)
-        with ddp.no_sync():
-            own = _gradients(ddp, inputs)
-        result = _gradients(ddp, inputs)
-        owns = [gather(gradient) for gradient in own]
-        results = [gather(gradient) for gradient in result]
-        for index, (parts, replicas) in enumerate(zip(owns, results, strict=True)):
+        for index, (parts, replicas) in enumerate(run.step(step, device)):
             where = f"{name}, step {step}, parameter {index}"
             error = _error(parts, replicas, hook_check.averages)
             largest = max(largest, error)
             if not error <= hook_check.max_error:
                 failures.append(f"{where}: off by {error:.3g}, allowed {hook_check.max_error:.3g}")
-            same = all(torch.equal(replica, replicas[0]) for replica in replicas)
-            if hook_check.averages and not same:
+            if hook_check.averages and _differ(replicas):
                 failures.append(f"{where}: the replicas differ")
-    if dist.get_rank() == 0:
-        verdict = "FAILED" if failures else "ok"
-        print(f"{name:<24} {verdict:<8} error {largest:.1e} of {hook_check.max_error:.1e}", flush=True)
-    return failures
+    return largest, failures
+
+
+def _check_sums(name: str, run: _Run, hook_check: HookCheck, device: torch.device) -> tuple[float, list[str]]:
+    """The same for the sums over the steps, with what the states owe at the end."""
+    failures = []
+    largest = 0.0
+    sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for step in range(NUM_STEPS_WITH_ERROR):
+        for index, (parts, replicas) in enumerate(run.step(step, device)):
+            means, results = sums.get(index, (0.0, 0.0))
+            sums[index] = means + _mean(parts), results + replicas[0].double()
+            if _differ(replicas):
+                failures.append(f"{name}, step {step}, parameter {index}: the replicas differ")
+    total = total_owed = torch.zeros((), dtype=torch.float64)
+    for index, owed in enumerate(run.mean_errors()):
+        means, results = sums[index]
+        error = ((results + owed - means).abs().max() / means.abs().max()).item()  # NaN if there is one
+        largest = max(largest, error)
+        where = f"{name}, parameter {index}"
+        if not error <= hook_check.max_error:
+            failures.append(
+                f"{where}: results and errors are off by {error:.3g}, allowed {hook_check.max_error:.3g}"
+            )
+        total = total + means.square().sum()
+        total_owed = total_owed + owed.square().sum()
+    # Owing everything and giving nothing would satisfy that too. Steps are independent here, so who owes all
+    # but the plain ones owes 0.89 of the sum; batched_powerSGD_hook owes 0.36, powerSGD_hook 0.03.
+    share = (total_owed / total).sqrt().item()
+    if not share < 0.75:
+        failures.append(f"{name}: owes {share:.2f} of the gradients at the end")
+    return largest, failures
+
+
+def _mean(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([part.double() for part in parts]).mean(0)
+
+
+def _differ(replicas: list[torch.Tensor]) -> bool:
+    return not all(torch.equal(replica, replicas[0]) for replica in replicas)
 
 
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -117,6 +220,7 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _model(device: torch.device) -> DistributedDataParallel:
+    torch.manual_seed(0)
     layers: list[torch.nn.Module] = [torch.nn.Linear(256, 512)]
     for _ in range(4):
         layers += [torch.nn.ReLU(), torch.nn.Linear(512, 512)]
@@ -134,7 +238,7 @@ def _gradients(ddp: DistributedDataParallel, inputs: torch.Tensor) -> list[torch
 def _error(parts: list[torch.Tensor], replicas: list[torch.Tensor], averages: bool) -> float:
     """The largest deviation on any rank, relative to the largest gradient."""
     scale = torch.stack(parts).abs().max().item()
-    mean = torch.stack([part.double() for part in parts]).mean(0)
+    mean = _mean(parts)
     expected = [mean] * len(parts) if averages else parts
     errors = [
         (replica.double() - right.double()).abs().max()

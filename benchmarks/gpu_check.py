@@ -57,15 +57,15 @@ def stages(device: str) -> list[list[Step]]:
     """
     cuda = device == "cuda"
     checks = [
-        Step("kernels", _tests("kernels"), 300),
-        Step("hooks", _tests("hooks"), 300),
-        Step("distributed", _tests("distributed"), 300),
+        Step("kernels", _tests("kernels"), 230),
+        Step("hooks", _tests("hooks"), 230),
+        Step("distributed", _tests("distributed"), 230),
         Step("ddp-gloo", _ddp(device, "gloo", world_size=2), 150),
     ]
     if cuda:
         checks.append(Step("ddp-nccl", _ddp(device, "nccl", world_size=1), 150))
-    streams = [Step("streams", ["-m", "benchmarks.stream_check"], 60)]
-    benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 160)]
+    streams = [Step("streams", ["-m", "benchmarks.stream_check"], 50)]
+    benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 240)]
     return [checks, streams, benchmarks] if cuda else [checks, benchmarks]
 
 

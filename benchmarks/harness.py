@@ -23,8 +23,8 @@ import torch
 Provider = Callable[[], Sequence[torch.Tensor]]
 
 WARM_UP_CALLS = 3
-MIN_ROUNDS, MAX_ROUNDS = 10, 500
-NUM_HOST_CALLS = 30
+MIN_ROUNDS, MAX_ROUNDS = 5, 500
+MIN_HOST_CALLS, MAX_HOST_CALLS = 3, 30
 # Only a lead: a slower clock makes the sleeping kernel last longer, which does no harm.
 SLEEP_CYCLES_PER_US = 2000
 MAX_HEAD_START_US = 50_000
@@ -53,7 +53,8 @@ class Case:
 
     num_bytes: the least it can move, each input read once and each output written once; every
     provider's rate is reckoned with it. max_error: the bound for error_of(result, reference).
-    baseline: the provider that the others' ratios refer to.
+    baseline: the provider that the others' ratios refer to. seconds: for its rounds, where the clock's
+    own are too many.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     build: Callable[[], Setup]
     baseline: str
     error_of: Callable[[torch.Tensor, torch.Tensor], float] = field(default_factory=lambda: elementwise_error)
+    seconds: float | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.label} {self.dtype}"
@@ -146,16 +148,19 @@ class Clock:
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def time(self, providers: dict[str, Callable[[], object]]) -> dict[str, Timing]:
+    def time(
+        self, providers: dict[str, Callable[[], object]], seconds: float | None = None
+    ) -> dict[str, Timing]:
         """Time the providers in turn, round after round, every second round backwards."""
+        seconds = self.seconds_per_case if seconds is None else min(seconds, self.seconds_per_case)
         host_us: dict[str, float | None] = {}
         for name, call in providers.items():
             for _ in range(WARM_UP_CALLS):
                 call()
-            host_us[name] = self._host_us(call) if self.on_cuda else None
+            host_us[name] = self._host_us(call, seconds) if self.on_cuda else None
         samples: dict[str, list[float]] = {name: [] for name in providers}
         order = list(providers)
-        deadline = time.perf_counter() + self.seconds_per_case
+        deadline = time.perf_counter() + seconds
         for num_rounds in range(MAX_ROUNDS):
             if num_rounds >= MIN_ROUNDS and time.perf_counter() > deadline:
                 break
@@ -183,10 +188,13 @@ class Clock:
         torch.cuda.synchronize(self.device)
         return start.elapsed_time(end) * 1e3
 
-    def _host_us(self, call: Callable[[], object]) -> float:
+    def _host_us(self, call: Callable[[], object], seconds: float) -> float:
         """The median time for which a call keeps the host, the device being idle at its start."""
-        samples = []
-        for _ in range(NUM_HOST_CALLS):
+        samples: list[float] = []
+        deadline = time.perf_counter() + seconds
+        for num_calls in range(MAX_HOST_CALLS):
+            if num_calls >= MIN_HOST_CALLS and time.perf_counter() > deadline:
+                break
             torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             call()
@@ -216,7 +224,7 @@ def run_case(case: Case, clock: Clock) -> list[dict[str, object]]:
     """Check the case, time it, and return one row per provider."""
     setup = case.build()
     errors = check(case, setup)
-    timings = clock.time(setup.providers)
+    timings = clock.time(setup.providers, case.seconds)
     baseline_us = timings[case.baseline].p50_us
     rows = []
     for name, timing in timings.items():

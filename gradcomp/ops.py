@@ -1,7 +1,7 @@
 """One function per operation: checks its arguments, then chooses who computes.
 
 CUDA tensors go to the Triton kernels; so do CPU tensors under TRITON_INTERPRET=1, where Triton's
-interpreter runs the kernels. Everything else goes to plain torch (cpu.py).
+interpreter runs the kernels. Everything else goes to plain torch (cpu/).
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from . import cpu
+from .cpu import copy as cpu
+from .cpu.low_rank import LowRankPlan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 
 if TYPE_CHECKING:
-    from .layout import FlatLayout
+    from .layout import FlatLayout, LowRankLayout
 
-__all__ = ["compress_cast", "decompress_cast", "flatten", "unflatten"]
+__all__ = ["LowRankPlan", "compress_cast", "decompress_cast", "flatten", "low_rank_plan", "unflatten"]
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Triton's interpreter keeps its state in globals, while hooks run on several threads.
@@ -176,3 +177,39 @@ def _require_float(name: str, tensor: torch.Tensor) -> None:
 def _require_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: tensors lie on {tensor.device} and on {device}")
+
+
+def low_rank_plan(
+    layout: LowRankLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    error_feedback: bool,
+    warm_start: bool,
+    epsilon: float,
+    seed: int,
+) -> LowRankPlan:
+    """PowerSGD's working set for one bucket, built once per layout; every step calls its three stages in turn.
+
+    layout: what is compressed. dtype: the bucket's; accumulation is in fp32 (fp64 for fp64). seed: of the
+    random directions of the first step, the same on every rank.
+
+    plan.project(buffer, scale): M = gradient + error; plan.p_wire = scale · (all P = M Q, then what isn't
+    compressed). All-reduce p_wire. plan.back_project(buffer, scale): orthonormalise P; plan.q_wire = scale ·
+    all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of the
+    rest, written to the buffer. With scale = 1 / world size the result is the average.
+
+    plan.error() and plan.directions() give what has to be kept across a restart, plan.load(error, directions)
+    takes it back.
+
+    There are no kernels for this yet: it is plain torch on every device.
+    """
+    return LowRankPlan(
+        layout,
+        dtype,
+        device,
+        error_feedback=error_feedback,
+        warm_start=warm_start,
+        epsilon=epsilon,
+        seed=seed,
+    )

@@ -6,15 +6,19 @@ import os
 import select
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import __main__ as bench
-from benchmarks import ddp_check, gpu_check, models, report
+from benchmarks import ddp_check, gpu_check, models, powersgd, report, stream_check
 from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise_error, rounding_error
+from benchmarks.hooks import join_group_of_one
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -130,7 +134,17 @@ def test_cases_beyond_the_budget_are_skipped_and_reported(monkeypatch, capsys):
 def test_every_file_of_kernels_is_found_and_its_cases_have_different_names(quick):
     names = [str(case) for case in bench.discover(CPU, quick)]
     assert len(set(names)) == len(names)
-    for expected in ("flatten ", "unflatten ", "compress_cast ", "decompress_cast ", "allreduce_hook "):
+    for expected in (
+        *(
+            "flatten ",
+            "unflatten ",
+            "compress_cast ",
+            "decompress_cast ",
+            "allreduce_hook ",
+            "powerSGD_hook ",
+        ),
+        *(f"powerSGD {stage} " for stage in powersgd.PASSES),
+    ):
         assert any(name.startswith(expected) for name in names), expected
 
 
@@ -139,6 +153,58 @@ def test_each_model_is_flattened_whole_on_a_gpu():
     cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name == "flatten"]
     sizes = {case.label.split(",")[0]: case.num_bytes for case in cases if case.dtype == "float32"}
     assert sizes == {name: 8 * models.num_elements(list(shapes())) for name, shapes in models.MODELS.items()}
+
+
+def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
+    cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name.startswith("powerSGD")]
+    assert len(cases) == 3 * 6 * 2 * (1 + 3)  # models, ranks, dtypes; the hook and its stages
+    for (label, dtype), group in {(case.label, case.dtype): [] for case in cases}.items():
+        group += [case for case in cases if (case.label, case.dtype) == (label, dtype)]
+        whole, *stages = group
+        assert whole.num_bytes == sum(stage.num_bytes for stage in stages)
+    by_name = {str(case): case for case in cases if case.label.startswith("bert-large")}
+    [whole] = [case for name, case in by_name.items() if "hook" in name and "r=1 float32" in name]
+    # 20 B per element of a matrix, 16 per element of a vector: all matrices but the token types are compressed.
+    shapes = list(models.bert_large())
+    vectors = models.num_elements([shape for shape in shapes if len(shape) == 1 or shape[0] == 2])
+    assert whole.num_bytes == 20 * models.num_elements(shapes) - 4 * vectors
+
+
+@pytest.fixture
+def group_of_one():
+    """This process in a process group of its own, for one test."""
+    join_group_of_one(CPU)
+    yield
+    dist.destroy_process_group()
+
+
+SMALL = [(40, 30), (7,), (40, 30), (64, 2, 3, 3), (5, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "build", [powersgd._hooks, *(partial(powersgd._stage, stage=s) for s in powersgd.PASSES)]
+)
+def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one):
+    problem = powersgd.Problem((tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
+    setup = build(problem)
+    bound = powersgd.MAX_ERROR_WITH_TORCH[dtype]
+    case = Case("", "", "", 0, bound, lambda: setup, "", powersgd.frobenius_error)
+    assert check(case, setup)
+    # As in the timed rounds, on what the last call has left: nothing may vanish, become NaN or grow, but for
+    # project alone, which adds the gradient to the error in every call.
+    growth = 302 if getattr(build, "keywords", None) == {"stage": "project"} else 1
+    for provider in setup.providers.values():
+        for _ in range(300):
+            provider()
+        for result, reference in zip(provider(), setup.reference(), strict=True):
+            assert 0.5 < result.double().norm() / reference.norm() < 2 * growth
+
+    def wrong() -> list[torch.Tensor]:
+        return [result * (1 + 2 * bound) for result in next(iter(setup.providers.values()))()]
+
+    with pytest.raises(WrongResultError):
+        check(case, replace(setup, providers={"wrong": wrong}))
 
 
 def test_a_run_appends_rows_with_every_field(tmp_path):
@@ -183,6 +249,27 @@ def test_stream_check_without_a_gpu_says_so():
     done = run_module("benchmarks.stream_check")
     assert done.returncode == 2
     assert "no CUDA GPU is available" in done.stdout
+
+
+@pytest.mark.parametrize("name", ddp_check.HOOKS)
+def test_stream_check_judges_results(name, monkeypatch, group_of_one):
+    """On the CPU, where no stream is: what is left is the comparison with the gradient."""
+    monkeypatch.setattr(stream_check, "SHAPES", [(64, 48), (9,), (64, 48)])
+    for function in ("synchronize", "_sleep", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, function, lambda *arguments: None)
+    event = SimpleNamespace(record=lambda: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    hook_check = ddp_check.HOOKS[name]
+    state = hook_check.make_state() if hook_check.make_state else None
+    hook = hook_check.make()
+
+    def wrong(state, bucket):
+        return hook(state, bucket).then(lambda future: future.value() * 1.1)
+
+    assert stream_check.problem_of(hook, state, hook_check.max_error, CPU) is None
+    assert "off by" in stream_check.problem_of(wrong, state, hook_check.max_error, CPU)
+    if state:
+        assert state.compression_stats()[0] > 1, "nothing was compressed"
 
 
 def test_a_step_that_takes_too_long_is_killed_with_its_children(tmp_path):
@@ -252,6 +339,9 @@ BROKEN = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from benchmarks.ddp_check import HookCheck
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
 def skips_a_bucket(state, bucket):
     if bucket.index() != 2:
         return allreduce_hook(state, bucket)
@@ -265,6 +355,31 @@ def forgets_to_divide(state, bucket):
 
 def raises(state, bucket):
     raise RuntimeError("a hook's own complaint")
+
+def differs(state, bucket):
+    rank = torch.distributed.get_rank()
+    return powerSGD_hook(state, bucket).then(lambda future: future.value().mul_(1 + 1e-7 * rank))
+
+class Miser(PowerSGDState):
+    def state_dict(self):
+        return {"buckets": self.owed}
+
+def gives_nothing(state, bucket):
+    if state.iter < state.start_powerSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return allreduce_hook(None, bucket)
+    buffer, owed = bucket.buffer(), state.__dict__.setdefault("owed", {})
+    owed[bucket.index()] = {"error": owed.get(bucket.index(), {"error": 0})["error"] + buffer}
+    future = torch.futures.Future()
+    future.set_result(buffer.zero_())
+    return future
+
+def state(kind=PowerSGDState, **options):
+    return kind(None, matrix_approximation_rank=4, start_powerSGD_iter=2, **options)
+
+forgetful = HookCheck(lambda: powerSGD_hook, make_state=lambda: state(use_error_feedback=False))
+differing = HookCheck(lambda: differs, make_state=state)
+miserly = HookCheck(lambda: gives_nothing, make_state=lambda: state(Miser))
 """
 
 
@@ -279,6 +394,14 @@ def test_ddp_with_a_broken_hook_fails(tmp_path):
     assert f"{hooks[1]:<24} FAILED" in done.stdout
     assert f"{hooks[2]:<24} ok" in done.stdout  # one broken hook hides nothing about the next
     assert "the replicas differ" in done.stdout
+
+    # Hooks with error feedback are judged by sums over the steps.
+    hooks = ["broken_hooks:forgetful", "broken_hooks:differing", "broken_hooks:miserly"]
+    arguments = [argument for hook in hooks for argument in ("--hook", hook)]
+    done = run_module(*command, *arguments, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    for hook in hooks:
+        assert f"{hook:<24} FAILED" in done.stdout
 
     done = run_module(*command, "--hook", "broken_hooks:raises", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1

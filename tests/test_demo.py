@@ -81,6 +81,19 @@ def test_a_whole_demo(start, tmp_path):
     assert (tmp_path / "loss_vs_bytes.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
+    demo = start("--hook", "none,powersgd", "--steps", "50")
+    status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
+    assert status == 0, output
+    none, power_sgd = (json.loads((tmp_path / f"{hook}.json").read_text()) for hook in ("none", "powersgd"))
+    # Steps between counted ones are taken to be as the last of those.
+    assert power_sgd["step_bytes"][:4] == none["step_bytes"][:4]
+    assert power_sgd["step_bytes"][4:] == [power_sgd["bytes_per_step"]] * 46
+    assert power_sgd["bytes_per_step"] < none["bytes_per_step"] / 2
+    assert power_sgd["losses"][0] == none["losses"][0], "not the same weights and data"
+    assert power_sgd["losses"][-1] < power_sgd["losses"][0]
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_to_the_launcher_ends_every_rank(start, number, status):
     """Only the launcher gets it, as from `kill`; from a terminal all would."""
@@ -106,7 +119,7 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hook", "fp16,fp8"], "there is no 'fp8'; known are none,allreduce,fp16,bf16"),
+        (["--hook", "fp16,fp8"], "there is no 'fp8'; known are none,allreduce,fp16,bf16,powersgd"),
         (["--ranks", "0"], "argument --ranks: '0' is not a whole number of at least 1"),
         (["--heads", "3"], "--width must be a multiple of --heads: got 32 and 3"),
         (["--steps", "9"], "--steps must be at least 10 to time any of them: got 9"),

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from . import debugging_hooks, default_hooks
+from . import debugging_hooks, default_hooks, powerSGD_hook
 
-__all__ = ["DDPCommHookType", "debugging_hooks", "default_hooks", "register_ddp_comm_hook"]
+__all__ = [
+    "DDPCommHookType",
+    "debugging_hooks",
+    "default_hooks",
+    "powerSGD_hook",
+    "register_ddp_comm_hook",
+]
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,21 @@ class _Registration:
         model.register_comm_hook(state, self.hook)
 
 
+@dataclass(frozen=True)
+class _PowerSGDRegistration(_Registration):
+    """The same for a hook with a PowerSGDState, which is made from the process group given as state."""
+
+    rank: int
+
+    def __call__(self, model: Any, state: Any = None, start_powerSGD_iter: int = 1_000) -> None:  # noqa: N803
+        power_sgd_state = powerSGD_hook.PowerSGDState(
+            process_group=state,
+            matrix_approximation_rank=self.rank,
+            start_powerSGD_iter=start_powerSGD_iter,
+        )
+        model.register_comm_hook(power_sgd_state, self.hook)
+
+
 class DDPCommHookType(Enum):
     """The hooks by name.
 
@@ -32,6 +53,10 @@ class DDPCommHookType(Enum):
     ALLREDUCE = _Registration(default_hooks.allreduce_hook)
     FP16_COMPRESS = _Registration(default_hooks.fp16_compress_hook)
     BF16_COMPRESS = _Registration(default_hooks.bf16_compress_hook)
+    POWER_SGD = _PowerSGDRegistration(powerSGD_hook.powerSGD_hook, rank=1)
+    POWER_SGD_RANK2 = _PowerSGDRegistration(powerSGD_hook.powerSGD_hook, rank=2)
+    BATCHED_POWER_SGD = _PowerSGDRegistration(powerSGD_hook.batched_powerSGD_hook, rank=1)
+    BATCHED_POWER_SGD_RANK2 = _PowerSGDRegistration(powerSGD_hook.batched_powerSGD_hook, rank=2)
     NOOP = _Registration(debugging_hooks.noop_hook)
 
 

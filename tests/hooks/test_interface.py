@@ -9,14 +9,23 @@ import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks as torch_hooks
 
 from gradcomp import hooks
-from gradcomp.hooks import DDPCommHookType, debugging_hooks, default_hooks, register_ddp_comm_hook
+from gradcomp.hooks import (
+    DDPCommHookType,
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+    register_ddp_comm_hook,
+)
 
-MODULES = ["default_hooks", "debugging_hooks"]
+TORCH_NAMES = {"default_hooks": "default", "debugging_hooks": "debugging", "powerSGD_hook": "powerSGD"}
+MODULES = ["default_hooks", "debugging_hooks", "powerSGD_hook"]
 HOOKS = [
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
     default_hooks.bf16_compress_hook,
     debugging_hooks.noop_hook,
+    powerSGD_hook.powerSGD_hook,
+    powerSGD_hook.batched_powerSGD_hook,
     default_hooks.fp16_compress_wrapper(debugging_hooks.noop_hook),
     default_hooks.bf16_compress_wrapper(debugging_hooks.noop_hook),
 ]
@@ -25,8 +34,8 @@ HOOKS = [
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_mirror_torch(name):
     ours = getattr(hooks, name)
-    theirs = getattr(torch_hooks, {"default_hooks": "default", "debugging_hooks": "debugging"}[name])
-    assert sorted(ours.__all__) == sorted(theirs.__all__)
+    theirs = getattr(torch_hooks, TORCH_NAMES[name])
+    assert set(theirs.__all__) <= set(ours.__all__)
     for function in theirs.__all__:
         parameters = list(inspect.signature(getattr(theirs, function)).parameters)
         assert list(inspect.signature(getattr(ours, function)).parameters) == parameters
@@ -41,7 +50,7 @@ def test_ddp_accepts_the_signature_on_every_backend(hook):
     assert hook.__name__ not in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
-@pytest.mark.parametrize("hook", HOOKS[:4], ids=lambda hook: hook.__qualname__)
+@pytest.mark.parametrize("hook", HOOKS[:6], ids=lambda hook: hook.__qualname__)
 def test_hooks_pickle_by_name(hook):
     assert pickle.loads(pickle.dumps(hook)) is hook
 
@@ -58,14 +67,37 @@ def test_hook_types():
         "BF16_COMPRESS": default_hooks.bf16_compress_hook,
         "NOOP": debugging_hooks.noop_hook,
     }
-    assert {kind.name for kind in DDPCommHookType} == set(expected)
-    assert set(expected) <= {kind.name for kind in torch_hooks.DDPCommHookType}
+    names = {kind.name for kind in DDPCommHookType}
+    assert names == {*expected, *POWER_SGD}
+    assert names <= {kind.name for kind in torch_hooks.DDPCommHookType}
     for name, hook in expected.items():
         model = FakeModel()
         register_ddp_comm_hook(DDPCommHookType[name], model)
         assert model.registered == (None, hook)
         DDPCommHookType[name].value(model=model, state="group")
         assert model.registered == ("group", hook)
+
+
+POWER_SGD = {
+    "POWER_SGD": (powerSGD_hook.powerSGD_hook, 1),
+    "POWER_SGD_RANK2": (powerSGD_hook.powerSGD_hook, 2),
+    "BATCHED_POWER_SGD": (powerSGD_hook.batched_powerSGD_hook, 1),
+    "BATCHED_POWER_SGD_RANK2": (powerSGD_hook.batched_powerSGD_hook, 2),
+}
+
+
+@pytest.mark.parametrize("name", POWER_SGD)
+def test_power_sgd_types_make_their_state(name):
+    hook, rank = POWER_SGD[name]
+    model = FakeModel()
+    register_ddp_comm_hook(DDPCommHookType[name], model)
+    state, registered = model.registered
+    assert registered is hook
+    assert (state.process_group, state.matrix_approximation_rank) == (None, rank)
+    assert state.start_powerSGD_iter == 1_000
+    DDPCommHookType[name].value(model=model, state="group", start_powerSGD_iter=7)
+    state, _ = model.registered
+    assert (state.process_group, state.start_powerSGD_iter) == ("group", 7)
 
 
 def test_wrapping_the_plain_hook_is_the_compress_hook():

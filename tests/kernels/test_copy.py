@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp import cpu, ops
+from gradcomp import ops
+from gradcomp.cpu import copy as cpu
 from gradcomp.kernels import cast as cast_kernel
 from gradcomp.kernels import flatten as flatten_kernel
 from gradcomp.layout import FlatLayout
@@ -23,7 +24,7 @@ AWKWARD = [(0,), (), (1, 7), (7, 1), (31, 37), (BLOCK - 1,), (BLOCK,), (BLOCK + 
 def in_plain_torch(
     name: str,
 ) -> Callable[..., None]:
-    """An operation of cpu.py, with the signature of the same operation in ops.py."""
+    """An operation of gradcomp.cpu, with the signature of the same operation in ops.py."""
     operation = getattr(cpu, name)
     return lambda source, layout, **kwargs: operation(source, **kwargs)
 

@@ -1,0 +1,378 @@
+"""PowerSGD: all-reduce two thin factors of every gradient matrix instead of the matrix.
+
+Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. docs/powersgd.md has the algorithm as
+implemented, and how it differs from torch's.
+"""
+
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradcomp import ops
+from gradcomp.layout import LowRankLayout
+
+from .default_hooks import allreduce_hook
+from .exchange import group_of, in_stream_order
+
+__all__ = [
+    "PowerSGDState",
+    "average_errors",
+    "batched_powerSGD_hook",
+    "from_torch",
+    "powerSGD_hook",
+]
+
+logger = logging.getLogger(__name__)
+
+_HYPERPARAMETERS = (
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "use_error_feedback",
+    "warm_start",
+    "orthogonalization_epsilon",
+    "random_seed",
+    "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+)
+_PROGRESS = (
+    "iter",
+    "total_numel_before_compression",
+    "total_numel_after_compression",
+    "next_stats_report",
+)
+
+
+class PowerSGDState:
+    """PowerSGD's hyperparameters, and what it remembers of every bucket. Arguments and meanings are torch's.
+
+    process_group: None for the default one.
+    matrix_approximation_rank: columns of the factors; the compression is rows · cols / ((rows + cols) · rank).
+    start_powerSGD_iter: steps of plain all-reduce before compression starts; at least 2 with error feedback or
+        warm start, because DDP rebuilds its buckets after the first step.
+    min_compression_rate: matrices that would save less are averaged as they are.
+    use_error_feedback: add what compression lost to the next step's gradient. Needs the memory of the
+        compressed gradients once more.
+    warm_start: project on the last step's factors rather than on random ones.
+    orthogonalization_epsilon: added to a column's length before dividing by it. Not needed here: zero columns
+        stay zero.
+    random_seed: of the first (without warm start, every) projection; the same on all ranks.
+    compression_stats_logging_frequency: steps between log lines with compression_stats().
+    batch_tensors_with_same_shape: accepted, and needless: all matrices are compressed together anyway.
+
+    Raises ValueError for a start_powerSGD_iter that is too early, or a rank below 1.
+
+    Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
+    load_state_dict(). Every rank has errors of its own: save one per rank to continue exactly.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+    ):
+        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
+            raise ValueError(
+                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
+                "because PowerSGD can only be applied after the first two iterations in DDP. "
+                f"Got {start_powerSGD_iter}."
+            )
+        if matrix_approximation_rank < 1:
+            raise ValueError(
+                f"matrix_approximation_rank is {matrix_approximation_rank}, but must be at least 1"
+            )
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.iter = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.next_stats_report = 0
+        self._plans: dict[int, tuple[dict[str, Any], ops.LowRankPlan]] = {}
+        # Loaded memories of buckets that haven't come by yet.
+        self._loaded: dict[int, dict[str, Any]] = {}
+        values = "; ".join(f"{name} = {getattr(self, name)}" for name in _HYPERPARAMETERS)
+        logger.info("PowerSGD config: %s", values)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(compression rate, elements before compression, elements after), summed over the steps so far."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0), before, after
+
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+        """Count the step when its last bucket comes by."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_powerSGD_iter:
+                logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the process group, in plain types and tensors of its own.
+
+        "buckets" maps a bucket's index to its "signature" (what the memory is for), "error" (this rank's, flat
+        as the bucket) and "directions" (the Q [cols, rank] that the next step projects on; same on all ranks).
+        """
+        buckets = dict(self._loaded)
+        for index, (signature, plan) in self._plans.items():
+            memory = {"error": plan.error(), "directions": plan.directions()}
+            buckets[index] = {"signature": dict(signature), **memory}
+        return {name: getattr(self, name) for name in (*_HYPERPARAMETERS, *_PROGRESS)} | {"buckets": buckets}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state_dict, hyperparameters included; the process group stays.
+
+        A bucket whose layout differs from the saved one starts afresh, with a log line. Raises KeyError for a
+        state_dict that lacks something.
+        """
+        for name in (*_HYPERPARAMETERS, *_PROGRESS):
+            setattr(self, name, state_dict[name])
+        self._plans = {}
+        self._loaded = dict(state_dict["buckets"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        logger.warning(
+            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group is "
+            "desired, please set `self.process_group` after PowerSGD state is loaded."
+        )
+        self.process_group = dist.group.WORLD if dist.is_initialized() else None
+        self.load_state_dict(state)
+
+    def _plan_for(self, bucket: dist.GradBucket, group: dist.ProcessGroup, square: bool) -> "ops.LowRankPlan":
+        """The bucket's plan: kept, restored from a checkpoint, or made anew when its layout has changed."""
+        index, buffer = bucket.index(), bucket.buffer()
+        shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
+        signature = {
+            "shapes": shapes,
+            "dtype": buffer.dtype,
+            "rank": self.matrix_approximation_rank,
+            "square": square,
+        }
+        kept_signature, plan = self._plans.get(index, (None, None))
+        if plan is not None and kept_signature == signature and plan.p_wire.device == buffer.device:
+            return plan
+        if plan is not None:
+            logger.warning("PowerSGD: bucket %s has another layout now: its memory starts afresh.", index)
+        if square:
+            layout = LowRankLayout.square(buffer.numel(), self.matrix_approximation_rank)
+        else:
+            layout = LowRankLayout(shapes, self.matrix_approximation_rank, self.min_compression_rate)
+        plan = ops.low_rank_plan(
+            layout,
+            buffer.dtype,
+            buffer.device,
+            error_feedback=self.use_error_feedback,
+            warm_start=self.warm_start,
+            # P is averaged here where torch sums it.
+            epsilon=self.orthogonalization_epsilon / group.size(),
+            seed=self._seed(index),
+        )
+        self._plans[index] = signature, plan
+        if index in self._loaded:
+            self._restore(index, plan, signature)
+        return plan
+
+    def _restore(self, index: int, plan: "ops.LowRankPlan", signature: dict[str, Any]) -> None:
+        """Give the bucket its loaded memory if that is for this layout.
+
+        If not, it waits for a bucket that it fits: a new DDP model has one bucket in its first step.
+        """
+        saved = self._loaded[index]
+        error, directions = saved["error"], saved["directions"]
+        fits = saved["signature"] == signature
+        if saved["signature"] is None:  # torch's
+            error = plan.error() if error is None else error
+            fits = error.numel() == plan.layout.numel
+            directions = plan.directions() if directions is None else self._split(directions, signature)
+            fits = fits and [tuple(direction.shape) for direction in directions] == [
+                (matrix.cols, matrix.rank) for matrix in plan.layout.matrices
+            ]
+        if not fits:
+            logger.warning(
+                "PowerSGD: bucket %s has another layout than its checkpoint: starts afresh.", index
+            )
+            return
+        del self._loaded[index]
+        plan.load(error, directions)
+
+    def _split(self, flat: torch.Tensor, signature: dict[str, Any]) -> list[torch.Tensor]:
+        """torch's q_memory_dict of a bucket as our directions; none if it is of another bucket.
+
+        torch has vectors in it too, as matrices of one column, where min_compression_rate lets it.
+        """
+        groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
+        for shape in signature["shapes"]:
+            rows, cols = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
+            rank = min(rows, cols, self.matrix_approximation_rank)
+            if (rows + cols) * rank * self.min_compression_rate < rows * cols:
+                groups.setdefault((rows, cols), []).append((cols, rank, len(shape) > 1))
+        theirs = [each for group in groups.values() for each in group]
+        numels = [cols * rank for cols, rank, _ in theirs]
+        if sum(numels) != flat.numel():
+            return []
+        parts = zip(flat.split(numels), theirs, strict=True)
+        return [part.view(cols, rank) for part, (cols, rank, is_matrix) in parts if is_matrix]
+
+    def _seed(self, index: int) -> int:
+        """Of a bucket's random projection in this step, the same on every rank."""
+        return (self.random_seed * 1_000_003 + self.iter * 8_191 + index) % 2**63
+
+    def _count(self, layout: LowRankLayout, bucket: dist.GradBucket) -> None:
+        self.total_numel_before_compression += layout.numel
+        self.total_numel_after_compression += layout.wire_numel + layout.q_numel
+        if bucket.is_last() and self.iter >= self.next_stats_report:
+            rate, before, after = self.compression_stats()
+            logger.info(
+                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+                *(self.iter, before, after, rate),
+            )
+            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+
+def powerSGD_hook(  # noqa: N802
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket's matrices through factors of low rank, everything else exactly.
+
+    For the first ``state.start_powerSGD_iter`` steps, allreduce_hook. Then, with M [n, m] a gradient seen as a
+    matrix (its first dimension against the others), r the rank and W the world size:
+
+    1. M ← gradient + error. 2. P ← M Q. 3. All-reduce P and, in the same collective, the tensors that are
+    vectors or not worth compressing. 4. Orthonormalise P. 5. Q ← Mᵀ P. 6. All-reduce Q. 7. gradient ← P Qᵀ;
+    error ← M − P Qᵀ.
+
+    On the wire: two collectives, (n + m) · r elements per matrix, in the bucket's dtype. State: the error (as
+    much memory as the compressed gradients) and the factors, per bucket. Source: Vogels, Karimireddy and Jaggi,
+    "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
+
+    A step with inf or NaN gives inf or NaN on every rank; the matrices it touched start afresh in the next.
+    Computed in plain torch, on CUDA too, where it waits for the host a few times; kernels are to come.
+
+    Raises TypeError for a state of another kind, or a bucket that is not floating-point.
+
+    Example::
+
+        state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4)
+        ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    """
+    return _low_rank_hook("powerSGD_hook", state, bucket, square=False)
+
+
+def batched_powerSGD_hook(  # noqa: N802
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the whole bucket through factors of low rank, as one square matrix filled up with zeros.
+
+    The steps of powerSGD_hook with one matrix per bucket, biases included. It sends less than powerSGD_hook and
+    loses more: a bucket cut into rows of equal length has little of its layers' structure. Prefer
+    powerSGD_hook, which costs no more here.
+
+    Raises TypeError for a state of another kind, or a bucket that is not floating-point.
+
+    Example::
+
+        state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
+        ddp_model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
+    """
+    return _low_rank_hook("batched_powerSGD_hook", state, bucket, square=True)
+
+
+def _low_rank_hook(
+    name: str, state: PowerSGDState, bucket: dist.GradBucket, square: bool
+) -> torch.futures.Future[torch.Tensor]:
+    if not isinstance(state, PowerSGDState):
+        raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}")
+    group, buffer = group_of(name, state.process_group), bucket.buffer()
+    if not buffer.is_floating_point():
+        raise TypeError(f"{name} compresses floating-point buckets, got {buffer.dtype}")
+    if state.iter < state.start_powerSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return allreduce_hook(group, bucket)
+    plan = state._plan_for(bucket, group, square)
+    seed, scale = state._seed(bucket.index()), 1 / group.size()
+
+    def sequence() -> torch.Tensor:
+        plan.project(buffer, scale)
+        dist.all_reduce(plan.p_wire, group=group)
+        plan.back_project(buffer, scale)
+        if plan.q_wire.numel():
+            dist.all_reduce(plan.q_wire, group=group)
+        plan.reconstruct(buffer, seed)
+        return buffer
+
+    if buffer.is_cuda:
+        future = in_stream_order(buffer.device, sequence)
+    else:
+        # Straight through: a collective issued from a callback would come in another order on every rank.
+        future = torch.futures.Future()
+        future.set_result(sequence())
+    state._count(plan.layout, bucket)
+    state.maybe_increase_iter(bucket)
+    return future
+
+
+def from_torch(state: Any) -> PowerSGDState:
+    """A PowerSGDState that continues from torch's: hyperparameters, progress, errors and factors.
+
+    state: a torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState, as
+    ``torch.load(..., weights_only=False)`` gives it. Its errors of tensors that it did not compress are left
+    behind: here those are averaged exactly.
+    """
+    names = set(_HYPERPARAMETERS) - {"random_seed"}
+    ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in names})
+    for name in _PROGRESS:
+        setattr(ours, name, getattr(state, name))
+    ours._loaded = {
+        index: {
+            "signature": None,
+            # Copies: torch goes on writing to its own.
+            "error": state.error_dict[index].clone() if index in state.error_dict else None,
+            "directions": state.q_memory_dict[index].clone() if index in state.q_memory_dict else None,
+        }
+        for index in {*state.error_dict, *state.q_memory_dict}
+    }
+    return ours
+
+
+def average_errors(state_dicts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One state_dict from those of all ranks of a run, for every rank of a run with any number of ranks.
+
+    What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
+    mean is the same. Raises ValueError for an empty list, or for memories just taken over from torch.
+    """
+    if not state_dicts:
+        raise ValueError("average_errors takes the state_dicts of all ranks, got none")
+    merged = dict(state_dicts[0])
+    merged["buckets"] = {}
+    for index, bucket in state_dicts[0]["buckets"].items():
+        if bucket["signature"] is None:
+            raise ValueError("average_errors: a state from from_torch has to make a compressed step first")
+        errors = [state_dict["buckets"][index]["error"].cpu().double() for state_dict in state_dicts]
+        mean = torch.stack(errors).mean(0).to(bucket["error"])
+        merged["buckets"][index] = {**bucket, "error": mean}
+    return merged
+
+
+# So that torch.load's safe default takes them.
+torch.serialization.add_safe_globals([PowerSGDState, powerSGD_hook, batched_powerSGD_hook])

@@ -1,0 +1,74 @@
+"""Which tensors of a bucket PowerSGD compresses, and where their factors lie on the wire: arithmetic on shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .flat import FlatLayout
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A compressed tensor's place in the bucket, seen as a matrix M [rows, cols] of rank at most `rank`.
+
+    numel: how many of its elements exist; the square view of a whole bucket ends with zeros that don't.
+    """
+
+    offset: int
+    rows: int
+    cols: int
+    numel: int
+    rank: int = 1
+
+
+class LowRankLayout:
+    """Which tensors of a bucket PowerSGD compresses, and where their factors lie on the wire.
+
+    shapes: the shapes of the bucket's tensors, which lie in it one after another. A tensor of two or more
+    dimensions is a matrix, its first dimension against the others; it is compressed if that saves enough:
+    (rows + cols) · rank · min_compression_rate < rows · cols. The rest is averaged as it is.
+
+    matrices: the compressed ones; those of one shape are neighbours.
+    rest: (offset, numel) of every other tensor.
+    p_numel, q_numel: elements of all P [rows, rank] and of all Qᵀ [rank, cols], in the order of `matrices`;
+    wire_numel: p_numel and the rest, which cross the wire together.
+    """
+
+    def __init__(self, shapes: Iterable[Sequence[int]], rank: int, min_compression_rate: float):
+        matrices, rest = [], []
+        flat = FlatLayout(shapes)
+        for shape, offset, numel in zip(flat.shapes, flat.offsets, flat.numels, strict=True):
+            rows = shape[0] if len(shape) > 1 else 0
+            cols = numel // rows if rows else 0
+            actual = min(rows, cols, rank)
+            if 0 < (rows + cols) * actual * min_compression_rate < numel:
+                matrices.append(Matrix(offset, rows, cols, numel, actual))
+            else:
+                rest.append((offset, numel))
+        self._set(flat.numel, matrices, rest)
+
+    @classmethod
+    def square(cls, numel: int, rank: int) -> LowRankLayout:
+        """The whole bucket as one square matrix, filled up with zeros."""
+        layout = cls.__new__(cls)
+        side = math.isqrt(numel - 1) + 1 if numel else 0
+        matrices = [Matrix(0, side, side, numel, min(side, rank))] if numel else []
+        layout._set(numel, matrices, [])
+        return layout
+
+    def _set(self, numel: int, matrices: list[Matrix], rest: list[tuple[int, int]]) -> None:
+        self.numel = numel
+        by_shape: dict[tuple[int, int], list[Matrix]] = {}
+        for matrix in matrices:
+            by_shape.setdefault((matrix.rows, matrix.cols), []).append(matrix)
+        self.groups = tuple(tuple(group) for group in by_shape.values())
+        self.matrices = tuple(matrix for group in self.groups for matrix in group)
+        self.rest = tuple(rest)
+        self.p_numel = sum(matrix.rows * matrix.rank for matrix in self.matrices)
+        self.q_numel = sum(matrix.cols * matrix.rank for matrix in self.matrices)
+        self.wire_numel = self.p_numel + sum(numel for _, numel in rest)
+
+    def __repr__(self) -> str:
+        return f"LowRankLayout({len(self.matrices)} matrices, {len(self.rest)} other tensors)"
