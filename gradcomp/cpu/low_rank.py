@@ -22,23 +22,38 @@ if TYPE_CHECKING:
 DEPENDENT = 1e-13
 # One pass leaves ‖PᵀP − I‖ of about 1e-16 over the part that is left: a second one where that may pass 1e-7.
 AGAIN = 1e-9
+# A product of this many matrices keeps a few threads busy; one product alone does not.
+BATCH = 4
+# Of Q's columns: the inverse of a shorter one nears the end of fp32.
+SHORTEST = 1e-30
 
 
-def orthonormalise(panels: torch.Tensor, epsilon: float = 0.0) -> torch.Tensor:
+def orthonormalise(
+    panels: torch.Tensor,
+    epsilon: float = 0.0,
+    *,
+    out: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+) -> torch.Tensor:
     """An orthonormal basis of every panel's columns, by Gram–Schmidt in the Gram matrix's inner product.
 
-    panels: [k, n, r], any floating-point dtype. With G = PᵀP, an upper triangular T such that TᵀGT = I turns
-    P into P T; again where P is ill-conditioned, all in fp64. This holds ‖PᵀP − I‖ ≤ 1e-5 up to a condition number of 1e6. Columns that
+    panels: [k, n, r], any floating-point dtype. out: of the same shape; may be panels. scratch:
+    [2, k, n, r] in fp64. With G = PᵀP, an upper triangular T such that TᵀGT = I turns P into P T; again where P
+    is ill-conditioned, all in fp64. This holds ‖PᵀP − I‖ ≤ 1e-5 up to a condition number of 1e6. Columns that
     are zero or depend on earlier ones become zero. A panel that isn't finite becomes NaN. epsilon > 0 is
     added to every column's length before dividing by it, as in torch's hook; then there is one pass only.
     """
-    wide = panels.double()
-    transform, left = _triangle(wide.mT @ wide, epsilon)
-    wide = wide @ transform
+    if scratch is None:
+        scratch = torch.empty(2, *panels.shape, dtype=torch.float64, device=panels.device)
+    given, result = scratch
+    given.copy_(panels)
+    transform, left = _triangle(given.mT @ given, epsilon)
+    torch.bmm(given, transform, out=result)
     if not epsilon and not left > AGAIN:
-        transform, _ = _triangle(wide.mT @ wide, epsilon)
-        wide = wide @ transform
-    return wide.to(panels.dtype)
+        given, result = result, given
+        transform, _ = _triangle(given.mT @ given, epsilon)
+        torch.bmm(given, transform, out=result)
+    return result.to(panels.dtype) if out is None else out.copy_(result)
 
 
 def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:
@@ -76,6 +91,19 @@ def _gram_schmidt(gram: torch.Tensor, epsilon: float) -> torch.Tensor:
     return torch.where(finite[:, None, None], transform, torch.nan)
 
 
+def row_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """[k, n, m] as [k · blocks, n / blocks, m]: cut so that a product of few matrices is one of BATCH."""
+    k, rows, cols = tensor.shape
+    blocks = next((blocks for blocks in (BATCH, BATCH // 2) if k * blocks <= BATCH and rows % blocks == 0), 1)
+    return tensor.view(k * blocks, rows // blocks, cols)
+
+
+def per_block(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """A factor [k, r, cols] of every matrix once for each of its row_blocks."""
+    k, rank, cols = tensor.shape
+    return tensor[:, None].expand(k, num_blocks // k, rank, cols).reshape(num_blocks, rank, cols)
+
+
 class Stack:
     """The matrices of one shape: where they lie in the bucket, their memory, and the factors.
 
@@ -87,76 +115,116 @@ class Stack:
     ):
         first = matrices[0]
         k, rows, cols, rank = len(matrices), first.rows, first.cols, first.rank
-        self.matrices, self.shape, self.dtype = matrices, (k, rows, cols), dtype
-        self.wide = torch.promote_types(dtype, torch.float32)
-        self.is_one_piece = all(
-            matrix.numel == rows * cols and matrix.offset == first.offset + i * rows * cols
-            for i, matrix in enumerate(matrices)
+        self.matrices, self.shape = matrices, (k, rows, cols)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.is_wide = dtype == wide
+        self.is_complete = first.numel == rows * cols
+        self.is_one_piece = self.is_complete and all(
+            matrix.offset == first.offset + i * rows * cols for i, matrix in enumerate(matrices)
         )
         self.memory = torch.zeros(k, rows, cols, dtype=dtype, device=device) if keep_error else None
-        self.p = torch.zeros(k, rows, rank, dtype=self.wide, device=device)
-        self.qt = torch.zeros(k, rank, cols, dtype=self.wide, device=device)
-        # What the next step projects on, in orthonormal rows.
-        self.direction = torch.zeros(k, rank, cols, dtype=self.wide, device=device)
+        self.p = torch.zeros(k, rows, rank, dtype=wide, device=device)
+        self.qt = torch.zeros(k, rank, cols, dtype=wide, device=device)
+        # What the next step projects on, in rows of length 1.
+        self.direction = torch.zeros(k, rank, cols, dtype=wide, device=device)
+        # One matrix in the wide dtype, where the bucket has none to show as it is.
+        needed = 0 if self.is_wide and self.is_complete else 1
+        self._matrix = torch.zeros(needed, rows, cols, dtype=wide, device=device)
+        self._scratch = torch.empty(2, k, rows, rank, dtype=torch.float64, device=device)
 
     def parts(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Each matrix's elements in the bucket, flat."""
         for matrix in self.matrices:
             yield buffer[matrix.offset : matrix.offset + matrix.numel]
 
-    def one_piece(self, buffer: torch.Tensor) -> torch.Tensor:
+    def project(self, buffer: torch.Tensor) -> None:
+        """M = gradient + error, in the error's place; P = M Q."""
+        if self.memory is not None:
+            if self.is_one_piece:
+                self.memory.add_(self._one_piece(buffer))
+            else:
+                for matrix, part in zip(self.memory.flatten(1), self.parts(buffer), strict=True):
+                    matrix[: part.numel()].add_(part)
+        for which, matrix in self._matrices(buffer):
+            blocks = row_blocks(matrix)
+            direction = per_block(self.direction[which], len(blocks))
+            torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
+
+    def back_project(self, buffer: torch.Tensor) -> None:
+        """Qᵀ = Pᵀ M."""
+        for which, matrix in self._matrices(buffer):
+            blocks, qt = row_blocks(matrix), self.qt[which]
+            if len(blocks) == len(qt):
+                torch.bmm(self.p[which].mT, matrix, out=qt)
+            else:
+                partial = torch.bmm(row_blocks(self.p[which]).mT, blocks)
+                torch.sum(partial.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
+
+    def reconstruct(self, buffer: torch.Tensor) -> None:
+        """gradient = P Qᵀ; error = M − P Qᵀ, in M's place."""
+        if self.is_one_piece and self.is_wide:
+            product = self._one_piece(buffer)
+            self._product(slice(None), out=product)
+            if self.memory is not None:
+                self.memory.sub_(product)
+            return
+        for i, part in enumerate(self.parts(buffer)):
+            which = slice(i, i + 1)
+            if self.is_wide and self.is_complete:
+                self._product(which, out=part.view(1, *self.shape[1:]))
+            else:
+                self._product(which, out=self._matrix)
+                part.copy_(self._matrix.view(-1)[: part.numel()])
+            if self.memory is not None:
+                self.memory[i].view(-1)[: part.numel()].sub_(part)
+
+    def orthonormalise(self, p: torch.Tensor, epsilon: float) -> None:
+        """P = an orthonormal basis of the averaged P."""
+        orthonormalise(p, epsilon, out=self.p, scratch=self._scratch)
+
+    def turn(self) -> torch.Tensor:
+        """Make the rows of Qᵀ the next direction. Returns their lengths [k, r]."""
+        length: torch.Tensor = torch.linalg.vector_norm(self.qt, dim=-1, dtype=torch.float64)
+        torch.mul(self.qt, (1 / length).to(self.qt.dtype)[:, :, None], out=self.direction)
+        return length
+
+    def replace(self, lost: torch.Tensor, random: torch.Tensor) -> None:
+        """Random directions in place of those lost [k, r]; no error where it isn't finite."""
+        torch.where(lost[:, :, None], random, self.direction, out=self.direction)
+        if self.memory is not None:
+            self.memory.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _one_piece(self, buffer: torch.Tensor) -> torch.Tensor:
         """All matrices as a view of the bucket, where they lie one after another."""
         offset, numel = self.matrices[0].offset, len(self.matrices) * self.matrices[0].numel
         return buffer[offset : offset + numel].view(self.shape)
 
-    def gradient(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The matrices stacked, in the wide dtype; zeros where a matrix has no element."""
-        if self.is_one_piece:
-            return self.one_piece(buffer).to(self.wide)
-        stacked = torch.zeros(self.shape, dtype=self.wide, device=buffer.device)
-        for matrix, part in zip(stacked.flatten(1), self.parts(buffer), strict=True):
-            matrix[: part.numel()].copy_(part)
-        return stacked
-
-    def add_gradient(self, buffer: torch.Tensor) -> torch.Tensor:
-        """M = gradient + error, in the error's place; returned in the wide dtype."""
-        assert self.memory is not None
-        if self.is_one_piece:
-            self.memory.add_(self.one_piece(buffer))
+    def _matrices(self, buffer: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """M of all matrices in the wide dtype, as many at once as can be without a copy: (which, M)."""
+        if self.is_wide and self.memory is not None:
+            yield slice(None), self.memory
+        elif self.is_wide and self.is_one_piece:
+            yield slice(None), self._one_piece(buffer)
         else:
-            for matrix, part in zip(self.memory.flatten(1), self.parts(buffer), strict=True):
-                matrix[: part.numel()].add_(part)
-        return self.memory.to(self.wide)
+            for i, part in enumerate(self.parts(buffer)):
+                if self.memory is not None:
+                    matrix = self._matrix.copy_(self.memory[i])
+                elif self.is_wide and self.is_complete:
+                    matrix = part.view(1, *self.shape[1:])
+                else:
+                    # What lies behind a square view's end is P Qᵀ of the last step.
+                    matrix = self._matrix.zero_() if not self.is_complete else self._matrix
+                    matrix.view(-1)[: part.numel()].copy_(part)
+                yield slice(i, i + 1), matrix
 
-    def write_product(self, buffer: torch.Tensor) -> None:
-        """gradient = P Qᵀ; error = M − P Qᵀ, in M's place."""
-        if self.is_one_piece and self.dtype == self.wide:
-            product = self.one_piece(buffer)
-            self._product(self.p, self.qt, product)
-            if self.memory is not None:
-                self.memory.sub_(product)
-            return
-        rows, cols = self.shape[1:]
-        for i, part in enumerate(self.parts(buffer)):
-            if part.numel() == rows * cols and self.dtype == self.wide:
-                self._product(self.p[i], self.qt[i], part.view(rows, cols))
-            else:
-                part.copy_((self.p[i] @ self.qt[i]).view(-1)[: part.numel()])
-            if self.memory is not None:
-                self.memory[i].view(-1)[: part.numel()].sub_(part)
-
-    def _product(self, p: torch.Tensor, qt: torch.Tensor, out: torch.Tensor) -> None:
+    def _product(self, which: slice, out: torch.Tensor) -> None:
+        """P Qᵀ of some of the matrices."""
+        p, qt = self.p[which], self.qt[which]
         if p.shape[-1] == 1:
             torch.mul(p, qt, out=out)
         else:
-            torch.matmul(p, qt, out=out)
-
-    def replace(self, dead: torch.Tensor, lost: torch.Tensor, random: torch.Tensor) -> None:
-        """Random directions in place of those lost [k, r]; no error left in the matrices dead [k]."""
-        if self.memory is not None:
-            self.memory[dead] = 0.0
-        mixed = torch.where(lost[:, :, None], random, self.direction)
-        self.direction.copy_(orthonormalise(mixed.mT).mT)
+            blocks = row_blocks(out)
+            torch.bmm(row_blocks(p), per_block(qt, len(blocks)), out=blocks)
 
 
 class LowRankPlan:
@@ -187,40 +255,36 @@ class LowRankPlan:
     def project(self, buffer: torch.Tensor, scale: float) -> None:
         """M = gradient + error; p_wire = scale · (all M Q, then what isn't compressed)."""
         for stack, wire in zip(self.stacks, self._p_panels(), strict=True):
-            matrix = stack.add_gradient(buffer) if self._error_feedback else stack.gradient(buffer)
-            wire.copy_(torch.bmm(matrix, stack.direction.mT).mul_(scale))
-        rest = self.p_wire[self.layout.p_numel :].split([numel for _, numel in self.layout.rest])
-        for (offset, numel), wire in zip(self.layout.rest, rest, strict=True):
+            stack.project(buffer)
+            torch.mul(stack.p, scale, out=wire)
+        for (offset, numel), wire in self._rest():
             cast(buffer[offset : offset + numel], out=wire, scale=scale)
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """P = orthonormalise(p_wire's); q_wire = scale · all Qᵀ = Pᵀ M."""
-        for stack, p, wire in zip(self.stacks, self._p_panels(), self._q_panels(), strict=True):
-            stack.p.copy_(orthonormalise(p.to(stack.wide), self._epsilon))
-            matrix = stack.gradient(buffer) if stack.memory is None else stack.memory.to(stack.wide)
-            wire.copy_(torch.bmm(stack.p.mT, matrix).mul_(scale))
+        for stack, p, q in zip(self.stacks, self._p_panels(), self._q_panels(), strict=True):
+            stack.orthonormalise(p, self._epsilon)
+            stack.back_project(buffer)
+            torch.mul(stack.qt, scale, out=q)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """gradient = P Qᵀ and the averages of the rest; choose the next step's direction.
 
         A matrix whose factors aren't finite gives NaN now, and starts afresh in the next step.
         """
-        random = self._random(seed) if not self._warm_start else None
+        random = None if self._warm_start else self._random(seed)
         for i, (stack, wire) in enumerate(zip(self.stacks, self._q_panels(), strict=True)):
             stack.qt.copy_(wire)
-            stack.write_product(buffer)
-            if random is not None:
-                stack.direction.copy_(random[i])
-            else:
-                stack.direction.copy_(orthonormalise(stack.qt.mT).mT)
-            dead = ~(stack.p.isfinite().flatten(1).all(1) & stack.qt.isfinite().flatten(1).all(1))
+            stack.reconstruct(buffer)
+            length = stack.turn()
             # A zero direction would never see a gradient again.
-            lost = dead[:, None] | (stack.direction == 0).all(-1)
+            lost = ~((length > SHORTEST) & (length < torch.inf))
+            if not self._warm_start:
+                lost.fill_(True)
             if lost.any():
                 random = random or self._random(seed)
-                stack.replace(dead, lost, random[i])
-        rest = self.p_wire[self.layout.p_numel :].split([numel for _, numel in self.layout.rest])
-        for (offset, numel), wire in zip(self.layout.rest, rest, strict=True):
+                stack.replace(lost, random[i])
+        for (offset, numel), wire in self._rest():
             buffer[offset : offset + numel].copy_(wire)
 
     def error(self) -> torch.Tensor:
@@ -243,11 +307,11 @@ class LowRankPlan:
             if stack.memory is not None:
                 for memory, part in zip(stack.memory.flatten(1), stack.parts(error), strict=True):
                     memory[: part.numel()].copy_(part)
-            given = torch.stack([next(remaining) for _ in stack.matrices]).to(stack.direction)
-            gram = given.double().mT @ given.double()
-            identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-            is_orthonormal = bool((gram - identity).abs().max() < 1e-5)
-            stack.direction.copy_((given if is_orthonormal else orthonormalise(given)).mT)
+            given = torch.stack([next(remaining) for _ in stack.matrices]).mT.to(stack.qt)
+            length = torch.linalg.vector_norm(given, dim=-1, keepdim=True)
+            # Our own come back as they were, to the bit.
+            is_normal = bool(((length - 1).abs() < 1e-5).all())
+            stack.direction.copy_(given if is_normal else given / length)
 
     def _random(self, seed: int) -> list[torch.Tensor]:
         """Random orthonormal directions for every stack, the same on every rank."""
@@ -257,6 +321,11 @@ class LowRankPlan:
             orthonormalise(draw.to(stack.direction)).mT
             for stack, draw in zip(self.stacks, draws, strict=True)
         ]
+
+    def _rest(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """What isn't compressed: (offset, numel) in the bucket, and its place on the wire."""
+        wires = self.p_wire[self.layout.p_numel :].split([numel for _, numel in self.layout.rest])
+        return zip(self.layout.rest, wires, strict=True)
 
     def _p_panels(self) -> list[torch.Tensor]:
         """The stacks' P [k, rows, r] on the wire."""
