@@ -16,6 +16,7 @@ from gradcomp.layout import LowRankLayout
 
 from .default_hooks import allreduce_hook
 from .exchange import group_of, in_stream_order
+from .powersgd_memory import BucketMemories, Memory, Share
 
 __all__ = [
     "PowerSGDState",
@@ -106,9 +107,9 @@ class PowerSGDState:
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._plans: dict[int, tuple[dict[str, Any], ops.LowRankPlan]] = {}
-        # Loaded memories of buckets that haven't come by yet.
-        self._loaded: dict[int, dict[str, Any]] = {}
+        self._memories = BucketMemories()
+        # Memories taken over from torch, by their bucket's index, which is all that torch knows of them.
+        self._from_torch: dict[int, dict[str, Any]] = {}
         values = "; ".join(f"{name} = {getattr(self, name)}" for name in _HYPERPARAMETERS)
         logger.info("PowerSGD config: %s", values)
 
@@ -127,25 +128,24 @@ class PowerSGDState:
     def state_dict(self) -> dict[str, Any]:
         """All but the process group, in plain types and tensors of its own.
 
-        "buckets" maps a bucket's index to its "signature" (what the memory is for), "error" (this rank's, flat
-        as the bucket) and "directions" (the Q [cols, rank] that the next step projects on; same on all ranks).
+        "buckets" maps a bucket's index to its "shapes" and "parameters" (numbers, in the order in which the
+        hook first saw them), and, once it has been compressed, to the "error" (this rank's, flat as the bucket) and the
+        "directions" (the Q [cols, rank] that the next step projects on; the same on all ranks).
         """
-        buckets = dict(self._loaded)
-        for index, (signature, plan) in self._plans.items():
-            memory = {"error": plan.error(), "directions": plan.directions()}
-            buckets[index] = {"signature": dict(signature), **memory}
-        return {name: getattr(self, name) for name in (*_HYPERPARAMETERS, *_PROGRESS)} | {"buckets": buckets}
+        values = {name: getattr(self, name) for name in (*_HYPERPARAMETERS, *_PROGRESS)}
+        return values | {"buckets": self._memories.state_dict(), "from_torch": dict(self._from_torch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict, hyperparameters included; the process group stays.
 
-        A bucket whose layout differs from the saved one starts afresh, with a log line. Raises KeyError for a
-        state_dict that lacks something.
+        The memory goes to the parameters that it was saved for, in whatever buckets a new model's first step
+        brings them. Where that cannot be, it starts afresh, with a log line. Raises KeyError for a state_dict
+        that lacks something.
         """
         for name in (*_HYPERPARAMETERS, *_PROGRESS):
             setattr(self, name, state_dict[name])
-        self._plans = {}
-        self._loaded = dict(state_dict["buckets"])
+        self._memories.load_state_dict(state_dict["buckets"])
+        self._from_torch = dict(state_dict["from_torch"])
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
@@ -157,72 +157,72 @@ class PowerSGDState:
             "desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = dist.group.WORLD if dist.is_initialized() else None
+        self._memories = BucketMemories()
         self.load_state_dict(state)
 
-    def _plan_for(self, bucket: dist.GradBucket, group: dist.ProcessGroup, square: bool) -> "ops.LowRankPlan":
-        """The bucket's plan: kept, restored from a checkpoint, or made anew when its layout has changed."""
-        index, buffer = bucket.index(), bucket.buffer()
-        shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
-        signature = {
-            "shapes": shapes,
-            "dtype": buffer.dtype,
-            "rank": self.matrix_approximation_rank,
-            "square": square,
-        }
-        kept_signature, plan = self._plans.get(index, (None, None))
-        if plan is not None and kept_signature == signature and plan.p_wire.device == buffer.device:
-            return plan
-        if plan is not None:
-            logger.warning("PowerSGD: bucket %s has another layout now: its memory starts afresh.", index)
-        if square:
-            layout = LowRankLayout.square(buffer.numel(), self.matrix_approximation_rank)
+    def _shares(self, bucket: dist.GradBucket, square: bool) -> list[Share]:
+        """The bucket, or what it consists of; logs what has no memory any more."""
+        kind = {"dtype": bucket.buffer().dtype, "rank": self.matrix_approximation_rank, "square": square}
+        shares, lost = self._memories.shares(bucket, kind)
+        for index, memory in lost.items():
+            now = "than its checkpoint" if memory.plan is None else "now"
+            logger.warning("PowerSGD: bucket %s has another layout %s: its memory starts afresh.", index, now)
+        return shares
+
+    def _plan_of(self, share: Share, device: torch.device, group: dist.ProcessGroup) -> "ops.LowRankPlan":
+        """The share's plan: kept, made with the memory of a checkpoint, or made anew."""
+        memory = share.memory
+        if memory.plan is not None and memory.plan.p_wire.device == device:
+            return memory.plan
+        if memory.plan is not None:  # the model has moved
+            memory.saved = {"error": memory.plan.error(), "directions": memory.plan.directions()}
+        if memory.kind["square"]:
+            numel = sum(math.prod(shape) for shape in memory.shapes)
+            layout = LowRankLayout.square(numel, self.matrix_approximation_rank)
         else:
-            layout = LowRankLayout(shapes, self.matrix_approximation_rank, self.min_compression_rate)
-        plan = ops.low_rank_plan(
+            layout = LowRankLayout(memory.shapes, self.matrix_approximation_rank, self.min_compression_rate)
+        memory.plan = ops.low_rank_plan(
             layout,
-            buffer.dtype,
-            buffer.device,
+            memory.kind["dtype"],
+            device,
             error_feedback=self.use_error_feedback,
             warm_start=self.warm_start,
             # P is averaged here where torch sums it.
             epsilon=self.orthogonalization_epsilon / group.size(),
-            seed=self._seed(index),
+            seed=self._seed(share.index),
         )
-        self._plans[index] = signature, plan
-        if index in self._loaded:
-            self._restore(index, plan, signature)
-        return plan
+        if memory.saved is not None:
+            memory.plan.load(**memory.saved)
+            memory.saved = None
+        elif share.index in self._from_torch:
+            self._take_over(share.index, memory)
+        return memory.plan
 
-    def _restore(self, index: int, plan: "ops.LowRankPlan", signature: dict[str, Any]) -> None:
-        """Give the bucket its loaded memory if that is for this layout.
+    def _take_over(self, index: int, memory: Memory) -> None:
+        """Give the bucket torch's memory if it fits.
 
-        If not, it waits for a bucket that it fits: a new DDP model has one bucket in its first step.
+        If not, that waits for a bucket that it fits: a new DDP model has one bucket in its first step.
         """
-        saved = self._loaded[index]
-        error, directions = saved["error"], saved["directions"]
-        fits = saved["signature"] == signature
-        if saved["signature"] is None:  # torch's
-            error = plan.error() if error is None else error
-            fits = error.numel() == plan.layout.numel
-            directions = plan.directions() if directions is None else self._split(directions, signature)
-            fits = fits and [tuple(direction.shape) for direction in directions] == [
-                (matrix.cols, matrix.rank) for matrix in plan.layout.matrices
-            ]
-        if not fits:
-            logger.warning(
-                "PowerSGD: bucket %s has another layout than its checkpoint: starts afresh.", index
-            )
-            return
-        del self._loaded[index]
-        plan.load(error, directions)
+        plan, theirs = memory.plan, self._from_torch[index]
+        assert plan is not None
+        error = plan.error() if theirs["error"] is None else theirs["error"]
+        directions = plan.directions()
+        if theirs["directions"] is not None:
+            directions = self._split(theirs["directions"], memory.shapes)
+        expected = [(matrix.cols, matrix.rank) for matrix in plan.layout.matrices]
+        if error.numel() == plan.layout.numel and [tuple(each.shape) for each in directions] == expected:
+            del self._from_torch[index]
+            plan.load(error, directions)
+        else:
+            logger.warning("PowerSGD: bucket %s has another layout than torch's: starts afresh.", index)
 
-    def _split(self, flat: torch.Tensor, signature: dict[str, Any]) -> list[torch.Tensor]:
+    def _split(self, flat: torch.Tensor, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
         """torch's q_memory_dict of a bucket as our directions; none if it is of another bucket.
 
         torch has vectors in it too, as matrices of one column, where min_compression_rate lets it.
         """
         groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
-        for shape in signature["shapes"]:
+        for shape in shapes:
             rows, cols = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
             rank = min(rows, cols, self.matrix_approximation_rank)
             if (rows + cols) * rank * self.min_compression_rate < rows * cols:
@@ -238,9 +238,10 @@ class PowerSGDState:
         """Of a bucket's random projection in this step, the same on every rank."""
         return (self.random_seed * 1_000_003 + self.iter * 8_191 + index) % 2**63
 
-    def _count(self, layout: LowRankLayout, bucket: dist.GradBucket) -> None:
-        self.total_numel_before_compression += layout.numel
-        self.total_numel_after_compression += layout.wire_numel + layout.q_numel
+    def _count(self, layouts: list[LowRankLayout], bucket: dist.GradBucket) -> None:
+        for layout in layouts:
+            self.total_numel_before_compression += layout.numel
+            self.total_numel_after_compression += layout.wire_numel + layout.q_numel
         if bucket.is_last() and self.iter >= self.next_stats_report:
             rate, before, after = self.compression_stats()
             logger.info(
@@ -306,19 +307,19 @@ def _low_rank_hook(
     group, buffer = group_of(name, state.process_group), bucket.buffer()
     if not buffer.is_floating_point():
         raise TypeError(f"{name} compresses floating-point buckets, got {buffer.dtype}")
+    shares = state._shares(bucket, square)
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(group, bucket)
-    plan = state._plan_for(bucket, group, square)
-    seed, scale = state._seed(bucket.index()), 1 / group.size()
+    work = [
+        (share, state._plan_of(share, buffer.device, group), state._seed(share.index)) for share in shares
+    ]
 
     def sequence() -> torch.Tensor:
-        plan.project(buffer, scale)
-        dist.all_reduce(plan.p_wire, group=group)
-        plan.back_project(buffer, scale)
-        if plan.q_wire.numel():
-            dist.all_reduce(plan.q_wire, group=group)
-        plan.reconstruct(buffer, seed)
+        for share, plan, seed in work:
+            flat = share.gather(buffer)
+            _compressed_average(plan, flat, seed, group)
+            share.scatter(flat, buffer)
         return buffer
 
     if buffer.is_cuda:
@@ -327,9 +328,22 @@ def _low_rank_hook(
         # Straight through: a collective issued from a callback would come in another order on every rank.
         future = torch.futures.Future()
         future.set_result(sequence())
-    state._count(plan.layout, bucket)
+    state._count([plan.layout for _, plan, _ in work], bucket)
     state.maybe_increase_iter(bucket)
     return future
+
+
+def _compressed_average(
+    plan: "ops.LowRankPlan", flat: torch.Tensor, seed: int, group: dist.ProcessGroup
+) -> None:
+    """The steps of powerSGD_hook on a flat bucket, in place."""
+    scale = 1 / group.size()
+    plan.project(flat, scale)
+    dist.all_reduce(plan.p_wire, group=group)
+    plan.back_project(flat, scale)
+    if plan.q_wire.numel():
+        dist.all_reduce(plan.q_wire, group=group)
+    plan.reconstruct(flat, seed)
 
 
 def from_torch(state: Any) -> PowerSGDState:
@@ -343,9 +357,8 @@ def from_torch(state: Any) -> PowerSGDState:
     ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in names})
     for name in _PROGRESS:
         setattr(ours, name, getattr(state, name))
-    ours._loaded = {
+    ours._from_torch = {
         index: {
-            "signature": None,
             # Copies: torch goes on writing to its own.
             "error": state.error_dict[index].clone() if index in state.error_dict else None,
             "directions": state.q_memory_dict[index].clone() if index in state.q_memory_dict else None,
@@ -363,13 +376,15 @@ def average_errors(state_dicts: list[dict[str, Any]]) -> dict[str, Any]:
     """
     if not state_dicts:
         raise ValueError("average_errors takes the state_dicts of all ranks, got none")
+    if state_dicts[0]["from_torch"]:
+        raise ValueError("average_errors: a state from from_torch has to make a compressed step first")
     merged = dict(state_dicts[0])
     merged["buckets"] = {}
     for index, bucket in state_dicts[0]["buckets"].items():
-        if bucket["signature"] is None:
-            raise ValueError("average_errors: a state from from_torch has to make a compressed step first")
-        errors = [state_dict["buckets"][index]["error"].cpu().double() for state_dict in state_dicts]
-        mean = torch.stack(errors).mean(0).to(bucket["error"])
+        errors = [state_dict["buckets"][index]["error"] for state_dict in state_dicts]
+        mean = errors[0]
+        if mean is not None:
+            mean = torch.stack([error.cpu().double() for error in errors]).mean(0).to(mean)
         merged["buckets"][index] = {**bucket, "error": mean}
     return merged
 

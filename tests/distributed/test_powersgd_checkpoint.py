@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
@@ -268,10 +269,18 @@ def test_loading_without_a_process_group():
 # Resuming.
 
 
-def make_trainer(rank, hook, state, options):
+class Alike(nn.Sequential):
+    """Layers of one shape, all in one bucket, which DDP turns round after the first step."""
+
+    def __init__(self, unused):
+        super().__init__(nn.Flatten(), *(nn.Linear(64, 64, bias=False) for _ in range(5)))
+
+
+def make_trainer(rank, hook, state, net, options):
     torch.manual_seed(1)
     unused = options.get("find_unused_parameters", False)
-    model = DistributedDataParallel(Net(unused).to(device_of_rank()), bucket_cap_mb=0.02, **options)
+    cap = 0.02 if net is Net else 1
+    model = DistributedDataParallel(net(unused).to(device_of_rank()), bucket_cap_mb=cap, **options)
     indices = []
 
     def recorded(state, bucket):
@@ -293,11 +302,11 @@ def parameters_of(model):
     return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
 
 
-def interrupt(rank, hook, options, warm_up):
-    """Train 12 steps; then the last 6 again from this rank's checkpoint. The parameters of both."""
+def interrupt(rank, hook, options, warm_up, net=Net, after=6):
+    """Train 12 steps; then the last ones again from this rank's checkpoint. The parameters of both."""
     state = new_state()
-    model, optimizer, indices = make_trainer(rank, hook, state, options)
-    continue_training(rank, model, optimizer, range(6))
+    model, optimizer, indices = make_trainer(rank, hook, state, net, options)
+    continue_training(rank, model, optimizer, range(after))
     with Messages():
         checkpoint = {
             "model": copy.deepcopy(model.state_dict()),
@@ -306,14 +315,14 @@ def interrupt(rank, hook, options, warm_up):
         }
         file = io.BytesIO()
         torch.save(checkpoint, file)
-    continue_training(rank, model, optimizer, range(6, 12))
+    continue_training(rank, model, optimizer, range(after, 12))
     with Messages():
         file.seek(0)
         checkpoint = torch.load(file)
     resumed_state = checkpoint["comm_hook_state"]
     if warm_up:
         saved, resumed_state = resumed_state.state_dict(), new_state()
-    resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, options)
+    resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, net, options)
     if warm_up:
         # One step for DDP to arrange its buckets, which it does once.
         continue_training(rank, resumed, resumed_optimizer, [0])
@@ -322,18 +331,37 @@ def interrupt(rank, hook, options, warm_up):
     resumed.load_state_dict(checkpoint["model"])
     resumed_optimizer.load_state_dict(checkpoint["optimizer"])
     with Messages() as said:
-        continue_training(rank, resumed, resumed_optimizer, range(6, 12))
+        continue_training(rank, resumed, resumed_optimizer, range(after, 12))
     afresh = [line for line in said if "afresh" in line]
     return max(indices) + 1, afresh, parameters_of(model), parameters_of(resumed)
 
 
-def assert_resumed(ranks):
+def assert_resumed(ranks, num_buckets=5):
     for buckets, afresh, uninterrupted, resumed in ranks:
-        assert buckets >= 5
+        assert buckets >= num_buckets
         assert afresh == []
         assert torch.equal(uninterrupted, ranks[0][2])
         assert torch.equal(resumed, ranks[0][3])
         assert torch.equal(resumed, uninterrupted)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("hook", list(HOOKS))
+def test_resuming_is_bitwise(hook, world_size):
+    """A new DDP model and the checkpoint: DDP puts all gradients in one bucket in the new model's first step."""
+    assert_resumed(run_ranks(interrupt, world_size, hook, {}, False))
+
+
+@pytest.mark.parametrize("after", [1, START, START + 1])
+def test_resuming_is_bitwise_around_the_first_compressed_step(after):
+    """The buckets are remembered before there is anything to remember in them."""
+    assert_resumed(run_ranks(interrupt, 2, "powerSGD", {}, False, Net, after))
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
+def test_resuming_finds_layers_of_one_shape(hook):
+    """Their gradients come in another order in the first step, and nothing shows in the shapes."""
+    assert_resumed(run_ranks(interrupt, 2, hook, {}, False, Alike), num_buckets=1)
 
 
 @pytest.mark.parametrize("hook", list(HOOKS))
@@ -504,7 +532,9 @@ def load_another_layout(rank):
 
 def test_a_checkpoint_of_another_layout_starts_afresh():
     for said, outputs, _, error in run_ranks(load_another_layout, 2):
-        assert said == ["WARNING PowerSGD: bucket 0 has another layout than its checkpoint: starts afresh."]
+        assert said == [
+            "WARNING PowerSGD: bucket 0 has another layout than its checkpoint: its memory starts afresh."
+        ]
         assert all(output.any() and output.isfinite().all() for output in outputs)
         assert error.numel() == outputs[0].numel()
 
