@@ -30,3 +30,23 @@ def average(wire: torch.dtype, world_size: int, magnitude: torch.Tensor) -> torc
     addend and each partial sum is rounded once.
     """
     return 1.01 * 2 * world_size * (UNIT_ROUNDOFF[wire] * magnitude + SMALLEST[wire])
+
+
+# PowerSGD. One step of float32 from an identical state: products of up to 300 terms and an orthonormalisation.
+# Measured 4e-7 against torch, 2e-7 against the oracle.
+ONE_STEP = 1e-5
+# The span of the new Q, which the spread of its singular values magnifies. Measured 4e-7.
+ONE_STEP_SPAN = 1e-5
+# The same in float64. Measured 7e-16, but the span keeps a condition number of up to 100.
+ONE_STEP_FP64 = 1e-12
+# Of a gradient of rank ≤ r, what one step in float32 leaves out. Measured 2e-6 behind an ill-conditioned P.
+RECOVERY = 1e-5
+# Two ways to orthonormalise with epsilon 1e-8 added to columns of length about 1. Measured 3e-7.
+EPSILON_STEP = 1e-5
+# One step with the gradient, P, Q and the result rounded to 16 bits: four roundings. Measured 1.2.
+SIXTEEN_BIT_ROUNDINGS = 4
+# A mean of errors, rounded to float32 once. Measured 3e-8; ten times as much for a step behind it.
+MEAN_ERROR = 1e-6
+# How far torch's errors of tensors that are not compressed wander in 200 steps, in units of the gradients' rms;
+# the noise of one rank against the mean of two has rms 0.7. Measured 9.6.
+WANDERED = 5.0

@@ -25,16 +25,11 @@ from tests.distributed.powersgd_oracle import (
     relative,
 )
 from tests.distributed.ranks import RankError, run_ranks
-from tests.tolerances import average
+from tests.tolerances import ONE_STEP, WANDERED, average
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}
 START = 2
-# One step of float32 against the float64 oracle, as in test_powersgd.py.
-ONE_STEP = 1e-5
-# How far torch's errors of tensors that are not compressed wander in 200 steps, in units of the gradients' rms;
-# the noise of one rank against the mean of two has rms 0.7. Measured 9.6.
-WANDERED = 5.0
 SHAPES = ((64, 48), (7,), (40, 90), (64, 48), (3, 3))
 MATRICES = compressed(SHAPES, 2)
 

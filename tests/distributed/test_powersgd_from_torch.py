@@ -1,0 +1,106 @@
+"""PowerSGD continued from a state of torch's hook."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+
+from gradcomp.hooks import powerSGD_hook
+from tests.distributed.powersgd_oracle import (
+    Bucket,
+    compressed,
+    positions,
+    random_gradient,
+    relative,
+)
+from tests.distributed.powersgd_runs import (
+    COMMON,
+    FEW_SHAPES,
+    SHAPES,
+    START,
+    Messages,
+    equal,
+    new_state,
+    reload,
+    run_steps,
+    step_of_both,
+)
+from tests.distributed.ranks import run_ranks
+from tests.tolerances import (
+    MEAN_ERROR,
+    ONE_STEP,
+)
+
+
+def test_from_torch_without_warm_start_keeps_the_errors():
+    """There are no factors to continue from, and the next projections differ; but not what is owed."""
+    options = {"matrix_approximation_rank": 2, "warm_start": False}
+    mask = positions(SHAPES, compressed(SHAPES, 2))
+    ranks = run_ranks(step_of_both, 2, options, SHAPES, 3)
+    outputs = torch.stack([ours[0].double() for _, ours, _ in ranks]).mean(0)
+    after = torch.stack([ours[1].double() for _, ours, _ in ranks]).mean(0)
+    owed = torch.stack([gradient.double() + theirs[1].double() for gradient, _, theirs in ranks]).mean(0)
+    assert relative((outputs + after)[mask], owed[mask]) <= ONE_STEP
+
+
+def test_from_torch_without_error_feedback_keeps_the_factors():
+    options = {"matrix_approximation_rank": 2, "use_error_feedback": False}
+    for _, (our_output, our_error, _), (their_output, _, _) in run_ranks(step_of_both, 2, options, SHAPES, 3):
+        assert relative(our_output, their_output) <= ONE_STEP
+        assert not our_error.any()
+
+
+def test_from_torch_that_compressed_vectors():
+    """With min_compression_rate below 1 torch "compresses" vectors too; here they are averaged."""
+    options = {"matrix_approximation_rank": 2, "min_compression_rate": 0.5}
+    mask = positions(SHAPES, compressed(SHAPES, 2, 0.5))
+    for _, (ours, _, _), (theirs, _, _) in run_ranks(step_of_both, 2, options, SHAPES, 3):
+        assert relative(ours[mask], theirs[mask]) <= ONE_STEP
+
+
+def take_over(rank, saved):
+    """From torch's state or its file: hyperparameters, progress, and the next steps."""
+    theirs = torch_powersgd.PowerSGDState(
+        None, 2, START, min_compression_rate=1.5, orthogonalization_epsilon=1e-9
+    )
+    for step in range(START + 3):
+        bucket = Bucket(random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES)
+        torch_powersgd.powerSGD_hook(theirs, bucket).wait()
+    ours = powerSGD_hook.from_torch(pickle.loads(pickle.dumps(theirs)) if saved else copy.deepcopy(theirs))
+    facts = [(getattr(ours, name), getattr(theirs, name)) for name in COMMON]
+    again = new_state()
+    again.load_state_dict(reload(ours.state_dict()))
+    with Messages() as said:
+        outputs = [run_steps(each, rank, [50, 51]) for each in (ours, again)]
+    gradient = random_gradient(FEW_SHAPES, rank, 50)
+    expected = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient, FEW_SHAPES)).wait()
+    return facts, said, outputs, expected
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_from_torch(saved):
+    for facts, said, outputs, expected in run_ranks(take_over, 2, saved):
+        assert all(ours == theirs for ours, theirs in facts)
+        assert said == []
+        assert equal(*outputs), "not the same through a state_dict"
+        assert relative(outputs[0][0], expected) <= 10 * MEAN_ERROR
+
+
+def from_torch_twice(rank):
+    """Torch overwrites its Q in place: what was taken over must not change with it."""
+    theirs = torch_powersgd.PowerSGDState(None, 2, START)
+    for step in range(START + 3):
+        torch_powersgd.powerSGD_hook(
+            theirs, Bucket(random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES)
+        ).wait()
+    alone = powerSGD_hook.from_torch(copy.deepcopy(theirs))
+    shared = powerSGD_hook.from_torch(theirs)
+    torch_powersgd.powerSGD_hook(theirs, Bucket(random_gradient(FEW_SHAPES, rank, 77), FEW_SHAPES)).wait()
+    return [run_steps(each, rank, [50]) for each in (alone, shared)]
+
+
+def test_from_torch_copies():
+    for alone, shared in run_ranks(from_torch_twice, 1):
+        assert equal(alone, shared)

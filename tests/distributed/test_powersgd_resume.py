@@ -1,0 +1,204 @@
+"""PowerSGD resumed in a new DDP model, bitwise; and what happens when the layout of the buckets changes."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.hooks import powerSGD_hook
+from tests.distributed.powersgd_oracle import (
+    Bucket,
+    random_gradient,
+)
+from tests.distributed.powersgd_runs import (
+    FEW_SHAPES,
+    HOOKS,
+    OTHER_SHAPES,
+    RESUMED,
+    START,
+    Messages,
+    new_state,
+    run_steps,
+)
+from tests.distributed.ranks import device_of_rank, run_ranks
+from tests.distributed.test_default_hooks import Net, backward
+
+
+class Alike(nn.Sequential):
+    """Layers of one shape, all in one bucket, which DDP turns round after the first step."""
+
+    def __init__(self, unused):
+        super().__init__(nn.Flatten(), *(nn.Linear(64, 64, bias=False) for _ in range(5)))
+
+
+def make_trainer(rank, hook, state, net, options):
+    torch.manual_seed(1)
+    unused = options.get("find_unused_parameters", False)
+    cap = 0.02 if net is Net else 1
+    model = DistributedDataParallel(net(unused).to(device_of_rank()), bucket_cap_mb=cap, **options)
+    indices = []
+
+    def recorded(state, bucket):
+        indices.append(bucket.index())
+        return HOOKS[hook](state, bucket)
+
+    model.register_comm_hook(state, recorded)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), indices
+
+
+def continue_training(rank, model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad(set_to_none=True)
+        backward(model, rank, step)
+        optimizer.step()
+
+
+def parameters_of(model):
+    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+
+def interrupt(rank, hook, options, warm_up, net=Net, after=6):
+    """Train 12 steps; then the last ones again from this rank's checkpoint. The parameters of both."""
+    state = new_state()
+    model, optimizer, indices = make_trainer(rank, hook, state, net, options)
+    continue_training(rank, model, optimizer, range(after))
+    with Messages():
+        checkpoint = {
+            "model": copy.deepcopy(model.state_dict()),
+            "optimizer": copy.deepcopy(optimizer.state_dict()),
+            "comm_hook_state": state,
+        }
+        file = io.BytesIO()
+        torch.save(checkpoint, file)
+    continue_training(rank, model, optimizer, range(after, 12))
+    with Messages():
+        file.seek(0)
+        checkpoint = torch.load(file)
+    resumed_state = checkpoint["comm_hook_state"]
+    if warm_up:
+        saved, resumed_state = resumed_state.state_dict(), new_state()
+    resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, net, options)
+    if warm_up:
+        # One step for DDP to arrange its buckets, which it does once.
+        continue_training(rank, resumed, resumed_optimizer, [0])
+        resumed(torch.zeros(1, 1, 8, 8, device=device_of_rank()))
+        resumed_state.load_state_dict(saved)
+    resumed.load_state_dict(checkpoint["model"])
+    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
+    with Messages() as said:
+        continue_training(rank, resumed, resumed_optimizer, range(after, 12))
+    afresh = [line for line in said if "afresh" in line]
+    return max(indices) + 1, afresh, parameters_of(model), parameters_of(resumed)
+
+
+def assert_resumed(ranks, num_buckets=5):
+    for buckets, afresh, uninterrupted, resumed in ranks:
+        assert buckets >= num_buckets
+        assert afresh == []
+        assert torch.equal(uninterrupted, ranks[0][2])
+        assert torch.equal(resumed, ranks[0][3])
+        assert torch.equal(resumed, uninterrupted)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("hook", RESUMED)
+def test_resuming_is_bitwise(hook, world_size):
+    """A new DDP model and the checkpoint: DDP puts all gradients in one bucket in the new model's first step."""
+    assert_resumed(run_ranks(interrupt, world_size, hook, {}, False))
+
+
+@pytest.mark.parametrize("after", [1, START, START + 1])
+def test_resuming_is_bitwise_around_the_first_compressed_step(after):
+    """The buckets are remembered before there is anything to remember in them."""
+    assert_resumed(run_ranks(interrupt, 2, "powerSGD", {}, False, Net, after))
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
+def test_resuming_finds_layers_of_one_shape(hook):
+    """Their gradients come in another order in the first step, and nothing shows in the shapes."""
+    assert_resumed(run_ranks(interrupt, 2, hook, {}, False, Alike), num_buckets=1)
+
+
+@pytest.mark.parametrize("hook", RESUMED)
+def test_resuming_is_bitwise_with_buckets_that_stay(hook):
+    """With find_unused_parameters DDP never rearranges its buckets."""
+    assert_resumed(run_ranks(interrupt, 2, hook, {"find_unused_parameters": True}, False))
+
+
+@pytest.mark.parametrize("hook", RESUMED)
+def test_resuming_is_bitwise_after_a_warm_up_step(hook):
+    """load_state_dict once DDP has arranged its buckets."""
+    assert_resumed(run_ranks(interrupt, 2, hook, {}, True))
+
+
+def change_layouts(rank):
+    """Lines that two buckets log when the first one's layout changes, and the outputs of a fresh state."""
+    state, fresh = new_state(), new_state()
+    plan = {
+        state: [(START + 2, FEW_SHAPES, FEW_SHAPES), (3, OTHER_SHAPES, FEW_SHAPES)],
+        fresh: [(START, OTHER_SHAPES, FEW_SHAPES), (2, OTHER_SHAPES, FEW_SHAPES)],
+    }
+    said, outputs = {}, {}
+    for each, phases in plan.items():
+        with Messages() as lines:
+            for phase, (steps, *bucket_shapes) in enumerate(phases):
+                for step in range(steps):
+                    for index, shapes in enumerate(bucket_shapes):
+                        gradient = random_gradient(shapes, rank, 100 * phase + step)
+                        bucket = Bucket(gradient, shapes, index, index == 1)
+                        output = powerSGD_hook.powerSGD_hook(each, bucket).wait()
+                        if phase == 1 and index == 0:
+                            outputs.setdefault(each, []).append((gradient.clone(), output))
+        said[each] = [line for line in lines if "layout" in line]
+    saved = state.state_dict()["buckets"]
+    return said[state], said[fresh], outputs[state], [saved[0]["error"], saved[1]["error"]]
+
+
+def test_a_changed_layout_starts_that_bucket_afresh():
+    ranks = run_ranks(change_layouts, 2)
+    for said, not_said, outputs, errors in ranks:
+        assert said == ["WARNING PowerSGD: bucket 0 has another layout now: its memory starts afresh."]
+        assert not_said == []
+        assert all(output.isfinite().all() for _, output in outputs)
+        assert errors[0].numel() == outputs[0][1].numel()
+        assert errors[1].any()
+
+
+def load_another_layout(rank):
+    state = new_state()
+    run_steps(state, rank, range(START + 2))
+    other = new_state()
+    other.load_state_dict(state.state_dict())
+    with Messages() as said:
+        outputs = run_steps(other, rank, [50, 51], OTHER_SHAPES)
+    return said, outputs, random_gradient(OTHER_SHAPES, rank, 50), other.state_dict()["buckets"][0]["error"]
+
+
+def test_a_checkpoint_of_another_layout_starts_afresh():
+    for said, outputs, _, error in run_ranks(load_another_layout, 2):
+        assert said == [
+            "WARNING PowerSGD: bucket 0 has another layout than its checkpoint: its memory starts afresh."
+        ]
+        assert all(output.any() and output.isfinite().all() for output in outputs)
+        assert error.numel() == outputs[0].numel()
+
+
+def change_rank(rank):
+    """A user may raise the rank between steps: the factors no longer fit."""
+    state = new_state()
+    run_steps(state, rank, range(START + 2))
+    state.matrix_approximation_rank = 4
+    with Messages() as said:
+        (output,) = run_steps(state, rank, [50])
+    return [line for line in said if "layout" in line], torch.linalg.matrix_rank(
+        output[: 64 * 48].view(64, 48)
+    )
+
+
+def test_a_changed_rank_starts_afresh():
+    for said, found in run_ranks(change_rank, 1):
+        assert len(said) == 1
+        assert found == 4

@@ -1,0 +1,269 @@
+"""PowerSGDState: its arguments, groups, random projections, memory, numbers and log lines."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+
+from gradcomp.hooks import powerSGD_hook
+from tests.distributed.powersgd_oracle import (
+    Bucket,
+    compressed,
+    positions,
+    random_gradient,
+    relative,
+)
+from tests.distributed.powersgd_runs import (
+    COMMON,
+    FEW_SHAPES,
+    HOOKS,
+    MATRICES,
+    OTHER_SHAPES,
+    START,
+    Messages,
+    directions_of,
+    equal,
+    error_of,
+    new_state,
+    run_steps,
+)
+from tests.distributed.ranks import run_ranks
+from tests.tolerances import (
+    ONE_STEP,
+)
+
+
+@pytest.mark.parametrize(
+    ("error_feedback", "warm_start"), [(True, True), (True, False), (False, True)], ids=str
+)
+@pytest.mark.parametrize("start", [1, 0, -3])
+def test_compression_that_starts_too_early(error_feedback, warm_start, start):
+    options = {
+        "start_powerSGD_iter": start,
+        "use_error_feedback": error_feedback,
+        "warm_start": warm_start,
+    }
+    message = (
+        r"Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
+        r"because PowerSGD can only be applied after the first two iterations in DDP\."
+    )
+    for module in (torch_powersgd, powerSGD_hook):
+        with pytest.raises(ValueError, match=message):
+            module.PowerSGDState(None, **options)
+    with pytest.raises(ValueError, match=rf"{message} Got {start}\."):
+        powerSGD_hook.PowerSGDState(None, **options)
+    neither = options | {"use_error_feedback": False, "warm_start": False}
+    assert powerSGD_hook.PowerSGDState(None, **neither).start_powerSGD_iter == start
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_rank_below_one(rank):
+    with pytest.raises(ValueError, match=f"matrix_approximation_rank is {rank}, but must be at least 1"):
+        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank)
+
+
+def test_defaults_and_positions_of_arguments_are_torchs():
+    arguments = (None, 3, 5, 1.5, False, False, 1e-6, 4, 0, True)
+    for given in (arguments[:1], arguments):
+        ours, theirs = powerSGD_hook.PowerSGDState(*given), torch_powersgd.PowerSGDState(*given)
+        for name in ("process_group", *COMMON):
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def draw(rank, seed, disturb):
+    state = powerSGD_hook.PowerSGDState(None, 2, START, random_seed=seed)
+    torch.manual_seed(rank if disturb else 0)
+    before = torch.random.get_rng_state()
+    for step in range(START + 1):
+        powerSGD_hook.powerSGD_hook(state, Bucket(random_gradient(MATRICES, rank, step), MATRICES)).wait()
+    assert torch.equal(before, torch.random.get_rng_state()), "the user's generator was used"
+    buckets = [
+        Bucket(random_gradient([(64, 48)], rank, 0), [(64, 48)], index, index == 1) for index in (0, 1)
+    ]
+    same = [powerSGD_hook.powerSGD_hook(state, bucket).wait() for bucket in buckets]
+    return directions_of(state), same
+
+
+def test_random_projections():
+    """From random_seed alone: not from the generators of the user, who may seed each rank differently."""
+    first, second = run_ranks(draw, 2, 0, True)
+    (other_seed, _), _ = run_ranks(draw, 2, 1, False)
+    for mine, theirs, other in zip(first[0], second[0], other_seed, strict=True):
+        assert torch.equal(mine, theirs)
+        assert not torch.equal(mine, other)
+
+
+def sub_group(rank):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return None
+    state = powerSGD_hook.PowerSGDState(group, 64, START, min_compression_rate=0.1)
+    shape = [(6, 40)]
+    results = []
+    for step in range(4):
+        gradient = random_gradient(shape, rank, step)
+        results.append((gradient.clone(), powerSGD_hook.powerSGD_hook(state, Bucket(gradient, shape)).wait()))
+    return results
+
+
+def test_a_group_of_some_ranks():
+    first, _, third = run_ranks(sub_group, 3)
+    for (mine, output), (theirs, other) in zip(first, third, strict=True):
+        assert torch.equal(output, other)
+        assert relative(output, (mine.double() + theirs.double()) / 2) <= ONE_STEP
+
+
+def call_wrongly(rank):
+    messages = []
+    state = powerSGD_hook.PowerSGDState(None)
+    wrong = [(None, torch.ones(4)), (dist.group.WORLD, torch.ones(4)), (state, torch.ones(4).long())]
+    for hook in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook):
+        for given, buffer in wrong:
+            with pytest.raises(TypeError) as error:
+                hook(given, Bucket(buffer))
+            messages.append(str(error.value))
+    return messages
+
+
+def test_wrong_states_and_buckets_are_refused():
+    (messages,) = run_ranks(call_wrongly, 1)
+    for name, own in (("powerSGD_hook", messages[:3]), ("batched_powerSGD_hook", messages[3:])):
+        assert own[0] == f"{name} takes a gradcomp PowerSGDState as its state, got None"
+        assert own[1].startswith(f"{name} takes a gradcomp PowerSGDState as its state, got <")
+        assert own[2] == f"{name} compresses floating-point buckets, got torch.int64"
+
+
+def odd_buckets(rank, hook_name):
+    """Buckets of nothing to compress, of one element, and of none."""
+    results = []
+    for shapes in ([(7,), (3,)], [(1,)], [(0,)], [(0, 4), (64, 48)], [(1, 1)]):
+        state = powerSGD_hook.PowerSGDState(None, 1, START)
+        for step in range(START + 3):
+            gradient = random_gradient(shapes, rank, step)
+            output = HOOKS[hook_name](state, Bucket(gradient.clone(), shapes)).wait()
+        results.append((gradient, output, error_of(state)))
+    return results
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
+def test_odd_buckets(hook):
+    ranks = run_ranks(odd_buckets, 2, hook)
+    for mine, theirs in zip(*ranks, strict=True):
+        assert mine[1].shape == mine[0].shape
+        assert torch.equal(mine[1], theirs[1])
+        assert mine[1].isfinite().all()
+        if hook == "powerSGD" and mine[0].numel() < 64:
+            assert torch.allclose(mine[1], (mine[0] + theirs[0]) / 2)
+
+
+def memory_of_gradient_size(rank, shapes, options):
+    state = powerSGD_hook.PowerSGDState(None, 2, START, **options)
+    for step in range(START + 2):
+        powerSGD_hook.powerSGD_hook(state, Bucket(random_gradient(shapes, rank, step), shapes)).wait()
+    seen, found, queue = set(), 0, [state]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found += item.untyped_storage().nbytes()
+        elif isinstance(item, dict):
+            queue += item.values()
+        elif isinstance(item, list | tuple):
+            queue += item
+        elif hasattr(item, "__dict__"):
+            queue += vars(item).values()
+    return found
+
+
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_memory_is_the_error_and_small_factors(error_feedback):
+    shapes = [(512, 512)] * 3 + [(100,)]
+    options = {"use_error_feedback": error_feedback}
+    (held_bytes,) = run_ranks(memory_of_gradient_size, 1, shapes, options)
+    gradients_bytes = 4 * sum(math.prod(shape) for shape in shapes)
+    assert held_bytes <= (error_feedback + 0.1) * gradients_bytes
+
+
+def count(rank, name, hook_name, options, steps):
+    """compression_stats after every step of two buckets, and what was logged at INFO."""
+    module = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}[name]
+    with Messages(module.__name__) as said:
+        state = module.PowerSGDState(None, **options)
+        stats = []
+        for step in range(steps):
+            for index, shapes in enumerate((FEW_SHAPES, OTHER_SHAPES)):
+                bucket = Bucket(random_gradient(shapes, rank, step), shapes, index, index == 1)
+                getattr(module, hook_name)(state, bucket).wait()
+            stats.append((state.iter, state.compression_stats()))
+    return stats, [line for line in said if "Compression stats" in line]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 32])
+def test_compression_stats_are_torchs(rank):
+    """The numbers, the line, and when it comes: in the first compressed step, then every third."""
+    options = {
+        "matrix_approximation_rank": rank,
+        "start_powerSGD_iter": START,
+        "compression_stats_logging_frequency": 3,
+    }
+    ours, theirs = (
+        run_ranks(count, 1, name, "powerSGD_hook", options, 10)[0] for name in ("gradcomp", "torch")
+    )
+    assert ours == theirs
+    stats, lines = ours
+    assert stats[START - 1] == (START, (0, 0, 0))
+    assert stats[-1][1][0] > 1 or rank == 32
+    assert [line.split(",")[0] for line in lines] == [
+        f"INFO Compression stats: iter {step}" for step in (2, 5, 8)
+    ]
+
+
+def test_compression_stats_of_the_batched_hook():
+    """Two factors of the side of the square, as torch counts (it counts before it fails)."""
+    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
+    ((stats, _),) = run_ranks(count, 1, "gradcomp", "batched_powerSGD_hook", options, START + 1)
+    before = [64 * 48 + 7 + 40 * 90 + 64 * 48 + 9, 64 * 48 + 40 * 90 + 7]
+    sides = [99, 82]
+    assert stats[-1][1][1:] == (sum(before), sum(2 * 2 * side for side in sides))
+
+
+def test_the_configuration_and_the_start_are_logged_once():
+    lines = run_ranks(log_everything, 1)[0]
+    assert lines[0].startswith("INFO PowerSGD config: matrix_approximation_rank = 2; ")
+    for name in COMMON[:8]:
+        assert f"{name} = " in lines[0]
+    assert [line for line in lines if "Start" in line] == [
+        f"INFO Start to apply PowerSGD after {START} iterations."
+    ]
+
+
+def log_everything(rank):
+    with Messages() as said:
+        state = new_state()
+        for step in range(START + 3):
+            for index in (0, 1):
+                bucket = Bucket(random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES, index, index == 1)
+                powerSGD_hook.powerSGD_hook(state, bucket).wait()
+    return said
+
+
+def memory_of_tensors_not_compressed(rank):
+    state = new_state()
+    run_steps(state, rank, range(START + 3))
+    return state.state_dict()["buckets"][0]
+
+
+def test_what_a_state_dict_holds():
+    """As documented: errors where something is compressed, and one Q [cols, rank] per matrix, by shape."""
+    first, second = run_ranks(memory_of_tensors_not_compressed, 2)
+    mask = positions(FEW_SHAPES, compressed(FEW_SHAPES, 2))
+    for bucket in (first, second):
+        assert bucket["error"][mask].any()
+        assert not bucket["error"][~mask].any()
+        assert [tuple(each.shape) for each in bucket["directions"]] == [(48, 2), (48, 2), (90, 2)]
+    assert equal(first["directions"], second["directions"])
+    assert not torch.equal(first["error"], second["error"])
