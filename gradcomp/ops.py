@@ -10,24 +10,48 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from .cpu import copy as cpu
-from .cpu.low_rank import LowRankPlan
+from .cpu import low_rank as cpu_low_rank
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
+from .kernels import powersgd_plan
 
 if TYPE_CHECKING:
     from .layout import FlatLayout, LowRankLayout
 
 __all__ = ["LowRankPlan", "compress_cast", "decompress_cast", "flatten", "low_rank_plan", "unflatten"]
 
+LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
+
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Triton's interpreter keeps its state in globals, while hooks run on several threads.
 _turn: AbstractContextManager[object] = threading.RLock() if _INTERPRETED else nullcontext()
+
+
+class _PlanInTurns(powersgd_plan.LowRankPlan):
+    """The kernels' plan where Triton interprets them."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        with _turn:
+            super().__init__(*arguments, **options)
+
+    def project(self, buffer: torch.Tensor, scale: float) -> None:
+        with _turn:
+            super().project(buffer, scale)
+
+    def back_project(self, buffer: torch.Tensor, scale: float) -> None:
+        with _turn:
+            super().back_project(buffer, scale)
+
+    def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
+        with _turn:
+            super().reconstruct(buffer, seed)
+
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -201,10 +225,10 @@ def low_rank_plan(
 
     plan.error() and plan.directions() give what has to be kept across a restart, plan.load(error, directions)
     takes it back.
-
-    There are no kernels for this yet: it is plain torch on every device.
     """
-    return LowRankPlan(
+    kernels_plan = _PlanInTurns if _INTERPRETED else powersgd_plan.LowRankPlan
+    plan = kernels_plan if _runs_triton(device) else cpu_low_rank.LowRankPlan
+    return plan(
         layout,
         dtype,
         device,

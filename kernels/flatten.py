@@ -34,7 +34,7 @@ class FlattenTables:
         num_tensors: int,
         device: torch.device,
     ):
-        self.tiles = _send(torch.tensor(tiles, dtype=torch.int64).reshape(-1, 4), device)
+        self.tiles = send(torch.tensor(tiles, dtype=torch.int64).reshape(-1, 4), device)
         self._pointers = torch.empty(num_tensors, dtype=torch.int64, device=device)
         self._addresses: list[int] = []
 
@@ -56,7 +56,8 @@ def _pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on the device, copied asynchronously."""
     return _pinned(host, device).to(device, non_blocking=True)
 
 

@@ -50,3 +50,27 @@ MEAN_ERROR = 1e-6
 # How far torch's errors of tensors that are not compressed wander in 200 steps, in units of the gradients' rms;
 # the noise of one rank against the mean of two has rms 0.7. Measured 9.6.
 WANDERED = 5.0
+
+# Relative error (Frobenius) of one PowerSGD step from an identical state, times P's condition number. fp32: sums
+# of up to a thousand products in fp32 and one rounding each of M, P, Q and the output, measured 1e-7 to 6e-7.
+# 16 bits: M, P, Q and the output are rounded; P's rounding turns the space that it spans, hence the condition
+# number.
+POWERSGD_STEP = {
+    torch.float64: 1e-12,
+    torch.float32: 3e-6,
+    torch.float16: 4 * 2.0**-11,
+    torch.bfloat16: 4 * 2.0**-8,
+}
+# Error of one of its stages by itself: one rounding of its result, and its sums.
+POWERSGD_STAGE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    torch.float16: 2 * 2.0**-11,
+    torch.bfloat16: 2 * 2.0**-8,
+}
+# ‖PᵀP−I‖_F: what the project asks of fp32 up to a condition number of 1e6. Measured: 2e-8 to 3e-6 where the second
+# pass just isn't made. fp64: the Gram matrix squares the condition number, 1e-16 · 1e8 · rank, once.
+ORTHONORMAL = {torch.float32: 1e-5, torch.float64: 1e-6}
+# ‖P − Q Qᵀ P‖ / ‖P‖: rounding Q to fp32, 2^-24 · sqrt(rank) times 4; in fp64 rounding P Tᵀ for a condition number
+# of 1e4.
+SPAN = {torch.float32: 1e-6, torch.float64: 1e-11}

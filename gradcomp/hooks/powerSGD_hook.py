@@ -268,7 +268,7 @@ def powerSGD_hook(  # noqa: N802
     "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
 
     A step with inf or NaN gives inf or NaN on every rank; the matrices it touched start afresh in the next.
-    Computed in plain torch, on CUDA too, where it waits for the host a few times; kernels are to come.
+    On CUDA: six kernel launches a bucket and step, and nothing waits for the host.
 
     Raises TypeError for a state of another kind, or a bucket that is not floating-point.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .flat import FlatLayout
+from .low_rank_work import LowRankWork
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class LowRankLayout:
 
     matrices: the compressed ones; those of one shape are neighbours.
     rest: (offset, numel) of every other tensor.
-    p_numel, q_numel: elements of all P [rows, rank] and of all Qᵀ [rank, cols], in the order of `matrices`;
+    p_numel, q_numel: elements of all P and of all Q (the kernels' Q [cols, rank], plain torch's Qᵀ), in the order
+    of `matrices`;
     wire_numel: p_numel and the rest, which cross the wire together.
     """
 
@@ -69,6 +71,11 @@ class LowRankLayout:
         self.p_numel = sum(matrix.rows * matrix.rank for matrix in self.matrices)
         self.q_numel = sum(matrix.cols * matrix.rank for matrix in self.matrices)
         self.wire_numel = self.p_numel + sum(numel for _, numel in rest)
+
+    def work(self, itemsize: int) -> LowRankWork:
+        """The kernels' tables for gradients of this many bytes per element."""
+        rank = max((matrix.rank for matrix in self.matrices), default=1)
+        return LowRankWork(self.matrices, self.rest, rank=rank, itemsize=itemsize)
 
     def __repr__(self) -> str:
         return f"LowRankLayout({len(self.matrices)} matrices, {len(self.rest)} other tensors)"

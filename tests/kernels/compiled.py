@@ -1,92 +1,170 @@
 """Compiles every kernel ahead of time, with no GPU, and reads the machine code.
 
-`python -m tests.kernels.compiled 90` compiles each Variant below for sm_90 and prints, as JSON, its
-registers, spilled bytes and memory instructions. It runs in a process of its own because the test process
-holds interpreted kernels. A new kernel needs an entry in variants(): test_compiled.py says so if it is missing.
+`python -m tests.kernels.compiled 90` calls every launcher below as the library does, records how it launches
+its kernels, compiles them so for sm_90, and prints, as JSON, registers, spilled bytes and memory instructions.
+It runs in a process of its own because the test process holds interpreted kernels. A new kernel's launcher has
+to be called in launches(): test_compiled.py says so if it is missing.
 """
 
+import importlib
 import json
+import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import gradcomp.kernels
 from gradcomp.kernels import cast, flatten
+from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.layout import LowRankLayout
 
 ARCHITECTURES = (80, 90, 100)
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+TYPE_NAMES = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int64: "i64"}
+# Matrices whose tiles lie on 16 bytes, and a vector.
+SHAPES = [(256, 512), (512,), (512, 256)]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way in which a launcher calls a kernel: argument types, constants, launch options."""
+    """One way in which a launcher launches a kernel."""
 
-    label: str
+    name: str
     kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int
-    options: dict[str, Any] = field(default_factory=lambda: {"enable_fp_fusion": False})
+    arguments: dict[str, Any]
+    options: dict[str, Any]
 
     @property
-    def name(self) -> str:
-        return f"{self.kernel.__name__}[{self.label}]"
+    def source(self) -> ASTSource:
+        constants = {p.name: self.arguments[p.name] for p in self.kernel.params if p.is_constexpr}
+        signature: dict[str, str] = {}
+        attributes = {}
+        for parameter in self.kernel.params:
+            value = self.arguments[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name] = "constexpr"
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = f"*{TYPE_NAMES[value.dtype]}"
+                # As Triton does for a pointer that lies on 16 bytes.
+                attributes[parameter.num,] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = parameter.annotation_type
+        return ASTSource(self.kernel, signature, constants, attributes)
 
 
-TYPES = {"fp64": tl.float64, "fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
+class Recorder:
+    """Stands in for a kernel: notes a launch instead of launching."""
+
+    def __init__(self, kernel: Any, launched: list[tuple[Any, dict[str, Any], dict[str, Any]]]):
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*positional: Any, **keywords: Any) -> None:
+            names = [parameter.name for parameter in self.kernel.params]
+            arguments = dict(zip(names, positional, strict=False))
+            arguments |= {name: keywords.pop(name) for name in list(keywords) if name in names}
+            self.launched.append((self.kernel, arguments, keywords))
+
+        return launch
 
 
-def variants() -> Iterator[Variant]:
+def launches() -> Iterator[str]:
+    """Call the launchers, in groups that differ in what the kernels are compiled for; the groups' names."""
     for source, result in [
-        *(("fp32", half) for half in ("fp16", "bf16")),
-        *((half, "fp32") for half in ("fp16", "bf16")),
-        *((kind, kind) for kind in TYPES),
-        ("fp64", "bf16"),
+        *((FP32, half) for half in (FP16, BF16)),
+        *((half, FP32) for half in (FP16, BF16)),
+        *((kind, kind) for kind in (FP64, FP32, FP16, BF16)),
+        (FP64, BF16),
     ]:
-        yield Variant(
-            f"{source}->{result}",
-            cast._cast_kernel,
-            {"src_ptr": f"*{source}", "dst_ptr": f"*{result}", "numel": "i64", "scale": "fp64"},
-            {"BLOCK": cast.BLOCK},
-            cast.NUM_WARPS,
-        )
-    for tensor, flat in [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp64", "fp64")]:
-        for to_flat in (True, False):
-            yield Variant(
-                f"{tensor} {'->' if to_flat else '<-'} {flat}",
-                flatten._flatten_kernel,
-                {"pointers_ptr": "*i64", "tiles_ptr": "*i64", "flat_ptr": f"*{flat}", "scale": "fp64"},
-                {"TENSOR_TYPE": TYPES[tensor], "TO_FLAT": to_flat, "BLOCK": flatten.BLOCK},
-                flatten.NUM_WARPS,
-            )
+        cast.cast(torch.zeros(1, dtype=source), out=torch.zeros(1, dtype=result))
+        yield f"{TYPE_NAMES[source]}->{TYPE_NAMES[result]}"
+    tables = flatten.FlattenTables([(0, 0, 0, 1)], 1, torch.device("cpu"))
+    for tensor, flat in [(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP64, FP64)]:
+        tensors, buffer = [torch.zeros(1, dtype=tensor)], torch.zeros(1, dtype=flat)
+        flatten.flatten(tensors, tables, out=buffer)
+        yield f"{TYPE_NAMES[tensor]}->{TYPE_NAMES[flat]}"
+        flatten.unflatten(buffer, tables, out=tensors)
+        yield f"{TYPE_NAMES[tensor]}<-{TYPE_NAMES[flat]}"
+    for dtype, rank, options in [
+        *((FP32, rank, {}) for rank in (1, 4, 8, 16, 32, 64)),
+        *((BF16, rank, {}) for rank in (4, 32)),
+        *((FP64, rank, {}) for rank in (4, 16)),
+        (FP32, 4, {"error_feedback": False, "warm_start": False}),
+    ]:
+        layout = LowRankLayout(SHAPES, rank, 1)
+        chosen = {"error_feedback": True, "warm_start": True, **options}
+        plan = LowRankPlan(layout, dtype, torch.device("cpu"), epsilon=0.0, seed=0, **chosen)
+        buffer = torch.zeros(layout.numel, dtype=dtype)
+        plan.project(buffer, 1.0)
+        plan.back_project(buffer, 1.0)
+        plan.reconstruct(buffer, 0)
+        yield f"{TYPE_NAMES[dtype]} r={rank}{' plain' if options else ''}"
+
+
+def variants() -> list[Variant]:
+    """Every distinct launch of launches()."""
+    launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+    for module in kernel_modules():
+        for name, kernel in vars(module).copy().items():
+            if is_kernel(name):
+                setattr(module, name, Recorder(kernel, launched))
+    found: dict[str, Variant] = {}
+    for group in launches():
+        for kernel, arguments, options in launched:
+            tensors = [TYPE_NAMES[value.dtype] for value in arguments.values() if torch.is_tensor(value)]
+            constants = [str(arguments[p.name]) for p in kernel.params if p.is_constexpr]
+            same = f"{kernel.__name__} {tensors} {constants} {options}"
+            if same not in found:
+                name = f"{kernel.__name__}[{group}]"
+                taken = sum(variant.name.startswith(name) for variant in found.values())
+                name += f" {taken + 1}" * bool(taken)
+                found[same] = Variant(name, kernel, arguments, options)
+        launched.clear()
+    return list(found.values())
+
+
+def kernel_modules() -> list[Any]:
+    names = [module.name for module in pkgutil.iter_modules(gradcomp.kernels.__path__)]
+    return [importlib.import_module(f"gradcomp.kernels.{name}") for name in names]
+
+
+def is_kernel(name: str) -> bool:
+    return name.startswith("_") and name.endswith("_kernel")
 
 
 def compile_for(variant: Variant, architecture: int) -> dict[str, Any]:
-    signature = variant.signature | dict.fromkeys(variant.constants, "constexpr")
-    compiled = triton.compile(
-        ASTSource(variant.kernel, signature, variant.constants),
-        target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": variant.num_warps, **variant.options},
-    )
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = triton.compile(variant.source, target=target, options=variant.options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         usage = _run("cuobjdump", "-res-usage", cubin.name)
-        assembly = _run("nvdisasm", cubin.name)
+        assembly = _run("nvdisasm", "-c", "-ndf", cubin.name)
+    constants = {p.name: variant.arguments[p.name] for p in variant.kernel.params if p.is_constexpr}
+    pointers = (value for value in variant.arguments.values() if torch.is_tensor(value))
+    tile_bytes = (
+        constants.get("BLOCK_ROWS", 0) * constants.get("BLOCK_COLS", 0) * next(pointers).dtype.itemsize
+    )
     return {
+        "kernel": variant.kernel.__name__,
+        "num_warps": compiled.metadata.num_warps,
+        # 128-bit accesses of a thread that move a tile of the gradient, or of its memory, once.
+        "accesses_per_tile": tile_bytes // (compiled.metadata.num_warps * 32 * 16),
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
-        "memory": Counter(re.findall(r"\b(?:LDG|STG|LDL|STL)\b[.\w]*", assembly)),
+        "memory": Counter(re.findall(r"\b(?:LDG|LDGSTS|STG|LDL|STL)\b[.\w]*", assembly)),
     }
 
 

@@ -1,0 +1,205 @@
+"""Where PowerSGD keeps what it knows about one bucket, and how its kernels share out the work.
+
+Arithmetic on shapes alone: every rank that sees the same shapes gets the same tables. Paper letters:
+`M` n×m gradient matrix, `P` n×r, `Q` m×r, r = min(n, m, rank).
+
+Memory `M` (private): matrix after matrix, row-major, rows padded with zeros to 16 B, matrices to 128 B, so that
+every access to it can be 128 bits wide; it is the size of the gradients.
+
+Factor panels (private): column after column, columns padded with zeros to whole blocks, and as many columns
+as the bucket's largest padded rank. Wires (all-reduced): no padding, P and Q row-major:
+
+    p_wire: P_0 | P_1 | ... | uncompressed tensors         q_wire: Q_0 | Q_1 | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .low_rank import Matrix
+
+# What stands here and in kernels/powersgd_tile.py: the columns of the tables, the kinds of work, MAX_NORMS.
+MATRIX_FIELDS = (
+    "gradient", "rows", "cols", "rank", "numel", "memory", "memory_cols", "p_panel", "p_stride",
+    "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "first_norm", "num_norms",
+)  # fmt: skip
+WORK_FIELDS = 6
+REDUCE, COPY = 0, 1  # kinds of work of the packing kernel
+NEXT_Q, TILES, UNPACK = 0, 1, 2  # kinds of work of the reconstructing kernel
+
+MAX_NORMS = 32  # programs that share one Q when its columns' norms are taken
+COPY_BLOCK = 2048  # elements of uncompressed tensors that a program copies
+# Enough programs for every multiprocessor to have several; more would only mean more partial sums.
+NUM_PROGRAMS = 1024
+MAX_TILES = 16  # tiles one program walks through
+
+
+def padded_rank(rank: int) -> int:
+    """The number of columns that the kernels give a panel: a power of two up to 32, then multiples of 32."""
+    return 1 << (rank - 1).bit_length() if rank <= 32 else -(-rank // 32) * 32
+
+
+def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
+    """(BLOCK_ROWS, BLOCK_COLS) for gradients of itemsize bytes and a padded rank."""
+    if itemsize == 8:
+        return 32, 32
+    if rank > 8:
+        return 64, 64  # the least that Hopper's matrix instructions take
+    return 32, 64  # 16 elements for each of 128 threads, or 8 for each of 256
+
+
+class LowRankWork:
+    """The tables and sizes of one bucket.
+
+    matrices, uncompressed: what is compressed, and (offset, numel) of what isn't, in the bucket.
+    rank: matrix_approximation_rank. itemsize: bytes per gradient element.
+
+    matrix_table: one row of MATRIX_FIELDS per matrix. The other tables have one row of WORK_FIELDS per
+    program (unused fields are 0), see `_project_work` and so on. Sizes are in elements.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        uncompressed: Sequence[tuple[int, int]],
+        *,
+        rank: int,
+        itemsize: int,
+    ):
+        if rank < 1:
+            raise ValueError(f"rank is {rank}; it has to be at least 1")
+        self.matrices = tuple(matrices)
+        self.uncompressed = tuple((offset, numel) for offset, numel in uncompressed if numel)
+        self.ranks = tuple(min(matrix.rows, matrix.cols, rank) for matrix in self.matrices)
+        self.rank = padded_rank(max(self.ranks, default=1))
+        self.block_rows, self.block_cols = block_shape(itemsize, self.rank)
+        for matrix in self.matrices:
+            _validate(matrix, self.rank)
+        self._place(itemsize)
+
+        num_tiles = sum(self.num_row_blocks(matrix) * self.num_col_blocks(matrix) for matrix in self.matrices)
+        self._tiles_per_program = min(max(-(-num_tiles // NUM_PROGRAMS), 1), MAX_TILES)
+        self.project_work = list(self._project_work())
+        self.back_project_work = list(self._back_project_work())
+        self.pack_work = [
+            *self._reduce_work(self.project_work, self.block_rows, "rows", "p_wire"),
+            *((COPY, bucket, wire, length, 0, 0) for bucket, wire, length in self._copies()),
+        ]
+        self.reduce_work = list(self._reduce_work(self.back_project_work, self.block_cols, "cols", "q_wire"))
+        self.reconstruct_work = [
+            *self._next_q_work(),
+            *((TILES, *row[:4], 0) for row in self.project_work),
+            *((UNPACK, bucket, wire, length, 0, 0) for bucket, wire, length in self._copies()),
+        ]
+        self.partial_numel = self.rank * max(
+            len(self.project_work) * self.block_rows, len(self.back_project_work) * self.block_cols
+        )
+
+    def fields(self, index: int) -> dict[str, int]:
+        """A matrix's row of matrix_table by name."""
+        return dict(zip(MATRIX_FIELDS, self.matrix_table[index], strict=True))
+
+    def num_row_blocks(self, matrix: Matrix) -> int:
+        return -(-matrix.rows // self.block_rows)
+
+    def num_col_blocks(self, matrix: Matrix) -> int:
+        return -(-matrix.cols // self.block_cols)
+
+    def _place(self, itemsize: int) -> None:
+        """Fill matrix_table and the sizes of the buffers."""
+        vector, line = 16 // itemsize, 128 // itemsize
+        memory = p_panel = q_panel = p_wire = q_wire = norms = 0
+        rows: list[tuple[int, ...]] = []
+        for matrix, rank in zip(self.matrices, self.ranks, strict=True):
+            memory_cols = -(-matrix.cols // vector) * vector
+            p_stride = self.num_row_blocks(matrix) * self.block_rows
+            q_stride = self.num_col_blocks(matrix) * self.block_cols
+            num_norms = len(self._norm_segments(matrix))
+            rows.append(
+                (
+                    matrix.offset, matrix.rows, matrix.cols, rank, matrix.numel, memory, memory_cols,
+                    p_panel, p_stride, q_panel, q_stride, q_panel, p_wire, q_wire, norms, num_norms,
+                )
+            )  # fmt: skip
+            memory += -(-matrix.rows * memory_cols // line) * line
+            p_panel += self.rank * p_stride
+            q_panel += self.rank * q_stride
+            p_wire += matrix.rows * rank
+            q_wire += matrix.cols * rank
+            norms += num_norms
+        # The random panels, which stand in for columns of Q that are zero or not finite, lie behind.
+        random = MATRIX_FIELDS.index("random_panel")
+        self.matrix_table = [(*row[:random], row[random] + q_panel, *row[random + 1 :]) for row in rows]
+        self.memory_numel = memory
+        self.p_panel_numel = p_panel
+        self.q_panel_numel = 2 * q_panel
+        self.uncompressed_start = p_wire
+        self.p_wire_numel = p_wire + sum(numel for _, numel in self.uncompressed)
+        self.q_wire_numel = q_wire
+        self.num_norms = norms
+
+    def _norm_segments(self, matrix: Matrix) -> list[tuple[int, int]]:
+        """The ranges of column blocks that _next_q_work shares Q's rows out in."""
+        blocks = self.num_col_blocks(matrix)
+        return _ranges(blocks, max(4, -(-blocks // MAX_NORMS)))
+
+    def _project_work(self) -> Iterator[tuple[int, ...]]:
+        """(matrix, row block, first column block, one past the last); partial P number = row number."""
+        for index, matrix in enumerate(self.matrices):
+            for block in range(self.num_row_blocks(matrix)):
+                for span in _ranges(self.num_col_blocks(matrix), self._tiles_per_program):
+                    yield index, block, *span, 0, 0
+
+    def _back_project_work(self) -> Iterator[tuple[int, ...]]:
+        """(matrix, column block, first row block, one past the last); partial Q number = row number."""
+        for index, matrix in enumerate(self.matrices):
+            for block in range(self.num_col_blocks(matrix)):
+                for span in _ranges(self.num_row_blocks(matrix), self._tiles_per_program):
+                    yield index, block, *span, 0, 0
+
+    def _reduce_work(
+        self, work: Sequence[tuple[int, ...]], block_size: int, length: str, wire: str
+    ) -> Iterator[tuple[int, ...]]:
+        """(REDUCE, first element on the wire, panel rows, rank, first partial sum, number of them)."""
+        starts = [i for i, row in enumerate(work) if i == 0 or row[:2] != work[i - 1][:2]]
+        for start, stop in pairwise([*starts, len(work)]):
+            index, block = work[start][:2]
+            fields = dict(zip(MATRIX_FIELDS, self.matrix_table[index], strict=True))
+            first = block * block_size
+            yield (
+                REDUCE, fields[wire] + first * fields["rank"], min(block_size, fields[length] - first),
+                fields["rank"], start, stop - start,
+            )  # fmt: skip
+
+    def _next_q_work(self) -> Iterator[tuple[int, ...]]:
+        """(NEXT_Q, matrix, number of the norms, first column block, one past the last)."""
+        norm = 0
+        for index, matrix in enumerate(self.matrices):
+            for span in self._norm_segments(matrix):
+                yield NEXT_Q, index, norm, *span, 0
+                norm += 1
+
+    def _copies(self) -> Iterator[tuple[int, int, int]]:
+        """(element of the bucket, element of the wire, number of elements)."""
+        wire = self.uncompressed_start
+        for offset, numel in self.uncompressed:
+            for start in range(0, numel, COPY_BLOCK):
+                yield offset + start, wire + start, min(COPY_BLOCK, numel - start)
+            wire += numel
+
+
+def _validate(matrix: Matrix, rank: int) -> None:
+    if not 0 < matrix.numel <= matrix.rows * matrix.cols:
+        raise ValueError(f"{matrix}: numel has to lie between 1 and rows · cols")
+    # The kernels count in 32 bits within a tile, up to 64 rows of the gradient, and within a factor's panel.
+    if matrix.cols >= 2**31 // 64:
+        raise ValueError(f"{matrix}: a matrix may have at most {2**31 // 64 - 1} columns")
+    if (max(matrix.rows, matrix.cols) + 64) * rank >= 2**31:
+        raise ValueError(f"{matrix}: its factors of rank {rank} (padded) would have 2³¹ elements or more")
+
+
+def _ranges(stop: int, step: int) -> list[tuple[int, int]]:
+    return [(start, min(start + step, stop)) for start in range(0, stop, step)]

@@ -1,0 +1,219 @@
+"""PowerSGD's second pass over a bucket: project every matrix on its orthonormal P."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .powersgd_tile import (
+    MATRIX_FIELDS,
+    P_PANEL,
+    P_STRIDE,
+    WORK_FIELDS,
+    gradient_tile,
+    lies_on_16_bytes,
+    memory_tile,
+    panel,
+)
+
+NUM_WARPS = 4
+# A dot product over more rows at once takes more registers than three blocks on a multiprocessor leave.
+DOT_ROWS = 32
+
+
+@triton.jit
+def matrix_tile(
+    source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """(pointers, mask) of a tile of M: in the memory, or with FEEDBACK off in the bucket."""
+    if FEEDBACK:
+        ptrs, mask = memory_tile(source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
+    else:
+        ptrs, mask = gradient_tile(
+            source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
+        )
+    return ptrs, mask
+
+
+@triton.jit
+def back_project_tiles(
+    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """What one program of _back_project_kernel does; partial: where its partial Q goes."""
+    TYPE: tl.constexpr = source_ptr.dtype.element_ty
+    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    # What 128 threads hold of a tile at 16 bytes each.
+    ROWS_AT_ONCE: tl.constexpr = 128 * (128 // TYPE.primitive_bitwidth) // BLOCK_COLS
+    FOLD: tl.constexpr = BLOCK_ROWS // ROWS_AT_ONCE
+    offs_row = tl.arange(0, BLOCK_ROWS)
+    offs_col = tl.arange(0, BLOCK_COLS)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+
+    acc = ()
+    for _ in tl.static_range(RANK):
+        # Sums over a thread's rows stay within it; sums over threads wait for the end.
+        acc = acc + (tl.zeros((ROWS_AT_ONCE, BLOCK_COLS), COMPUTE),)
+    for row_block in range(first, last):
+        ptrs, mask = matrix_tile(
+            source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED
+        )
+        matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
+        new = ()
+        for j in tl.static_range(RANK):
+            p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row)
+            products = tl.reshape(matrix * p[:, None], (FOLD, ROWS_AT_ONCE, BLOCK_COLS))
+            new = new + (acc[j] + tl.sum(products, axis=0),)
+        acc = new
+
+    for j in tl.static_range(RANK):
+        tl.store(partial + j * BLOCK_COLS + offs_col, tl.sum(acc[j], axis=0))
+
+
+@triton.jit
+def _back_project_kernel(
+    source_ptr,
+    p_ptr,
+    partial_ptr,
+    matrices_ptr,
+    work_ptr,
+    RANK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+):
+    """partial Q = Mᵀ P over some rows; RANK <= 8, in FMAs.
+
+    source_ptr: the memory if FEEDBACK, else the bucket. p_ptr: P's panels. partial_ptr: [programs, RANK,
+    BLOCK_COLS]. Grid: one program per row of work_ptr (_back_project_work). Moves 4 B per matrix element in
+    fp32, and 4 · RANK · BLOCK_COLS B of partial sums per program; P comes from the cache.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    work = work_ptr + program * WORK_FIELDS
+    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
+    col_block = tl.load(work + 1)
+    first = tl.load(work + 2).to(tl.int32)
+    last = tl.load(work + 3).to(tl.int32)
+    partial = partial_ptr + program * (RANK * BLOCK_COLS)
+    if FEEDBACK or lies_on_16_bytes(source_ptr, matrix_ptr):
+        back_project_tiles(
+            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
+        )  # fmt: skip
+    else:
+        back_project_tiles(
+            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def back_project_tiles_dot(
+    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """What one program of _back_project_dot_kernel does."""
+    TYPE: tl.constexpr = source_ptr.dtype.element_ty
+    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
+    offs_row = tl.arange(0, BLOCK_ROWS)
+    offs_col = tl.arange(0, BLOCK_COLS)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+
+    for rank_start in range(0, RANK, RANK_BLOCK):
+        offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
+        acc = tl.zeros((RANK_BLOCK, BLOCK_COLS), COMPUTE)
+        for row_block in range(first, last):
+            ptrs, mask = matrix_tile(
+                source_ptr,
+                matrix_ptr,
+                row_block,
+                col_block,
+                BLOCK_ROWS,
+                BLOCK_COLS,
+                FEEDBACK,
+                ALIGNED,
+            )
+            matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
+            offs_p = offs_rank[:, None] * p_stride + (row_block * BLOCK_ROWS + offs_row)[None, :]
+            p = tl.load(p_panel + offs_p)
+            # Qᵀ rather than Q: a transposed M would be copied to shared memory 32 bits at a time.
+            acc = tl.dot(p, matrix, acc, input_precision=PRECISION, out_dtype=COMPUTE)
+        tl.store(partial + offs_rank[:, None] * BLOCK_COLS + offs_col[None, :], acc)
+
+
+@triton.jit
+def _back_project_dot_kernel(
+    source_ptr,
+    p_ptr,
+    partial_ptr,
+    matrices_ptr,
+    work_ptr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+):
+    """The same as _back_project_kernel for RANK >= 16, in matrix products: tf32x3, or fp64.
+
+    RANK_BLOCK columns of Q at a time; for each RANK_BLOCK after the first, M is read once more.
+    BLOCK_ROWS: a SPLIT-th of LowRankWork's.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    work = work_ptr + program * WORK_FIELDS
+    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
+    col_block = tl.load(work + 1)
+    first = tl.load(work + 2).to(tl.int32) * SPLIT
+    last = tl.load(work + 3).to(tl.int32) * SPLIT
+    partial = partial_ptr + program * (RANK * BLOCK_COLS)
+    if FEEDBACK or lies_on_16_bytes(source_ptr, matrix_ptr):
+        back_project_tiles_dot(
+            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
+        )  # fmt: skip
+    else:
+        back_project_tiles_dot(
+            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
+        )  # fmt: skip
+
+
+def back_project(
+    source: torch.Tensor,
+    p: torch.Tensor,
+    matrices: torch.Tensor,
+    work: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    rank: int,
+    block_rows: int,
+    block_cols: int,
+    feedback: bool,
+) -> None:
+    """Step 5 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
+
+    source: the memory holding M if feedback, else the bucket's flat buffer. p: the orthonormal panels.
+    matrices, work: int64 tables of LowRankWork (matrix_table, back_project_work).
+    out: [len(work), rank, block_cols], the partial sums of Q, in p's dtype.
+    rank, block_rows, block_cols: LowRankWork's.
+    """
+    if not len(work):
+        return
+    arguments = (source, p, out, matrices, work)
+    shape = {"RANK": rank, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "FEEDBACK": feedback}
+    if rank <= 8:
+        _back_project_kernel[(len(work),)](*arguments, **shape, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    else:
+        shape["BLOCK_ROWS"] = min(block_rows, DOT_ROWS)
+        _back_project_dot_kernel[(len(work),)](
+            *arguments,
+            **shape,
+            RANK_BLOCK=min(rank, 32),
+            SPLIT=block_rows // shape["BLOCK_ROWS"],
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )

@@ -1,0 +1,86 @@
+"""Fill PowerSGD's wire buffers: add up partial factors, and gather what isn't compressed."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .powersgd_tile import REDUCE, WORK_FIELDS
+from .tile import copy_tile, round_to
+
+COPY_BLOCK = 2048  # as in gradcomp/layout/low_rank_work.py
+NUM_WARPS = 4
+
+
+@triton.jit
+def _pack_kernel(
+    partial_ptr,
+    grad_ptr,
+    wire_ptr,
+    work_ptr,
+    scale: tl.float64,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+):
+    """wire = scale · (sum of the partial panels in the order of their numbers), or scale · gradient.
+
+    partial_ptr: [partial sums, RANK, BLOCK], panels column after column. grad_ptr: the bucket. wire_ptr: see
+    LowRankWork. Grid: one program per row of work_ptr,
+    (REDUCE, first wire element, rows, r, first partial sum, number of them) or
+    (COPY, first bucket element, first wire element, number of elements).
+    Moves each partial sum once, 4 · RANK · BLOCK bytes, and each element that isn't compressed twice.
+    """
+    work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
+    first = tl.load(work + 1)
+    second = tl.load(work + 2)
+    third = tl.load(work + 3)
+    if tl.load(work) == REDUCE:
+        partial = partial_ptr + tl.load(work + 4) * (RANK * BLOCK)
+        num_partial = tl.load(work + 5).to(tl.int32)
+        ACC: tl.constexpr = partial_ptr.dtype.element_ty
+        factor = (tl.full((), 1.0, tl.float64) * scale).to(ACC)
+        offs_row = tl.arange(0, BLOCK)[None, :]
+        for rank_start in range(0, RANK, RANK_BLOCK):
+            offs_rank = rank_start + tl.arange(0, RANK_BLOCK)[:, None]
+            acc = tl.zeros((RANK_BLOCK, BLOCK), ACC)
+            for i in range(num_partial):
+                acc += tl.load(partial + i * (RANK * BLOCK) + offs_rank * BLOCK + offs_row)
+            mask = (offs_row < second) & (offs_rank < third)
+            values = round_to(acc * factor, wire_ptr.dtype.element_ty)
+            tl.store(wire_ptr + first + offs_row * third + offs_rank, values, mask=mask)
+    else:
+        copy_tile(grad_ptr + first, wire_ptr + second, third, scale, COPY_BLOCK)
+
+
+def pack(
+    partial: torch.Tensor,
+    grad: torch.Tensor,
+    work: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    rank: int,
+    block: int,
+    scale: float,
+) -> None:
+    """Sum the partial P (or Q) into a wire buffer, and copy the uncompressed tensors there, in one launch.
+
+    partial: out= of project or back_project. grad: the bucket's flat buffer. work: int64 table of
+    LowRankWork: pack_work for P, reduce_work for Q. out: the wire buffer, in the dtype to communicate.
+    scale: 1 / world size, so that the all-reduced sum is the average and never overflows 16 bits needlessly.
+    rank: LowRankWork's. block: its block_rows for P, its block_cols for Q.
+    """
+    if len(work):
+        _pack_kernel[(len(work),)](
+            partial,
+            grad,
+            out,
+            work,
+            scale,
+            RANK=rank,
+            RANK_BLOCK=min(rank, 64 // partial.itemsize),
+            BLOCK=block,
+            COPY_BLOCK=COPY_BLOCK,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,294 @@
+"""PowerSGD's first pass over a bucket: add the error to every matrix, keep it, and project it on Q."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .powersgd_tile import (
+    FIRST_NORM,
+    MATRIX_FIELDS,
+    MAX_NORMS,
+    NUM_NORMS,
+    P_PANEL,
+    P_STRIDE,
+    Q_PANEL,
+    Q_STRIDE,
+    RANDOM_PANEL,
+    WORK_FIELDS,
+    gradient_tile,
+    lies_on_16_bytes,
+    memory_tile,
+    panel,
+)
+from .tile import round_to
+
+NUM_WARPS = 8  # with 4, some ranks spill
+# A dot product over more columns at once takes more registers than there are.
+DOT_COLS = 32
+# Of Q's columns: below a length of 1e-30 its inverse nears the end of fp32.
+SHORTEST_SQUARED = tl.constexpr(1e-60)
+
+
+@triton.jit
+def direction(q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """(start in q_ptr, factor in fp64) of the columns offs_rank of the Q to project on: Q's own, scaled to
+    length 1, or a random column where Q's is zero or not finite.
+    """
+    offs_norm = tl.arange(0, MAX_NORMS)[:, None]
+    mask = offs_norm < tl.load(matrix_ptr + NUM_NORMS)
+    offs = (tl.load(matrix_ptr + FIRST_NORM) + offs_norm) * RANK + offs_rank[None, :]
+    squared = tl.sum(tl.load(norms_ptr + offs, mask=mask, other=0.0), axis=0)
+    alive = (squared >= SHORTEST_SQUARED) & (squared < float("inf"))
+    start = tl.where(alive, tl.load(matrix_ptr + Q_PANEL), tl.load(matrix_ptr + RANDOM_PANEL))
+    factor = 1.0 / tl.sqrt(tl.where(alive, squared, 1.0))
+    return start // BLOCK_COLS * BLOCK_COLS, factor
+
+
+@triton.jit
+def add_error(gradient, exists, memory_ptrs, memory_mask, approximation, TYPE: tl.constexpr):
+    """M = gradient + (M_prev − P_prev Q_prevᵀ), stored over M_prev; returns M as stored, not yet upcast.
+
+    approximation: P_prev Q_prevᵀ. It is rounded to TYPE, the bucket's dtype, as it was for the output, so
+    that the error includes the rounding of the output. Where the error isn't finite it counts as zero (that is
+    how PowerSGD recovers from inf and NaN), and where no element exists.
+    """
+    previous = tl.load(memory_ptrs, mask=memory_mask, other=0.0).to(gradient.dtype)
+    error = previous - round_to(approximation, TYPE).to(gradient.dtype)
+    error = tl.where(exists & (tl.abs(error) < float("inf")), error, 0.0)
+    matrix = round_to(gradient + error, TYPE)
+    tl.store(memory_ptrs, matrix, mask=memory_mask)
+    return matrix
+
+
+@triton.jit
+def project_tiles(
+    grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """What one program of _project_kernel does; partial: where its partial P goes."""
+    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    FOLD: tl.constexpr = 128 // TYPE.primitive_bitwidth
+    offs_row = tl.arange(0, BLOCK_ROWS)
+    offs_col = tl.arange(0, BLOCK_COLS)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+    q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
+
+    acc = ()
+    for _ in tl.static_range(RANK):
+        # Sums over neighbouring columns stay within a thread; sums over threads wait for the end.
+        acc = acc + (tl.zeros((BLOCK_ROWS, BLOCK_COLS // FOLD), COMPUTE),)
+    for col_block in range(first, last):
+        grad_ptrs, exists = gradient_tile(
+            grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
+        )
+        matrix = tl.load(grad_ptrs, mask=exists, other=0.0).to(COMPUTE)
+        offs_q = col_block * BLOCK_COLS + offs_col
+        if FEEDBACK:
+            memory_ptrs, mask = memory_tile(
+                memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS
+            )
+            approximation = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
+            for j in tl.static_range(RANK):
+                p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row)
+                q = tl.load(q_panel + j * q_stride + offs_q)
+                approximation += p[:, None] * q[None, :]
+            matrix = add_error(matrix, exists, memory_ptrs, mask, approximation, TYPE).to(COMPUTE)
+        new = ()
+        for j in tl.static_range(RANK):
+            q = tl.load(q_hat[j] + offs_q) * factor[j]
+            products = tl.reshape(matrix * q[None, :], (BLOCK_ROWS, BLOCK_COLS // FOLD, FOLD))
+            new = new + (acc[j] + tl.sum(products, axis=2),)
+        acc = new
+
+    for j in tl.static_range(RANK):
+        tl.store(partial + j * BLOCK_ROWS + offs_row, tl.sum(acc[j], axis=1))
+
+
+@triton.jit
+def _project_kernel(
+    grad_ptr,
+    memory_ptr,
+    p_ptr,
+    q_ptr,
+    norms_ptr,
+    partial_ptr,
+    matrices_ptr,
+    work_ptr,
+    RANK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+):
+    """M = gradient + (M_prev − P_prev Q_prevᵀ); partial P = M Q̂ over some columns; RANK <= 8, in FMAs.
+
+    Q̂: the columns of Q_prev at length 1 (see direction). memory_ptr: M_prev, becomes M; not touched unless
+    FEEDBACK, and then M is the gradient. p_ptr, q_ptr: panels. partial_ptr: [programs, RANK, BLOCK_ROWS].
+    Grid: one program per row of work_ptr (_project_work). Moves 12 B per matrix element in fp32 (4 B without
+    feedback), and 4 · RANK · BLOCK_ROWS B of partial sums per program; P and Q come from the cache.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    work = work_ptr + program * WORK_FIELDS
+    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
+    row_block = tl.load(work + 1)
+    first = tl.load(work + 2).to(tl.int32)
+    last = tl.load(work + 3).to(tl.int32)
+    partial = partial_ptr + program * (RANK * BLOCK_ROWS)
+    q_hat = ()
+    factor = ()
+    for j in tl.static_range(RANK):
+        start, scale = direction(q_ptr, norms_ptr, matrix_ptr, tl.full((1,), j, tl.int32), RANK, BLOCK_COLS)
+        stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
+        q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
+        factor = factor + (tl.sum(scale, axis=0).to(p_ptr.dtype.element_ty),)
+    if lies_on_16_bytes(grad_ptr, matrix_ptr):
+        project_tiles(
+            grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
+            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
+        )  # fmt: skip
+    else:
+        project_tiles(
+            grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
+            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
+        )  # fmt: skip
+
+
+@triton.jit
+def project_tiles_dot(
+    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """What one program of _project_dot_kernel does."""
+    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
+    offs_row = tl.arange(0, BLOCK_ROWS)
+    offs_col = tl.arange(0, BLOCK_COLS)
+    offs_rank = tl.arange(0, RANK_BLOCK)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+    q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
+    p_panel += row_block * BLOCK_ROWS
+
+    for rank_start in range(0, RANK, RANK_BLOCK):
+        if FEEDBACK and rank_start > 0:
+            tl.debug_barrier()  # other threads' part of M has to have arrived
+        start, factor = direction(q_ptr, norms_ptr, matrix_ptr, rank_start + offs_rank, RANK, BLOCK_COLS)
+        q_hat = q_ptr + (start // BLOCK_COLS * BLOCK_COLS + (rank_start + offs_rank) * q_stride)
+        factor = factor.to(COMPUTE)
+        acc = tl.zeros((BLOCK_ROWS, RANK_BLOCK), COMPUTE)
+        for col_block in range(first, last):
+            offs_q = col_block * BLOCK_COLS + offs_col
+            if FEEDBACK:
+                memory_ptrs, mask = memory_tile(
+                    memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS
+                )
+                if rank_start == 0:
+                    grad_ptrs, grad_mask = gradient_tile(
+                        grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
+                    )
+                    gradient = tl.load(grad_ptrs, mask=grad_mask, other=0.0)
+                    approximation = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
+                    for k in range(0, RANK, RANK_BLOCK):
+                        p = tl.load(p_panel + (k + offs_rank)[None, :] * p_stride + offs_row[:, None])
+                        q = tl.load(q_panel + (k + offs_rank)[:, None] * q_stride + offs_q[None, :])
+                        approximation = tl.dot(
+                            p, q, approximation, input_precision=PRECISION, out_dtype=COMPUTE
+                        )
+                    matrix = add_error(
+                        gradient.to(COMPUTE), grad_mask, memory_ptrs, mask, approximation, TYPE
+                    )
+                else:
+                    matrix = tl.load(memory_ptrs, mask=mask, other=0.0)
+            else:
+                grad_ptrs, grad_mask = gradient_tile(
+                    grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
+                )
+                matrix = tl.load(grad_ptrs, mask=grad_mask, other=0.0)
+            q = tl.load(q_hat[None, :] + offs_q[:, None]) * factor[None, :]
+            acc = tl.dot(matrix.to(COMPUTE), q, acc, input_precision=PRECISION, out_dtype=COMPUTE)
+        offs_partial = (rank_start + offs_rank)[None, :] * BLOCK_ROWS + offs_row[:, None]
+        tl.store(partial + offs_partial, acc)
+
+
+@triton.jit
+def _project_dot_kernel(
+    grad_ptr,
+    memory_ptr,
+    p_ptr,
+    q_ptr,
+    norms_ptr,
+    partial_ptr,
+    matrices_ptr,
+    work_ptr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+):
+    """The same as _project_kernel for RANK >= 16, in matrix products: tf32x3, or fp64.
+
+    RANK_BLOCK columns of P at a time; for each RANK_BLOCK after the first, M is read once more.
+    BLOCK_COLS: a SPLIT-th of LowRankWork's.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    work = work_ptr + program * WORK_FIELDS
+    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
+    row_block = tl.load(work + 1)
+    first = tl.load(work + 2).to(tl.int32) * SPLIT
+    last = tl.load(work + 3).to(tl.int32) * SPLIT
+    partial = partial_ptr + program * (RANK * BLOCK_ROWS)
+    if lies_on_16_bytes(grad_ptr, matrix_ptr):
+        project_tiles_dot(
+            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
+        )  # fmt: skip
+    else:
+        project_tiles_dot(
+            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
+        )  # fmt: skip
+
+
+def project(
+    grad: torch.Tensor,
+    memory: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor,
+    norms: torch.Tensor,
+    matrices: torch.Tensor,
+    work: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    rank: int,
+    block_rows: int,
+    block_cols: int,
+    feedback: bool,
+) -> None:
+    """Steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
+
+    grad: the bucket's flat buffer. memory: M of the last step, becomes this step's M; any tensor if not
+    feedback. p, q: the panels of the last step's factors, fp32 (fp64 for an fp64 bucket). norms: fp64, see
+    reconstruct. matrices, work: int64 tables of LowRankWork (matrix_table, project_work).
+    out: [len(work), rank, block_rows], the partial sums of P, in p's dtype.
+    rank, block_rows, block_cols: LowRankWork's.
+    """
+    if not len(work):
+        return
+    arguments = (grad, memory, p, q, norms, out, matrices, work)
+    shape = {"RANK": rank, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "FEEDBACK": feedback}
+    if rank <= 8:
+        _project_kernel[(len(work),)](*arguments, **shape, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    else:
+        shape["BLOCK_COLS"] = min(block_cols, DOT_COLS)
+        _project_dot_kernel[(len(work),)](
+            *arguments,
+            **shape,
+            RANK_BLOCK=min(rank, 32),
+            SPLIT=block_cols // shape["BLOCK_COLS"],
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )

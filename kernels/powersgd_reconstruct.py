@@ -1,0 +1,207 @@
+"""PowerSGD's last pass over a bucket: write P Qᵀ, unpack the averages, and keep Q for the next step."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .powersgd_random import randomise
+from .powersgd_tile import (
+    COLS,
+    MATRIX_FIELDS,
+    MATRIX_RANK,
+    NEXT_Q,
+    P_PANEL,
+    P_STRIDE,
+    Q_PANEL,
+    Q_STRIDE,
+    Q_WIRE,
+    UNPACK,
+    WORK_FIELDS,
+    gradient_tile,
+    lies_on_16_bytes,
+    panel,
+)
+from .tile import copy_tile, round_to
+
+COPY_BLOCK = 2048  # as in gradcomp/layout/low_rank_work.py
+NUM_WARPS = 4
+
+
+@triton.jit
+def next_q(
+    wire_ptr, q_ptr, norms_ptr, matrix_ptr, norm, first, last, RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WARM_START: tl.constexpr,
+):  # fmt: skip
+    """Keep blocks first .. last of the averaged Q in its panel, and its columns' squared lengths.
+
+    Without warm start the lengths are 0, which makes project take the random Q.
+    """
+    q_panel, stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK)
+    m = tl.load(matrix_ptr + COLS)
+    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
+    source_ptr = wire_ptr + tl.load(matrix_ptr + Q_WIRE)
+    for rank_start in range(0, RANK, RANK_BLOCK):
+        offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
+        squares = tl.zeros((BLOCK, RANK_BLOCK), tl.float64)
+        for block in range(first, last):
+            offs_row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
+            mask = (offs_row < m) & (offs_rank < r)[None, :]
+            value = tl.load(source_ptr + offs_row * r + offs_rank[None, :], mask=mask, other=0.0)
+            value = value.to(q_ptr.dtype.element_ty)
+            tl.store(q_panel + offs_rank[None, :] * stride + offs_row, value)
+            squares += value.to(tl.float64) * value.to(tl.float64)
+        squared = tl.sum(squares, axis=0)
+        if not WARM_START:
+            squared = tl.zeros((RANK_BLOCK,), tl.float64)
+        tl.store(norms_ptr + norm * RANK + offs_rank, squared)
+
+
+@triton.jit
+def reconstruct_tiles(
+    grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, row_block, first, last,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """gradient = P Qᵀ for column blocks first .. last of one block of rows."""
+    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
+    m = tl.load(matrix_ptr + COLS).to(tl.int32)
+    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+    p_panel += row_block * BLOCK_ROWS
+    q_panel = q_wire_ptr + tl.load(matrix_ptr + Q_WIRE)
+    # In FMAs, a few rows at a time: the columns of Q stay in registers, and nothing else does.
+    SLICE: tl.constexpr = 16 if RANK <= 8 else BLOCK_ROWS
+    offs_row = tl.arange(0, SLICE)
+    for col_block in range(first, last):
+        offs_col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        if RANK <= 8:
+            q = ()
+            for j in tl.static_range(RANK):
+                mask = offs_col < tl.where(r > j, m, 0)
+                q = q + (tl.load(q_panel + offs_col * r + j, mask=mask, other=0.0).to(COMPUTE),)
+        for i in tl.static_range(BLOCK_ROWS // SLICE):
+            tile = tl.zeros((SLICE, BLOCK_COLS), COMPUTE)
+            if RANK <= 8:
+                for j in tl.static_range(RANK):
+                    p = tl.load(p_panel + j * p_stride + i * SLICE + offs_row)
+                    tile += p[:, None] * q[j][None, :]
+            else:
+                for rank_start in range(0, RANK, RANK_BLOCK):
+                    offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
+                    p = tl.load(p_panel + offs_rank[None, :] * p_stride + offs_row[:, None])
+                    mask = (offs_rank < r)[:, None] & (offs_col < m)[None, :]
+                    offs_q = offs_col[None, :] * r + offs_rank[:, None]
+                    columns = tl.load(q_panel + offs_q, mask=mask, other=0.0).to(COMPUTE)
+                    tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
+            ptrs, mask = gradient_tile(
+                grad_ptr, matrix_ptr, row_block * (BLOCK_ROWS // SLICE) + i, col_block,
+                SLICE, BLOCK_COLS, ALIGNED,
+            )  # fmt: skip
+            tl.store(ptrs, round_to(tile, TYPE), mask=mask)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _reconstruct_kernel(
+    grad_ptr,
+    p_wire_ptr,
+    q_wire_ptr,
+    p_ptr,
+    q_ptr,
+    norms_ptr,
+    matrices_ptr,
+    work_ptr,
+    seed: tl.int64,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+    WARM_START: tl.constexpr,
+):
+    """gradient = P Qᵀ, and the averaged tensors that weren't compressed; Q and its lengths for the next step.
+
+    p_ptr: orthonormal panels. q_wire_ptr: the averaged Q, m×r row-major. p_wire_ptr: its uncompressed end.
+    q_ptr, norms_ptr: written. Grid: one program per row of work_ptr,
+    (NEXT_Q, matrix, number of the norms, first column block, one past the last),
+    (TILES, matrix, row block, first column block, one past the last) or
+    (UNPACK, first bucket element, first wire element, number of elements).
+    Writes 4 B per matrix element in fp32, plus the factors.
+    """
+    work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
+    kind = tl.load(work)
+    index = tl.load(work + 1)
+    second = tl.load(work + 2)
+    third = tl.load(work + 3)
+    last = tl.load(work + 4).to(tl.int32)
+    if kind == UNPACK:
+        copy_tile(p_wire_ptr + second, grad_ptr + index, third, 1.0, COPY_BLOCK)
+    elif kind == NEXT_Q:
+        matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
+        first = third.to(tl.int32)
+        next_q(
+            q_wire_ptr, q_ptr, norms_ptr, matrix_ptr, second, first, last,
+            RANK, RANK_BLOCK, BLOCK_COLS, WARM_START,
+        )  # fmt: skip
+        if not WARM_START:
+            randomise(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
+    else:
+        matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
+        first = third.to(tl.int32)
+        if lies_on_16_bytes(grad_ptr, matrix_ptr):
+            reconstruct_tiles(
+                grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
+                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, True,
+            )  # fmt: skip
+        else:
+            reconstruct_tiles(
+                grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
+                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, False,
+            )  # fmt: skip
+
+
+def reconstruct(
+    p_wire: torch.Tensor,
+    q_wire: torch.Tensor,
+    p: torch.Tensor,
+    matrices: torch.Tensor,
+    work: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    q: torch.Tensor,
+    norms: torch.Tensor,
+    seed: int,
+    rank: int,
+    block_rows: int,
+    block_cols: int,
+    warm_start: bool,
+) -> None:
+    """Step 7 of PowerSGD (Vogels et al. 2019, algorithm 1) for a whole bucket, one launch.
+
+    p_wire, q_wire: both wire buffers after their all-reduce. p: the orthonormal panels.
+    matrices, work: int64 tables of LowRankWork (matrix_table, reconstruct_work).
+    out: the bucket's flat buffer. q: gets the averaged Q (first half of the tensor) and, without warm start,
+    a random one made from seed (second half). norms: [num_norms, rank], fp64: gets the sums of squares of Q's
+    columns over some of its rows. rank, block_rows, block_cols: LowRankWork's.
+    """
+    if len(work):
+        _reconstruct_kernel[(len(work),)](
+            out,
+            p_wire,
+            q_wire,
+            p,
+            q,
+            norms,
+            matrices,
+            work,
+            seed,
+            RANK=rank,
+            RANK_BLOCK=min(rank, 32),
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLS=block_cols,
+            COPY_BLOCK=COPY_BLOCK,
+            WARM_START=warm_start,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+        )

@@ -1,0 +1,107 @@
+"""What PowerSGD's kernels share: the columns of their tables, and how they read a tile.
+
+The tables (int64) are built by gradcomp/layout/low_rank_work.py, which also says how the memory is laid out.
+Base addresses are 64 bits wide, offsets within a tile 32.
+"""
+
+import triton
+import triton.language as tl
+
+# Columns of the table of matrices.
+GRADIENT = tl.constexpr(0)  # first element in the bucket
+ROWS = tl.constexpr(1)  # n
+COLS = tl.constexpr(2)  # m
+MATRIX_RANK = tl.constexpr(3)  # r
+NUMEL = tl.constexpr(4)  # elements that exist; those of the last rows may not
+MEMORY = tl.constexpr(5)  # first element in the memory
+MEMORY_COLS = tl.constexpr(6)  # m padded to 16 B
+P_PANEL = tl.constexpr(7)  # first element of P's panel
+P_STRIDE = tl.constexpr(8)  # elements from one of its columns to the next
+Q_PANEL = tl.constexpr(9)
+Q_STRIDE = tl.constexpr(10)
+RANDOM_PANEL = tl.constexpr(11)  # of the random Q, in the same tensor and with the same stride
+P_WIRE = tl.constexpr(12)  # first element of P on the wire
+Q_WIRE = tl.constexpr(13)
+FIRST_NORM = tl.constexpr(14)  # first of Q's partial norms
+NUM_NORMS = tl.constexpr(15)
+MATRIX_FIELDS = tl.constexpr(16)
+WORK_FIELDS = tl.constexpr(6)
+
+MAX_NORMS = tl.constexpr(32)
+
+# Kinds of work, in the first column of a program's row: of _pack_kernel, and of _reconstruct_kernel.
+REDUCE = tl.constexpr(0)
+COPY = tl.constexpr(1)
+NEXT_Q = tl.constexpr(0)
+TILES = tl.constexpr(1)
+UNPACK = tl.constexpr(2)
+
+
+@triton.jit
+def lies_on_16_bytes(grad_ptr, matrix_ptr):
+    """Whether every row of a matrix in the bucket starts on 16 bytes, and all its elements exist."""
+    VECTOR: tl.constexpr = 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
+    cols = tl.load(matrix_ptr + COLS)
+    address = (grad_ptr + tl.load(matrix_ptr + GRADIENT)).to(tl.uint64)
+    complete = tl.load(matrix_ptr + NUMEL) == cols * tl.load(matrix_ptr + ROWS)
+    return complete & (address % 16 == 0) & (cols % VECTOR == 0)
+
+
+@triton.jit
+def gradient_tile(
+    grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """(pointers, mask) of a tile of a matrix in the bucket.
+
+    ALIGNED: what lies_on_16_bytes found; every access is then 128 bits wide. Kernels branch on it around
+    their loops: a branch around each access would make the compiler keep tiles in two layouts at once.
+    """
+    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
+    cols = tl.load(matrix_ptr + COLS)
+    start = cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
+    rows_left = (tl.load(matrix_ptr + ROWS) - row_block * BLOCK_ROWS).to(tl.int32)
+    cols_left = (cols - col_block * BLOCK_COLS).to(tl.int32)
+    stride = cols.to(tl.int32)
+    tile_ptr = grad_ptr + tl.load(matrix_ptr + GRADIENT) + start
+    offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
+    offs_col = tl.arange(0, BLOCK_COLS)[None, :]
+    if ALIGNED:
+        # Rounded down to where they lie anyway, so that the compiler can see it.
+        address = tile_ptr.to(tl.uint64) // 16 * 16
+        tile_ptr = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+        stride = stride // VECTOR * VECTOR
+        cols_left = cols_left // VECTOR * VECTOR
+    offs = offs_row * stride + offs_col
+    mask = (offs_row < rows_left) & (offs_col < cols_left)
+    if not ALIGNED:
+        left = tl.minimum(tl.load(matrix_ptr + NUMEL) - start, 2**31 - 1).to(tl.int32)
+        mask = mask & (offs < left)
+    return tile_ptr + offs, mask
+
+
+@triton.jit
+def memory_tile(
+    memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    """(pointers, mask) of a tile of the memory: every access 128 bits wide."""
+    VECTOR: tl.constexpr = 128 // memory_ptr.dtype.element_ty.primitive_bitwidth
+    memory_cols = tl.load(matrix_ptr + MEMORY_COLS)
+    start = tl.load(matrix_ptr + MEMORY) + memory_cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
+    rows_left = (tl.load(matrix_ptr + ROWS) - row_block * BLOCK_ROWS).to(tl.int32)
+    # Multiples of VECTOR as they are: dividing shows it to the compiler.
+    cols_left = (memory_cols - col_block * BLOCK_COLS).to(tl.int32) // VECTOR * VECTOR
+    stride = memory_cols.to(tl.int32) // VECTOR * VECTOR
+    offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
+    offs_col = tl.arange(0, BLOCK_COLS)[None, :]
+    mask = (offs_row < rows_left) & (offs_col < cols_left)
+    return memory_ptr + start // VECTOR * VECTOR + offs_row * stride + offs_col, mask
+
+
+@triton.jit
+def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """(pointer to a factor panel, its stride), both multiples of BLOCK, which shows the compiler."""
+    start = tl.load(matrix_ptr + START) // BLOCK * BLOCK
+    stride = tl.load(matrix_ptr + STRIDE) // BLOCK * BLOCK
+    return panel_ptr + start, stride

@@ -1,0 +1,132 @@
+"""What the PowerSGD tests share: steps of simulated ranks, and the same step in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.layout import LowRankLayout
+
+COMPRESS_ALL = 1e-9  # a min_compression_rate that every matrix passes
+
+
+def plans_of(
+    shapes: Sequence[Sequence[int]] | LowRankLayout,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    world_size: int = 1,
+    **options: Any,
+) -> list[LowRankPlan]:
+    """One plan per simulated rank, with NaN in all that a step has to write before it reads."""
+    layout = shapes if isinstance(shapes, LowRankLayout) else LowRankLayout(shapes, rank, COMPRESS_ALL)
+    chosen = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0} | options
+    plans = [LowRankPlan(layout, dtype, device, **chosen) for _ in range(world_size)]
+    for plan in plans:
+        for scratch in (plan._partial, plan.p_wire, plan.q_wire):
+            scratch.fill_(torch.nan)
+    return plans
+
+
+def random_grads(
+    layout: LowRankLayout, dtype: torch.dtype, device: torch.device, seed: int, world_size: int = 1
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(layout.numel, generator=generator, dtype=torch.float64).to(device, dtype)
+        for _ in range(world_size)
+    ]
+
+
+def step(plans: Sequence[LowRankPlan], grads: Sequence[torch.Tensor], seed: int = 0) -> None:
+    """One PowerSGD step of several simulated ranks: the all-reduces are sums in rank order."""
+    scale = 1 / len(plans)
+    for plan, grad in zip(plans, grads, strict=True):
+        plan.project(grad, scale)
+    _all_reduce([plan.p_wire for plan in plans])
+    for plan, grad in zip(plans, grads, strict=True):
+        plan.back_project(grad, scale)
+    _all_reduce([plan.q_wire for plan in plans])
+    for plan, grad in zip(plans, grads, strict=True):
+        plan.reconstruct(grad, seed)
+
+
+def _all_reduce(wires: Sequence[torch.Tensor]) -> None:
+    total = wires[0].clone()
+    for wire in wires[1:]:
+        total += wire
+    for wire in wires:
+        wire.copy_(total)
+
+
+def matrices_of(layout: LowRankLayout, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The matrices of a flat buffer, n×m in float64 on the CPU; elements that don't exist are zeros."""
+    result = []
+    for matrix in layout.matrices:
+        whole = torch.zeros(matrix.rows * matrix.cols, dtype=torch.float64)
+        whole[: matrix.numel] = flat[matrix.offset : matrix.offset + matrix.numel]
+        result.append(whole.view(matrix.rows, matrix.cols))
+    return result
+
+
+def sums_of(plan: LowRankPlan, grad: torch.Tensor) -> list[torch.Tensor]:
+    """The M that the plan's next step forms: gradient + error, in float64 on the CPU."""
+    gradients, errors = matrices_of(plan.layout, grad), matrices_of(plan.layout, plan.error())
+    return [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+
+
+def directions_of(plan: LowRankPlan) -> list[torch.Tensor]:
+    """The Q that the plan's next step projects on, in columns of length 1, in float64 on the CPU."""
+    return [q / q.norm(dim=0) for q in (direction.double().cpu() for direction in plan.directions())]
+
+
+def on_wire(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
+    """P or Q of a matrix as it crosses the wire, in float64 on the CPU."""
+    matrix, start = plan.layout.matrices[index], plan._field(index, f"{factor}_wire")
+    length, wire = (matrix.rows, plan.p_wire) if factor == "p" else (matrix.cols, plan.q_wire)
+    return wire[start : start + length * matrix.rank].double().cpu().view(length, matrix.rank)
+
+
+def panel_of(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
+    """P, Q or the random Q of a matrix as the plan keeps it, in float64 on the CPU."""
+    return plan._panel(plan._p if factor == "p" else plan._q, index, factor).double().cpu()
+
+
+def assert_padding_is_zero(plan: LowRankPlan) -> None:
+    """Nothing but the matrices and factors themselves in the memory and the panels: the kernels count on it."""
+    indices = range(len(plan.layout.matrices))
+    held = {
+        "memory": (plan._memory, [plan._matrix(i) for i in indices] if plan._feedback else []),
+        "P": (plan._p, [plan._panel(plan._p, i, "p") for i in indices]),
+        "Q": (plan._q, [plan._panel(plan._q, i, name) for i in indices for name in ("q", "random")]),
+    }
+    for name, (whole, parts) in held.items():
+        assert whole.count_nonzero() == sum(int(part.count_nonzero()) for part in parts), name
+
+
+def orthonormal(p: torch.Tensor, tolerance: float = 1e-13) -> torch.Tensor:
+    """Gram–Schmidt in float64, twice; zero and dependent columns become zeros."""
+    result = torch.zeros_like(p)
+    for j in range(p.shape[1]):
+        column = p[:, j].clone()
+        for _ in range(2):
+            column -= result[:, :j] @ (result[:, :j].T @ column)
+        if column.square().sum() > tolerance * p[:, j].square().sum():
+            result[:, j] = column / column.norm()
+    return result
+
+
+def reference_step(sums: Sequence[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
+    """The output of algorithm 1 in Vogels et al. 2019 from every rank's M and a common Q, in float64."""
+    mean = torch.stack(list(sums)).mean(0)
+    p = orthonormal(mean @ q)
+    return p @ (mean.T @ p).T
+
+
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖result − expected‖ / ‖expected‖, Frobenius."""
+    return float((result - expected).norm() / expected.norm())

@@ -1,0 +1,158 @@
+"""PowerSGD's tables: what they promise to the kernels, by arithmetic alone."""
+
+from collections import Counter
+
+import pytest
+
+from gradcomp.kernels import powersgd_pack, powersgd_reconstruct, powersgd_tile
+from gradcomp.layout import LowRankLayout, Matrix, low_rank_work
+from gradcomp.layout.low_rank_work import (
+    COPY_BLOCK,
+    MATRIX_FIELDS,
+    MAX_NORMS,
+    REDUCE,
+    TILES,
+    WORK_FIELDS,
+    LowRankWork,
+    padded_rank,
+)
+
+SHAPES = [(1, 300), (300, 1), (31, 33), (32, 64), (33, 65), (10, 5000), (5000, 10), (257, 129)]
+OTHERS = [(7, 3), (400000, 5000)]
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Every program walks through several tiles."""
+    monkeypatch.setattr(low_rank_work, "NUM_PROGRAMS", 3)
+
+
+def work_of(rank: int, itemsize: int = 4) -> LowRankWork:
+    matrices, offset = [], 11
+    for n, m in SHAPES:
+        matrices.append(Matrix(offset, n, m, n * m))
+        offset += n * m
+    return LowRankWork(matrices, OTHERS, rank=rank, itemsize=itemsize)
+
+
+def test_the_kernels_name_the_same_columns():
+    names = {
+        "gradient": "GRADIENT", "rows": "ROWS", "cols": "COLS", "rank": "MATRIX_RANK", "numel": "NUMEL",
+        "memory": "MEMORY", "memory_cols": "MEMORY_COLS", "p_panel": "P_PANEL", "p_stride": "P_STRIDE",
+        "q_panel": "Q_PANEL", "q_stride": "Q_STRIDE", "random_panel": "RANDOM_PANEL", "p_wire": "P_WIRE",
+        "q_wire": "Q_WIRE", "first_norm": "FIRST_NORM", "num_norms": "NUM_NORMS",
+    }  # fmt: skip
+    assert tuple(names) == MATRIX_FIELDS
+    for column, name in enumerate(names.values()):
+        assert getattr(powersgd_tile, name).value == column
+    assert powersgd_tile.MATRIX_FIELDS.value == len(MATRIX_FIELDS)
+    assert powersgd_tile.WORK_FIELDS.value == WORK_FIELDS
+    for name in ("REDUCE", "COPY", "NEXT_Q", "TILES", "UNPACK", "MAX_NORMS"):
+        assert getattr(powersgd_tile, name).value == getattr(low_rank_work, name)
+    assert powersgd_pack.COPY_BLOCK == powersgd_reconstruct.COPY_BLOCK == COPY_BLOCK
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 16, 32, 100])
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("num_programs", [3, low_rank_work.NUM_PROGRAMS])
+def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch):
+    monkeypatch.setattr(low_rank_work, "NUM_PROGRAMS", num_programs)
+    work = work_of(rank, itemsize)
+    tiles = {
+        (i, row, col)
+        for i, matrix in enumerate(work.matrices)
+        for row in range(work.num_row_blocks(matrix))
+        for col in range(work.num_col_blocks(matrix))
+    }
+    projected = [(i, row, col) for i, row, first, last, *_ in work.project_work for col in range(first, last)]
+    back = [(i, row, col) for i, col, first, last, *_ in work.back_project_work for row in range(first, last)]
+    written = [
+        (i, row, col)
+        for kind, i, row, first, last, _ in work.reconstruct_work
+        if kind == TILES
+        for col in range(first, last)
+    ]
+    for walked in (projected, back, written):
+        assert Counter(walked) == dict.fromkeys(tiles, 1)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 16, 100])
+@pytest.mark.usefixtures("few_programs")
+def test_wires_are_filled_once_without_gaps(rank):
+    work = work_of(rank)
+    p_wire, q_wire = Counter(), Counter()
+    for kind, a, b, c, _, count in work.pack_work:
+        if kind == REDUCE:
+            p_wire.update(range(a, a + b * c))
+            assert count >= 1
+        else:
+            p_wire.update(range(b, b + c))
+    for _, a, b, c, _, count in work.reduce_work:
+        q_wire.update(range(a, a + b * c))
+        assert count >= 1
+    assert p_wire == dict.fromkeys(range(work.p_wire_numel), 1)
+    assert q_wire == dict.fromkeys(range(work.q_wire_numel), 1)
+    ranks = [min(n, m, rank) for n, m in SHAPES]
+    uncompressed = sum(numel for _, numel in OTHERS)
+    assert work.p_wire_numel == sum(n * r for (n, _), r in zip(SHAPES, ranks, strict=True)) + uncompressed
+    assert work.q_wire_numel == sum(m * r for (_, m), r in zip(SHAPES, ranks, strict=True))
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_partial_sums_are_all_added():
+    work = work_of(4)
+    for reduce, walk in (
+        (work.pack_work, work.project_work),
+        (work.reduce_work, work.back_project_work),
+    ):
+        slots = [slot for row in reduce if row[0] == REDUCE for slot in range(row[4], row[4] + row[5])]
+        assert slots == list(range(len(walk)))
+    assert any(row[5] > 1 for row in work.pack_work if row[0] == REDUCE), "no split columns: the test is idle"
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_the_memory_is_the_size_of_the_gradients(itemsize):
+    """Each row is padded to 16 bytes at most, each matrix to 128 bytes."""
+    vector = 16 // itemsize
+    bound = sum(n * (m + vector - 1) + 128 // itemsize for n, m in SHAPES)
+    assert sum(n * m for n, m in SHAPES) <= work_of(4, itemsize).memory_numel <= bound
+
+
+@pytest.mark.parametrize("cols", [1, 64, 50257, 10**6])
+def test_norms_fit_their_table(cols):
+    work = LowRankWork([Matrix(0, 2, cols, 2 * cols)], [], rank=1, itemsize=4)
+    assert 1 <= work.num_norms <= MAX_NORMS
+
+
+def test_padded_ranks():
+    ranks = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 96}
+    assert {rank: padded_rank(rank) for rank in ranks} == ranks
+
+
+def test_nothing_compressed():
+    work = LowRankWork([], [(0, 10), (10, 0)], rank=4, itemsize=4)
+    assert work.project_work == work.back_project_work == work.reduce_work == []
+    assert work.p_wire_numel == 10
+    assert work.q_wire_numel == work.memory_numel == work.partial_numel == 0
+
+
+def test_impossible_arguments():
+    with pytest.raises(ValueError, match="rank is 0"):
+        LowRankWork([], [], rank=0, itemsize=4)
+    with pytest.raises(ValueError, match="numel"):
+        LowRankWork([Matrix(0, 2, 3, 7)], [], rank=1, itemsize=4)
+    with pytest.raises(ValueError, match="columns"):
+        LowRankWork([Matrix(0, 1, 2**26, 2**26)], [], rank=1, itemsize=4)
+    with pytest.raises(ValueError, match="factors of rank 32"):
+        LowRankWork([Matrix(0, 2**26, 20, 20 * 2**26)], [], rank=20, itemsize=4)
+
+
+def test_the_layout_and_its_work_agree():
+    """On which rank a matrix has, and where the factors and the rest begin on the wires."""
+    layout = LowRankLayout([(31, 33), (7,), (4, 300), (65, 2, 3), (31, 33)], 4, 0.5)
+    assert [matrix.rank for matrix in layout.matrices] == [4, 4, 4, 4]
+    work = layout.work(4)
+    assert work.ranks == tuple(matrix.rank for matrix in layout.matrices)
+    assert (work.p_wire_numel, work.q_wire_numel) == (layout.wire_numel, layout.q_numel)
+    assert work.uncompressed_start == layout.p_numel
+    assert work.uncompressed == layout.rest

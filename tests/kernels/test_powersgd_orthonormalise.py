@@ -1,0 +1,137 @@
+"""Orthonormal panels in one launch."""
+
+import math
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
+
+from gradcomp.kernels.powersgd_orthonormalise import orthonormalise
+from gradcomp.layout import Matrix
+from gradcomp.layout.low_rank_work import LowRankWork
+from tests.tolerances import ORTHONORMAL, SPAN
+
+# Triton 3.6's interpreter, in loops whose bound is loaded from memory.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+)
+
+
+def orthonormalised(panels: list[torch.Tensor], epsilon: float = 0.0) -> list[torch.Tensor]:
+    """The launch on these n×r panels."""
+    device, wire_dtype = panels[0].device, panels[0].dtype
+    dtype = torch.float64 if wire_dtype == torch.float64 else torch.float32
+    rank = max(panel.shape[1] for panel in panels)
+    matrices = [Matrix(0, len(panel), panel.shape[1], panel.numel()) for panel in panels]
+    work = LowRankWork(matrices, [], rank=rank, itemsize=wire_dtype.itemsize)
+    assert work.ranks == tuple(panel.shape[1] for panel in panels)
+    wire = torch.cat([panel.reshape(-1) for panel in panels])
+    out = torch.full((work.p_panel_numel,), math.nan, dtype=dtype, device=device)
+    table = torch.tensor(work.matrix_table, device=device)
+    orthonormalise(wire, table, out=out, rank=work.rank, epsilon=epsilon)
+    result, start = [], 0
+    for panel in panels:
+        rows = -(-len(panel) // work.block_rows) * work.block_rows
+        whole = out[start : start + work.rank * rows].view(work.rank, rows).T
+        start += work.rank * rows
+        assert not whole[len(panel) :].any(), "padding has to be zero even beside NaN"
+        result.append(whole[: len(panel), : panel.shape[1]])
+    return result
+
+
+def with_condition(n: int, r: int, condition: float, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.linalg.qr(torch.randn(n, r, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(r, r, generator=generator, dtype=torch.float64)).Q
+    return left * torch.logspace(0, -math.log10(condition), r, dtype=torch.float64) @ right.T
+
+
+def deviation(q: torch.Tensor) -> float:
+    q = q.double()
+    return float((q.T @ q - torch.eye(q.shape[1], device=q.device)).norm())
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32, 40])
+def test_orthonormal_up_to_a_million(rank, device):
+    conditions = {1: [1.0], 40: [1e1, 1e6]}.get(rank, [1e1, 1e4, 1e5, 1e6])
+    n = 300 if rank <= 32 else 100
+    panels = [with_condition(n, rank, condition).to(device, torch.float32) for condition in conditions]
+    for panel, q in zip(panels, orthonormalised(panels), strict=True):
+        assert deviation(q) <= ORTHONORMAL[torch.float32]
+        p, q = panel.double(), q.double()
+        assert float((p - q @ (q.T @ p)).norm() / p.norm()) <= SPAN[torch.float32]
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 40])
+def test_in_fp64(rank, device):
+    panel = with_condition(130, rank, 1e4 if rank > 1 else 1).to(device)
+    (q,) = orthonormalised([panel])
+    assert deviation(q) <= ORTHONORMAL[torch.float64]
+    assert float((panel - q @ (q.T @ panel)).norm() / panel.norm()) <= SPAN[torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("rank", "dtype"), [(4, torch.float16), (4, torch.bfloat16), (16, torch.bfloat16), (40, torch.float16)]
+)
+def test_from_16_bits(rank, dtype, device):
+    panel = with_condition(130, rank, 10).to(device, dtype)
+    (q,) = orthonormalised([panel])
+    assert q.dtype == torch.float32
+    assert deviation(q) <= ORTHONORMAL[torch.float32]
+    p, q = panel.double(), q.double()
+    assert float((p - q @ (q.T @ p)).norm() / p.norm()) <= SPAN[torch.float32]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 40])
+def test_zero_and_dependent_columns_become_zeros(rank, device):
+    panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1)).to(device)
+    dead = {rank - 1}
+    panel[:, rank - 1] = 0 if rank < 3 else -3 * panel[:, 0]
+    if rank >= 4:
+        panel[:, 2] = 0
+        panel[:, rank - 2] = panel[:, 0] + panel[:, 1]
+        dead |= {2, rank - 2}
+    q, zeros = orthonormalised([panel, torch.zeros_like(panel)])
+    assert {j for j in range(rank) if not q[:, j].any()} == dead
+    alive = [j for j in range(rank) if j not in dead]
+    assert deviation(q[:, alive]) <= ORTHONORMAL[torch.float32]
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_any_scale(scale, device):
+    panel = with_condition(70, 4, 10).to(device, torch.float32) * scale
+    assert deviation(orthonormalised([panel])[0]) <= ORTHONORMAL[torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("rank", [1, 4, 16, 40])
+def test_a_panel_with_anything_not_finite_becomes_so_and_no_other(rank, device):
+    good = torch.randn(70, rank, generator=torch.Generator().manual_seed(1)).to(device)
+    panels = []
+    for bad, row, column in ((math.nan, 0, 0), (math.inf, 69, rank - 1), (-math.inf, 35, rank // 2)):
+        panels.append(good.clone())
+        panels[-1][row, column] = bad
+    *bad_ones, untouched = orthonormalised([*panels, good])
+    # One column of NaN is enough: every element of P Qᵀ is a sum over all columns.
+    assert all(q.isnan().all(dim=0).any() for q in bad_ones)
+    assert untouched.isfinite().all()
+
+
+@pytest.mark.parametrize(("rank", "epsilon"), [(1, 1.0), (4, 1e-8), (4, 1e-2), (16, 1.0), (40, 1e-8)])
+def test_epsilon_as_in_torch(rank, epsilon, device):
+    panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1))
+    expected = panel.double().unsqueeze(0).clone()
+    _orthogonalize_gram_schmidt(expected, epsilon)
+    (q,) = orthonormalised([panel.to(device)], epsilon)
+    torch.testing.assert_close(q.cpu().double(), expected[0], rtol=1e-6, atol=1e-7)
+
+
+def test_many_panels_at_once_and_bitwise_again(device):
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(1, 1), (3, 2), (40, 4), (65, 3), (64, 4), (33, 1), (300, 4)]
+    panels = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    together = orthonormalised(panels)
+    for panel, q in zip(panels, together, strict=True):
+        assert deviation(q) <= ORTHONORMAL[torch.float32]
+        assert torch.equal(q, orthonormalised([panel, panels[2]])[0])

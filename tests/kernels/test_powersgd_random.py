@@ -1,0 +1,56 @@
+"""The random Q that PowerSGD starts from."""
+
+import math
+
+import pytest
+import torch
+
+from gradcomp.kernels.powersgd_random import random_q
+from gradcomp.layout import Matrix
+from gradcomp.layout.low_rank_work import LowRankWork
+
+# Triton 3.6's interpreter, in loops whose bound is loaded from memory.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+)
+
+# Of seed 3, row 100.
+GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620734p-5", "0x1.28f7a2p-4")]
+
+
+def drawn(rank: int, seed: int, device: torch.device) -> torch.Tensor:
+    """The random Q [203, rank] of a bucket's second matrix."""
+    work = LowRankWork([Matrix(0, 50, 64, 3200), Matrix(0, 60, 203, 60 * 203)], [], rank=rank, itemsize=4)
+    out = torch.full((work.q_panel_numel,), math.nan, device=device)
+    matrices, rows = (
+        torch.tensor(table, device=device) for table in (work.matrix_table, work.reconstruct_work)
+    )
+    random_q(
+        matrices, rows, out=out, num_programs=work.num_norms, seed=seed, rank=work.rank,
+        block_cols=work.block_cols,
+    )  # fmt: skip
+    start, stride = (work.fields(1)[name] for name in ("random_panel", "q_stride"))
+    panel = out[start : start + work.rank * stride].view(work.rank, stride).T
+    assert not panel[203:].any()
+    assert not panel[:, rank:].any()
+    return panel[:203, :rank].double()
+
+
+@pytest.mark.parametrize("rank", [4, 16, 40])
+def test_random_numbers_of_variance_one_over_m(rank, device):
+    state = torch.get_rng_state()
+    q = drawn(rank, 3, device)
+    assert torch.equal(torch.get_rng_state(), state)
+    q = q * math.sqrt(203)
+    count = q.numel()
+    assert abs(q.mean()) < 4 / math.sqrt(count)
+    assert abs(q.var() - 1) < 4 * math.sqrt(2 / count)
+    assert len(q.unique()) > 0.99 * count
+
+
+def test_the_seed_alone_decides(device):
+    q = drawn(4, 3, device)
+    assert torch.equal(q, drawn(4, 3, device))
+    assert not torch.equal(q, drawn(4, 4, device))
+    assert not torch.equal(q, drawn(4, 3 + 2**33, device)), "all 64 bits of the seed count"
+    assert q[100].tolist() == GOLDEN, "another device or Triton gives other bits"
