@@ -11,8 +11,9 @@ COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 
 
 def table(records: list[Record]) -> str:
-    """One line per hook. The compression rate is against the first record's bytes."""
+    """One line per hook, under the reducer's name. The compression rate is against the first record's bytes."""
     lines = [
+        f"reducer: {records[0]['reducer']}",
         f"{'hook':12}{'bytes/step':>12}{'rate':>8}{'ms/step':>9}{'loss':>8}{'validation loss':>17}",
     ]
     for record in records:
@@ -51,7 +52,7 @@ def draw(records: list[Record], path: Path) -> None:
         )
         axes.plot(sent_mb[steps[-1]], losses[-1], "o", color=colour)
     ranks = f"{records[0]['options']['steps']} steps, seed {records[0]['options']['seed']}"
-    axes.set_title(f"A small GPT, {ranks}: the same loss for fewer bytes", loc="left")
+    axes.set_title(f"A small GPT, {ranks}: loss against bytes", loc="left")
     axes.set_xlabel("MB that each rank has handed to collectives")
     axes.set_ylabel("loss, nats per byte")
     axes.legend(title="validation loss (thin: training)", frameon=False)
