@@ -1,0 +1,66 @@
+"""What all ranks have in common: the parameters, their values, the order of the buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BROADCAST_BYTES = 250 << 20
+
+
+def verify_parameters(
+    parameters: Sequence[torch.Tensor], names: Sequence[str], group: dist.ProcessGroup
+) -> None:
+    """Raise RuntimeError on every rank unless all have parameters of the same number, shapes and dtypes."""
+    mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in zip(names, parameters, strict=True)]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        if len(theirs) != len(first):
+            raise RuntimeError(
+                f"the ranks have different models: rank 0 has {len(first)} parameters that require gradients, "
+                f"rank {rank} has {len(theirs)}. Build the same model on every rank"
+            )
+        for number, (ours, other) in enumerate(zip(first, theirs, strict=True)):
+            if ours[1:] != other[1:]:
+                raise RuntimeError(
+                    f"the ranks have different models: parameter {number} is {ours[0]}, {list(ours[1])} in "
+                    f"{ours[2]}, on rank 0, but {other[0]}, {list(other[1])} in {other[2]}, on rank {rank}. Build "
+                    "the same model on every rank"
+                )
+
+
+def agree_on_order(order: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[int]:
+    """Rank 0's order, on every rank."""
+    agreed = torch.tensor(order, dtype=torch.int64, device=device)
+    dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
+    result: list[int] = agreed.tolist()
+    return result
+
+
+def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
+    """Copy the tensors of the group's rank src to all its ranks, in place, in few broadcasts of bytes."""
+    chunk: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        if chunk and (num_bytes + tensor.nbytes > BROADCAST_BYTES or tensor.device != chunk[0].device):
+            _broadcast(chunk, src, group)
+            chunk, num_bytes = [], 0
+        chunk.append(tensor)
+        num_bytes += tensor.nbytes
+    if chunk:
+        _broadcast(chunk, src, group)
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    together = torch.cat(flat)
+    dist.broadcast(together, dist.get_global_rank(group, src), group=group)
+    for tensor, part in zip(tensors, together.split([len(each) for each in flat]), strict=True):
+        # A copy, for a part need not lie where its dtype may.
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

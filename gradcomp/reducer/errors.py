@@ -1,0 +1,65 @@
+"""What the Reducer says when a step goes wrong: what happened, to which parameter, and the likely causes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def marked_twice(name: str) -> str:
+    return (
+        f"Expected to mark a variable ready only once: parameter {name} became ready twice in one backward. Likely "
+        "causes: the parameter is used outside of the forward that was prepared; several backward passes in one step "
+        "(call all but the last in no_sync()); reentrant activation checkpointing of the same parameters. If the "
+        "graph is the same in every step, static_graph=True allows it"
+    )
+
+
+def graph_changed(name: str, num_uses: int) -> str:
+    return (
+        f"Your training graph has changed in this iteration: parameter {name} was used {num_uses} times in the first "
+        "one. With static_graph=True every iteration has to use the same parameters as often"
+    )
+
+
+def unfinished(names: Sequence[str], missing: Sequence[int], rank: int) -> str:
+    return (
+        "Expected to have finished reduction in the prior iteration before starting a new one. Backward did not reach "
+        f"{len(missing)} parameters: {', '.join(names[number] for number in missing)}. Likely causes: the loss does "
+        "not depend on all outputs, or not all `forward` function outputs participate in calculating loss; a branch "
+        "left layers out. If that is meant, enable unused parameter detection by passing the keyword argument "
+        "`find_unused_parameters=True`. Parameter indices which did not receive grad for rank "
+        f"{rank}: {' '.join(map(str, missing))}"
+    )
+
+
+def not_averaged(index: int, rank: int, error: Exception) -> str:
+    return (
+        f"rank {rank} could not average bucket {index}: {error}. If nothing is wrong on this rank, another one has ended, "
+        "raised an error, or left this backward out"
+    )
+
+
+NOT_PREPARED = (
+    "find_unused_parameters=True, but prepare_for_backward(outputs) was not called: call it with the forward's outputs "
+    "before every backward"
+)
+
+
+def wrong_gradient(param: torch.Tensor, name: str, expects_sparse: bool) -> str | None:
+    """What is wrong with a parameter's gradient; None if nothing."""
+    gradient = param.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse != expects_sparse:
+        return (
+            f"parameter {name} has a {'sparse' if gradient.is_sparse else 'dense'} gradient: name parameters with "
+            "sparse gradients, and only those, in Reducer(sparse_params=...)"
+        )
+    if gradient.dtype != param.dtype or gradient.device != param.device:
+        return (
+            f"parameter {name} is {param.dtype} on {param.device}, but its gradient is {gradient.dtype} on "
+            f"{gradient.device}: they have to be the same"
+        )
+    return None

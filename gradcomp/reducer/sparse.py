@@ -1,0 +1,43 @@
+"""The average of sparse gradients (``nn.Embedding(sparse=True)``): every rank's rows, gathered."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mean over the ranks of a parameter's sparse gradient, sparse and coalesced; none counts as zeros.
+
+    Gathers the rows that are there and their numbers, padded to the longest list, on any backend; an all-reduce
+    of sparse tensors exists on gloo alone. Moves W · (longest list) rows. Waits for the host, which has to know how
+    many rows there are.
+    """
+    rows, values = _rows(parameter)
+    count = torch.tensor([len(rows)], device=parameter.device)
+    counts = [torch.empty_like(count) for _ in range(group.size())]
+    dist.all_gather(counts, count, group=group)
+    lengths = [int(each) for each in counts]
+    longest = max(lengths)
+    all_rows = _gather(rows, longest, lengths, group)
+    all_values = _gather(values, longest, lengths, group)
+    mean = torch.sparse_coo_tensor(all_rows[None], all_values / group.size(), parameter.shape)
+    return mean.coalesce()
+
+
+def _rows(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers of the rows that have a gradient, the rows)."""
+    gradient = parameter.grad
+    if gradient is None:
+        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        return rows, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    gradient = gradient.detach().coalesce()
+    return gradient.indices()[0], gradient.values()
+
+
+def _gather(mine: torch.Tensor, longest: int, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    padded = mine.new_zeros(longest, *mine.shape[1:])
+    padded[: len(mine)] = mine
+    everyone = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(everyone, padded, group=group)
+    return torch.cat([each[:length] for each, length in zip(everyone, lengths, strict=True)])

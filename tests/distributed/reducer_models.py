@@ -1,0 +1,195 @@
+"""Models to train with torch's DDP and with gradcomp's Reducer, and both trained side by side."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.hooks import default_hooks
+from gradcomp.reducer import Reducer
+
+CAP_MB = 0.02
+
+
+class MLP(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+
+    def batch(self, generator):
+        return torch.randn(6, 20, generator=generator)
+
+
+class ConvNet(nn.Module):
+    """BatchNorm, channels-last weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        ).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(16 * 16, 5)
+
+    def forward(self, x):
+        return self.head(self.body(x.to(memory_format=torch.channels_last)).flatten(1))
+
+    def batch(self, generator):
+        return torch.randn(4, 3, 8, 8, generator=generator)
+
+
+class Transformer(nn.Module):
+    """With embeddings tied to the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(37, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(16, 37, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.out(self.layer(self.embedding(tokens)))
+
+    def batch(self, generator):
+        return torch.randint(0, 37, (3, 7), generator=generator)
+
+
+class Embeddings(nn.Module):
+    """One sparse, one dense."""
+
+    def __init__(self):
+        super().__init__()
+        self.sparse = nn.Embedding(50, 8, sparse=True)
+        self.dense = nn.EmbeddingBag(30, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        return self.head(self.sparse(tokens).mean(1) + self.dense(tokens))
+
+    def batch(self, generator):
+        return torch.randint(0, 30, (5, 4), generator=generator)
+
+
+class Branches(nn.Module):
+    """Layers that are used on some ranks, in some steps, or never; outputs in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(12, 40)
+        self.branches = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+        self.never = nn.Linear(40, 40)
+        self.head = nn.Linear(40, 2)
+
+    def forward(self, x):
+        hidden = self.trunk(x)
+        which = int(x[0, 0].abs() * 10) % 4
+        if which < 3:
+            hidden = self.branches[which](hidden)
+        return {"result": [self.head(hidden)], "unrelated": "text"}
+
+    def batch(self, generator):
+        return torch.randn(5, 12, generator=generator)
+
+
+class Repeated(nn.Module):
+    """A layer used twice, one recomputed in backward, and one not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(10, 24)
+        self.shared = nn.Linear(24, 24)
+        self.never = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x):
+        hidden = self.shared(torch.tanh(self.shared(self.first(x))))
+        return torch.utils.checkpoint.checkpoint(self.head, torch.tanh(hidden), use_reentrant=False)
+
+    def batch(self, generator):
+        return torch.randn(5, 10, generator=generator)
+
+
+MODELS = {each.__name__: each for each in (MLP, ConvNet, Transformer, Embeddings, Branches, Repeated)}
+HOOKS = {
+    "none": None,
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+
+
+def loss_of(outputs):
+    if isinstance(outputs, dict):
+        (outputs,) = outputs["result"]
+    return nn.functional.mse_loss(outputs.float(), torch.ones_like(outputs, dtype=torch.float32))
+
+
+def sparse_params(model):
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+
+
+def make_reducer(model, hook="none", **options):
+    reducer = Reducer(
+        model.named_parameters(),
+        **{"bucket_cap_mb": CAP_MB, "first_bucket_cap_mb": CAP_MB, "sparse_params": sparse_params(model)}
+        | options,
+    )
+    if HOOKS[hook] is not None:
+        reducer.register_comm_hook(None, HOOKS[hook])
+    return reducer
+
+
+def train_both(rank, model_name, hook, options, num_steps, accumulate=1, set_to_none=True):
+    """Per step (all gradients of torch's DDP, all of the Reducer's), None for none; then both models' parameters."""
+    torch.manual_seed(0)
+    model = MODELS[model_name]()
+    theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
+    for name in ("branches", "never"):
+        assert (
+            not hasattr(model, name) or options.get("find_unused_parameters") or options.get("static_graph")
+        )
+    ddp = DistributedDataParallel(
+        theirs,
+        bucket_cap_mb=CAP_MB,
+        **{name: value for name, value in options.items() if name != "first_bucket_cap_mb"},
+    )
+    if HOOKS[hook] is not None and model_name != "Embeddings":
+        ddp.register_comm_hook(None, HOOKS[hook])
+    reducer = make_reducer(ours, hook, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (theirs, ours)]
+    results = []
+    for step in range(num_steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for part in range(accumulate):
+            generator = torch.Generator().manual_seed(1000 * rank + 10 * step + part)
+            x = model.batch(generator)
+            if part < accumulate - 1:
+                with ddp.no_sync(), reducer.no_sync():
+                    loss_of(ddp(x)).backward()
+                    loss_of(ours(x)).backward()
+                continue
+            loss_of(ddp(x)).backward()
+            outputs = ours(x)
+            reducer.prepare_for_backward(outputs)
+            loss_of(outputs).backward()
+        results.append([[_dense(p.grad) for p in each.parameters()] for each in (theirs, ours)])
+        for optimizer in optimizers:
+            optimizer.step()
+    final = [torch.cat([p.detach().flatten() for p in each.parameters()]) for each in (theirs, ours)]
+    return results, final
+
+
+def _dense(gradient):
+    if gradient is None:
+        return None
+    return (gradient.to_dense() if gradient.is_sparse else gradient).detach().clone()

@@ -1,0 +1,149 @@
+"""How parameters are shared out into buckets, and what lies where in a bucket."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradcomp.reducer.bucket import Bucket, GradBucket, assign_buckets, is_same_memory
+
+
+def test_the_first_bucket_is_small():
+    assert assign_buckets([4] * 9, ["a"] * 9, (8, 16)) == [[0, 1], [2, 3, 4, 5], [6, 7, 8]]
+
+
+def test_a_tensor_larger_than_the_cap_is_alone():
+    assert assign_buckets([1, 100, 1, 1], ["a"] * 4, (8, 8)) == [[0], [1], [2, 3]]
+
+
+def test_kinds_do_not_mix_and_buckets_come_when_they_are_full():
+    kinds = ["a", "b", "a", "b", "a"]
+    assert assign_buckets([4] * 5, kinds, (8, 8)) == [[0, 2], [1, 3], [4]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from("ab")), max_size=30), st.integers(1, 60))
+def test_every_tensor_is_in_one_bucket(tensors, cap):
+    sizes, kinds = [size for size, _ in tensors], [kind for _, kind in tensors]
+    buckets = assign_buckets(sizes, kinds, (cap, 2 * cap))
+    assert sorted(number for bucket in buckets for number in bucket) == list(range(len(tensors)))
+    for bucket in buckets:
+        assert bucket == sorted(bucket)
+        assert len({kinds[number] for number in bucket}) == 1
+        assert len(bucket) == 1 or sum(sizes[number] for number in bucket) <= 2 * cap
+    assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
+
+
+def parameters():
+    """Contiguous, channels-last, empty, without dimensions, transposed, and one with gaps."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(3, 5, generator=generator),
+        torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last),
+        torch.randn(0, 4, generator=generator),
+        torch.randn((), generator=generator),
+        torch.randn(4, 6, generator=generator).t(),
+        torch.randn(5, 8, generator=generator)[:, ::2],
+    ]
+    return [torch.nn.Parameter(tensor) for tensor in tensors]
+
+
+def gradients(params):
+    return [torch.randn_like(param) for param in params]
+
+
+def test_views_have_their_parameters_strides():
+    params = parameters()
+    bucket = Bucket(range(len(params)), params)
+    for param, view in zip(params[:5], bucket.views, strict=False):
+        assert view.stride() == param.stride()
+    assert bucket.views[5].is_contiguous()
+    assert bucket.buffer.numel() == sum(param.numel() for param in params)
+    pointers = [view.data_ptr() for view in bucket.views if view.numel()]
+    assert pointers == sorted(set(pointers))
+
+
+@pytest.fixture(params=[True, False], ids=["kernels", "no kernels"])
+def has_kernels(request, monkeypatch):
+    """With Triton's interpreter, and as the CPU does without."""
+    if not request.param:
+        monkeypatch.setattr("gradcomp.reducer.bucket.ops._runs_triton", lambda device: False)
+    return request.param
+
+
+@pytest.mark.parametrize("missing", [(), (1,), (0, 4), (0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("aliased", [(), (3,), (0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+@pytest.mark.parametrize("fused_numel", [0, 1 << 14])
+def test_fill_gathers_scales_and_fills_up_with_zeros(
+    missing, aliased, scale, fused_numel, has_kernels, monkeypatch
+):
+    monkeypatch.setattr("gradcomp.reducer.bucket.FUSED_NUMEL", fused_numel)
+    params = parameters()
+    bucket = Bucket(range(len(params)), params)
+    bucket.buffer.fill_(7.0)
+    expected = []
+    for i, (param, gradient) in enumerate(zip(params, gradients(params), strict=True)):
+        if i in missing:
+            expected.append(torch.zeros_like(gradient))
+            continue
+        expected.append(scale * gradient)
+        if i in aliased:
+            bucket.views[i].copy_(gradient)
+            gradient = bucket.views[i]
+        param.grad = gradient
+    bucket.fill(scale)
+    for view, value in zip(bucket.views, expected, strict=True):
+        assert torch.equal(view, value)
+
+
+def test_fill_is_one_flatten(monkeypatch):
+    """Where there are kernels."""
+    calls = []
+    monkeypatch.setattr("gradcomp.reducer.bucket.ops._runs_triton", lambda device: True)
+    monkeypatch.setattr(
+        "gradcomp.reducer.bucket.ops.flatten", lambda tensors, *_, **__: calls.append(len(tensors))
+    )
+    params = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(7)]
+    bucket = Bucket(range(7), params)
+    for param in params:
+        param.grad = torch.randn(4, 4)
+    bucket.fill(0.5)
+    assert calls == [7]
+
+
+def test_gradients_keep_their_memory_or_become_views(has_kernels):
+    params = parameters()
+    bucket = Bucket(range(len(params)), params)
+    kept = torch.zeros_like(params[0])
+    params[0].grad = kept
+    bucket.buffer.copy_(torch.randn(bucket.buffer.numel()))
+    bucket.give(range(len(params)))
+    assert params[0].grad is kept
+    for param, view in zip(params, bucket.views, strict=True):
+        assert torch.equal(param.grad, view)
+        assert not view.numel() or param.grad.data_ptr() != view.data_ptr()
+    bucket.alias(range(len(params)))
+    assert all(is_same_memory(param.grad, view) for param, view in zip(params, bucket.views, strict=True))
+
+
+def test_dtypes_that_the_kernels_do_not_take():
+    params = [torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex64)) for _ in range(2)]
+    bucket = Bucket(range(2), params)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    bucket.fill(0.5)
+    for param, view in zip(params, bucket.views, strict=True):
+        assert torch.equal(view, 0.5 * param.grad)
+
+
+def test_grad_bucket_has_torchs_methods():
+    theirs = {name for name in dir(torch.distributed.GradBucket) if not name.startswith("_")}
+    assert theirs == {name for name in dir(GradBucket) if not name.startswith("_")}
+    params = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
+    bucket = GradBucket(2, torch.arange(10.0), params, True)
+    assert (bucket.index(), bucket.is_last()) == (2, True)
+    assert [gradient.shape for gradient in bucket.gradients()] == [(2, 3), (4,)]
+    bucket.set_buffer(torch.arange(10.0, dtype=torch.float16))
+    assert bucket.buffer().dtype == torch.float16
+    assert bucket.gradients()[1].tolist() == [6, 7, 8, 9]
+    assert bucket.parameters()[1] is params[1]
