@@ -9,14 +9,16 @@ PACKAGE = Path(__file__).parents[2] / "gradcomp"
 
 # Which rooms a room may import. The kernels know torch and Triton, and nobody here.
 MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": {"hooks"},
+    "__init__": {"hooks", "parallel", "reducer"},
     "kernels": set(),
     "layout": set(),
     "cpu": set(),
     "ops": {"kernels", "cpu"},
     "hooks": {"ops", "layout"},
+    "reducer": {"ops", "layout", "hooks"},
+    "parallel": {"reducer", "hooks"},
 }
-MAY_USE_DISTRIBUTED = {"hooks"}
+MAY_USE_DISTRIBUTED = {"hooks", "parallel", "reducer"}
 
 
 def room_of(path: Path) -> str:

@@ -1,0 +1,102 @@
+"""average_: lists of tensors, averaged once, through any hook."""
+
+import pytest
+import torch
+
+import gradcomp
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
+from tests.distributed.ranks import run_ranks
+from tests.tolerances import average
+
+HOOKS = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+
+
+def tensors_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 4), (), (0, 2), (7,), (5, 6))]
+    return [tensors[0], tensors[1], tensors[2], tensors[3], tensors[4].t()]
+
+
+def average_once(rank, hook, dtype):
+    mine = [tensor.to(dtype) for tensor in tensors_of(rank)]
+    result = [tensor.clone() for tensor in mine]
+    returned = gradcomp.average_(result, HOOKS[hook])
+    assert returned is result
+    return mine, result
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_mean_of_every_dtype(dtype, world_size):
+    check(run_ranks(average_once, world_size, "none", dtype), torch.float32 if dtype.is_complex else dtype)
+
+
+@pytest.mark.parametrize(("hook", "wire"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_the_mean_through_hooks(hook, wire):
+    check(run_ranks(average_once, 2, hook, torch.float32), wire)
+
+
+def check(ranks, wire):
+    for number, first in enumerate(ranks[0][1]):
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        values = torch.stack([mine[number].to(wide) for mine, _ in ranks])
+        bound = average(wire, len(ranks), values.abs().amax(0).double())
+        assert all(torch.equal(result[number], first) for _, result in ranks)
+        assert ((first.to(wide) - values.mean(0)).abs() <= 2 * bound).all()
+
+
+def average_mixed(rank):
+    """Several dtypes at once; a state whose tensors are new in every call."""
+    mixed = [
+        torch.full((3,), float(rank)),
+        torch.full((2,), rank, dtype=torch.float64),
+        torch.full((4,), float(rank)),
+    ]
+    gradcomp.average_(mixed)
+    state = powerSGD_hook.PowerSGDState(None, 2, 2)
+    owed, errors = [], []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(10 * rank + step)
+        tensors = [torch.randn(40, 30, generator=generator), torch.randn(6, generator=generator)]
+        owed.append([tensor.clone() for tensor in tensors])
+        gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state)
+        errors.append((tensors, state.state_dict()["buckets"][0]["error"]))
+    return mixed, owed, errors
+
+
+def test_dtypes_together_and_states_that_remember():
+    ranks = run_ranks(average_mixed, 2)
+    for mixed, _, _ in ranks:
+        assert [tensor.tolist() for tensor in mixed] == [[0.5] * 3, [0.5] * 2, [0.5] * 4]
+    # Error feedback over the compressed steps: what went out and is still owed is what came in.
+    given = sum(owed[step][0] for _, owed, _ in ranks for step in range(2, 6)) / 2
+    out = sum(ranks[0][2][step][0][0] for step in range(2, 6))
+    still = sum(errors[5][1][:1200].view(40, 30) for _, _, errors in ranks) / 2
+    torch.testing.assert_close(out + still, given, rtol=0.0, atol=1e-5)
+    assert still.abs().max() > 0.1
+
+
+def wrong_arguments(rank):
+    with pytest.raises(TypeError, match=r"floating-point or complex tensors, got torch\.int64"):
+        gradcomp.average_([torch.ones(2, dtype=torch.int64)])
+    with pytest.raises(TypeError, match="got str"):
+        gradcomp.average_(["text"])
+    with pytest.raises(ValueError, match="in its state"):
+        gradcomp.average_(
+            [torch.ones(2)], debugging_hooks.noop_hook, process_group=torch.distributed.group.WORLD
+        )
+    with pytest.raises(RuntimeError, match="returned Tensor, but has to return"):
+        gradcomp.average_([torch.ones(2)], lambda state, bucket: bucket.buffer())
+    kept = torch.nn.Parameter(torch.ones(2))
+    gradcomp.average_([kept])
+    return gradcomp.average_([])
+
+
+def test_arguments():
+    assert run_ranks(wrong_arguments, 1) == [[]]
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        gradcomp.average_([torch.ones(2)])
