@@ -26,10 +26,11 @@ from benchmarks.harness import Case, Clock, run_case
 
 
 def discover(device: torch.device, quick: bool) -> list[Case]:
-    """The cases of every module in benchmarks/kernels/, then those of hooks.py and powersgd.py."""
+    """The cases of every module in benchmarks/kernels/, then those of hooks.py, powersgd.py and reducer.py."""
     folder = Path(__file__).parent / "kernels"
     names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
-    modules = [f"benchmarks.kernels.{name}" for name in names] + ["benchmarks.hooks", "benchmarks.powersgd"]
+    modules = [f"benchmarks.kernels.{name}" for name in names]
+    modules += ["benchmarks.hooks", "benchmarks.powersgd", "benchmarks.reducer"]
     return [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
 
 

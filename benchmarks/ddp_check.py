@@ -1,7 +1,7 @@
-"""Train with torch's DDP and each hook on real processes, and check the gradients.
+"""Train with each hook on real processes, on torch's DDP and on our Reducer, and check the gradients.
 
 python -m benchmarks.ddp_check --backend gloo --world-size 2 --device cuda: all ranks share one GPU
-(or the CPU). For every hook, step and parameter:
+(or the CPU). For every hook and for none, on either, for every step and parameter:
 
 1. backward under no_sync gives each rank its own gradient;
 2. a synchronised backward on the same inputs gives the averaged one;
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp import Reducer
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 
 NUM_STEPS = 4
@@ -44,12 +45,12 @@ BUCKET_CAP_MB = 1.0
 
 @dataclass(frozen=True)
 class HookCheck:
-    """A hook, the narrowest dtype on its way, and whether it averages at all.
+    """A hook (or None), the narrowest dtype on its way, and whether it averages at all.
 
     make_state: its state when it has error feedback, one whose state_dict() is as PowerSGDState's.
     """
 
-    make: Callable[[], Callable]
+    make: Callable[[], Callable | None]
     dtype: torch.dtype = torch.float32
     averages: bool = True
     make_state: Callable[[], Any] | None = None
@@ -88,8 +89,13 @@ HOOKS = {
 }
 
 
+NO_HOOK = "none"  # what averages then is the reducer's own
+
+
 def find(name: str) -> HookCheck:
-    """A hook of HOOKS, or as "module:attribute" anybody's fp32 averaging hook, or their HookCheck."""
+    """A hook of HOOKS, none, or as "module:attribute" anybody's fp32 averaging hook, or their HookCheck."""
+    if name == NO_HOOK:
+        return HookCheck(lambda: None)
     if name in HOOKS:
         return HOOKS[name]
     module, colon, attribute = name.partition(":")
@@ -100,24 +106,28 @@ def find(name: str) -> HookCheck:
 
 
 def check_hook(name: str, device: torch.device) -> list[str]:
-    """Train a few steps with the hook; what was wrong on this rank. Collective."""
+    """Train a few steps with the hook, on either reducer; what was wrong on this rank. Collective."""
     hook_check = find(name)
-    run = _Run(_model(device), hook_check)
-    if hook_check.make_state:
-        largest, failures = _check_sums(name, run, hook_check, device)
-    else:
-        largest, failures = _check_steps(name, run, hook_check, device)
-    if dist.get_rank() == 0:
-        verdict = "FAILED" if failures else "ok"
-        print(f"{name:<24} {verdict:<8} error {largest:.1e} of {hook_check.max_error:.1e}", flush=True)
-    return failures
+    all_failures = []
+    for reducer, make in REDUCERS.items():
+        run = _Run(*make(_model(device)), hook_check)
+        where = f"{name} on {reducer}"
+        check = _check_sums if hook_check.make_state else _check_steps
+        largest, failures = check(where, run, hook_check, device)
+        if dist.get_rank() == 0:
+            verdict = "FAILED" if failures else "ok"
+            bound = f"error {largest:.1e} of {hook_check.max_error:.1e}"
+            print(f"{name:<24} {verdict:<8} {bound}  on {reducer}", flush=True)
+        all_failures += failures
+    return all_failures
 
 
 @dataclass
 class _Run:
-    """A model with a hook, which notes which parameters lie in which bucket."""
+    """A model and what averages its gradients, with a hook, which notes which parameters lie in which bucket."""
 
-    ddp: DistributedDataParallel
+    model: torch.nn.Module
+    reducer: DistributedDataParallel | Reducer
     hook_check: HookCheck
     state: Any = None
     buckets: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -125,21 +135,23 @@ class _Run:
     def __post_init__(self) -> None:
         hook = self.hook_check.make()
         self.state = self.hook_check.make_state() if self.hook_check.make_state else None
+        if hook is None:
+            return
 
         @wraps(hook)  # with its name and annotations, which DDP looks at
         def noting(state, bucket):
             self.buckets[bucket.index()] = bucket.parameters()
             return hook(state, bucket)
 
-        self.ddp.register_comm_hook(self.state, noting)
+        self.reducer.register_comm_hook(self.state, noting)
 
     def step(self, number: int, device: torch.device) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Of every parameter: the ranks' own gradients, and those that the hook gave them."""
         torch.manual_seed(100 * number + dist.get_rank() + 1)
         inputs = torch.randn(32, 256).to(device)
-        with self.ddp.no_sync():
-            own = _gradients(self.ddp, inputs)
-        result = _gradients(self.ddp, inputs)
+        with self.reducer.no_sync():
+            own = _gradients(self.model, inputs)
+        result = _gradients(self.model, inputs)
         return [(gather(a), gather(b)) for a, b in zip(own, result, strict=True)]
 
     def mean_errors(self) -> list[torch.Tensor]:
@@ -149,7 +161,7 @@ class _Run:
             parameters = self.buckets[index]
             parts = memory["error"].split([parameter.numel() for parameter in parameters])
             owed |= {id(parameter): part for parameter, part in zip(parameters, parts, strict=True)}
-        return [_mean(gather(owed[id(p)].view_as(p))) for p in self.ddp.parameters()]
+        return [_mean(gather(owed[id(p)].view_as(p))) for p in self.model.parameters()]
 
 
 def _check_steps(
@@ -219,20 +231,37 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     return gathered
 
 
-def _model(device: torch.device) -> DistributedDataParallel:
+def _model(device: torch.device) -> torch.nn.Module:
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = [torch.nn.Linear(256, 512)]
     for _ in range(4):
         layers += [torch.nn.ReLU(), torch.nn.Linear(512, 512)]
-    model = torch.nn.Sequential(*layers).to(device)
+    return torch.nn.Sequential(*layers).to(device)
+
+
+def _with_ddp(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel]:
+    device = next(model.parameters()).device
     device_ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, bucket_cap_mb=BUCKET_CAP_MB)
+    ddp = DistributedDataParallel(model, device_ids=device_ids, bucket_cap_mb=BUCKET_CAP_MB)
+    return ddp, ddp
 
 
-def _gradients(ddp: DistributedDataParallel, inputs: torch.Tensor) -> list[torch.Tensor]:
-    ddp.zero_grad(set_to_none=True)
-    ddp(inputs).square().sum().backward()
-    return [parameter.grad.clone() for parameter in ddp.parameters()]
+def _with_reducer(model: torch.nn.Module, **options: bool) -> tuple[torch.nn.Module, Reducer]:
+    return model, Reducer(model.named_parameters(), bucket_cap_mb=BUCKET_CAP_MB, **options)
+
+
+# name -> (what is called, what averages) of a model
+REDUCERS: dict[str, Callable[[torch.nn.Module], tuple[torch.nn.Module, Any]]] = {
+    "DistributedDataParallel": _with_ddp,
+    "Reducer": _with_reducer,
+    "Reducer, as views": partial(_with_reducer, gradient_as_bucket_view=True),
+}
+
+
+def _gradients(model: torch.nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(inputs).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def _error(parts: list[torch.Tensor], replicas: list[torch.Tensor], averages: bool) -> float:
@@ -307,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hook", action="append", help="only this one; may be module:attribute")
     parser.add_argument("--timeout-s", type=float, default=120)
     args = parser.parse_args(argv)
-    problem = run(args.backend, args.world_size, args.device, args.hook or list(HOOKS), args.timeout_s)
+    problem = run(args.backend, args.world_size, args.device, args.hook or [*HOOKS, NO_HOOK], args.timeout_s)
     if problem:
         print(f"ddp_check: {problem}")
     return 1 if problem else 0

@@ -4,8 +4,8 @@ Usable from a bare checkout with torch, triton, pytest and hypothesis installed,
 under 9 minutes. First all at once, as they check but don't measure:
 
 - kernels, hooks, distributed: the tests of those folders, which run on CUDA where there is one;
-- ddp-nccl, ddp-gloo: training with each hook on NCCL at world size 1, and on gloo with 2 ranks that
-  share the GPU (ddp_check.py);
+- ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on our Reducer, on NCCL at world size
+  1, and on gloo with 2 ranks that share the GPU (ddp_check.py);
 
 then, each with the GPU to itself:
 

@@ -39,12 +39,14 @@ class Setup:
     reference: yields the right results in float64, one per result tensor.
     outputs: tensors to be filled with NaN before each provider is checked.
     restore: puts the inputs back before each provider is checked, for providers that work in place.
+    num_launches: counts what a provider launches in a call; None where that isn't asked.
     """
 
     providers: dict[str, Provider]
     reference: Callable[[], Iterable[torch.Tensor]]
     outputs: Sequence[torch.Tensor] = ()
     restore: Callable[[], object] = lambda: None
+    num_launches: Callable[[Provider], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,8 @@ def run_case(case: Case, clock: Clock) -> list[dict[str, object]]:
     setup = case.build()
     errors = check(case, setup)
     timings = clock.time(setup.providers, case.seconds)
+    # After the timing, which has warmed the providers up.
+    launches = {n: setup.num_launches(p) for n, p in setup.providers.items()} if setup.num_launches else {}
     baseline_us = timings[case.baseline].p50_us
     rows = []
     for name, timing in timings.items():
@@ -247,6 +251,7 @@ def run_case(case: Case, clock: Clock) -> list[dict[str, object]]:
                 "baseline": case.baseline,
                 "times_baseline": baseline_us / timing.p50_us,
                 "error": errors[name],
+                "num_launches": launches.get(name),
             }
         )
     return rows

@@ -8,6 +8,7 @@ stream waits for the hook's future (on CPU: when the future is done).
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,7 @@ def join_group_of_one(device: torch.device) -> None:
 
 
 def _leave(path: str) -> None:
+    gc.collect()  # models of torch's DDP, which would keep the group's threads alive
     if dist.is_initialized():
         dist.destroy_process_group()
     if os.path.exists(path):

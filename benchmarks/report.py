@@ -11,8 +11,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 Row = dict[str, object]
 
-_COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "MB", "GB/s", "% copy", "x base", "error"]
-_WIDTHS = [16, 10, 17, 9, 9, 8, 7, 7, 9]
+_COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "MB", "GB/s", "% copy", "x base", "error", "launches"]
+_WIDTHS = [16, 10, 17, 9, 9, 8, 7, 7, 9, 10]
 
 
 def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
@@ -40,7 +40,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    host_us = row["host_us"]
+    host_us, num_launches = row["host_us"], row["num_launches"]
     return [
         str(row["provider"]),
         f"{row['p50_us']:.1f}",
@@ -51,6 +51,7 @@ def _cells(row: Row) -> list[str]:
         f"{row['percent_of_copy']:.0f}",
         f"{row['times_baseline']:.2f}",
         f"{row['error']:.1e}",
+        "-" if num_launches is None else str(num_launches),
     ]
 
 

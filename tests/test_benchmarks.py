@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as bench
-from benchmarks import ddp_check, gpu_check, models, powersgd, report, stream_check
+from benchmarks import ddp_check, gpu_check, models, powersgd, reducer, report, stream_check
 from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise_error, rounding_error
 from benchmarks.hooks import join_group_of_one
+from gradcomp import ops
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -142,6 +143,7 @@ def test_every_file_of_kernels_is_found_and_its_cases_have_different_names(quick
             "decompress_cast ",
             "allreduce_hook ",
             "powerSGD_hook ",
+            "reducer ",
         ),
         *(f"powerSGD {stage} " for stage in powersgd.PASSES),
     ):
@@ -185,7 +187,8 @@ SMALL = [(40, 30), (7,), (40, 30), (64, 2, 3, 3), (5, 4)]
 @pytest.mark.parametrize(
     "build", [powersgd._hooks, *(partial(powersgd._stage, stage=s) for s in powersgd.PASSES)]
 )
-def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one):
+def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one, monkeypatch):
+    monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, for hundreds of steps
     problem = powersgd.Problem((tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
     setup = build(problem)
     bound = powersgd.MAX_ERROR_WITH_TORCH[dtype]
@@ -207,6 +210,54 @@ def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one):
         check(case, replace(setup, providers={"wrong": wrong}))
 
 
+# --- the reducers ---
+
+
+def test_reducers_are_checked_before_they_are_timed(group_of_one):
+    setup = reducer._training(SMALL, CPU)
+    bound = rounding_error(torch.float32)
+    case = Case("", "", "", 0, bound, lambda: setup, "torch")
+    assert set(check(case, setup)) == {"gradcomp", "gradcomp_view", "torch", "torch_view"}
+    for provider in setup.providers.values():
+        for _ in range(3):
+            provider()
+    assert check(case, setup)  # nothing that earlier calls have left gets in the way
+
+    def wrong() -> list[torch.Tensor]:
+        return [result * (1 + 2 * bound) for result in setup.providers["gradcomp"]()]
+
+    with pytest.raises(WrongResultError):
+        check(case, replace(setup, providers={"wrong": wrong}))
+
+
+def test_both_reducers_train_the_same_model_without_copies(group_of_one):
+    gradients = [torch.randn(shape) for shape in SMALL]
+    model = reducer.Model(gradients)
+    for _ in range(2):
+        results = reducer._step(model, model, None)
+        assert [result.data_ptr() for result in results] == [each.data_ptr() for each in gradients]
+
+
+def test_launches_are_counted_without_views_and_allocations():
+    assert reducer.num_launches(lambda: torch.ones(4).add_(1).view(2, 2).t()) == 2
+    assert reducer.num_launches(lambda: torch.empty(4)[1:]) == 0
+    # In a backward too, whatever thread runs it.
+    x = torch.ones(3, requires_grad=True)
+    forward = reducer.num_launches(lambda: x.exp().sum())
+    assert reducer.num_launches(lambda: x.exp().sum().backward()) > forward
+
+
+def test_reducers_on_a_gpu_average_bert_large():
+    labels = {
+        quick: [each.label for each in bench.discover(torch.device("cuda"), quick) if each.name == "reducer"]
+        for quick in (False, True)
+    }
+    assert labels == {
+        False: ["400 small tensors", "resnet50", "bert-large"],
+        True: ["400 small tensors"],
+    }
+
+
 def test_a_run_appends_rows_with_every_field(tmp_path):
     command = ["benchmarks", "--quick", "--filter", "decompress_cast 1 MiB", "--record"]
     run = partial(run_module, *command, "--results", str(tmp_path), GRADCOMP_COMMIT="0123abc")
@@ -226,7 +277,7 @@ def test_a_run_appends_rows_with_every_field(tmp_path):
         assert row["torch"] == torch.__version__
         assert not [field for field in row if f"`{field}`" not in documented]
         nulls = {field for field, value in row.items() if value is None}
-        assert nulls <= {"compute_capability", "driver", "cuda", "host_us"}
+        assert nulls <= {"compute_capability", "driver", "cuda", "host_us", "num_launches"}
     assert {row["provider"] for row in rows} == {"gradcomp", "torch"}
 
 
@@ -331,8 +382,10 @@ def test_the_stages_end_within_nine_minutes():
 def test_ddp_with_every_hook_on_two_ranks():
     done = run_module("benchmarks.ddp_check", "--device", "cpu", "--timeout-s", "90")
     assert done.returncode == 0, done.stdout
-    for hook in ddp_check.HOOKS:
-        assert f"{hook:<24} ok" in done.stdout
+    passed = [line for line in done.stdout.splitlines() if " ok " in line]
+    for hook in (*ddp_check.HOOKS, ddp_check.NO_HOOK):
+        reducers = [line.partition("  on ")[2] for line in passed if line.startswith(f"{hook:<24} ok")]
+        assert reducers == list(ddp_check.REDUCERS)
 
 
 BROKEN = """

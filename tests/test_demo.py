@@ -79,6 +79,19 @@ def test_a_whole_demo(start, tmp_path):
     assert none["validation_losses"][-1] == [13, none["validation_loss"]]
     assert none["ms_per_step"] > 0
     assert (tmp_path / "loss_vs_bytes.png").read_bytes().startswith(b"\x89PNG")
+    assert none["reducer"] == "torch"
+    assert "reducer: torch\n" in output
+
+    # Our Reducer trains as torch's DDP, to rounding. That the replicas have the same bits each run checks itself.
+    demo = start("--hook", "none", "--steps", "13", "--reducer", "gradcomp", "--out", str(tmp_path / "ours"))
+    status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
+    assert status == 0, output
+    ours = json.loads((tmp_path / "ours" / "none.json").read_text())
+    assert ours["reducer"] == "gradcomp"
+    assert "reducer: gradcomp\n" in output
+    assert ours["losses"] == pytest.approx(none["losses"], rel=1e-5)
+    assert ours["validation_loss"] == pytest.approx(none["validation_loss"], rel=1e-5)
+    assert ours["bytes_per_step"] == none["bytes_per_step"]
 
 
 def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):

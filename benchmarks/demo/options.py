@@ -3,6 +3,7 @@
 import argparse
 
 MIN_STEPS = 10  # fewer leave no step to time after the warm-up
+REDUCERS = ("torch", "gradcomp")  # what averages gradients during backward: torch's DDP, or our Reducer
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,8 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of weights and data (default: %(default)s)"
     )
+    text = "what averages: torch's DistributedDataParallel or gradcomp's Reducer (default: %(default)s)"
+    group.add_argument("--reducer", choices=REDUCERS, default="torch", help=text)
 
 
 def positive(text: str) -> int:
@@ -46,5 +49,5 @@ def check_training_options(parser: argparse.ArgumentParser, options: argparse.Na
 
 def training_arguments(options: argparse.Namespace) -> list[str]:
     """The training options as a command line, for the training script."""
-    names = ("steps", "width", "layers", "heads", "batch", "sequence", "seed")
+    names = ("steps", "width", "layers", "heads", "batch", "sequence", "seed", "reducer")
     return [f"--{name}={getattr(options, name)}" for name in names]

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.demo.train --hook fp16
 
 Using gradcomp is two of its lines: the import, and a registration in ``HOOKS`` (for PowerSGD with a state). The rest is what
-any DistributedDataParallel script holds. ``python -m benchmarks.demo`` runs it once per hook.
+any DistributedDataParallel script holds. ``python -m benchmarks.demo`` runs it once per hook. With
+``--reducer gradcomp`` our Reducer stands in DistributedDataParallel's place.
 """
 
 import argparse
@@ -23,10 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.demo.corpus import VOCABULARY, Windows
 from benchmarks.demo.measure import WARMUP_STEPS, Progress, Recorder, check_replicas
 from benchmarks.demo.options import add_training_options, check_training_options
+from gradcomp import Reducer
 from gradcomp.hooks import default_hooks, powerSGD_hook
 
+Averager = DistributedDataParallel | Reducer
 
-def register_power_sgd(model: DistributedDataParallel) -> None:
+
+def register_power_sgd(model: Averager) -> None:
     # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets. So
     # few that the last step whose bytes are always counted is compressed; the rule for real runs is a tenth.
     state = powerSGD_hook.PowerSGDState(
@@ -35,8 +39,8 @@ def register_power_sgd(model: DistributedDataParallel) -> None:
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-# How each hook is registered. "none" is the baseline: torch DDP's own all-reduce.
-HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
+# How each hook is registered. "none" is the baseline: the reducer's own all-reduce.
+HOOKS: dict[str, Callable[[Averager], None]] = {
     "none": lambda model: None,
     "allreduce": lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
     "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
@@ -90,6 +94,14 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
+def with_reducer(net: nn.Module, reducer: str) -> tuple[nn.Module, Averager]:
+    """(what to call, what averages the gradients), with small buckets, to have several of a small model."""
+    if reducer == "gradcomp":
+        return net, Reducer(net.named_parameters(), bucket_cap_mb=1)
+    model = DistributedDataParallel(net, bucket_cap_mb=1)
+    return model, model
+
+
 def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     """Train a GPT with ``options.hook`` on this rank's share of the data."""
     data = Windows(
@@ -102,9 +114,9 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     validation = data.validation.to(device)
     torch.manual_seed(options.seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
-    model = DistributedDataParallel(net, bucket_cap_mb=1)  # a small model: small buckets, to have several
-    HOOKS[options.hook](model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    model, averager = with_reducer(net, options.reducer)
+    HOOKS[options.hook](averager)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
     )
@@ -159,7 +171,8 @@ def main() -> None:
     device = join_group()
     result = train(options, device).result()
     if options.record and dist.get_rank() == 0:
-        facts = {"hook": options.hook, "ranks": dist.get_world_size(), "device": device.type}
+        facts = {"hook": options.hook, "reducer": options.reducer}
+        facts |= {"ranks": dist.get_world_size(), "device": device.type}
         versions = {"torch": torch.__version__, "backend": dist.get_backend()}
         with open(options.record, "w") as file:
             json.dump({**facts, **versions, "options": vars(options), **result}, file)

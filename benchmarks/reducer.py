@@ -1,0 +1,146 @@
+"""Backward and averaging with our Reducer beside torch's DistributedDataParallel, at world size 1.
+
+One process, so nothing crosses a wire: what is timed is the work that a reducer adds to backward. The model's
+forward and backward do next to nothing: forward gives zero, backward gives every parameter a fixed tensor as its
+gradient, without a copy. The backend is NCCL on CUDA and gloo on CPU. Gradients are None before each step.
+Providers:
+
+gradcomp, torch              as they come, 25 MiB a bucket.
+gradcomp_view, torch_view    the same with gradient_as_bucket_view.
+
+A call is a whole step, with DDP's forward and the setting to None: neither can be left out of the timing, and
+both are small. Launches are counted in a call of its own: the operators that torch dispatches, without views and
+allocations, and Triton's kernels. One operator may stand for many copies: on the CPU torch._foreach_copy_ is a
+loop in C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import models
+from benchmarks.harness import Case, Setup, rounding_error
+from benchmarks.hooks import join_group_of_one
+from gradcomp import Reducer
+
+SMALL: list[models.Shape] = [(64, 64), (256,)] * 200
+CUDA_SECONDS = 0.5  # a case's time in gpu-check, which has many
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    problems = {"400 small tensors": SMALL}
+    if not quick:
+        names = ("resnet50", "bert-large") if device.type == "cuda" else ("resnet50",)
+        problems |= {name: list(models.MODELS[name]()) for name in names}
+    for label, shapes in problems.items():
+        yield Case(
+            "reducer",
+            label=label,
+            dtype="float32",
+            num_bytes=2 * 4 * models.num_elements(shapes),
+            max_error=rounding_error(torch.float32),
+            build=partial(_training, shapes, device),
+            baseline="torch",
+            seconds=CUDA_SECONDS if device.type == "cuda" else None,
+        )
+
+
+class _Give(torch.autograd.Function):
+    """Zero, and in backward these gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Tensors of their own, of the same memory: autograd keeps those as they are, and would copy the others.
+        return None, *(gradient.detach() for gradient in ctx.gradients)
+
+
+class Model(torch.nn.Module):
+    """Parameters of these gradients' shapes."""
+
+    def __init__(self, gradients: Sequence[torch.Tensor]):
+        super().__init__()
+        self.gradients = gradients
+        weights = torch.nn.ParameterList(torch.zeros_like(gradient) for gradient in gradients)
+        self.registered, self.weights = weights, tuple(weights)  # a ParameterList is slow to go through
+
+    def forward(self) -> torch.Tensor:
+        return _Give.apply(self.gradients, *self.weights)
+
+
+def _training(shapes: Sequence[models.Shape], device: torch.device) -> Setup:
+    join_group_of_one(device)
+    right = [torch.randn(shape, device=device) for shape in shapes]
+    gradients = [gradient.clone() for gradient in right]
+    providers = {
+        name + suffix: step(gradients, options)
+        for suffix, options in (("", {}), ("_view", {"gradient_as_bucket_view": True}))
+        for name, step in (("gradcomp", _with_gradcomp), ("torch", _with_torch))
+    }
+    return Setup(
+        providers,
+        reference=lambda: (gradient.double() for gradient in right),
+        restore=lambda: torch._foreach_copy_(gradients, right),
+        num_launches=num_launches,
+    )
+
+
+def _with_gradcomp(gradients: Sequence[torch.Tensor], options: dict[str, bool]) -> Callable:
+    model = Model(gradients)
+    reducer = Reducer(model.parameters(), **options)
+    return partial(_step, model, model, reducer)
+
+
+def _with_torch(gradients: Sequence[torch.Tensor], options: dict[str, bool]) -> Callable:
+    model = Model(gradients)
+    return partial(_step, DistributedDataParallel(model, **options), model, None)
+
+
+def _step(forward: torch.nn.Module, model: Model, _: Reducer | None) -> list[torch.Tensor]:
+    """A step; the reducer is here to be kept alive."""
+    for weight in model.weights:
+        weight.grad = None
+    forward().backward()
+    return [weight.grad for weight in model.weights]
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that are dispatched, those apart that only make views or allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_view = any(
+            each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
+        )
+        self.count += not is_view and "empty" not in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+    def on_kernel(self, *_: Any) -> None:
+        self.count += 1
+
+
+def num_launches(call: Callable[[], object]) -> int:
+    """How many operators and Triton kernels a call launches."""
+    with _Launches() as launches:
+        triton.knobs.runtime.launch_enter_hook.add(launches.on_kernel)
+        try:
+            call()
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(launches.on_kernel)
+    return launches.count
