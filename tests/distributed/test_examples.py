@@ -1,0 +1,46 @@
+"""The documentation's examples run as they are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def run(*command, tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": str(EXAMPLES.parents[1]),
+        "TMPDIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_data_parallel_example(tmp_path):
+    """With gradcomp's import, and with torch's."""
+    source = (EXAMPLES / "data_parallel.py").read_text()
+    ours = "from gradcomp import DistributedDataParallel as DDP"
+    assert source.count(ours) == 1
+    path = tmp_path / "example.py"
+    for line in (ours, "from torch.nn.parallel import DistributedDataParallel as DDP"):
+        path.write_text(source.replace(ours, line))
+        run(path, tmp_path=tmp_path)
+
+
+def test_the_reducers_loop(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = run(*torchrun, EXAMPLES / "reducer_loop.py", tmp_path=tmp_path)
+    loss, rate = (float(part.split()[-1]) for part in printed.split(","))
+    assert loss < 1.0
+    assert rate > 2
