@@ -24,7 +24,15 @@ from .kernels import powersgd_plan
 if TYPE_CHECKING:
     from .layout import FlatLayout, LowRankLayout
 
-__all__ = ["LowRankPlan", "compress_cast", "decompress_cast", "flatten", "low_rank_plan", "unflatten"]
+__all__ = [
+    "LowRankPlan",
+    "compress_cast",
+    "decompress_cast",
+    "flatten",
+    "low_rank_plan",
+    "runs_triton",
+    "unflatten",
+]
 
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
 
@@ -60,7 +68,8 @@ _Tables = dict[tuple[torch.device, bool], flatten_kernel.FlattenTables]
 _tables: weakref.WeakKeyDictionary[FlatLayout, _Tables] = weakref.WeakKeyDictionary()
 
 
-def _runs_triton(device: torch.device) -> bool:
+def runs_triton(device: torch.device) -> bool:
+    """Whether tensors on this device go to the kernels."""
     return device.type == "cuda" or (_INTERPRETED and device.type == "cpu")
 
 
@@ -102,7 +111,7 @@ def _cast(name: str, src: torch.Tensor, out: torch.Tensor, scale: float) -> torc
     if src.numel() != out.numel():
         raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
     _require_device(name, src, out.device)
-    if _runs_triton(out.device):
+    if runs_triton(out.device):
         with _turn:
             cast_kernel.cast(src, out=out, scale=scale)
     else:
@@ -127,7 +136,7 @@ def flatten(
     Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
     """
     _check_list("flatten", tensors, layout, out)
-    if _runs_triton(out.device):
+    if runs_triton(out.device):
         with _turn:
             tables = _tables_of(layout, out.device, to_flat=True)
             flatten_kernel.flatten(tensors, tables, out=out, scale=scale)
@@ -152,7 +161,7 @@ def unflatten(
     Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
     """
     _check_list("unflatten", out, layout, flat)
-    if _runs_triton(flat.device):
+    if runs_triton(flat.device):
         with _turn:
             tables = _tables_of(layout, flat.device, to_flat=False)
             flatten_kernel.unflatten(flat, tables, out=out, scale=scale)
@@ -227,7 +236,7 @@ def low_rank_plan(
     takes it back.
     """
     kernels_plan = _PlanInTurns if _INTERPRETED else powersgd_plan.LowRankPlan
-    plan = kernels_plan if _runs_triton(device) else cpu_low_rank.LowRankPlan
+    plan = kernels_plan if runs_triton(device) else cpu_low_rank.LowRankPlan
     return plan(
         layout,
         dtype,

@@ -168,7 +168,7 @@ class Bucket:
 
     def _has_kernels(self, chosen: list[int]) -> bool:
         """Whether one launch copies these parts: the kernels take neighbours."""
-        if not ops._runs_triton(self.buffer.device) or self.buffer.dtype not in FLATTENED:
+        if not ops.runs_triton(self.buffer.device) or self.buffer.dtype not in FLATTENED:
             return False
         return chosen[-1] - chosen[0] + 1 == len(chosen)
 

@@ -249,14 +249,20 @@ class Reducer:
     def _start(self, index: int, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
         if self._hook is None:
             # The division comes first: the sum may not fit the dtype where the mean does.
-            bucket.fill(1 / self._divisor)
+            self._fill(bucket, 1 / self._divisor)
             work: Any = dist.all_reduce(bucket.buffer, group=self.process_group, async_op=True)
             future: torch.futures.Future[torch.Tensor] = work.get_future()
             return future
-        bucket.fill(1.0)
+        self._fill(bucket, 1.0)
         state, hook = self._hook
         is_last = index == len(self._buckets) - 1
         return checked_future(hook(state, GradBucket(index, bucket.buffer, bucket.parameters, is_last)), hook)
+
+    def _fill(self, bucket: Bucket, scale: float) -> None:
+        bucket.fill(scale)
+        if self._as_view:
+            # At once: the memory of gradients that autograd has made anew is free before the next bucket's are.
+            bucket.alias(i for i, param in enumerate(bucket.parameters) if param.grad is not None)
 
     # --- the end of a step ---
 
@@ -361,9 +367,7 @@ class Reducer:
         self._build(agree_on_order(order, self._params[0].device, self.process_group))
         if self._as_view:
             for bucket in self._buckets:
-                with_gradient = [i for i, param in enumerate(bucket.parameters) if param.grad is not None]
-                bucket.fill(1.0)
-                bucket.alias(with_gradient)
+                self._fill(bucket, 1.0)
 
     # --- what can be wrong ---
 

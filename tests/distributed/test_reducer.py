@@ -171,6 +171,66 @@ def test_gradients_are_views_of_the_buckets(set_to_none):
     assert run_ranks(memory_of_gradients, 1, set_to_none) == [[True] * 4]
 
 
+def views_during_backward(rank):
+    """For every bucket, whether the gradients of those before it lie in their buckets when it is averaged."""
+    model = MLP()
+    caps = {"bucket_cap_mb": 0.005, "first_bucket_cap_mb": 0.005}
+    reducer = make_reducer(model, gradient_as_bucket_view=True, **caps)
+    facts = []
+
+    def hook(state, bucket):
+        before = reducer._buckets[: bucket.index() + 1]
+        grads = [
+            (param.grad, view)
+            for each in before
+            for param, view in zip(each.parameters, each.views, strict=True)
+        ]
+        facts.append(all(grad.data_ptr() == view.data_ptr() for grad, view in grads))
+        return default_hooks.allreduce_hook(state, bucket)
+
+    reducer.register_comm_hook(None, hook)
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model(torch.randn(3, 20))).backward()
+    return facts
+
+
+def test_new_gradients_do_not_outlive_their_bucket():
+    """With bucket views, what autograd made anew is free as soon as its bucket is filled."""
+    (facts,) = run_ranks(views_during_backward, 1)
+    assert len(facts) >= 9
+    assert all(facts)
+
+
+def skip_unused(rank, skip):
+    """How many buckets of a model with layers that no rank uses were averaged, and their gradients."""
+    torch.manual_seed(0)
+    model, indices = Branches(), []
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skip}
+    reducer = make_reducer(model, bucket_cap_mb=0.004, first_bucket_cap_mb=0.004, **options)
+
+    def hook(state, bucket):
+        indices.append(bucket.index())
+        return default_hooks.allreduce_hook(state, bucket)
+
+    reducer.register_comm_hook(None, hook)
+    x = torch.full((2, 12), 0.05) + rank
+    x[0, 0] = 0.05  # the first branch, on both ranks
+    outputs = model(x)
+    reducer.prepare_for_backward(outputs)
+    loss_of(outputs).backward()
+    return indices, [param.grad for param in model.parameters()]
+
+
+def test_buckets_without_used_parameters_can_be_skipped():
+    (all_, grads), (skipped, same) = (run_ranks(skip_unused, 2, skip)[0] for skip in (False, True))
+    assert all_ == list(range(len(all_)))
+    assert 0 < len(skipped) < len(all_)
+    assert [grad is None for grad in grads] == [grad is None for grad in same]
+    assert sum(grad is None for grad in grads) == 6
+    assert all(grad is None or torch.equal(grad, other) for grad, other in zip(grads, same, strict=True))
+
+
 # Hooks.
 
 

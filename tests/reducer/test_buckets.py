@@ -66,7 +66,7 @@ def test_views_have_their_parameters_strides():
 def has_kernels(request, monkeypatch):
     """With Triton's interpreter, and as the CPU does without."""
     if not request.param:
-        monkeypatch.setattr("gradcomp.reducer.bucket.ops._runs_triton", lambda device: False)
+        monkeypatch.setattr("gradcomp.reducer.bucket.ops.runs_triton", lambda device: False)
     return request.param
 
 
@@ -99,7 +99,7 @@ def test_fill_gathers_scales_and_fills_up_with_zeros(
 def test_fill_is_one_flatten(monkeypatch):
     """Where there are kernels."""
     calls = []
-    monkeypatch.setattr("gradcomp.reducer.bucket.ops._runs_triton", lambda device: True)
+    monkeypatch.setattr("gradcomp.reducer.bucket.ops.runs_triton", lambda device: True)
     monkeypatch.setattr(
         "gradcomp.reducer.bucket.ops.flatten", lambda tensors, *_, **__: calls.append(len(tensors))
     )
