@@ -32,6 +32,10 @@ def example(rank, world_size, folder):
     loss_fn(outputs, labels).backward()
     # update parameters
     optimizer.step()
+
+    # no rank leaves while another may still talk to it
+    dist.barrier()
+    del ddp_model, outputs
     dist.destroy_process_group()
 
 

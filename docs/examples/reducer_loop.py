@@ -28,4 +28,7 @@ for _ in range(50):
     optimizer.step()
 if rank == 0:
     print(f"loss {loss.item():.3f}, compression rate {state.compression_stats()[0]:.1f}")
+dist.barrier()  # no rank leaves while another may still talk to it
+reducer.close()
+del reducer, state
 dist.destroy_process_group()
