@@ -91,6 +91,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module, self.dim = module, dim
         self.device = next(iter(named.values())).device
         self.device_type = self.device.type
+        # As torch: broadcast_buffers=False leaves buffers alone at construction, too; the newer name does not.
+        sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
         sync = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.broadcast_buffers = sync is not False
         self.bucket_cap_mb = bucket_cap_mb
@@ -103,7 +105,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._make_reducer(verify=init_sync)
         if init_sync:
-            self._sync_module(src=0)
+            self._sync_module(src=0, buffers=sync_buffers_now)
 
     def _make_reducer(self, verify: bool) -> None:
         sparse = [
@@ -221,10 +223,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # --- what all ranks have in common ---
 
-    def _sync_module(self, src: int) -> None:
+    def _sync_module(self, src: int, buffers: bool) -> None:
         """Parameters and buffers of one of the group's ranks for all of them."""
         states = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-        if self.broadcast_buffers:
+        if buffers:
             states += [buffer.detach() for buffer in self._buffers_to_sync()]
         broadcast_coalesced(states, src, self.process_group)
 
@@ -320,7 +322,7 @@ class _JoinHook(JoinHook):
             ddp.reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.ddp._sync_module(self.ddp._common_rank(is_last_joiner))
+        self.ddp._sync_module(self.ddp._common_rank(is_last_joiner), self.ddp.broadcast_buffers)
 
 
 class _Sink(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import inspect
 import io
 import re
 import warnings
@@ -472,6 +473,24 @@ def test_buffers_come_from_rank_0_in_every_forward(options):
     first, second = assert_alike(reassigned_buffers, 2, options)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other) == (not options)
+
+
+def buffers_at_construction(cls, rank, options):
+    model = ConvNet()
+    model.body[1].running_mean.fill_(rank + 1.0)
+    if "forward_sync_buffers" not in inspect.signature(TorchDDP).parameters and cls is TorchDDP:
+        options = {}  # an older torch, which has this under no name
+    cls(model, **options)
+    return model.body[1].running_mean.clone()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}], ids=str
+)
+def test_buffers_at_construction(options):
+    """broadcast_buffers=False leaves them alone from the start; forward_sync_buffers=False, only later."""
+    first, second = assert_alike(buffers_at_construction, 2, options)
+    assert torch.equal(first, second) == ("broadcast_buffers" not in options)
 
 
 # Serialisation.
