@@ -151,13 +151,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not self._optimizers_in_backward_are_set_up:
             self._set_up_optimizers_in_backward()
         work = Join.notify_join_context(self)
+        self.reducer._divisor = self.process_group.size()
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
+            # The host has to know: how many ranks still have input, which torch's asks in every such step, too.
             self.reducer._divisor = int(work.result()[0].item())
         if self._will_sync_buffers():
             self._sync_buffers(self._source_of_buffers())
         if self._join_config.enable:
-            self._agree_whether_to_sync(self.require_backward_grad_sync)
+            self._whether_to_sync(
+                self.require_backward_grad_sync
+            )  # for the ranks without input: nobody waits here
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -253,10 +257,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.process_group)
         return int(rank.item())
 
-    def _agree_whether_to_sync(self, mine: bool) -> bool:
-        flag = torch.tensor([int(mine)], device=self.device)
+    def _whether_to_sync(self, mine: bool) -> torch.Tensor:
+        """More than zero if any rank averages its next backward."""
+        flag = torch.full((1,), int(mine), device=self.device)
         dist.all_reduce(flag, group=self.process_group)
-        return bool(flag.item())
+        return flag
 
     # --- uneven inputs ---
 
@@ -317,7 +322,7 @@ class _JoinHook(JoinHook):
         ddp = self.ddp
         if ddp._will_sync_buffers():
             ddp._sync_buffers(ddp._common_rank(False))
-        ddp.require_forward_param_sync = ddp._agree_whether_to_sync(False)
+        ddp.require_forward_param_sync = bool(ddp._whether_to_sync(False).item())
         if ddp.require_forward_param_sync:
             ddp.reducer.take_part()
 

@@ -359,6 +359,7 @@ class Reducer:
         work.wait()
         if len(step.used) == len(self._params):
             return set()
+        # Asks the device, and only on a rank that left parameters out: which gradients to leave alone is known nowhere else.
         return {number for number, count in enumerate(used.tolist()) if not count}
 
     def _rebuild(self, order: list[int]) -> None:

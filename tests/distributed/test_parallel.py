@@ -573,6 +573,25 @@ def test_join(divide, options):
     assert torch.equal(first, second)
 
 
+def join_in_both_ways(cls, rank):
+    """A join that divides by the ranks that are left, and then one that divides by all."""
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model)
+    results = []
+    for divide_by_all in (False, True):
+        with ddp.join(divide_by_initial_world_size=divide_by_all):
+            for step in range(1 + 2 * rank):
+                ddp.zero_grad()
+                loss_of(ddp(batch_of(model, rank, step))).backward()
+                results.append(gradients(model))
+    return results
+
+
+def test_one_join_leaves_the_next_ones_mean_alone():
+    assert_alike(join_in_both_ways, 2)
+
+
 def throw_early(cls, rank):
     model = MLP()
     ddp = cls(model)
