@@ -107,30 +107,34 @@ def per_block(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
 class Stack:
     """The matrices of one shape: where they lie in the bucket, their memory, and the factors.
 
-    memory: the error between steps; M = gradient + error from project to reconstruct.
+    p [k, rows, r], qt [k, r, cols]: in the wide dtype, fp32 or fp64. memory: in the bucket's dtype, the error
+    between steps; M = gradient + error from project to reconstruct.
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], dtype: torch.dtype, device: torch.device, keep_error: bool
+        self,
+        matrices: Sequence[Matrix],
+        p: torch.Tensor,
+        qt: torch.Tensor,
+        dtype: torch.dtype,
+        keep_error: bool,
     ):
         first = matrices[0]
         k, rows, cols, rank = len(matrices), first.rows, first.cols, first.rank
-        self.matrices, self.shape = matrices, (k, rows, cols)
-        wide = torch.promote_types(dtype, torch.float32)
+        self.matrices, self.shape, self.p, self.qt = matrices, (k, rows, cols), p, qt
+        wide, device = p.dtype, p.device
         self.is_wide = dtype == wide
         self.is_complete = first.numel == rows * cols
         self.is_one_piece = self.is_complete and all(
             matrix.offset == first.offset + i * rows * cols for i, matrix in enumerate(matrices)
         )
         self.memory = torch.zeros(k, rows, cols, dtype=dtype, device=device) if keep_error else None
-        self.p = torch.zeros(k, rows, rank, dtype=wide, device=device)
-        self.qt = torch.zeros(k, rank, cols, dtype=wide, device=device)
         # What the next step projects on, in rows of length 1.
         self.direction = torch.zeros(k, rank, cols, dtype=wide, device=device)
         # One matrix in the wide dtype, where the bucket has none to show as it is.
         needed = 0 if self.is_wide and self.is_complete else 1
         self._matrix = torch.zeros(needed, rows, cols, dtype=wide, device=device)
-        self._scratch = torch.empty(2, k, rows, rank, dtype=torch.float64, device=device)
+        self._scratch = torch.empty(2, *p.shape, dtype=torch.float64, device=device)
 
     def parts(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Each matrix's elements in the bucket, flat."""
@@ -178,19 +182,19 @@ class Stack:
             if self.memory is not None:
                 self.memory[i].view(-1)[: part.numel()].sub_(part)
 
-    def orthonormalise(self, p: torch.Tensor, epsilon: float) -> None:
-        """P = an orthonormal basis of the averaged P."""
-        orthonormalise(p, epsilon, out=self.p, scratch=self._scratch)
+    def orthonormalise(self, epsilon: float) -> None:
+        """P = an orthonormal basis of P."""
+        orthonormalise(self.p, epsilon, out=self.p, scratch=self._scratch)
 
     def turn(self) -> torch.Tensor:
-        """Make the rows of Qᵀ the next direction. Returns their lengths [k, r]."""
+        """Make the rows of Qᵀ the next direction. Returns their lengths [k · r]."""
         length: torch.Tensor = torch.linalg.vector_norm(self.qt, dim=-1, dtype=torch.float64)
-        torch.mul(self.qt, (1 / length).to(self.qt.dtype)[:, :, None], out=self.direction)
-        return length
+        torch.div(self.qt, length.to(self.qt.dtype)[:, :, None], out=self.direction)
+        return length.view(-1)
 
     def replace(self, lost: torch.Tensor, random: torch.Tensor) -> None:
-        """Random directions in place of those lost [k, r]; no error where it isn't finite."""
-        torch.where(lost[:, :, None], random, self.direction, out=self.direction)
+        """Random directions in place of those lost [k · r]; no error where it isn't finite."""
+        torch.where(lost.view(*random.shape[:2], 1), random, self.direction, out=self.direction)
         if self.memory is not None:
             self.memory.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -247,45 +251,61 @@ class LowRankPlan:
         self.layout = layout
         self.p_wire = torch.empty(layout.wire_numel, dtype=dtype, device=device)
         self.q_wire = torch.empty(layout.q_numel, dtype=dtype, device=device)
-        self.stacks = [Stack(group, dtype, device, error_feedback) for group in layout.groups]
+        # The factors in the wide dtype: on the wire where that is the bucket's, else rounded to it.
+        wide = torch.promote_types(dtype, torch.float32)
+        self._p_part = self.p_wire[: layout.p_numel]
+        self._p = self._p_part if dtype == wide else torch.empty_like(self._p_part, dtype=wide)
+        self._q = self.q_wire if dtype == wide else torch.empty_like(self.q_wire, dtype=wide)
+        self.stacks = []
+        p_begin = q_begin = 0
+        for group in layout.groups:
+            k, rows, cols, rank = len(group), group[0].rows, group[0].cols, group[0].rank
+            p = self._p[p_begin : (p_begin := p_begin + k * rows * rank)].view(k, rows, rank)
+            qt = self._q[q_begin : (q_begin := q_begin + k * rank * cols)].view(k, rank, cols)
+            self.stacks.append(Stack(group, p, qt, dtype, error_feedback))
         self._error_feedback, self._warm_start, self._epsilon = error_feedback, warm_start, epsilon
         for stack, direction in zip(self.stacks, self._random(seed), strict=True):
             stack.direction.copy_(direction)
 
     def project(self, buffer: torch.Tensor, scale: float) -> None:
         """M = gradient + error; p_wire = scale · (all M Q, then what isn't compressed)."""
-        for stack, wire in zip(self.stacks, self._p_panels(), strict=True):
+        for stack in self.stacks:
             stack.project(buffer)
-            torch.mul(stack.p, scale, out=wire)
+        cast(self._p, out=self._p_part, scale=scale)
         for (offset, numel), wire in self._rest():
             cast(buffer[offset : offset + numel], out=wire, scale=scale)
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """P = orthonormalise(p_wire's); q_wire = scale · all Qᵀ = Pᵀ M."""
-        for stack, p, q in zip(self.stacks, self._p_panels(), self._q_panels(), strict=True):
-            stack.orthonormalise(p, self._epsilon)
+        self._p.copy_(self._p_part)
+        # Backwards: what project read last is still in a cache.
+        for stack in reversed(self.stacks):
+            stack.orthonormalise(self._epsilon)
             stack.back_project(buffer)
-            torch.mul(stack.qt, scale, out=q)
+        cast(self._q, out=self.q_wire, scale=scale)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """gradient = P Qᵀ and the averages of the rest; choose the next step's direction.
 
         A matrix whose factors aren't finite gives NaN now, and starts afresh in the next step.
         """
-        random = None if self._warm_start else self._random(seed)
-        for i, (stack, wire) in enumerate(zip(self.stacks, self._q_panels(), strict=True)):
-            stack.qt.copy_(wire)
+        self._q.copy_(self.q_wire)
+        for stack in self.stacks:
             stack.reconstruct(buffer)
-            length = stack.turn()
-            # A zero direction would never see a gradient again.
-            lost = ~((length > SHORTEST) & (length < torch.inf))
-            if not self._warm_start:
-                lost.fill_(True)
-            if lost.any():
-                random = random or self._random(seed)
-                stack.replace(lost, random[i])
         for (offset, numel), wire in self._rest():
             buffer[offset : offset + numel].copy_(wire)
+        if not self.stacks:
+            return
+        lengths = [stack.turn() for stack in self.stacks]
+        length = torch.cat(lengths)
+        # A zero direction would never see a gradient again.
+        kept = (length > SHORTEST) & (length < torch.inf)
+        if not self._warm_start:
+            kept.fill_(False)
+        if not kept.all():
+            lost = (~kept).split([len(each) for each in lengths])
+            for stack, of_stack, random in zip(self.stacks, lost, self._random(seed), strict=True):
+                stack.replace(of_stack, random)
 
     def error(self) -> torch.Tensor:
         """This rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
@@ -326,16 +346,3 @@ class LowRankPlan:
         """What isn't compressed: (offset, numel) in the bucket, and its place on the wire."""
         wires = self.p_wire[self.layout.p_numel :].split([numel for _, numel in self.layout.rest])
         return zip(self.layout.rest, wires, strict=True)
-
-    def _p_panels(self) -> list[torch.Tensor]:
-        """The stacks' P [k, rows, r] on the wire."""
-        return self._panels(self.p_wire[: self.layout.p_numel], [stack.p for stack in self.stacks])
-
-    def _q_panels(self) -> list[torch.Tensor]:
-        """The stacks' Qᵀ [k, r, cols] on the wire."""
-        return self._panels(self.q_wire, [stack.qt for stack in self.stacks])
-
-    @staticmethod
-    def _panels(wire: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        parts = wire.split([tensor.numel() for tensor in like])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
