@@ -7,13 +7,16 @@ TRITON_ALSO := 3.6.0
 # Left out there, to stay under 15 minutes: minutes of interpreting what test_powersgd_plan.py goes through once.
 LONGEST := test_powersgd_step.py test_powersgd_orthonormalise.py
 
-.PHONY: demo test lint format bench gpu-check clean help
+.PHONY: demo accuracy test lint format bench gpu-check clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 demo: $(VENV)/ready      ## train a small GPT with every hook on 2 ranks; draw loss against bytes sent
 	$(BIN)/python -m benchmarks.demo $(ARGS)
+
+accuracy: $(VENV)/ready  ## train two models to the end with every hook, from several seeds; compare validation losses
+	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 
 test: $(VENV)/ready $(VENV)/triton-$(TRITON_ALSO)   ## every test; then the kernels' tests under the second Triton
 	$(BIN)/python -m pytest $(ARGS)

@@ -1,0 +1,95 @@
+"""What compression costs in accuracy: train to the end with each hook, from several seeds, and compare.
+
+    python -m benchmarks.accuracy --task digits --hook none,powersgd:4,batched:1 --seeds 3
+
+Trains the demo's GPT, of a smaller size, and a convolutional network on scikit-learn's digits, on several
+ranks (gloo, CPU). From one seed every hook trains the same weights on the same data in the same order.
+PowerSGD (powersgd:RANK, or batched:RANK for a bucket as one matrix) starts after a tenth of the steps.
+Writes accuracy.jsonl, a line per run, and a picture to --out.
+"""
+
+import argparse
+import importlib.util
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import torch.multiprocessing
+
+from benchmarks.accuracy import report
+from benchmarks.accuracy.tasks import TASKS
+from benchmarks.accuracy.train import check_hook_name, work
+from benchmarks.demo.__main__ import stop
+from benchmarks.demo.options import add_training_options, check_training_options, positive
+
+HOOKS = "none,fp16,bf16,powersgd:8,powersgd:4,powersgd:2,powersgd:1,batched:1"
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tasks = ",".join(TASKS)
+    parser.add_argument("--task", default=tasks, help="comma-separated (default %(default)s)")
+    parser.add_argument(
+        "--hook",
+        default=HOOKS,
+        help="comma-separated; the others are compared with the first (default %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds", type=positive, default=4, help="runs per hook, from --seed on (default %(default)s)"
+    )
+    parser.add_argument("--ranks", type=positive, default=2, help="processes (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/accuracy"), help="folder (default %(default)s)"
+    )
+    add_training_options(parser)
+    parser.set_defaults(steps=1000, width=64, layers=2)
+    options = parser.parse_args(arguments)
+    check_training_options(parser, options)
+    options.tasks, options.hooks = options.task.split(","), options.hook.split(",")
+    for task in options.tasks:
+        if task not in TASKS:
+            parser.error(f"--task: there is no {task!r}; known are {tasks}")
+    for hook in options.hooks:
+        try:
+            check_hook_name(hook)
+        except ValueError as error:
+            parser.error(f"--hook: {error}")
+    if "digits" in options.tasks and importlib.util.find_spec("sklearn") is None:
+        parser.error(
+            "the digits come with scikit-learn, which is not installed: pip install 'gradcomp[accuracy]', "
+            "or leave them out with --task gpt"
+        )
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.results = options.out / "accuracy.jsonl"
+    options.results.unlink(missing_ok=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    with tempfile.TemporaryDirectory() as folder:
+        store = (Path(folder) / "store").as_uri()
+        # daemon: whatever ends this process ends the ranks.
+        torch.multiprocessing.spawn(work, (store, options), nprocs=options.ranks, daemon=True)
+    rows = [json.loads(line) for line in options.results.read_text().splitlines()]
+    print("\n" + report.tables(rows))
+    print(f"\nEvery run: {options.results}")
+    picture = options.out / "accuracy.png"
+    try:
+        report.draw(rows, picture)
+        print(f"Validation loss against bytes sent: {picture}")
+    except ImportError:
+        print("No picture: it needs matplotlib (pip install 'gradcomp[accuracy]')")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What is trained: the demo's GPT on its text, and a small convolutional network on scikit-learn's digits."""
+
+import argparse
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.demo.corpus import Windows, read_corpus
+from benchmarks.demo.train import GPT
+
+Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
+
+VALIDATION_WINDOWS = 128  # of the text
+VALIDATION_SHARE = 0.2  # of the digits
+DIGITS_BATCH = 32  # images per rank and step
+
+# Chosen without compression: the hooks get what suits the baseline.
+GPT_LEARNING_RATE = 3e-3
+DIGITS_LEARNING_RATE, DIGITS_MOMENTUM, DIGITS_WEIGHT_DECAY = 0.05, 0.9, 5e-3
+
+
+@dataclass
+class Task:
+    """One rank's side of a run. Ranks have the same weights and validation data; each draws its own batches.
+
+    All of it follows from the options, the seed, the rank and the number of ranks, so that every hook trains
+    the same weights on the same data in the same order.
+    """
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+    draw: Callable[[], Batch]
+    validation: Batch
+
+
+def gpt(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
+    """The demo's GPT and AdamW. Validation: windows spread over the held-out files."""
+    folder, window = sysconfig.get_paths()["stdlib"], options.sequence + 1
+    data = Windows(folder, options.sequence, seed, rank, ranks)
+    _, held_out = read_corpus(folder)
+    starts = torch.linspace(0, len(held_out) - window, VALIDATION_WINDOWS).long()
+    torch.manual_seed(seed)
+    net = GPT(options.width, options.layers, options.heads, options.sequence)
+    return Task(
+        net,
+        torch.optim.AdamW(net.parameters(), lr=GPT_LEARNING_RATE),
+        draw=lambda: next_bytes(data.draw(options.batch)),
+        validation=next_bytes(held_out.unfold(0, window, 1)[starts].long()),
+    )
+
+
+def next_bytes(windows: Tensor) -> Batch:
+    return windows[:, :-1], windows[:, 1:]
+
+
+def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
+    """Three convolutions and SGD with momentum on 1,797 images of 8×8. Validation: the last fifth of them.
+
+    They stay in the data set's order: thirteen people wrote them, and a random split, which is easier, would
+    hold out images of writers that it trains on. Raises ImportError without scikit-learn.
+    """
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.from_numpy(data.images).float().unsqueeze(1) / 16
+    labels = torch.from_numpy(data.target).long()
+    num_training = len(labels) - round(VALIDATION_SHARE * len(labels))
+    generator = torch.Generator().manual_seed(seed * ranks + rank)
+
+    def draw() -> Batch:
+        chosen = torch.randint(num_training, (DIGITS_BATCH,), generator=generator)
+        return images[chosen], labels[chosen]
+
+    torch.manual_seed(seed)
+    net = conv_net()
+    return Task(
+        net,
+        torch.optim.SGD(
+            net.parameters(),
+            lr=DIGITS_LEARNING_RATE,
+            momentum=DIGITS_MOMENTUM,
+            weight_decay=DIGITS_WEIGHT_DECAY,
+        ),
+        draw,
+        validation=(images[num_training:], labels[num_training:]),
+    )
+
+
+def conv_net() -> nn.Module:
+    """Images, batch × 1 × 8 × 8, to the logits of ten digits."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 2 * 2, 10)),
+    )
+
+
+def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy in nats, and the share of predictions that are right."""
+    inputs, classes = batch
+    logits = model(inputs)
+    loss = functional.cross_entropy(logits.flatten(0, -2), classes.flatten())
+    return loss, (logits.argmax(-1) == classes).float().mean()
+
+
+TASKS: dict[str, Callable[[argparse.Namespace, int, int, int], Task]] = {"gpt": gpt, "digits": digits}

@@ -1,0 +1,117 @@
+"""Train every task with every hook from every seed; this is what one rank does."""
+
+import argparse
+import gc
+import json
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
+from benchmarks.demo import train as demo
+from benchmarks.demo.measure import Progress, Recorder, check_replicas
+from benchmarks.environment import describe
+from gradcomp.hooks import powerSGD_hook
+
+EXACT_OR_16_BIT = ("none", "allreduce", "fp16", "bf16")  # registered as in the demo
+LOW_RANK = {"powersgd": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
+TIMEOUT = timedelta(minutes=5)  # how long a rank waits for another before it gives up
+
+
+def check_hook_name(hook: str) -> None:
+    """Raise ValueError unless ``hook`` is a name that register() takes."""
+    name, colon, rank = hook.partition(":")
+    low_rank = name in LOW_RANK and rank.isdecimal() and int(rank) > 0
+    if not low_rank and (colon or name not in EXACT_OR_16_BIT):
+        known = ", ".join([*EXACT_OR_16_BIT, *(f"{name}:RANK" for name in LOW_RANK)])
+        raise ValueError(f"there is no {hook!r}; known are {known}")
+
+
+def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
+    """Register "fp16" or "powersgd:4" (PowerSGD of rank 4), which starts after ``start_iter`` steps."""
+    name, _, rank = hook.partition(":")
+    if name not in LOW_RANK:
+        demo.HOOKS[name](averager)
+        return
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=int(rank), start_powerSGD_iter=start_iter
+    )
+    averager.register_comm_hook(state, LOW_RANK[name])
+
+
+def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
+    """(seed, task, hook) of every run: stopped early, it has finished seeds to show."""
+    seeds = range(options.seed, options.seed + options.seeds)
+    return product(seeds, options.tasks, options.hooks)
+
+
+def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
+    """One run: the row to record. Every rank must call it."""
+    task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
+    model, averager = demo.with_reducer(task.net, options.reducer)
+    recorder, progress = Recorder(options.steps, torch.device("cpu")), Progress(label, options.steps)
+    start_iter = recorder.every  # a tenth of the run, and a step whose bytes are counted
+    register(hook, averager, start_iter)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        task.optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
+    )
+
+    def validate() -> float:
+        with torch.no_grad():
+            loss, accuracy = loss_and_accuracy(task.net, task.validation)
+        recorder.add_validation(loss)
+        return accuracy.item()
+
+    accuracy = validate()
+    for _ in range(options.steps):
+        with recorder.step():
+            loss, _ = loss_and_accuracy(model, task.draw())
+            task.optimizer.zero_grad()
+            loss.backward()
+            task.optimizer.step()
+        schedule.step()
+        recorder.losses.append(loss.detach())
+        if recorder.is_time_to_validate():
+            accuracy = validate()
+        progress.show(recorder)
+
+    check_replicas(list(task.net.parameters()))
+    result = recorder.result()
+    return {
+        "task": task_name,
+        "hook": hook,
+        "seed": seed,
+        "steps": options.steps,
+        "start_powerSGD_iter": start_iter,
+        "ranks": dist.get_world_size(),
+        "reducer": options.reducer,
+        "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
+        "bytes_per_step": result["bytes_per_step"],
+        "sent_bytes": sum(result["step_bytes"]),
+        "loss": result["loss"],
+        "validation_loss": result["validation_loss"],
+        "validation_accuracy": accuracy,
+        "validation_losses": result["validation_losses"],
+    }
+
+
+def work(rank: int, store: str, options: argparse.Namespace) -> None:
+    """Rank ``rank`` of the gloo group that meets at the file ``store``: every run, each appended to
+    ``options.results`` as a JSON line by rank 0.
+    """
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT)
+    environment = describe(torch.device("cpu"))
+    todo = list(runs(options))
+    for number, (seed, task, hook) in enumerate(todo, 1):
+        label = f"[{number}/{len(todo)}] {task} {hook} seed {seed}"
+        row = train(label, task, hook, seed, options)
+        if rank == 0:
+            with options.results.open("a") as file:
+                file.write(json.dumps({**environment, **row}) + "\n")
+        gc.collect()  # DDP models are in reference cycles, and would stay
+    dist.destroy_process_group()

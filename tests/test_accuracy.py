@@ -1,0 +1,161 @@
+"""benchmarks/accuracy: a tiny real run, its data, its statistics; docs/accuracy.md shows what was run.
+
+Needs scikit-learn and matplotlib: pip install 'gradcomp[accuracy]'.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp[accuracy]'")
+
+from benchmarks.accuracy import report
+from benchmarks.accuracy.__main__ import parse
+from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
+
+ROOT = Path(__file__).parents[1]
+TINY = Namespace(width=16, layers=1, heads=2, batch=2, sequence=16)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_whole_run(tmp_path):
+    tiny = ["--width=16", "--layers=1", "--heads=2", "--batch=2", "--sequence=16"]
+    hooks = ["--hook=none,powersgd:1", "--steps=60", "--seeds=1", "--seed=3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.accuracy", *tiny, *hooks, "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stdout
+    rows = rows_of(tmp_path / "accuracy.jsonl")
+    assert [(row["task"], row["hook"], row["seed"]) for row in rows] == [
+        (task, hook, 3) for task in ("gpt", "digits") for hook in ("none", "powersgd:1")
+    ]
+    assert all(row["commit"] and row["torch"] == torch.__version__ and row["ranks"] == 2 for row in rows)
+    for none, power_sgd in (rows[:2], rows[2:]):
+        assert none["bytes_per_step"] == 4 * none["num_parameters"]
+        # In the first step DDP also tells the ranks how it arranges the buckets.
+        assert 0 < (told := none["sent_bytes"] - 60 * none["bytes_per_step"]) < 200
+        assert power_sgd["start_powerSGD_iter"] == 6
+        compressed = power_sgd["bytes_per_step"]
+        assert compressed < none["bytes_per_step"] / 4
+        assert power_sgd["sent_bytes"] == told + 6 * none["bytes_per_step"] + 54 * compressed
+        # The same weights and data; compression shows after the sixth step.
+        start, *_, end = none["validation_losses"]
+        assert power_sgd["validation_losses"][:2] == none["validation_losses"][:2]
+        assert power_sgd["validation_losses"][2:] != none["validation_losses"][2:]
+        assert end == [60, none["validation_loss"]]
+        assert end[1] < start[1]
+    digits = rows[2]
+    assert digits["validation_accuracy"] > 0.5, "a tenth would be guessing"
+    assert report.tables(rows) in done.stdout
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_digits_held_out_are_not_trained_on():
+    task = TASKS["digits"](TINY, 0, 0, 2)
+    images, labels = task.validation
+    assert images.shape == (359, 1, 8, 8)
+    assert sorted(labels.unique().tolist()) == list(range(10))
+    held_out = {image.numpy().tobytes() for image in images}
+    drawn = {image.numpy().tobytes() for _ in range(300) for image in task.draw()[0]}
+    assert len(drawn) > 1400, "not all of the training images are drawn"
+    assert not drawn & held_out
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_ranks_share_weights_and_nothing_else(name):
+    first, second, again = (TASKS[name](TINY, 5, rank, 2) for rank in (0, 1, 0))
+    other_seed = TASKS[name](TINY, 6, 0, 2)
+    weights = [
+        torch.cat([p.flatten() for p in task.net.parameters()]) for task in (first, second, other_seed)
+    ]
+    assert weights[0].equal(weights[1])
+    assert not weights[0].equal(weights[2])
+    inputs, classes = first.draw()
+    same_inputs, same_classes = again.draw()
+    assert inputs.equal(same_inputs)
+    assert classes.equal(same_classes)
+    assert not inputs.equal(second.draw()[0])
+    assert not inputs.equal(other_seed.draw()[0])
+
+
+def test_loss_and_accuracy_of_known_logits():
+    logits = torch.tensor([[[0.0, 0.0], [2.0, 0.0]]])  # batch × sequence × classes, as the GPT's
+    loss, accuracy = loss_and_accuracy(torch.nn.Identity(), (logits, torch.tensor([[0, 1]])))
+    # -log(1/2), and -log(1 / (1 + e²))
+    assert loss.item() == pytest.approx((0.693147 + 2.126928) / 2, rel=1e-5)
+    assert accuracy.item() == 0.5
+
+
+def row(hook: str, seed: int, loss: float, num_bytes: int) -> dict:
+    known = {"task": "gpt", "num_parameters": 10, "steps": 100, "ranks": 2, "start_powerSGD_iter": 10}
+    sizes = {"bytes_per_step": num_bytes, "sent_bytes": 10**6 * num_bytes}
+    return known | sizes | {"hook": hook, "seed": seed, "validation_loss": loss, "validation_accuracy": 0.5}
+
+
+def test_hooks_are_compared_seed_by_seed():
+    rows = [
+        row("none", 0, 2.0, 40),
+        row("fp16", 0, 2.1, 20),
+        row("none", 1, 3.0, 40),
+        row("fp16", 1, 3.3, 20),
+    ]
+    none, fp16 = report.summaries(rows)["gpt"]
+    assert none.differences == [0, 0]
+    assert fp16.differences == pytest.approx([0.1, 0.3])
+    table = report.tables(rows)
+    # Standard deviations of two values: their distance / √2.
+    assert re.search(r"none +40 +1\.0× +40\.0 +2\.500 ± 0\.707 +50\.0 ± 0\.0 %", table)
+    assert re.search(r"fp16 +20 +2\.0× +20\.0 +2\.700 ± 0\.849 +\+0\.200 ± 0\.141 +50\.0 ± 0\.0 %", table)
+    assert re.search(r"none +40 +1\.0× +40\.0 +2\.000 +50\.0 %", report.tables(rows[:1])), (
+        "one seed has no spread"
+    )
+
+
+def test_the_documented_tables_are_of_the_recorded_runs():
+    rows = rows_of(ROOT / "benchmarks" / "results" / "accuracy.jsonl")
+    assert report.tables(rows) in (ROOT / "docs" / "accuracy.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--task", "gpt,mnist"], "--task: there is no 'mnist'; known are gpt,digits"),
+        (
+            ["--hook", "fp8"],
+            "--hook: there is no 'fp8'; known are none, allreduce, fp16, bf16, powersgd:RANK, ",
+        ),
+        (["--hook", "powersgd"], "there is no 'powersgd'"),
+        (["--hook", "powersgd:0"], "there is no 'powersgd:0'"),
+        (["--hook", "fp16:2"], "there is no 'fp16:2'"),
+        (["--seeds", "0"], "argument --seeds: '0' is not a whole number of at least 1"),
+    ],
+)
+def test_bad_options_are_shown(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_scikit_learn_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse([])
+    assert "pip install 'gradcomp[accuracy]', or leave them out with --task gpt" in capsys.readouterr().err
+    assert parse(["--task", "gpt"]).tasks == ["gpt"]
