@@ -29,8 +29,10 @@ __all__ = [
     "compress_cast",
     "decompress_cast",
     "flatten",
+    "gather",
     "low_rank_plan",
     "runs_triton",
+    "scatter",
     "unflatten",
 ]
 
@@ -168,6 +170,61 @@ def unflatten(
     else:
         cpu.unflatten(flat, out=out, scale=scale)
     return out
+
+
+def gather(
+    tensors: Sequence[torch.Tensor],
+    layout: FlatLayout,
+    *,
+    out: Sequence[torch.Tensor],
+    scale: float = 1.0,
+) -> None:
+    """Every tensor of out = scale · its tensor, in one launch.
+
+    tensors: of out's shapes, on its device; of one dtype, strided as they like. out: neighbours in one buffer, of one
+    dtype, each without gaps, its dimensions in any order (channels-last, say). layout: of out's sizes, as
+    FlatLayout((tensor.numel(),) for tensor in out).
+
+    Complex tensors are gathered by plain torch. Call it under torch.no_grad(). Raises as flatten does.
+    """
+    if runs_triton(out[0].device) and out[0].dtype in _FLOATS:
+        ordered = [
+            tensor if _lie_alike(tensor, part) else torch.empty_like(part, dtype=tensor.dtype).copy_(tensor)
+            for tensor, part in zip(tensors, out, strict=True)
+        ]
+        flatten(
+            [_in_memory_order(tensor) for tensor in ordered], layout, out=_together(out, layout), scale=scale
+        )
+    else:
+        cpu.gather(tensors, out=out, scale=scale)
+
+
+def scatter(tensors: Sequence[torch.Tensor], layout: FlatLayout, *, out: Sequence[torch.Tensor]) -> None:
+    """The reverse of gather: every tensor of out = its tensor, in one launch; tensors are the neighbours.
+
+    One launch where the tensors of out have the strides of tensors, or both are contiguous. Call it under
+    torch.no_grad().
+    """
+    in_one = runs_triton(out[0].device) and out[0].dtype in _FLOATS and all(map(_lie_alike, out, tensors))
+    if in_one:
+        unflatten(_together(tensors, layout), layout, out=[_in_memory_order(tensor) for tensor in out])
+    else:
+        torch._foreach_copy_(out, tensors)  # type: ignore[arg-type]
+
+
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape, one of them without gaps, have their elements in the same order in memory."""
+    return one.stride() == other.stride() or (one.is_contiguous() and other.is_contiguous())
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without gaps as it lies in memory, 1-D."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _together(parts: Sequence[torch.Tensor], layout: FlatLayout) -> torch.Tensor:
+    """Neighbours in one buffer as one tensor, 1-D."""
+    return parts[0].as_strided((layout.numel,), (1,), parts[0].storage_offset())
 
 
 def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> flatten_kernel.FlattenTables:

@@ -35,7 +35,6 @@ def example(rank, world_size, folder):
 
     # no rank leaves while another may still talk to it
     dist.barrier()
-    del ddp_model, outputs
     dist.destroy_process_group()
 
 

@@ -14,6 +14,9 @@ import torch
 # cache; smaller chunks lose more to torch's overhead per call than they gain.
 CHUNK = 1 << 20
 
+# From so many elements on, a call of its own costs a tensor less than the second pass that scaling all of them takes.
+SINGLE_NUMEL = 1 << 13
+
 
 def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
     """out = scale · src, rounded once to out's dtype. Same shape, any strides."""
@@ -47,3 +50,20 @@ def unflatten(flat: torch.Tensor, *, out: Sequence[torch.Tensor], scale: float =
     parts = flat.split([tensor.numel() for tensor in out])
     for tensor, part in zip(out, parts, strict=True):
         cast(part.view(tensor.shape), out=tensor, scale=scale)
+
+
+def gather(tensors: Sequence[torch.Tensor], *, out: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+    """Every tensor of out = scale · its tensor, of one dtype; any strides."""
+    if scale == 1.0:
+        torch._foreach_copy_(out, tensors)  # type: ignore[arg-type]
+        return
+    small: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor, part in zip(tensors, out, strict=True):
+        if part.numel() < SINGLE_NUMEL:
+            small.append((part, tensor))
+        else:
+            cast(tensor, out=part, scale=scale)
+    if small:
+        parts, sources = zip(*small, strict=True)
+        torch._foreach_copy_(parts, sources)
+        torch._foreach_mul_(parts, scale)

@@ -1,37 +1,13 @@
-"""What all ranks have in common: the parameters, their values, the order of the buckets."""
+"""What all ranks take from one of them: the values of tensors, the order of the buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 BROADCAST_BYTES = 250 << 20
-
-
-def verify_parameters(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], group: dist.ProcessGroup
-) -> None:
-    """Raise RuntimeError on every rank unless all have parameters of the same number, shapes and dtypes."""
-    mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in zip(names, parameters, strict=True)]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        if len(theirs) != len(first):
-            raise RuntimeError(
-                f"the ranks have different models: rank 0 has {len(first)} parameters that require gradients, "
-                f"rank {rank} has {len(theirs)}. Build the same model on every rank"
-            )
-        for number, (ours, other) in enumerate(zip(first, theirs, strict=True)):
-            if ours[1:] != other[1:]:
-                raise RuntimeError(
-                    f"the ranks have different models: parameter {number} is {ours[0]}, {list(ours[1])} in "
-                    f"{ours[2]}, on rank 0, but {other[0]}, {list(other[1])} in {other[2]}, on rank {rank}. Build "
-                    "the same model on every rank"
-                )
 
 
 def agree_on_order(order: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[int]:

@@ -12,7 +12,7 @@ from gradcomp import ops
 from gradcomp.hooks import default_hooks
 from gradcomp.layout import FlatLayout
 
-from .bucket import FLATTENED, GradBucket
+from .bucket import GradBucket
 from .exchange import group_or_default, result_of
 
 
@@ -50,20 +50,15 @@ def average_(
     elif process_group is not None:
         raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
     for index, members in enumerate(kinds.values()):
-        layout = FlatLayout(member.shape for member in members)
-        buffer = _gather(members, layout)
+        layout = FlatLayout((member.numel(),) for member in members)
+        buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
+        ops.gather(members, layout, out=_parts(buffer, members))
         bucket = GradBucket(index, buffer, members, is_last=index == len(kinds) - 1)
         result = result_of(hook(state, bucket), hook, buffer)
-        if members[0].dtype in FLATTENED and result.dtype in FLATTENED:
-            ops.unflatten(result, layout, out=members)
-        else:
-            for member, part in zip(members, result.split(layout.numels), strict=True):
-                member.copy_(part.view(member.shape))
+        ops.scatter(_parts(result, members), layout, out=members)
     return tensors
 
 
-def _gather(members: list[torch.Tensor], layout: FlatLayout) -> torch.Tensor:
-    if members[0].dtype not in FLATTENED:
-        return torch.cat([member.reshape(-1) for member in members])
-    buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
-    return ops.flatten(members, layout, out=buffer)
+def _parts(buffer: torch.Tensor, members: list[torch.Tensor]) -> list[torch.Tensor]:
+    parts = buffer.split([member.numel() for member in members])
+    return [part.view(member.shape) for part, member in zip(parts, members, strict=True)]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 
 from gradcomp import ops
 from gradcomp.layout import FlatLayout
 
-# On the CPU scaling while copying saves a pass over memory, copying all and then scaling the buffer saves a call
-# per tensor. With so many elements per tensor, the mean of a bucket, the former is faster.
-FUSED_NUMEL = 1 << 14
-FLATTENED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+from .parameters import check_gradient, kind_of_gradient
 
 
 class GradBucket:
@@ -80,122 +77,123 @@ def assign_buckets(
 class Bucket:
     """A bucket's memory: one flat buffer, and a view of it for every parameter, in that parameter's memory order.
 
-    parameters: of one dtype on one device. numbers: theirs in the reducer. A view has its parameter's strides,
-    so a channels-last gradient lies in the buffer as it lies in memory; a parameter whose elements have gaps or
-    overlap has a contiguous view.
+    parameters: of one dtype on one device. numbers: theirs in the reducer. names: for errors. as_view: gradients
+    become views of the buffer. A view has its parameter's strides, so a channels-last gradient lies in the buffer as
+    it lies in memory; a parameter whose elements have gaps or overlap has a contiguous view.
+
+    In a step: begin(), num_pending counted down as parameters become ready, fill(), and after the averaging
+    give(places). A place is a parameter's in the bucket.
     """
 
-    def __init__(self, numbers: Sequence[int], parameters: Sequence[torch.Tensor]):
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        as_view: bool = False,
+    ):
         self.numbers, self.parameters = list(numbers), list(parameters)
+        self._names, self._as_view = list(names), as_view
         numels = [parameter.numel() for parameter in parameters]
         self.buffer = torch.zeros(sum(numels), dtype=parameters[0].dtype, device=parameters[0].device)
         parts = self.buffer.split(numels)
         self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]
+        self._kind = kind_of_gradient(parameters[0])
         self._layouts: dict[tuple[int, int], FlatLayout] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step: no parameter is ready."""
+        self.num_pending = len(self.parameters)
 
     def fill(self, scale: float) -> None:
         """buffer = scale · the parameters' gradients; zeros where there are none.
 
-        On CUDA in one launch, unless some gradients lie in the buffer already.
+        On CUDA in one launch, unless some gradients lie in the buffer already. Raises RuntimeError for a gradient of
+        another layout, dtype or device.
         """
-        gradients = [parameter.grad for parameter in self.parameters]
-        outside: list[int] = []
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                self.views[i].zero_()
-            elif not self._holds(i, gradient):
-                outside.append(i)
-        scaled = set() if scale == 1.0 else set(range(len(gradients)))
-        if outside:
-            scaled -= self._gather(outside, [gradients[i] for i in outside], scale)  # type: ignore[misc]
-        if len(scaled) == len(gradients):
-            self.buffer.mul_(scale)
-        elif scaled:
-            torch._foreach_mul_([self.views[i] for i in sorted(scaled)], scale)
-
-    def give(self, chosen: Iterable[int]) -> None:
-        """Write the chosen parameters' parts of the buffer to their gradients, which keep their own memory."""
         outside: list[int] = []
         gradients: list[torch.Tensor] = []
-        for i in chosen:
-            gradient = self.parameters[i].grad
+        absent: list[torch.Tensor] = []
+        held: list[torch.Tensor] = []
+        for place, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
             if gradient is None:
-                gradient = torch.empty_like(self.views[i], memory_format=torch.preserve_format)
-                self.parameters[i].grad = gradient
-            if not self._holds(i, gradient):
-                outside.append(i)
+                absent.append(self.views[place])
+                continue
+            check_gradient(gradient, self._kind, self._names[place])
+            if self._holds(place, gradient):
+                held.append(self.views[place])
+            else:
+                outside.append(place)
                 gradients.append(gradient)
-        if not outside:
-            return
-        if not self._has_kernels(outside) or not all(map(self._fits, outside, gradients)):
-            torch._foreach_copy_(gradients, [self.views[i] for i in outside])
-            return
-        layout, part = self._part(outside)
-        ops.unflatten(part, layout, out=[_flat(gradient) for gradient in gradients])
+        if absent:
+            torch._foreach_zero_(absent)
+        if scale != 1.0 and len(held) == len(self.views):
+            self.buffer.mul_(scale)
+        elif scale != 1.0 and held:
+            torch._foreach_mul_(held, scale)
+        for run in _runs(outside):
+            self._gather(outside[run], gradients[run], scale)
 
-    def alias(self, chosen: Iterable[int]) -> None:
-        """Make the chosen parameters' gradients views of the buffer."""
-        for i in chosen:
-            self.parameters[i].grad = self.views[i]
+    def give(self, places: Iterable[int]) -> None:
+        """Make these parameters' gradients the buffer's parts: views of it, or in the memory that they have."""
+        if self._as_view:
+            for place in places:
+                if self.parameters[place].grad is not self.views[place]:
+                    self.parameters[place].grad = self.views[place]
+            return
+        outside: list[int] = []
+        gradients: list[torch.Tensor] = []
+        for place in places:
+            gradient = self.parameters[place].grad
+            if gradient is None:
+                gradient = torch.empty_like(self.views[place], memory_format=torch.preserve_format)
+                self.parameters[place].grad = gradient
+            if not self._holds(place, gradient):
+                outside.append(place)
+                gradients.append(gradient)
+        for run in _runs(outside):
+            chosen = outside[run]
+            views = self.views[chosen[0] : chosen[-1] + 1]
+            ops.scatter(views, self._layout(chosen), out=gradients[run])
 
-    def _holds(self, i: int, gradient: torch.Tensor) -> bool:
+    def _holds(self, place: int, gradient: torch.Tensor) -> bool:
         # Most don't, and their address alone tells.
-        return gradient.data_ptr() == self._addresses[i] and is_same_memory(gradient, self.views[i])
+        return gradient.data_ptr() == self._addresses[place] and is_same_memory(gradient, self.views[place])
 
-    def _gather(self, chosen: list[int], gradients: list[torch.Tensor], scale: float) -> set[int]:
-        """Copy these gradients to their parts of the buffer; those of them that are scaled by then."""
-        views = [self.views[i] for i in chosen]
-        if self._has_kernels(chosen):
-            ordered = [
-                gradient
-                if self._fits(i, gradient)
-                else torch.empty_strided(
-                    view.shape, view.stride(), dtype=view.dtype, device=view.device
-                ).copy_(gradient)
-                for i, gradient, view in zip(chosen, gradients, views, strict=True)
-            ]
-            layout, part = self._part(chosen)
-            ops.flatten([_flat(gradient) for gradient in ordered], layout, out=part, scale=scale)
-            return set(chosen)
-        is_fused = not self.buffer.is_cuda and self.buffer.numel() >= FUSED_NUMEL * len(self.views)
-        if scale == 1.0 or not is_fused:
-            torch._foreach_copy_(views, gradients)
-            return set()
-        for gradient, view in zip(gradients, views, strict=True):
-            torch.mul(gradient, scale, out=view)
-        return set(chosen)
+    def _gather(self, neighbours: list[int], gradients: list[torch.Tensor], scale: float) -> None:
+        views = self.views[neighbours[0] : neighbours[-1] + 1]
+        ops.gather(gradients, self._layout(neighbours), out=views, scale=scale)
+        if self._as_view:
+            # At once: the memory of gradients that autograd has made anew is free before the next ones are made.
+            for place, view in zip(neighbours, views, strict=True):
+                self.parameters[place].grad = view
 
-    def _has_kernels(self, chosen: list[int]) -> bool:
-        """Whether one launch copies these parts: the kernels take neighbours."""
-        if not ops.runs_triton(self.buffer.device) or self.buffer.dtype not in FLATTENED:
-            return False
-        return chosen[-1] - chosen[0] + 1 == len(chosen)
-
-    def _fits(self, i: int, gradient: torch.Tensor) -> bool:
-        """Whether the gradient's elements lie in memory as in the buffer."""
-        view = self.views[i]
-        return gradient.stride() == view.stride() or (gradient.is_contiguous() and view.is_contiguous())
-
-    def _part(self, chosen: list[int]) -> tuple[FlatLayout, torch.Tensor]:
-        """The neighbours' layout and part of the buffer."""
-        key = (chosen[0], chosen[-1])
+    def _layout(self, neighbours: list[int]) -> FlatLayout:
+        key = (neighbours[0], neighbours[-1])
         if key not in self._layouts:
-            self._layouts[key] = FlatLayout([(self.views[i].numel(),) for i in chosen])
-        layout = self._layouts[key]
-        start = self.views[chosen[0]].storage_offset()
-        return layout, self.buffer[start : start + layout.numel]
+            self._layouts[key] = FlatLayout([(self.views[place].numel(),) for place in neighbours])
+        return self._layouts[key]
+
+
+def _runs(places: list[int]) -> Iterator[slice]:
+    """The parts of an ascending list in which each number is one more than the last."""
+    start = 0
+    if places and places[-1] - places[0] + 1 == len(places):
+        start = len(places)
+        yield slice(0, start)
+    for i in range(start + 1, len(places) + 1):
+        if i == len(places) or places[i] != places[i - 1] + 1:
+            yield slice(start, i)
+            start = i
 
 
 def _like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     # Its strides if its elements fill a piece of memory in some order, else contiguous ones.
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides, part.storage_offset())
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps as it lies in memory, 1-D."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 
 def marked_twice(name: str) -> str:
     return (
@@ -45,21 +43,3 @@ NOT_PREPARED = (
     "find_unused_parameters=True, but prepare_for_backward(outputs) was not called: call it with the forward's outputs "
     "before every backward"
 )
-
-
-def wrong_gradient(param: torch.Tensor, name: str, expects_sparse: bool) -> str | None:
-    """What is wrong with a parameter's gradient; None if nothing."""
-    gradient = param.grad
-    if gradient is None:
-        return None
-    if gradient.is_sparse != expects_sparse:
-        return (
-            f"parameter {name} has a {'sparse' if gradient.is_sparse else 'dense'} gradient: name parameters with "
-            "sparse gradients, and only those, in Reducer(sparse_params=...)"
-        )
-    if gradient.dtype != param.dtype or gradient.device != param.device:
-        return (
-            f"parameter {name} is {param.dtype} on {param.device}, but its gradient is {gradient.dtype} on "
-            f"{gradient.device}: they have to be the same"
-        )
-    return None

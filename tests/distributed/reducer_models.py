@@ -10,6 +10,9 @@ from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
 
 CAP_MB = 0.02
+UNUSED = {"find_unused_parameters": True}
+STATIC = {"static_graph": True}
+VIEW = {"gradient_as_bucket_view": True}
 
 
 class MLP(nn.Sequential):
@@ -121,6 +124,11 @@ HOOKS = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
 }
+
+
+def in_turn(rank, function, cases):
+    """function's results for several cases, in one set of processes."""
+    return [function(rank, *case) for case in cases]
 
 
 def loss_of(outputs):

@@ -47,13 +47,17 @@ def parameters():
     return [torch.nn.Parameter(tensor) for tensor in tensors]
 
 
+def bucket_of(params, **options):
+    return Bucket(range(len(params)), params, [f"name {i}" for i in range(len(params))], **options)
+
+
 def gradients(params):
     return [torch.randn_like(param) for param in params]
 
 
 def test_views_have_their_parameters_strides():
     params = parameters()
-    bucket = Bucket(range(len(params)), params)
+    bucket = bucket_of(params)
     for param, view in zip(params[:5], bucket.views, strict=False):
         assert view.stride() == param.stride()
     assert bucket.views[5].is_contiguous()
@@ -66,20 +70,20 @@ def test_views_have_their_parameters_strides():
 def has_kernels(request, monkeypatch):
     """With Triton's interpreter, and as the CPU does without."""
     if not request.param:
-        monkeypatch.setattr("gradcomp.reducer.bucket.ops.runs_triton", lambda device: False)
+        monkeypatch.setattr("gradcomp.ops.runs_triton", lambda device: False)
     return request.param
 
 
 @pytest.mark.parametrize("missing", [(), (1,), (0, 4), (0, 1, 2, 3, 4, 5)])
 @pytest.mark.parametrize("aliased", [(), (3,), (0, 1, 2, 3, 4, 5)])
 @pytest.mark.parametrize("scale", [0.5, 1.0])
-@pytest.mark.parametrize("fused_numel", [0, 1 << 14])
+@pytest.mark.parametrize("single_numel", [0, 16, 1 << 13])
 def test_fill_gathers_scales_and_fills_up_with_zeros(
-    missing, aliased, scale, fused_numel, has_kernels, monkeypatch
+    missing, aliased, scale, single_numel, has_kernels, monkeypatch
 ):
-    monkeypatch.setattr("gradcomp.reducer.bucket.FUSED_NUMEL", fused_numel)
+    monkeypatch.setattr("gradcomp.cpu.copy.SINGLE_NUMEL", single_numel)
     params = parameters()
-    bucket = Bucket(range(len(params)), params)
+    bucket = bucket_of(params)
     bucket.buffer.fill_(7.0)
     expected = []
     for i, (param, gradient) in enumerate(zip(params, gradients(params), strict=True)):
@@ -99,12 +103,10 @@ def test_fill_gathers_scales_and_fills_up_with_zeros(
 def test_fill_is_one_flatten(monkeypatch):
     """Where there are kernels."""
     calls = []
-    monkeypatch.setattr("gradcomp.reducer.bucket.ops.runs_triton", lambda device: True)
-    monkeypatch.setattr(
-        "gradcomp.reducer.bucket.ops.flatten", lambda tensors, *_, **__: calls.append(len(tensors))
-    )
+    monkeypatch.setattr("gradcomp.ops.runs_triton", lambda device: True)
+    monkeypatch.setattr("gradcomp.ops.flatten", lambda tensors, *_, **__: calls.append(len(tensors)))
     params = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(7)]
-    bucket = Bucket(range(7), params)
+    bucket = bucket_of(params)
     for param in params:
         param.grad = torch.randn(4, 4)
     bucket.fill(0.5)
@@ -113,7 +115,7 @@ def test_fill_is_one_flatten(monkeypatch):
 
 def test_gradients_keep_their_memory_or_become_views(has_kernels):
     params = parameters()
-    bucket = Bucket(range(len(params)), params)
+    bucket = bucket_of(params)
     kept = torch.zeros_like(params[0])
     params[0].grad = kept
     bucket.buffer.copy_(torch.randn(bucket.buffer.numel()))
@@ -122,13 +124,14 @@ def test_gradients_keep_their_memory_or_become_views(has_kernels):
     for param, view in zip(params, bucket.views, strict=True):
         assert torch.equal(param.grad, view)
         assert not view.numel() or param.grad.data_ptr() != view.data_ptr()
-    bucket.alias(range(len(params)))
+    bucket = bucket_of(params, as_view=True)
+    bucket.give(range(len(params)))
     assert all(is_same_memory(param.grad, view) for param, view in zip(params, bucket.views, strict=True))
 
 
 def test_dtypes_that_the_kernels_do_not_take():
     params = [torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex64)) for _ in range(2)]
-    bucket = Bucket(range(2), params)
+    bucket = bucket_of(params)
     for param in params:
         param.grad = torch.randn_like(param)
     bucket.fill(0.5)

@@ -1,9 +1,9 @@
-"""DistributedDataParallel: torch's wrapper of that name, thin, on top of the Reducer."""
+"""The wrapper itself."""
 
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import GradBucket, Reducer, broadcast_coalesced
 
-__all__ = ["DistributedDataParallel"]
+from .arguments import check_module, group_of, named_parameters, refuse
+from .containers import through_sink, to_device
+from .join import DDPJoinHook, highest_rank, will_average
+from .optimizers_in_backward import take_over
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -64,7 +66,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ):
         super().__init__()
         Joinable.__init__(self)
-        _refuse(
+        refuse(
             mixed_precision=(mixed_precision, "torch.autocast, or a hook that compresses to 16 bits"),
             delay_all_reduce_named_params=(
                 delay_all_reduce_named_params,
@@ -83,10 +85,10 @@ class DistributedDataParallel(nn.Module, Joinable):
                 FutureWarning,
                 stacklevel=2,
             )
-        self.process_group = _group(process_group, device_mesh)
+        self.process_group = group_of(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = dict(_named_parameters(module, self.parameters_to_ignore))
-        self.device_ids = _check_module(list(named.values()), device_ids, output_device)
+        named = dict(named_parameters(module, self.parameters_to_ignore))
+        self.device_ids = check_module(list(named.values()), device_ids, output_device)
         self.output_device = self.device_ids[0] if self.device_ids else None
         self.module, self.dim = module, dim
         self.device = next(iter(named.values())).device
@@ -105,7 +107,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._make_reducer(verify=init_sync)
         if init_sync:
-            self._sync_module(src=0, buffers=sync_buffers_now)
+            self.sync_module(src=0, buffers=sync_buffers_now)
 
     def _make_reducer(self, verify: bool) -> None:
         sparse = [
@@ -117,7 +119,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             ("bucket_cap_mb", "first_bucket_cap_mb"), self.bucket_cap_mb
         )  # fmt: skip
         self.reducer = Reducer(
-            _named_parameters(self.module, self.parameters_to_ignore),
+            named_parameters(self.module, self.parameters_to_ignore),
             self.process_group,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             find_unused_parameters=self.find_unused_parameters,
@@ -127,8 +129,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             verify=verify,
             **caps,
         )
-        self.reducer._only_prepared = True
-        self._optimizers_in_backward_are_set_up = False
+        self.reducer.only_prepared = True
+        self._has_looked_for_optimizers = False
 
     # --- forward ---
 
@@ -136,32 +138,35 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._before_forward()
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
-            inputs, kwargs = _to_device(inputs, device), _to_device(kwargs, device)
+            inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
         outputs = self.module(*inputs, **kwargs)
         is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = is_synced
         if not is_synced:
             return outputs
         if self.find_unused_parameters and not self.static_graph:
-            outputs = _through_sink(outputs)
+            outputs = through_sink(outputs)
         self.reducer.prepare_for_backward(outputs)
         return outputs
 
     def _before_forward(self) -> None:
-        if not self._optimizers_in_backward_are_set_up:
-            self._set_up_optimizers_in_backward()
+        if torch.is_grad_enabled():
+            self.reducer.expect_finished()
+        if not self._has_looked_for_optimizers:
+            self._has_looked_for_optimizers = True
+            self.reducer.after_step = take_over(self.module.parameters())
         work = Join.notify_join_context(self)
-        self.reducer._divisor = self.process_group.size()
+        self.reducer.communicator.divisor = self.process_group.size()
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
             # The host has to know: how many ranks still have input, which torch's asks in every such step, too.
-            self.reducer._divisor = int(work.result()[0].item())
-        if self._will_sync_buffers():
-            self._sync_buffers(self._source_of_buffers())
+            self.reducer.communicator.divisor = int(work.get_future().wait()[0].item())
+        if self.will_sync_buffers():
+            # Rank 0's; where ranks may run out of input, those of the last that has not.
+            is_uneven = self._join_config.enable
+            self.sync_buffers(highest_rank(self.process_group, self.device, True) if is_uneven else 0)
         if self._join_config.enable:
-            self._whether_to_sync(
-                self.require_backward_grad_sync
-            )  # for the ranks without input: nobody waits here
+            will_average(self.process_group, self.device, self.require_backward_grad_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,29 +210,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         for hook, state in self._comm_hooks:
             self.reducer.register_comm_hook(state, hook)
 
-    def _set_up_optimizers_in_backward(self) -> None:
-        """Optimizers of torch's _apply_optimizer_in_backward step when their parameters have been averaged."""
-        self._optimizers_in_backward_are_set_up = True
-        stepping = [param for param in self.module.parameters() if hasattr(param, "_in_backward_optimizers")]
-        if not stepping:
-            return
-        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-
-        for param in stepping:
-            for handle in param_to_optim_hook_handle_map.get(param, ()):
-                handle.remove()
-
-        def step() -> None:
-            for param in stepping:
-                for optimizer in param._in_backward_optimizers:
-                    optimizer.step()
-                param.grad = None
-
-        self.reducer._after_step = step
-
     # --- what all ranks have in common ---
 
-    def _sync_module(self, src: int, buffers: bool) -> None:
+    def sync_module(self, src: int, buffers: bool) -> None:
         """Parameters and buffers of one of the group's ranks for all of them."""
         states = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         if buffers:
@@ -239,29 +224,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         named = self.module.named_buffers()
         return [buffer for name, buffer in named if name not in self.parameters_to_ignore]
 
-    def _will_sync_buffers(self) -> bool:
+    def will_sync_buffers(self) -> bool:
         return self.require_forward_param_sync and self.broadcast_buffers and bool(self._buffers_to_sync())
 
-    def _sync_buffers(self, src: int) -> None:
+    def sync_buffers(self, src: int) -> None:
         buffers = [buffer.detach() for buffer in self._buffers_to_sync()]
         # A forward before this one may still need them for its backward.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             broadcast_coalesced(buffers, src, self.process_group)
-
-    def _source_of_buffers(self) -> int:
-        """Rank 0; where ranks may run out of input, the last that has not."""
-        return self._common_rank(True) if self._join_config.enable else 0
-
-    def _common_rank(self, is_candidate: bool) -> int:
-        rank = torch.tensor([self.process_group.rank() if is_candidate else -1], device=self.device)
-        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.process_group)
-        return int(rank.item())
-
-    def _whether_to_sync(self, mine: bool) -> torch.Tensor:
-        """More than zero if any rank averages its next backward."""
-        flag = torch.full((1,), int(mine), device=self.device)
-        dist.all_reduce(flag, group=self.process_group)
-        return flag
 
     # --- uneven inputs ---
 
@@ -281,7 +251,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return _JoinHook(self)
+        return DDPJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -305,131 +275,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = _group(None, None)
+        self.process_group = group_of(None, None)
         hooks, self._comm_hooks = self._comm_hooks, []
         self._make_reducer(verify=False)
         for hook, hook_state in hooks:
             self.register_comm_hook(hook_state, hook)
-
-
-class _JoinHook(JoinHook):
-    """What a rank without input does while others go on: the same collectives, with zeros."""
-
-    def __init__(self, ddp: DistributedDataParallel):
-        self.ddp = ddp
-
-    def main_hook(self) -> None:
-        ddp = self.ddp
-        if ddp._will_sync_buffers():
-            ddp._sync_buffers(ddp._common_rank(False))
-        ddp.require_forward_param_sync = bool(ddp._whether_to_sync(False).item())
-        if ddp.require_forward_param_sync:
-            ddp.reducer.take_part()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self.ddp._sync_module(self.ddp._common_rank(is_last_joiner), self.ddp.broadcast_buffers)
-
-
-class _Sink(torch.autograd.Function):
-    """The identity. Outputs that the loss leaves out pass an undefined gradient on, and their parameters count as
-    ready, without a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return gradients
-
-
-def _through_sink(outputs: Any) -> Any:
-    leaves, structure = tree_flatten(outputs)
-    places = [
-        i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-    ]
-    if not places:
-        return outputs
-    passed = _Sink.apply(*(leaves[i] for i in places))  # type: ignore[no-untyped-call]
-    for place, tensor in zip(places, passed, strict=True):
-        leaves[place] = tensor
-    return tree_unflatten(leaves, structure)
-
-
-def _named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, param) for name, param in module.named_parameters() if name not in ignored)
-
-
-def _refuse(**options: tuple[Any, str]) -> None:
-    for name, (value, alternative) in options.items():
-        if value is not None:
-            raise NotImplementedError(f"gradcomp's DistributedDataParallel has no {name}: use {alternative}")
-
-
-def _group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    if process_group is not None and device_mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
-        return group
-    if process_group is None:
-        process_group = dist.group.WORLD
-    if process_group is None:
-        raise ValueError(
-            "Default process group has not been initialized, please make sure to call init_process_group."
-        )
-    return process_group
-
-
-def _check_module(
-    params: list[torch.Tensor], device_ids: list[Any] | None, output_device: Any
-) -> list[int] | None:
-    """The device index of inputs, or None. Raises as torch's constructor does."""
-    if any(isinstance(param, nn.parameter.UninitializedParameter) for param in params):
-        raise RuntimeError(
-            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
-            "Run a dummy forward pass to correctly initialize the modules"
-        )
-    if not any(param.requires_grad for param in params):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-        )
-    if device_ids is not None and len(device_ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
-    devices = {param.device for param in params}
-    kinds = {device.type for device in devices}
-    if len(kinds) != 1:
-        raise ValueError(
-            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
-            f"locate in {kinds}."
-        )
-    if not device_ids or "cpu" in kinds or len(devices) > 1:
-        if device_ids or output_device:
-            raise ValueError(
-                "DistributedDataParallel device_ids and output_device arguments only work with "
-                "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
-                f"{device_ids}, output_device {output_device}, and module parameters {devices}."
-            )
-        return None
-    device = (
-        torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
-    )
-    return [device.index or 0]
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Tensors in tuples, lists and dicts on the device; containers keep their types."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(item, device) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_to_device(item, device) for item in value)
-    if isinstance(value, Mapping):
-        moved = {key: _to_device(item, device) for key, item in value.items()}
-        return moved if isinstance(value, dict) and type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
-    return value

@@ -1,4 +1,4 @@
-"""Which parameters a backward pass from some outputs will reach: a walk through the autograd graph."""
+"""Which parameters a step leaves out: a walk through the autograd graph, and what the ranks know together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -46,3 +47,27 @@ def reached(outputs: Any, accumulators: Mapping[Any, int]) -> set[int]:
                 seen.add(following)
                 waiting.append(following)
     return found
+
+
+class UsedMap:
+    """How many ranks used each parameter in a step, all-reduced asynchronously.
+
+    used: the numbers of those that this rank used.
+    """
+
+    def __init__(self, used: set[int], num_params: int, device: torch.device, group: dist.ProcessGroup):
+        mine = torch.zeros(num_params, dtype=torch.int32)
+        mine[sorted(used)] = 1
+        if device.type == "cuda":
+            mine = mine.pin_memory()
+        self._uses_all = len(used) == num_params
+        self._counts = mine.to(device, non_blocking=True)
+        self._work: Any = dist.all_reduce(self._counts, group=group, async_op=True)
+
+    def unused(self) -> set[int]:
+        """The parameters that no rank used. Waits."""
+        self._work.wait()
+        if self._uses_all:
+            return set()
+        # Asks the device, and only on a rank that left parameters out: which gradients to leave alone is known nowhere else.
+        return {number for number, count in enumerate(self._counts.tolist()) if not count}

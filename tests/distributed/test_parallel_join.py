@@ -1,0 +1,77 @@
+"""gradcomp.DistributedDataParallel beside torch's: ranks with different numbers of inputs."""
+
+import warnings
+
+import torch
+
+import gradcomp
+from tests.distributed.beside_torch import assert_alike, assert_all_alike, batch_of, flat, gradients
+from tests.distributed.ranks import run_ranks
+from tests.distributed.reducer_models import CAP_MB, MLP, UNUSED, Branches, loss_of
+
+
+def uneven(cls, rank, divide, options):
+    """Rank 0 has two inputs, rank 1 five."""
+    torch.manual_seed(0)
+    model = MLP() if not options else Branches()
+    ddp = cls(model, bucket_cap_mb=CAP_MB, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join(divide_by_initial_world_size=divide):
+        for step in range(2 + 3 * rank):
+            optimizer.zero_grad()
+            loss_of(ddp(batch_of(model, rank, step))).backward()
+            optimizer.step()
+    return flat(model)
+
+
+def test_join():
+    cases = [(divide, options) for divide in (True, False) for options in ({}, UNUSED)]
+    for first, second in assert_all_alike(uneven, 2, cases):
+        assert torch.equal(first, second)
+
+
+def without_warnings(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return uneven(gradcomp.DistributedDataParallel, rank, False, {})
+
+
+def test_join_does_not_warn():
+    first, second = run_ranks(without_warnings, 2)
+    assert torch.equal(first, second)
+
+
+def join_in_both_ways(cls, rank):
+    """A join that divides by the ranks that are left, and then one that divides by all."""
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model)
+    results = []
+    for divide_by_all in (False, True):
+        with ddp.join(divide_by_initial_world_size=divide_by_all):
+            for step in range(1 + 2 * rank):
+                ddp.zero_grad()
+                loss_of(ddp(batch_of(model, rank, step))).backward()
+                results.append(gradients(model))
+    return results
+
+
+def test_one_join_leaves_the_next_ones_mean_alone():
+    assert_alike(join_in_both_ways, 2)
+
+
+def throw_early(cls, rank):
+    model = MLP()
+    ddp = cls(model)
+    try:
+        with ddp.join(throw_on_early_termination=True):
+            for step in range(2 + rank):
+                loss_of(ddp(batch_of(model, rank, step))).backward()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_join_that_ends_when_one_rank_ends():
+    for message in assert_alike(throw_early, 2):
+        assert "exhausted" in message

@@ -1,0 +1,169 @@
+"""What the Reducer says when it is used wrongly."""
+
+import pytest
+import torch
+from torch import nn
+
+from gradcomp.reducer import Reducer
+from tests.distributed.ranks import run_ranks
+from tests.distributed.reducer_models import MLP, Branches, Embeddings, loss_of, make_reducer
+
+
+def different_models(rank):
+    """The message that each rank gets for a parameter more, another shape, another dtype on rank 1."""
+    messages = []
+    for change in ("number", "shape", "dtype"):
+        model = MLP()
+        if rank == 1:
+            model.append(nn.Linear(3, 3)) if change == "number" else None
+            model[2] = nn.Linear(65, 64) if change == "shape" else model[2]
+            model = model.double() if change == "dtype" else model
+        with pytest.raises(RuntimeError) as caught:
+            make_reducer(model)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ranks_with_different_models():
+    first, second = run_ranks(different_models, 2)
+    assert first == second
+    number, shape, dtype = first
+    assert "rank 0 has 6 parameters that require gradients, rank 1 has 8" in number
+    assert (
+        "2.weight, [64, 64] in torch.float32, on rank 0, but 2.weight, [64, 65] in torch.float32, on rank 1"
+        in shape
+    )
+    assert "0.weight, [64, 20] in torch.float32, on rank 0, but 0.weight, [64, 20] in torch.float64" in dtype
+
+
+def unfinished(rank):
+    model = Branches()
+    kept = make_reducer(model)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            loss_of(model(torch.ones(2, 12))).backward()
+        messages.append(str(caught.value))
+    kept.close()
+    return messages
+
+
+def test_a_backward_that_does_not_reach_all_parameters():
+    for messages in run_ranks(unfinished, 2):
+        for message in messages:
+            assert "Expected to have finished reduction in the prior iteration" in message
+            assert "never.weight, never.bias" in message
+            assert "`find_unused_parameters=True`" in message
+            assert "`forward` function outputs participate in calculating loss" in message
+
+
+class Late(torch.autograd.Function):
+    """Runs a second backward over the same parameters from within the first."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.weight.sum().backward()
+        return gradient, None
+
+
+def twice(rank):
+    model = MLP()
+    kept = make_reducer(model)
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(Late.apply(model(torch.randn(3, 20)), model[0].weight)).backward()
+    return str(caught.value), len(kept._names)
+
+
+def test_a_parameter_that_is_ready_twice():
+    ((message, _),) = run_ranks(twice, 1)
+    assert "Expected to mark a variable ready only once: parameter 0.weight became ready twice" in message
+
+
+def not_prepared(rank):
+    model = MLP()
+    kept = make_reducer(model, find_unused_parameters=True)
+    with pytest.raises(RuntimeError, match="prepare_for_backward"):
+        loss_of(model(torch.randn(3, 20))).backward()
+    return kept._names[0]
+
+
+def test_find_unused_parameters_needs_the_outputs():
+    assert run_ranks(not_prepared, 1) == ["0.weight"]
+
+
+def changed_graph(rank):
+    model = Branches()
+    reducer = make_reducer(model, static_graph=True)
+    messages = []
+    for x in (torch.full((2, 12), 0.05), torch.full((2, 12), 0.15)):
+        try:
+            loss_of(model(x)).backward()
+        except RuntimeError as error:
+            messages.append(str(error))
+    reducer.close()
+    return messages
+
+
+def test_a_static_graph_that_changes():
+    for messages in run_ranks(changed_graph, 2):
+        (message,) = messages
+        assert message.startswith("Your training graph has changed in this iteration")
+        assert "branches." in message
+
+
+def undeclared_sparse(rank):
+    model = Embeddings()
+    kept = make_reducer(model, sparse_params=[])
+    with pytest.raises(RuntimeError, match=r"sparse.weight has a sparse gradient.*sparse_params"):
+        loss_of(model(torch.randint(0, 30, (5, 4)))).backward()
+    return len(kept._names)
+
+
+def test_sparse_gradients_have_to_be_declared():
+    assert run_ranks(undeclared_sparse, 1) == [4]
+
+
+def converted(rank):
+    """A gradient that a user's hook has converted."""
+    model = MLP()
+    reducer = make_reducer(model)
+
+    def convert(param):
+        param.grad.data = param.grad.data.double()
+
+    model[4].bias.register_post_accumulate_grad_hook(convert)
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(model(torch.randn(3, 20))).backward()
+    reducer.close()
+    return str(caught.value)
+
+
+def test_a_gradient_of_another_dtype():
+    (message,) = run_ranks(converted, 1)
+    assert "the gradient of parameter 4.bias is torch.float64 on cpu, but" in message
+    assert "has torch.float32 on cpu" in message
+
+
+def arguments(rank):
+    frozen = MLP().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires gradients"):
+        Reducer(frozen.parameters())
+    with pytest.raises(TypeError, match="got str"):
+        Reducer(["weight"])
+    shared = nn.Parameter(torch.zeros(3))
+    assert len(Reducer([shared, shared])._params) == 1
+
+
+def test_arguments():
+    run_ranks(arguments, 1)
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        Reducer(MLP().parameters())
