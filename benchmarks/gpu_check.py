@@ -3,7 +3,7 @@
 Usable from a bare checkout with torch, triton, pytest and hypothesis installed, without a network, in
 under 9 minutes. First all at once, as they check but don't measure:
 
-- kernels, hooks, distributed: the tests of those folders, which run on CUDA where there is one;
+- kernels, hooks, distributed, testing: the tests of those folders, which run on CUDA where there is one;
 - ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on our Reducer, on NCCL at world size
   1, and on gloo with 2 ranks that share the GPU (ddp_check.py);
 
@@ -60,6 +60,7 @@ def stages(device: str) -> list[list[Step]]:
         Step("kernels", _tests("kernels"), 230),
         Step("hooks", _tests("hooks"), 230),
         Step("distributed", _tests("distributed"), 230),
+        Step("testing", _tests("testing"), 230),
         Step("ddp-gloo", _ddp(device, "gloo", world_size=2), 150),
     ]
     if cuda:

@@ -17,8 +17,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": {"ops", "layout"},
     "reducer": {"ops", "layout", "hooks"},
     "parallel": {"reducer", "hooks"},
+    "testing": {"hooks", "reducer"},
 }
-MAY_USE_DISTRIBUTED = {"hooks", "parallel", "reducer"}
+MAY_USE_DISTRIBUTED = {"hooks", "parallel", "reducer", "testing"}
 
 
 def room_of(path: Path) -> str:

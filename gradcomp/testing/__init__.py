@@ -1,0 +1,46 @@
+"""Property-test gradient compression: check a DDP communication hook with one call. docs/testing.md has the tour.
+
+report = check_hook(my_hook, make_state)
+report.raise_if_failed()
+"""
+
+from __future__ import annotations
+
+try:
+    import hypothesis as hypothesis
+except ImportError as error:
+    raise ImportError("gradcomp.testing needs Hypothesis: pip install gradcomp[test]") from error
+
+from gradcomp.testing import oracle, properties, strategies
+from gradcomp.testing.check import check_hook
+from gradcomp.testing.claims import Claims, Tolerance, claims_of
+from gradcomp.testing.compression import CompressionReport, compression_report
+from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure
+from gradcomp.testing.ranks import CollectiveMismatch, RankError, run_ranks
+from gradcomp.testing.report import Failure, Report, Verdict
+from gradcomp.testing.run import Run, run_hook
+from gradcomp.testing.workload import RecordedWorkload, Workload
+
+__all__ = [
+    "Claims",
+    "CollectiveMismatch",
+    "CompressionReport",
+    "Failure",
+    "NonFiniteFailure",
+    "PropertyFailure",
+    "RankError",
+    "RecordedWorkload",
+    "Report",
+    "Run",
+    "Tolerance",
+    "Verdict",
+    "Workload",
+    "check_hook",
+    "claims_of",
+    "compression_report",
+    "oracle",
+    "properties",
+    "run_hook",
+    "run_ranks",
+    "strategies",
+]

@@ -1,0 +1,76 @@
+"""The verdicts on gradcomp's hooks and torch's, in Markdown: python -m gradcomp.testing [max_examples]"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks as torch_default_hooks,
+)
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    powerSGD_hook as torch_powerSGD,
+)
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    quantization_hooks,
+)
+
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks import powerSGD_hook as powerSGD
+from gradcomp.testing.check import check_hook
+from gradcomp.testing.report import Report
+from gradcomp.testing.run import Hook, MakeState
+
+MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?"}
+
+
+def power_sgd(module: Any, rank: int) -> MakeState:
+    """A state of gradcomp's or torch's module that compresses from the third step on."""
+    return partial(module.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+
+
+def hooks_of(default: Any, module: Any) -> dict[str, tuple[Hook, MakeState]]:
+    return {
+        "allreduce": (default.allreduce_hook, None),
+        "fp16": (default.fp16_compress_hook, None),
+        "bf16": (default.bf16_compress_hook, None),
+        "PowerSGD r=1": (module.powerSGD_hook, power_sgd(module, 1)),
+        "r=4": (module.powerSGD_hook, power_sgd(module, 4)),
+        "batched r=1": (module.batched_powerSGD_hook, power_sgd(module, 1)),
+        "PowerSGD r=1, fp16": (default.fp16_compress_wrapper(module.powerSGD_hook), power_sgd(module, 1)),
+    }
+
+
+OURS = hooks_of(default_hooks, powerSGD)
+TORCHS = {
+    **hooks_of(torch_default_hooks, torch_powerSGD),
+    "8 bits": (quantization_hooks.quantization_pertensor_hook, None),
+}
+
+
+def table(reports: dict[str, Report]) -> str:
+    rows = [["", *reports], ["---"] * (1 + len(reports))]
+    for name in next(iter(reports.values())).verdicts:
+        verdicts = [report.verdicts[name] for report in reports.values()]
+        cells = [
+            MARKS[v.outcome] if v.measured is None else f"{MARKS[v.outcome]} {v.measured:.1g}"
+            for v in verdicts
+        ]
+        rows.append([name, *cells])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main(arguments: Sequence[str]) -> None:
+    max_examples = int(arguments[0]) if arguments else 25
+    for title, hooks in (("gradcomp", OURS), ("torch", TORCHS)):
+        reports = {name: check_hook(*hooks[name], max_examples=max_examples) for name in hooks}
+        print(f"### {title}\n\n{table(reports)}\n")
+        for name, report in reports.items():
+            for failure in report.failures:
+                print(f"**{name}**: {failure}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

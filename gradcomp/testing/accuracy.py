@@ -1,0 +1,242 @@
+"""Properties of what a hook computes. gradcomp.testing.properties says how properties are used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from gradcomp.testing.claims import Claims, Tolerance, claims_of
+from gradcomp.testing.failure import (
+    PropertyFailure,
+    place,
+    require_close,
+    require_close_in_norm,
+    require_finite,
+)
+from gradcomp.testing.run import Hook, MakeState, Ranks, Run, run_hook
+from gradcomp.testing.workload import Workload
+
+# Rounding errors of a gradient of rank r recovered from factors, in roundings: P's condition number, up to 1000 for
+# a random projection; of 16 bits that would leave nothing to check.
+ROUNDINGS_OF_FACTORS = {
+    torch.float64: 2.0**10,
+    torch.float32: 2.0**10,
+    torch.float16: 2.0**8,
+    torch.bfloat16: 2.0**6,
+}
+# The probability that `unbiased` fails a hook that is unbiased.
+FALSE_ALARM = 1e-6
+
+
+def allowed_error(workload: Workload, step: int, number: int, tolerance: Tolerance) -> Tensor:
+    """2 · W · (relative · magnitude + absolute), by element (see Tolerance)."""
+    stacked = workload.stacked(step)
+    magnitude = stacked[number].abs().amax(0)
+    if tolerance.of == "bucket":
+        numbers = workload.buckets[workload.bucket_of(number)]
+        largest = max((float(stacked[n].abs().max()) for n in numbers if stacked[n].numel()), default=0.0)
+        magnitude = torch.full_like(magnitude, largest)
+    return 2 * workload.world_size * (tolerance.relative * magnitude + tolerance.absolute)
+
+
+def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[tuple[int, int, int, Tensor]]:
+    """(step, rank, number, output) of all, from a step on."""
+    for step in range(first_step, workload.num_steps):
+        for rank, tensors in enumerate(run.outputs[step]):
+            for number, tensor in enumerate(tensors):
+                yield step, rank, number, tensor
+
+
+def norm_of(workload: Workload, step: int, number: int) -> float:
+    """max over ranks of ‖gradient‖."""
+    return float(workload.stacked(step)[number].flatten(1).norm(dim=1).max())
+
+
+def averages(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """Every output is the float64 mean of the ranks' gradients.
+
+    |output − mean| ≤ 2 · W · (u · magnitude + s), where W addends and their partial sums are rounded to unit roundoff
+    u and subnormal spacing s of the dtype on the wire (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
+    section 4.2); magnitude: the largest |gradient| of the ranks (see Tolerance). A lossy hook is held to it in its
+    plain steps, and for tensors of its exact shapes.
+
+    Returns the largest error over its tolerance; None if no average of the workload is claimed.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    worst = None
+    for step, rank, number, output in each_output(workload, run):
+        tolerance = claims.tolerance
+        is_exact = claims.exact_shapes is not None and claims.exact_shapes(workload.shapes[number])
+        if tolerance is None and (step < claims.start or is_exact):
+            tolerance = claims.exact(workload.dtype)
+        if tolerance is None:
+            continue
+        if tolerance.of == "element":
+            tolerance = max(tolerance, claims.exact(workload.dtype), key=lambda each: each.relative)
+        where = place(workload, step, rank, number)
+        allowed = allowed_error(workload, step, number, tolerance)
+        require_finite("averages", workload, run)
+        ratio = require_close(
+            "averages", where, workload.mean(step)[number], output, allowed, "the float64 mean"
+        )
+        worst = max(worst or 0.0, ratio)
+    return worst
+
+
+def exact_up_to_rank(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """A mean gradient of rank at most r comes out of every compressed step.
+
+    ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F, for a projection on r random directions (Vogels et al., PowerSGD, NeurIPS
+    2019, section 3: P = M Q spans the columns of M if rank M ≤ r). c = 1024 allows for the condition number of
+    P; 256 in float16, 64 in bfloat16. The workload's spectra are replaced by low_rank with r.
+
+    Returns the largest error over its tolerance; None without claims.exact_rank.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if claims.exact_rank is None:
+        return None
+    workload = replace(
+        workload,
+        spectra=("low_rank",),
+        rank=claims.exact_rank,
+        steps=max(workload.steps, claims.start + 1),
+        # All new gradients may be as good as orthogonal to what the last step left to project on.
+        drift=min(workload.drift, 0.1),
+        zero_steps=0,
+    )
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    require_finite("exact_up_to_rank", workload, run)
+    coarser = max(workload.dtype, claims.precision, key=lambda dtype: torch.finfo(dtype).eps)
+    roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
+    worst = 0.0
+    for step, rank, number, output in each_output(workload, run, claims.start):
+        mean, where = workload.mean(step)[number], place(workload, step, rank, number)
+        allowed = roundings * norm_of(workload, step, number) + underflow(claims, workload, number)
+        whose = f"the mean, of rank ≤ {claims.exact_rank},"
+        worst = max(worst, require_close_in_norm("exact_up_to_rank", where, mean, output, allowed, whose))
+    return worst
+
+
+def underflow(claims: Claims, workload: Workload, number: int) -> float:
+    """The norm of what a tensor loses to the subnormal spacing of the dtype it is rounded to."""
+    absolute = claims.exact(workload.dtype).absolute
+    return 2 * workload.world_size * absolute * math.sqrt(math.prod(workload.shapes[number]))
+
+
+def contraction(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """‖M − C(M)‖² ≤ (1 − δ) ‖M‖² for every bucket M, and C(0) = 0.
+
+    The definition of a δ-contraction, which error feedback needs (Karimireddy et al., Error Feedback Fixes SignSGD, ICML
+    2019, assumption A). All ranks are given the same gradients: then M is the mean and C(M) the output, whether a
+    hook compresses every rank's gradient or their sum. One step from a fresh state, after the plain ones. δ is
+    claims.contraction; with 0, an output is no farther from the gradient than zero is, which random compressors, for
+    whom δ is an expectation, keep to in every step. Rounding of M and C(M) adds (4 u ‖M‖)².
+
+    Returns the smallest δ found; None without claims.contraction.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if claims.contraction is None:
+        return None
+    workload = replace(workload, noise=0.0, steps=claims.start + 1)
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    require_finite("contraction", workload, run)
+    smallest = None
+    for bucket, numbers in enumerate(workload.buckets):
+        given = joined(workload.mean(claims.start), numbers)
+        size, lost = float(given.norm()), float("nan")
+        least = claims.contraction
+        slack = (4 * claims.unit_roundoff(workload.dtype) * size) ** 2
+        slack += sum(underflow(claims, workload, number) for number in numbers) ** 2 if size else 0.0
+        for rank in range(workload.world_size):
+            lost = float((given - joined(run.outputs[claims.start][rank], numbers)).norm())
+            if lost**2 > (1 - least) * size**2 + slack:
+                found = 1 - (lost / size) ** 2 if size else -math.inf
+                raise PropertyFailure(
+                    f"contraction: step {claims.start}, rank {rank}, bucket {bucket} with tensors {list(numbers)}: expected "
+                    f"‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², ‖M‖ = {size:.6g}; got ‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}"
+                )
+        if size:
+            smallest = min(1 - (lost / size) ** 2, 1.0 if smallest is None else smallest)
+    return smallest
+
+
+def joined(tensors: list[Tensor], numbers: tuple[int, ...]) -> Tensor:
+    return torch.cat([tensors[number].double().flatten() for number in numbers])
+
+
+def unbiased(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+    num_draws: int = 512,
+) -> float | None:
+    """The expectation of the output is the mean.
+
+    The same gradients in `num_draws` steps: as many independent draws of a hook that draws anew in every step. The first
+    half shows in which direction d the outputs are off; of the second half, t = mean(⟨output − mean, d⟩) / (their
+    standard deviation / √n) is compared with Student's distribution of n − 1 degrees of freedom, one-sided: an unbiased
+    hook fails with a probability of about 1e-6, once n of such sums are as good as normal (the approximation of
+    the quantile: Abramowitz and Stegun 26.7.5). A bias within rounding is let through. Not for hooks with error feedback,
+    whose steps depend on each other.
+
+    Returns t; None unless claims.unbiased.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if not claims.unbiased:
+        return None
+    workload = replace(workload, drift=0.0, steps=claims.start + num_draws)
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    require_finite("unbiased", workload, run)
+    numbers = tuple(range(len(workload.shapes)))
+    mean = joined(workload.mean(0), numbers)
+    # Tensors may differ by orders of magnitude: each counts by its own rms.
+    unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in workload.mean(0)])
+    draws = torch.stack([(joined(step[0], numbers) - mean) / unit for step in run.outputs[claims.start :]])
+    first, second = draws[: num_draws // 2], draws[num_draws // 2 :]
+    direction = first.mean(0)
+    sums = second @ (direction / direction.norm().clamp(min=1e-300))
+    bias, n = float(sums.mean()), len(sums)
+    rounding = 2 * workload.world_size * claims.unit_roundoff(workload.dtype)
+    allowed = rounding * float((mean / unit).norm()) + rounding * float(draws.abs().max())
+    if abs(bias) <= allowed:
+        return 0.0
+    t = bias / max(float(sums.std()) / math.sqrt(n), 1e-300)
+    z = NormalDist().inv_cdf(1 - FALSE_ALARM)
+    limit = z + (z**3 + z) / (4 * (n - 1))
+    if t > limit:
+        i = int(draws.mean(0).abs().argmax())
+        raise PropertyFailure(
+            f"unbiased: over {num_draws} steps with the same gradients, element {i} of all: expected {mean[i]:.6g} (the float64 "
+            f"mean) on average, got {mean[i] + draws.mean(0)[i] * unit[i]:.6g}; all elements: t = {t:.3g}, allowed {limit:.3g}"
+        )
+    return t

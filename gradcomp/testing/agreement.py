@@ -1,0 +1,145 @@
+"""Properties of what ranks have in common: that they finish, with the same results, also after inf or NaN."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from gradcomp.testing.accuracy import each_output
+from gradcomp.testing.claims import Claims, claims_of
+from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure, place, require_finite, require_same
+from gradcomp.testing.ranks import RankError
+from gradcomp.testing.run import Hook, MakeState, Ranks, Run, run_hook
+from gradcomp.testing.workload import Workload
+
+SCHEDULES = (0, 1, 2, 3)
+# Steps after an inf or NaN.
+AFTERWARDS = 2
+
+
+def completes(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> None:
+    """All ranks finish all steps, with all buckets in flight, whenever collectives complete: no exception, no collectives
+    in another order on another rank, no deadlock.
+
+    Process groups match collectives by the order of their issue alone (PyTorch DDP design note; c10d), so this
+    order may not depend on when a callback runs. Four schedules of simulated ranks; one run on gloo.
+    """
+    for schedule in SCHEDULES if ranks == "simulated" else SCHEDULES[:1]:
+        try:
+            run_hook(hook, make_state, workload, ranks=ranks, schedule=schedule)
+        except RankError as error:
+            raise PropertyFailure(f"completes: schedule {schedule}: {error}") from error
+
+
+def replicas_identical(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> None:
+    """Every rank has rank 0's outputs, element by element: else replicas of the model drift apart."""
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    for step, rank, number, output in each_output(workload, run):
+        where = place(workload, step, rank, number)
+        require_same("replicas_identical", where, run.outputs[step][0][number], output, "as on rank 0")
+
+
+def finite_in_finite_out(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """Finite gradients give finite outputs, while the ranks' mean |gradient| is at most claims.max_magnitude.
+
+    A mean that the dtype on the wire can hold, that is, whatever a single rank has. Zero gradients belong here. Run as
+    the workload is, and for two compressed steps with it multiplied by the power of two that takes it to the limit.
+
+    Returns the largest mean |gradient| of the second run; None for a workload beyond the limit.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    limit = claims.limit(workload.dtype)
+    if _largest(workload) > limit:
+        return None
+    require_finite("finite_in_finite_out", workload, run_hook(hook, make_state, workload, ranks=ranks))
+    edge = replace(workload, steps=min(claims.start + 2, workload.steps), zero_steps=0)
+    room = min(limit / max(_largest(edge), 1e-300), 2.0**1000)
+    edge = replace(edge, log2_factor=workload.log2_factor + math.frexp(room)[1] - 1)
+    while not _is_finite(edge):  # a rank may have more than the mean
+        edge = replace(edge, log2_factor=edge.log2_factor - 1)
+    try:
+        require_finite("finite_in_finite_out", edge, run_hook(hook, make_state, edge, ranks=ranks))
+    except NonFiniteFailure as error:
+        raise NonFiniteFailure(
+            f"{error}, with log2_factor={edge.log2_factor}: the ranks' mean |gradient| is at most {_largest(edge):.6g} then, of "
+            f"{limit:.6g} claimed"
+        ) from None
+    return _largest(edge)
+
+
+def _is_finite(workload: Workload) -> bool:
+    return all(bool(t.isfinite().all()) for step in range(workload.steps) for t in workload.stacked(step))
+
+
+def _largest(workload: Workload) -> float:
+    """The largest mean of the ranks' |gradient|."""
+    means = [t.abs().mean(0) for step in range(workload.steps) for t in workload.stacked(step)]
+    return max((float(mean.max()) for mean in means if mean.numel()), default=0.0)
+
+
+def nonfinite_seen_by_all(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> None:
+    """An inf or NaN on one rank gives an inf or NaN in the results of its bucket on every rank, and is gone after that.
+
+    So a GradScaler skips the step on all ranks or on none (torch.amp; it looks at every rank's own gradients), and later
+    steps, and the errors in the state, are finite again. The workload's poison says where; without one: inf in the middle
+    of the first tensor of the last rank, in the first compressed step.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    poison = workload.poison or (claims.start, workload.world_size - 1, 0, math.inf)
+    step, _, number, value = poison
+    workload = replace(workload, poison=None, zero_steps=0, steps=max(workload.steps, step + 1 + AFTERWARDS))
+    require_finite("nonfinite_seen_by_all", workload, run_hook(hook, make_state, workload, ranks=ranks))
+    poisoned = replace(workload, poison=poison)
+    try:
+        run = run_hook(hook, make_state, poisoned, ranks=ranks, errors_of=claims.errors_of)
+    except RankError as error:
+        raise PropertyFailure(f"nonfinite_seen_by_all: with {value} in step {step}: {error}") from error
+    numbers = poisoned.buckets[poisoned.bucket_of(number)]
+    for rank, outputs in enumerate(run.outputs[step]):
+        if all(bool(outputs[n].isfinite().all()) for n in numbers):
+            raise PropertyFailure(
+                f"nonfinite_seen_by_all: {place(poisoned, step, rank, number)}: expected inf or NaN somewhere in its bucket, as "
+                f"rank {poison[1]} has {value} there; got finite averages"
+            )
+    _require_sound("nonfinite_seen_by_all", poisoned, run, step + 1)
+
+
+def _require_sound(name: str, workload: Workload, run: Run, first_step: int) -> None:
+    try:
+        require_finite(name, workload, run, first_step)
+    except PropertyFailure as error:  # what went in at this step isn't finite: not the same failure
+        raise PropertyFailure(f"{error} after {workload.poison}") from None
+    if run.errors:
+        errors = Run(run.errors, [], [], [])
+        try:
+            require_finite(f"{name}: errors in the state", workload, errors, first_step)
+        except PropertyFailure as error:
+            raise PropertyFailure(f"{error} after {workload.poison}") from None

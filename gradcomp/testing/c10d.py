@@ -1,0 +1,101 @@
+"""Every private name of torch that simulated ranks rest on. tests/testing/test_simulation.py fails when torch changes one.
+
+Real ranks are processes: each has a default group and a random generator of its own, and waits in C++. Simulated ranks
+share a process, so these three are exchanged while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+BACKEND = "simulated"
+
+
+def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -> SimpleNamespace:
+    """The tables of c10d for one rank, as if it had just initialised `group` as its default group.
+
+    first_name: groups are named by counting up from here. The names are in a registry of the process, so ranks must
+    not share any.
+    """
+    group._set_group_name(str(first_name))  # type: ignore[arg-type]
+    return SimpleNamespace(
+        default_pg=group,
+        pg_map={group: (BACKEND, dist.HashStore())},
+        pg_names={group: str(first_name)},
+        pg_group_ranks={group: {rank: index for index, rank in enumerate(ranks)}},
+        pg_backend_config={group: f"cpu:{BACKEND},cuda:{BACKEND}"},
+        group_count=first_name + 1,
+        tags_to_pg={},
+        pg_to_tag={},
+        pg_coalesce_state={},
+        comms=[],
+        groups=[group],  # not of c10d: all that this rank is in
+    )
+
+
+def register_backend(new_group: Callable[[Sequence[int]], dist.ProcessGroup]) -> None:
+    """Let dist.new_group make a group of these global ranks, on each of them."""
+
+    def create(options: Any, _: Any) -> dist.ProcessGroup:
+        return new_group(options.global_ranks_in_group)
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+class Identity:
+    """Which rank the process is: its default group and the state of torch's CPU generator.
+
+    Inside the context, `become` changes it; on leaving, the process is what it was before.
+    """
+
+    def __init__(self, worlds: Sequence[SimpleNamespace]) -> None:
+        self._worlds = worlds
+        generators = [torch.Generator().manual_seed(rank) for rank in range(len(worlds))]
+        self._random = [generator.get_state() for generator in generators]
+        self._rank: int | None = None
+        self._left = False
+
+    def __enter__(self) -> Identity:
+        self._caller = (distributed_c10d._world, torch.default_generator.get_state())
+        return self
+
+    def become(self, rank: int) -> None:
+        if rank == self._rank or self._left:
+            return
+        if self._rank is not None:
+            self._random[self._rank] = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._random[rank])
+        distributed_c10d._world = self._worlds[rank]  # type: ignore[assignment]
+        self._rank = rank
+
+    def __exit__(self, *_: Any) -> None:
+        self._left = True  # a thread that could not be ended changes nothing any more
+        distributed_c10d._world, random = self._caller
+        torch.default_generator.set_state(random)
+        for world in self._worlds:
+            for group, name in world.pg_names.items():
+                if group is not world.default_pg:
+                    torch._C._distributed_c10d._unregister_process_group(name)
+
+
+@contextmanager
+def waiting_by(pause: Callable[[torch.futures.Future[Any]], None]) -> Iterator[None]:
+    """Futures call `pause` before they block. All of them: those that `.then` and `collect_all` make in C++, too."""
+    original = torch._C.Future.wait
+
+    def wait(future: Any) -> Any:
+        pause(future)
+        return original(future)
+
+    torch._C.Future.wait = wait  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch._C.Future.wait = original  # type: ignore[method-assign]

@@ -1,0 +1,51 @@
+"""The line of a program that asked for a collective."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+_GRADCOMP, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+
+# Innermost first: each a function's code and a line number.
+CallSite = tuple[tuple[CodeType, int], ...]
+
+
+@cache
+def _owner(filename: str) -> str:
+    """Whose code it is: plumbing (all that lies between a collective's caller and here), a library's or the user's."""
+    path = Path(filename)
+    if path.is_relative_to(_GRADCOMP / "testing") or filename == threading.__file__:
+        return "plumbing"
+    if path.is_relative_to(_TORCH):
+        return "library" if path.is_relative_to(_TORCH / "distributed" / "algorithms") else "plumbing"
+    return "library" if path.is_relative_to(_GRADCOMP) else "user"
+
+
+def call_site() -> CallSite:
+    """The line that called and, if that is in gradcomp or in a hook of torch's, the user's line that it came from."""
+    lines: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = _owner(frame.f_code.co_filename)
+        if owner == "user" or (owner == "library" and not lines):
+            lines.append((frame.f_code, frame.f_lineno))
+        if owner == "user":
+            break
+        frame = frame.f_back
+    return tuple(lines)
+
+
+def shown(site: CallSite, indent: str = "    ") -> str:
+    """A line for each: file:line, function and source."""
+    return "\n".join(
+        f"{indent}{code.co_filename}:{number} in {code.co_name}: "
+        f"{linecache.getline(code.co_filename, number).strip()}"
+        for code, number in site
+    )

@@ -1,0 +1,195 @@
+"""What is searched for a counter-example of each property: workloads within what a hook claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from gradcomp.testing import properties
+from gradcomp.testing.claims import Claims
+from gradcomp.testing.failure import NonFiniteFailure
+from gradcomp.testing.ranks import RankError
+from gradcomp.testing.strategies import DIMS, poisons, shapes, workloads
+from gradcomp.testing.workload import Shape, Workload
+
+__all__ = ["CASES", "Case", "Drawn"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a property is searched for a counter-example.
+
+    unclaimed(claims): why it doesn't apply, or "". workloads(drawn): of which kinds. measure: what it returns; worst: of
+    several. share: of max_examples, for the expensive ones. explains: what other properties raise for want of this one.
+    """
+
+    check: Callable[..., Any]
+    unclaimed: Callable[[Claims], str] = lambda claims: ""
+    workloads: Callable[[Drawn], Sequence[SearchStrategy[Workload]]] = lambda drawn: [drawn.any()]
+    measure: str = ""
+    worst: Callable[[float, float], float] = max
+    share: float = 1.0
+    explains: tuple[type[AssertionError], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.check.__name__
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Workloads within what a hook claims."""
+
+    claims: Claims
+    world_size: int
+    dtypes: Sequence[torch.dtype]
+    device: str
+
+    def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
+        """With one to `extra_steps` steps after the plain ones."""
+        start = self.claims.start
+        options.setdefault("steps", st.integers(start + 1, start + extra_steps))
+        options.setdefault("tensors", self._shapes())
+        return workloads(
+            world_sizes=st.just(self.world_size),
+            dtypes=st.sampled_from(list(self.dtypes)),
+            log2_scales=self._scales(),
+            device=self.device,
+            **options,
+        )
+
+    def poisoned(self) -> SearchStrategy[Workload]:
+        steps = st.integers(0, self.claims.start + 1)
+        return self.any(poison=poisons(steps, self.world_size))
+
+    def small(self) -> SearchStrategy[Workload]:
+        return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
+
+    def flushed(self) -> Sequence[SearchStrategy[Workload]]:
+        """Gradients, then zeros: until little may be left, in small tensors, or a few."""
+        options: dict[str, Any] = {
+            "tensors": shapes(max_numel=25),
+            "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
+            "spectra": st.just(("flat",)),
+        }
+        alike = self.any(
+            num_tensors=(2, 2), same_shapes=st.just(True), noises=(0.0,), drifts=(0.1, 1.0), **options
+        )
+        different = self.any(num_tensors=(1, 1), noises=(1.0, 10.0), **options)
+        # (1 - δ)^(K/2) ≤ 1/4, and (1 - δ)^(K/2) · 2/δ ≤ 1/4
+        return (
+            self.any(extra_steps=6, noises=(0.0,), zero_steps=16),
+            alike.map(lambda workload: self._with_zeros(workload, lambda delta: 4.0)),
+            different.map(lambda workload: self._with_zeros(workload, lambda delta: 8 / delta)),
+        )
+
+    def _with_zeros(self, workload: Workload, decay: Callable[[float], float]) -> Workload:
+        numel = max(sum(math.prod(workload.shapes[n]) for n in numbers) for numbers in workload.buckets)
+        delta = self.claims.delta(numel)
+        return replace(workload, zero_steps=math.ceil(2 / delta * math.log(decay(delta))))
+
+    def _shapes(self) -> SearchStrategy[Shape]:
+        """As often as not one that the hook compresses: of a high rank, few are."""
+        is_exact = self.claims.exact_shapes
+        if is_exact is None:
+            return shapes()
+        small = [shape for shape in product(DIMS, DIMS) if not is_exact(shape)]
+        large = ((side, side) for side in range(96, 2049, 32) if not is_exact((side, side)))
+        return shapes() | st.sampled_from(small or [next(large, (1, 1))])
+
+    def _scales(self) -> tuple[int, int]:
+        """Exponents that leave room for elements 2^8 times the rms, and for 2^8 more than the smallest normal ones."""
+        limit = min(self.claims.limit(dtype) for dtype in self.dtypes)
+        dtypes = [*self.dtypes, self.claims.precision]
+        smallest = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
+        return max(-40, math.frexp(smallest)[1] + 8), min(40, max(0, math.frexp(limit)[1] - 9))
+
+
+def _of_lossy(claims: Claims) -> str:
+    return "" if claims.is_lossy else "averages"
+
+
+def _of_state(claims: Claims) -> str:
+    return "" if claims.error_feedback else _of_lossy(claims) or "no error feedback"
+
+
+CASES = (
+    Case(properties.completes, workloads=lambda drawn: [drawn.any(extra_steps=2)], explains=(RankError,)),
+    Case(properties.finite_in_finite_out, measure="up to", explains=(NonFiniteFailure,)),
+    Case(properties.replicas_identical),
+    Case(properties.deterministic),
+    Case(
+        properties.averages,
+        lambda claims: "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else "",
+        measure="error / tolerance ≤",
+    ),
+    Case(
+        properties.exact_up_to_rank,
+        lambda claims: _of_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"),
+        measure="error / tolerance ≤",
+    ),
+    Case(
+        properties.contraction,
+        lambda claims: _of_lossy(claims) or ("no contraction" if claims.contraction is None else ""),
+        measure="δ ≥",
+        worst=min,
+    ),
+    Case(
+        properties.error_feedback_identity,
+        lambda claims: _of_state(claims) or ("" if claims.errors_of else "errors can't be read"),
+        measure="error / tolerance ≤",
+    ),
+    Case(
+        properties.held_back_comes_out,
+        _of_state,
+        lambda drawn: drawn.flushed(),
+        "still held at the end ≤",
+        share=0.5,
+    ),
+    Case(
+        properties.no_error_where_exact,
+        lambda claims: (
+            _of_state(claims) or ("" if claims.errors_of and claims.exact_shapes else "no exact shapes")
+        ),
+    ),
+    Case(
+        properties.unbiased,
+        lambda claims: "" if claims.unbiased else _of_lossy(claims) or "biased",
+        lambda drawn: [drawn.small()],
+        "t ≤",
+        share=0.3,
+    ),
+    Case(
+        properties.scale_equivariant,
+        lambda claims: "" if claims.scale_equivariant else "not equivariant",
+        measure="difference / tolerance ≤",
+    ),
+    Case(
+        properties.rank_permutation,
+        lambda claims: "" if claims.rank_symmetric else "not symmetric",
+        measure="difference / tolerance ≤",
+    ),
+    Case(
+        properties.bucket_insensitive,
+        lambda claims: "" if claims.bucket_insensitive else "depends on buckets",
+        measure="difference / tolerance ≤",
+    ),
+    Case(properties.nonfinite_seen_by_all, workloads=lambda drawn: [drawn.poisoned()]),
+    Case(
+        properties.checkpoint_round_trip,
+        lambda claims: "" if claims.checkpoint else "no state that can be saved",
+        lambda drawn: [drawn.any(extra_steps=4)],
+    ),
+    Case(
+        properties.bounded_memory,
+        lambda claims: "" if claims.memory is not None else "no state",
+        measure="state / gradients ≤",
+    ),
+)

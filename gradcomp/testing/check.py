@@ -1,0 +1,167 @@
+"""check_hook: every property that applies to a hook, and the smallest workloads on which it lacks one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from hypothesis import Phase, Verbosity, find, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky, NoSuchExample
+from hypothesis.strategies import SearchStrategy
+
+from gradcomp.testing.cases import CASES, Case, Drawn
+from gradcomp.testing.claims import PROBED_STEPS, Claims, claims_of
+from gradcomp.testing.failure import PropertyFailure
+from gradcomp.testing.ranks import RankError
+from gradcomp.testing.report import Failure, Report, Verdict
+from gradcomp.testing.run import Hook, MakeState, Ranks
+from gradcomp.testing.strategies import workloads
+from gradcomp.testing.workload import Workload
+
+__all__ = ["check_hook"]
+
+
+def check_hook(
+    hook: Hook,
+    make_state: MakeState = None,
+    *,
+    world_size: int = 2,
+    max_examples: int = 25,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    device: str = "cpu",
+    only: Sequence[str] = (),
+) -> Report:
+    """Look for a workload on which a communication hook lacks a property that applies to it.
+
+    make_state(process_group): a rank's state; None for hooks whose state is the process group. world_size: ranks.
+    max_examples: workloads per property. claims: what the hook promises; by default what claims_of infers from its
+    state and a probe. ranks: "simulated" in this process, or "gloo": then hook and make_state have to be picklable.
+    dtypes, device: of the gradients. only: the names of the properties to check, all if empty.
+
+    The same call draws the same workloads; a counter-example is the smallest that Hypothesis finds. Where a hook raises
+    in some workloads, or makes NaN of finite gradients, `completes` and `finite_in_finite_out` say so, and the others
+    pass over these workloads.
+    """
+    name = getattr(hook, "__qualname__", repr(hook))
+    searched = [case for case in CASES if not only or case.name in only]
+    if unknown := set(only) - {case.name for case in CASES}:
+        raise ValueError(f"no properties {sorted(unknown)}; there are {[case.name for case in CASES]}")
+    try:
+        claims = claims or claims_of(hook, make_state, device)
+    except RankError:
+        return _not_complete(name, hook, make_state, world_size, max_examples, ranks, device)
+    report = Report(name, claims)
+    drawn = Drawn(claims, world_size, dtypes, device)
+    known: list[type[AssertionError]] = []
+    for case in searched:
+        why = case.unclaimed(claims)
+        if why:
+            report.verdicts[case.name] = Verdict("not claimed", note=why)
+            continue
+        search = _Search(case, hook, make_state, claims, ranks, tuple(known))
+        for strategy in case.workloads(drawn):
+            if search.failure is None:
+                search.run(strategy, max(2, math.ceil(max_examples * case.share)))
+        report.verdicts[case.name] = search.verdict()
+        if search.failure is not None:
+            report.failures.append(search.failure)
+            known += case.explains
+    return report
+
+
+def _not_complete(
+    name: str,
+    hook: Hook,
+    make_state: MakeState,
+    world_size: int,
+    max_examples: int,
+    ranks: Ranks,
+    device: str,
+) -> Report:
+    """The report on a hook that fails in the probe."""
+    report = Report(name, None)
+    search = _Search(CASES[0], hook, make_state, Claims(), ranks, ())
+    search.run(
+        workloads(world_sizes=st.just(world_size), steps=st.integers(1, PROBED_STEPS), device=device),
+        max(max_examples, PROBED_STEPS),
+    )
+    if search.failure is None:
+        claims_of(hook, make_state, device)  # raises what the probe met
+        raise AssertionError(f"{name} fails in the probe at times")
+    report.failures.append(search.failure)
+    report.verdicts.update(
+        {case.name: Verdict("not checked", note="the hook does not complete") for case in CASES}
+    )
+    report.verdicts["completes"] = search.verdict()
+    return report
+
+
+def _shortened(message: str, width: int = 90) -> str:
+    line = message.splitlines()[0]
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+class _Search:
+    """For a workload on which a property fails."""
+
+    def __init__(
+        self,
+        case: Case,
+        hook: Hook,
+        make_state: MakeState,
+        claims: Claims,
+        ranks: Ranks,
+        known: tuple[type[AssertionError], ...],
+    ):
+        self.case, self.known = case, known
+        self._arguments = (hook, make_state)
+        self._options = {"claims": claims, "ranks": ranks}
+        self.failure: Failure | None = None
+        self._num_examples = self._num_passed_over = 0
+        self._measured: float | None = None
+
+    def run(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
+        options = settings(
+            max_examples=max_examples,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            verbosity=Verbosity.quiet,
+        )
+        try:
+            find(strategy, self._fails, settings=options)
+        except NoSuchExample:
+            pass
+        except Flaky:  # the failure seen stands, but it does not come every time
+            if self.failure is not None:
+                note = "\nIt does not fail on this workload every time."
+                self.failure = Failure(
+                    self.case.name, self.failure.counterexample, self.failure.message + note
+                )
+
+    def _fails(self, workload: Workload) -> bool:
+        try:
+            measured = self.case.check(*self._arguments, workload, **self._options)
+        except self.known:
+            self._num_passed_over += 1
+            return False
+        except (PropertyFailure, RankError) as error:
+            self.failure = Failure(self.case.name, workload, str(error))
+            return True
+        self._num_examples += 1
+        if measured is not None:
+            self._measured = measured if self._measured is None else self.case.worst(self._measured, measured)
+        return False
+
+    def verdict(self) -> Verdict:
+        if self.failure is not None:
+            return Verdict("fails", note=_shortened(self.failure.message.removeprefix(f"{self.case.name}: ")))
+        if not self._num_examples:
+            return Verdict("not checked", note="no example in which the hook completes with finite averages")
+        note = self.case.measure if self._measured is not None else ""
+        return Verdict("holds", self._measured, self._num_examples, note, self._num_passed_over)

@@ -1,0 +1,252 @@
+"""What a hook makes of given gradients: how near it comes, and what it sends for that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradcomp.testing.oracle import matrix_shape
+from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.run import Hook, MakeState, run_hook
+from gradcomp.testing.workload import RecordedWorkload, Workload
+
+__all__ = ["CompressionReport", "Quality", "compression_report"]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of one tensor, or of all together. G: the ranks' mean gradient in the last step; C: the hook's average.
+
+    shape: the tensor's; (elements,) for all together.
+    relative_error: ‖C − G‖ / ‖G‖. accumulated_error: the same of their sums over all steps, which error
+        feedback keeps small. cosine_similarity: ⟨C, G⟩ / (‖C‖ ‖G‖); NaN where one of them is zero.
+    energy_kept: 1 − ‖C − G‖² / ‖G‖². best_energy: the most that a matrix of the rank asked for can keep, from
+        G's singular values (Eckart and Young, 1936); vectors count whole. None without a rank.
+    gradient_bytes: of the gradient. wire_bytes: of the tensors that a rank gave to collectives in the last
+        step, the most of any rank; None for a tensor that shares its bucket.
+    """
+
+    shape: tuple[int, ...]
+    relative_error: float
+    accumulated_error: float
+    cosine_similarity: float
+    energy_kept: float
+    best_energy: float | None
+    gradient_bytes: int
+    wire_bytes: int | None
+
+    @property
+    def compression_rate(self) -> float | None:
+        """gradient_bytes / wire_bytes; inf if nothing is sent."""
+        if self.wire_bytes is None:
+            return None
+        return self.gradient_bytes / self.wire_bytes if self.wire_bytes else math.inf
+
+
+@dataclass(frozen=True)
+class CompressionReport:
+    """compression_report's result: str() is a table of it.
+
+    tensors: in the order in which they were given. overall: of all of them as one vector.
+    """
+
+    hook: str
+    world_size: int
+    steps: int
+    rank: int | None
+    tensors: tuple[Quality, ...]
+    overall: Quality
+
+    def __str__(self) -> str:
+        columns = ["tensor", "error", "summed", "cosine", "energy", "best", "bytes", "sent", "rate"]
+        names = [f"{number} {list(each.shape)}" for number, each in enumerate(self.tensors)]
+        rows = [_row(name, each) for name, each in zip(names, self.tensors, strict=True)]
+        table = [columns, *rows, _row("all", self.overall)]
+        hidden = {2} if self.steps == 1 else set()
+        hidden |= {5} if self.rank is None else set()
+        shown = [[cell for i, cell in enumerate(row) if i not in hidden] for row in table]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        of_rank = "" if self.rank is None else f", against rank {self.rank}"
+        title = f"{self.hook}: world size {self.world_size}, step {self.steps}{of_rank}"
+        lines = [
+            "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(pairs))
+            for pairs in (list(zip(row, widths, strict=True)) for row in shown)
+        ]
+        return "\n".join([title, *lines])
+
+
+def compression_report(
+    hook: Hook,
+    gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]] | Workload,
+    *,
+    make_state: MakeState = None,
+    world_size: int | None = None,
+    steps: int = 1,
+    rank: int | None = None,
+    buckets: Sequence[Sequence[int]] | None = None,
+) -> CompressionReport:
+    """Run a hook on these gradients, on simulated ranks, and measure its last step.
+
+    gradients: a list of tensors, which every rank has, or a list of them for every rank: the same in every
+        step. Or a Workload, with ranks, steps and buckets of its own.
+    make_state(process_group): a rank's state; None for hooks that take the process group. A PowerSGDState
+        (ours, torch's) is put behind its start_powerSGD_iter plain steps.
+    world_size: 2 where the gradients don't tell. steps: how many the hook makes; with warm start the first is
+        its worst, and with error feedback a later one also sends what earlier ones left out.
+    rank: what best_energy is of; by default the state's matrix_approximation_rank if it has one.
+    buckets: the numbers of each bucket's tensors. By default each tensor has one to itself, so that what it
+        costs can be told. Hooks that take a bucket as a whole (batched_powerSGD_hook) need the model's.
+
+    Raises ValueError for no gradients, a world_size that they don't have, or buckets that don't hold each
+    tensor once; RankError for what goes wrong in the hook.
+
+    Example::
+
+        print(compression_report(powerSGD_hook, [parameter.grad for parameter in model.parameters()],
+                                 make_state=lambda group: PowerSGDState(group, matrix_approximation_rank=4)))
+    """
+    given = _of_steps(gradients, world_size, steps)
+    if buckets is None:
+        alone = [(number,) for number in range(len(given[0][0]))]
+        buckets = gradients.buckets if isinstance(gradients, Workload) else alone
+    if sorted(number for numbers in buckets for number in numbers) != list(range(len(given[0][0]))):
+        raise ValueError(f"buckets {buckets} don't hold each of {len(given[0][0])} tensors once")
+    if rank is None and make_state is not None:
+        (state,) = run_ranks(lambda _, process_group: make_state(process_group), 1)
+        rank = getattr(state, "matrix_approximation_rank", None)
+    found: dict[int, _Piece] = {}
+    sent_bytes = 0
+    for numbers in buckets:
+        pieces, wire_bytes = _run_bucket(
+            hook, make_state, [[[g[number] for number in numbers] for g in step] for step in given]
+        )
+        found |= zip(numbers, pieces, strict=True)
+        sent_bytes += wire_bytes
+    pieces = [found[number] for number in sorted(found)]
+    whole = _Piece(
+        torch.cat([each.gradients.flatten(1) for each in pieces], dim=1),
+        torch.cat([each.averages.flatten(1) for each in pieces], dim=1),
+        sum(each.gradient_bytes for each in pieces),
+        sent_bytes,
+    )
+    best = [each.best(rank) for each in pieces]
+    return CompressionReport(
+        getattr(hook, "__qualname__", repr(hook)),
+        len(given[0]),
+        len(given),
+        rank,
+        tuple(each.quality(kept) for each, kept in zip(pieces, best, strict=True)),
+        whole.quality(None if rank is None else sum(kept or 0.0 for kept in best)),
+    )
+
+
+def _run_bucket(
+    hook: Hook, make_state: MakeState, gradients: list[list[list[Tensor]]]
+) -> tuple[list[_Piece], int]:
+    """A bucket of gradients [step][rank][place]: (what comes of each, bytes on the wire in the last step)."""
+
+    def started(process_group: dist.ProcessGroup) -> Any:
+        state: Any = process_group if make_state is None else make_state(process_group)
+        if hasattr(state, "start_powerSGD_iter"):
+            state.iter = max(state.iter, state.start_powerSGD_iter)
+        return state
+
+    workload = RecordedWorkload.of(gradients)
+    run = run_hook(hook, started, workload)
+    means = [workload.mean(step) for step in range(workload.steps)]
+    wire_bytes = max(run.wire_bytes[-1])
+    pieces = [
+        _Piece(
+            torch.stack([mean[place] for mean in means]),
+            torch.stack([step[0][place].double() for step in run.outputs]),
+            gradient.nbytes,
+            wire_bytes if len(workload.shapes) == 1 else None,
+        )
+        for place, gradient in enumerate(gradients[0][0])
+    ]
+    return pieces, wire_bytes
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """gradients, averages: [steps, *shape], in float64; the ranks' mean, and what the hook made of it."""
+
+    gradients: Tensor
+    averages: Tensor
+    gradient_bytes: int
+    wire_bytes: int | None
+
+    def best(self, rank: int | None) -> float | None:
+        """‖ ‖² of the last gradient's best approximation of this rank."""
+        gradient = self.gradients[-1]
+        if rank is None:
+            return None
+        if gradient.ndim < 2 or not gradient.numel():
+            return float(gradient.square().sum())
+        singular = torch.linalg.svdvals(gradient.reshape(matrix_shape(gradient.shape)))
+        return float(singular[:rank].square().sum())
+
+    def quality(self, best: float | None) -> Quality:
+        gradient, average = self.gradients[-1], self.averages[-1]
+        relative_error = _ratio(float((average - gradient).norm()), float(gradient.norm()))
+        summed = self.gradients.sum(0)
+        product = float(average.norm() * gradient.norm())
+        return Quality(
+            shape=tuple(gradient.shape),
+            relative_error=relative_error,
+            accumulated_error=_ratio(float((self.averages.sum(0) - summed).norm()), float(summed.norm())),
+            cosine_similarity=float((average * gradient).sum()) / product if product else math.nan,
+            energy_kept=1.0 - relative_error**2,
+            best_energy=None if best is None else _ratio(best, float(gradient.square().sum()), 1.0),
+            gradient_bytes=self.gradient_bytes,
+            wire_bytes=self.wire_bytes,
+        )
+
+
+def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
+    """part / whole; of_nothing where both are 0."""
+    if whole:
+        return part / whole
+    return math.inf if part else of_nothing
+
+
+def _of_steps(
+    gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]] | Workload, world_size: int | None, steps: int
+) -> list[list[list[Tensor]]]:
+    """[step][rank][number]."""
+    if isinstance(gradients, Workload):
+        num_ranks = range(gradients.world_size)
+        given = [
+            [gradients.gradients(step, rank) for rank in num_ranks] for step in range(gradients.num_steps)
+        ]
+    elif gradients and isinstance(gradients[0], Tensor):
+        shared: Any = list(gradients)
+        given = [[shared] * (2 if world_size is None else world_size)] * steps
+    else:
+        given = [[list(of_rank) for of_rank in gradients]] * steps
+    if not given or not given[0] or not given[0][0]:
+        raise ValueError("no gradients: give a list of tensors, one such list per rank, or a Workload")
+    if world_size not in (None, len(given[0])):
+        raise ValueError(f"gradients of {len(given[0])} ranks for world_size {world_size}")
+    return given
+
+
+def _row(name: str, quality: Quality) -> list[str]:
+    rate = quality.compression_rate
+    return [
+        name,
+        f"{quality.relative_error:.3g}",
+        f"{quality.accumulated_error:.3g}",
+        f"{quality.cosine_similarity:.4f}",
+        f"{quality.energy_kept:.4f}",
+        "" if quality.best_energy is None else f"{quality.best_energy:.4f}",
+        f"{quality.gradient_bytes:,}",
+        "" if quality.wire_bytes is None else f"{quality.wire_bytes:,}",
+        "" if rate is None else f"{rate:.1f}",
+    ]

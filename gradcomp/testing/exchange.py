@@ -1,0 +1,112 @@
+"""What a collective moves between simulated ranks.
+
+Every collective is a table of who sends what to whom. With W ranks, rank s's call holds what it sends to each
+rank r, and where it puts what comes from each rank or, for a reduction, where the reduced value goes:
+
+    all_reduce       s sends t to all                  r: t = t_0 + ... + t_(W-1)
+    all_gather       s sends t to all                  r: outputs[s] = t_s
+    reduce_scatter   s sends inputs[r] to r            r: output = inputs_0[r] + ... + inputs_(W-1)[r]
+    all_to_all       s sends inputs[r] to r            r: outputs[s] = inputs_s[r]
+    broadcast, reduce, gather, scatter: the same, with one source or one destination
+
+Reductions go in rank order, in the tensors' dtype: bitwise gloo's for two ranks, within rounding for more. MIN and MAX
+lose a NaN of any rank but 0, gloo's of one rank or another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": lambda total, term: torch.where(term < total, term, total),
+    "MAX": lambda total, term: torch.where(term > total, term, total),
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+@dataclass(eq=False)
+class Call:
+    """One rank's part in a collective.
+
+    name: as in torch.distributed. agreed: what has to be the same on every rank, by name. sends: tensors by the rank
+    they go to. receives: tensors to fill, by the rank they come from. op and reduced: the reduction, and the tensors
+    to fill with it. undefined: tensors of which nothing is known afterwards. value: what the future holds.
+    """
+
+    name: str
+    agreed: dict[str, Any]
+    sends: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    receives: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    op: str = ""
+    reduced: Sequence[Tensor] = ()
+    undefined: Sequence[Tensor] = ()
+    value: Sequence[Tensor] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.agreed.items())})"
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Of its CUDA tensors."""
+        sent = [t for tensors in self.sends.values() for t in tensors]
+        return {t.device for t in (*sent, *self.value) if t.is_cuda}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the tensors sent: one that goes to several ranks counts once."""
+        return sum({id(t): t.nbytes for tensors in self.sends.values() for t in tensors}.values())
+
+
+def exchange(calls: Sequence[Call]) -> None:
+    """Carry out a collective: calls by rank."""
+    devices = set().union(*(call.devices for call in calls))
+    for device in devices:  # values are checked, not the order of streams
+        torch.cuda.synchronize(device)
+    with torch.no_grad():
+        writes: list[tuple[Tensor, Tensor]] = []
+        totals: dict[tuple[int, ...], Tensor] = {}
+        for rank, call in enumerate(calls):
+            for source, outputs in call.receives.items():
+                writes += zip(outputs, calls[source].sends[rank], strict=True)
+            if call.op:
+                for output, *terms in zip(call.reduced, *(peer.sends[rank] for peer in calls), strict=True):
+                    key = tuple(map(id, terms))  # an all-reduce is the same sum on every rank
+                    if key not in totals:
+                        totals[key] = _reduce(call.op, terms)
+                    writes.append((output, totals[key]))
+            for output in call.undefined:
+                real = output.is_floating_point() or output.is_complex()
+                writes.append((output, output.new_full((), float("nan") if real else 0)))
+        for output, value in writes:
+            output.detach().copy_(value)  # autograd does not see collectives
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def misfit(calls: Sequence[Call]) -> str | None:
+    """What one rank sends and another does not expect, in calls that agree otherwise; None if all fits."""
+    for rank, call in enumerate(calls):
+        for source, outputs in call.receives.items():
+            sent = [list(t.shape) for t in calls[source].sends[rank]]
+            expected = [list(t.shape) for t in outputs]
+            if sent != expected:
+                return f"rank {source} sends {sent} to rank {rank}, which expects {expected}"
+    return None
+
+
+def _reduce(op: str, terms: Sequence[Tensor]) -> Tensor:
+    total = reduce(REDUCTIONS[op], terms)
+    if op == "AVG":
+        return total / len(terms)
+    return total if len(terms) > 1 else total.clone()

@@ -1,0 +1,193 @@
+"""Properties of a hook's result when its input changes in a way that should not matter, or matter exactly so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from gradcomp.testing.accuracy import allowed_error, each_output, norm_of, underflow
+from gradcomp.testing.claims import Claims, claims_of
+from gradcomp.testing.failure import place, require_close, require_close_in_norm, require_finite, require_same
+from gradcomp.testing.run import Hook, MakeState, Ranks, run_hook
+from gradcomp.testing.workload import Workload
+
+# Of two runs of a lossy hook that differ by rounding only, in units of the gradients' norm: half of the digits.
+# Rounding turns the space that an ill-conditioned P spans, but only into directions in which there is little left.
+HALF_OF_THE_DIGITS = 0.5
+
+
+def deterministic(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> None:
+    """Run again, with the collectives completing at other times, a hook gives the same bits.
+
+    Simulated ranks have torch's generator in the same state in both runs.
+    """
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    again = run_hook(hook, make_state, workload, ranks=ranks, schedule=1)
+    for step, rank, number, output in each_output(workload, again):
+        where = place(workload, step, rank, number)
+        require_same("deterministic", where, run.outputs[step][rank][number], output, "the first run's")
+
+
+def scale_equivariant(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """C(2^k M) = 2^k C(M): all gradients 16 times larger, or smaller, change the outputs' exponents alone.
+
+    To the bit where claims.scale_equivariant is "bitwise"; it is for sums in floating point, barring overflow and
+    underflow. Else within twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖.
+
+    Returns the largest difference over what is allowed; None unless claimed.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if claims.scale_equivariant is None:
+        return None
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    require_finite("scale_equivariant", workload, run)
+    worst = 0.0
+    for power in (4, -4):
+        scaled = replace(workload, log2_factor=workload.log2_factor + power)
+        outputs = run_hook(hook, make_state, scaled, ranks=ranks)
+        require_finite("scale_equivariant", scaled, outputs)
+        for step, rank, number, output in each_output(workload, outputs):
+            back = output.double() * 2.0**-power
+            expected = run.outputs[step][rank][number].double()
+            whose = f"the output of these gradients, whose 2^{power}-fold was averaged,"
+            if claims.scale_equivariant == "bitwise":
+                require_same("scale_equivariant", place(workload, step, rank, number), expected, back, whose)
+            else:
+                extra = 2.0 ** max(0, -power)
+                worst = max(
+                    worst,
+                    _alike(
+                        "scale_equivariant",
+                        claims,
+                        workload,
+                        step,
+                        rank,
+                        number,
+                        expected,
+                        back,
+                        whose,
+                        extra,
+                    ),
+                )
+    return worst
+
+
+def rank_permutation(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """Which rank has which gradients doesn't matter: with the ranks in reverse order the outputs are the same.
+
+    Within twice the tolerance of averages (the sums' order differs); for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖,
+    up to its first compressed step: after that rounding errors grow, as those of any iteration do.
+
+    Returns the largest difference over what is allowed; None unless claims.rank_symmetric.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if not claims.rank_symmetric:
+        return None
+    order = workload.order or tuple(range(workload.world_size))
+    permuted = replace(_until_compressed(workload, claims), order=order[::-1])
+    return _same_outcome("rank_permutation", hook, make_state, workload, permuted, claims, ranks)
+
+
+def bucket_insensitive(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """How tensors are shared out to buckets doesn't matter: all in one bucket, or each in its own, give the same.
+
+    Within twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖, up to its first
+    compressed step.
+
+    Returns the largest difference over what is allowed; None unless claims.bucket_insensitive.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if not claims.bucket_insensitive:
+        return None
+    numbers = range(len(workload.shapes))
+    worst = 0.0
+    for buckets in ((tuple(numbers),), tuple((number,) for number in reversed(numbers))):
+        other = replace(_until_compressed(workload, claims), buckets=buckets)
+        outcome = _same_outcome("bucket_insensitive", hook, make_state, workload, other, claims, ranks)
+        worst = max(worst, outcome)
+    return worst
+
+
+def _until_compressed(workload: Workload, claims: Claims) -> Workload:
+    return replace(workload, steps=claims.start + 1, zero_steps=0) if claims.is_lossy else workload
+
+
+def _same_outcome(
+    name: str,
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    other: Workload,
+    claims: Claims,
+    ranks: Ranks,
+) -> float:
+    """The largest difference between the outputs of a workload and of one that should give the same."""
+    workload = replace(workload, steps=other.steps, zero_steps=other.zero_steps)
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    require_finite(name, workload, run)
+    outputs = run_hook(hook, make_state, other, ranks=ranks)
+    require_finite(name, other, outputs)
+    worst = 0.0
+    whose = f"the output of {workload}"
+    for step, rank, number, output in each_output(other, outputs):
+        expected = run.outputs[step][rank][number]
+        worst = max(worst, _alike(name, claims, other, step, rank, number, expected, output, whose))
+    return worst
+
+
+def _alike(
+    name: str,
+    claims: Claims,
+    workload: Workload,
+    step: int,
+    rank: int,
+    number: int,
+    expected: Tensor,
+    got: Tensor,
+    whose: str,
+    underflows: float = 1.0,
+) -> float:
+    where = place(workload, step, rank, number)
+    if claims.tolerance is not None:
+        tolerance = claims.tolerance
+        if tolerance.of == "element":
+            tolerance = max(tolerance, claims.exact(workload.dtype), key=lambda each: each.relative)
+        else:  # in another bucket another element is the largest
+            workload = replace(workload, buckets=())
+        tolerance = replace(tolerance, absolute=tolerance.absolute * underflows)
+        allowed = 2 * allowed_error(workload, step, number, tolerance)
+        return require_close(name, where, expected, got, allowed, whose)
+    half = claims.unit_roundoff(workload.dtype) ** HALF_OF_THE_DIGITS
+    allowed_norm = half * norm_of(workload, step, number) + 2 * underflows * underflow(
+        claims, workload, number
+    )
+    return require_close_in_norm(name, where, expected, got, allowed_norm, whose)

@@ -1,0 +1,218 @@
+"""Properties of what a hook remembers: its errors, its checkpoints, its size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from gradcomp.testing.accuracy import each_output, joined, norm_of, underflow
+from gradcomp.testing.claims import Claims, claims_of
+from gradcomp.testing.failure import (
+    PropertyFailure,
+    place,
+    require_close_in_norm,
+    require_finite,
+    require_same,
+)
+from gradcomp.testing.ranks import RankError
+from gradcomp.testing.run import Hook, MakeState, Ranks, run_hook
+from gradcomp.testing.workload import Workload
+
+# Rounding errors of a step: of M = gradient + error, of the output, of error = M − output, and of the wire.
+ROUNDINGS_OF_A_STEP = 8
+# Bytes per tensor and bucket that a state may hold whatever the size of the gradients.
+SMALL_TENSORS = 4096
+
+
+def error_feedback_identity(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """Nothing is lost: Σ outputs + mean of the ranks' errors = Σ mean gradients, after every step.
+
+    Checked as what a step adds to it: output + mean error after = mean gradient + mean error before, within 8 u times
+    the norms of the largest gradient, errors and output (the telescoped algorithm 2 of Karimireddy et al., ICML
+    2019; for PowerSGD Vogels et al., NeurIPS 2019, algorithm 2).
+
+    Returns the largest difference over what is allowed; None without claims.errors_of.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if not (claims.error_feedback and claims.errors_of):
+        return None
+    run = run_hook(hook, make_state, workload, ranks=ranks, errors_of=claims.errors_of)
+    require_finite("error_feedback_identity", workload, run)
+    roundings = ROUNDINGS_OF_A_STEP * claims.unit_roundoff(workload.dtype)
+    worst = 0.0
+    for step, rank, number, output in each_output(workload, run):
+        before, after = (run.mean_error(s)[number] for s in (step - 1, step))
+        errors = [e[number] for s in (step - 1, step) if s >= 0 for e in run.errors[s]]
+        size = norm_of(workload, step, number) + float(output.double().norm())
+        size += 2 * max(float(error.double().norm()) for error in errors)
+        allowed = roundings * size + 2 * underflow(claims, workload, number)
+        where = place(workload, step, rank, number)
+        expected = workload.mean(step)[number] + before
+        whose = "mean gradient + mean error before"
+        got = output.double() + after
+        worst = max(
+            worst, require_close_in_norm("error_feedback_identity", where, expected, got, allowed, whose)
+        )
+    return worst
+
+
+def held_back_comes_out(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """What error feedback holds back comes out when no more gradients come in: error feedback seen from outside.
+
+    held = Σ mean gradients − Σ outputs is the mean of the ranks' errors. In the K zero_steps at the workload's end every
+    error is compressed by itself, so with a δ-contraction ‖held‖² falls to (1 − δ)^K of what it was before them (ranks with
+    the same gradients: noise 0), and with other gradients on every rank to (1 − δ)^K · 4 (1 − δ) / δ² · max ‖gradient‖²
+    (Karimireddy et al., ICML 2019, lemma 3, for errors). Bucket by bucket; δ as in `contraction`. Rounding:
+    8 u max ‖gradient‖ a step.
+
+    Returns ‖held‖ at the end over ‖held‖ before the zero steps; None unless claims.error_feedback, for a workload without
+    zero steps, and if nothing is held back.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if not claims.error_feedback or not workload.zero_steps:
+        return None
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    require_finite("held_back_comes_out", workload, run)
+    steps = range(claims.start, workload.num_steps)
+    worst = None
+    for bucket, numbers in enumerate(workload.buckets):
+        delta = claims.delta(sum(math.prod(workload.shapes[number]) for number in numbers))
+        means = [joined(workload.mean(step), numbers) for step in steps]
+        largest = max(math.hypot(*(norm_of(workload, step, number) for number in numbers)) for step in steps)
+        slack = ROUNDINGS_OF_A_STEP * claims.unit_roundoff(workload.dtype) * largest * len(steps)
+        slack += len(steps) * sum(underflow(claims, workload, number) for number in numbers)
+        for rank in range(workload.world_size):
+            outputs = [joined(run.outputs[step][rank], numbers) for step in steps]
+            held = torch.stack(means).sub_(torch.stack(outputs)).cumsum(0).norm(dim=1)
+            before, after = float(held[-1 - workload.zero_steps]), float(held[-1])
+            start = before if not workload.noise else 2 * math.sqrt(1 - delta) / delta * largest
+            allowed = (1 - delta) ** (workload.zero_steps / 2) * start + slack
+            if after > allowed:
+                raise PropertyFailure(
+                    f"held_back_comes_out: step {workload.num_steps - 1}, rank {rank}, bucket {bucket} with tensors {list(numbers)}: "
+                    f"before {workload.zero_steps} steps with zero gradients ‖Σ mean gradients − Σ outputs‖ was {before:.6g}; "
+                    f"expected at most {allowed:.6g} after them (δ = {delta:.3g}), got {after:.6g}"
+                )
+            if before > slack:
+                worst = max(worst or 0.0, after / before)
+    return worst
+
+
+def no_error_where_exact(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> None:
+    """What is averaged exactly leaves no error: in tensors of claims.exact_shapes all errors are zero, on every rank.
+
+    An error of such a tensor is its rank's gradient less the mean: it feeds back nothing, and walks at random, to
+    √steps times the difference between ranks.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if claims.errors_of is None or claims.exact_shapes is None:
+        return
+    run = run_hook(hook, make_state, workload, ranks=ranks, errors_of=claims.errors_of)
+    require_finite("no_error_where_exact", workload, run)
+    for step, by_rank in enumerate(run.errors):
+        for rank, errors in enumerate(by_rank):
+            for number, error in enumerate(errors):
+                if claims.exact_shapes(workload.shapes[number]) and error.count_nonzero():
+                    raise PropertyFailure(
+                        f"no_error_where_exact: {place(workload, step, rank, number)}: expected no error, as it isn't compressed; "
+                        f"got one of norm {float(error.double().norm()):.3g}, the gradient's is {norm_of(workload, step, number):.3g}"
+                    )
+
+
+def checkpoint_round_trip(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> None:
+    """A run whose state is saved and loaded half way has the bits of one that goes on.
+
+    By torch.save and torch.load, with its safe default (weights_only=True) where claims.checkpoint is "safe"; where it
+    is "any", by what `reload` finds.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if claims.checkpoint is None:
+        return
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    half = (claims.start + workload.num_steps) // 2
+    try:
+        is_safe = claims.checkpoint == "safe"
+        resumed = run_hook(
+            hook, make_state, workload, ranks=ranks, checkpoint_at=half, safe_checkpoint=is_safe
+        )
+    except RankError as error:
+        raise PropertyFailure(
+            f"checkpoint_round_trip: saved and loaded before step {half}: {_first_line(error)}"
+        ) from error
+    for step, rank, number, output in each_output(workload, resumed):
+        where = place(workload, step, rank, number)
+        expected, whose = run.outputs[step][rank][number], f"without the checkpoint before step {half}"
+        require_same("checkpoint_round_trip", where, expected, output, whose)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def bounded_memory(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    claims: Claims | None = None,
+    ranks: Ranks = "simulated",
+) -> float | None:
+    """A state's tensors take at most claims.memory times the bytes of the gradients, and no more with every step.
+
+    And 4096 bytes per tensor and bucket. The tensors are those reachable from the state, one per storage. Their
+    bytes after the last step are at most those after the second compressed one.
+
+    Returns their bytes over those of the gradients; None without claims.memory.
+    """
+    claims = claims or claims_of(hook, make_state, workload.device)
+    if claims.memory is None:
+        return None
+    workload = replace(workload, steps=max(workload.steps, claims.start + 5), zero_steps=0)
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    settled = claims.start + 1
+    allowed = claims.memory * workload.num_bytes + SMALL_TENSORS * (
+        len(workload.shapes) + len(workload.buckets)
+    )
+    for step, by_rank in enumerate(run.state_bytes):
+        for rank, num_bytes in enumerate(by_rank):
+            where = f"bounded_memory: step {step}, rank {rank}: gradients of {workload.num_bytes} bytes"
+            if num_bytes > allowed:
+                raise PropertyFailure(
+                    f"{where}: expected a state of at most {allowed:.0f} bytes, got {num_bytes}"
+                )
+            if step > settled and num_bytes > run.state_bytes[settled][rank]:
+                raise PropertyFailure(
+                    f"{where}: expected a state no larger than after step {settled}, {run.state_bytes[settled][rank]} bytes; "
+                    f"got {num_bytes}"
+                )
+    return max(run.state_bytes[-1]) / max(1, workload.num_bytes)

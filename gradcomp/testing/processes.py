@@ -1,0 +1,187 @@
+"""Ranks that are processes on gloo. They are kept from call to call: starting one takes seconds."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradcomp.testing.errors import RankError
+
+_START_TIMEOUT_S = 120.0
+_LAST_WORDS_S = (
+    5.0  # a rank that fails leaves its peers waiting for it: so long they get to report what they saw
+)
+
+# (succeeded, value or traceback)
+_Outcome = tuple[bool, Any]
+
+
+class _Rank:
+    """A process that waits for functions to run."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.stack = folder / f"stack-{rank}"
+        # A daemon: it ends with this process.
+        self.process = context.Process(target=_serve, args=(theirs, rank, self.stack), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def dump_stack(self) -> str:
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            self.process.join(0.5)  # it does not end: this gives it time to write
+        return self.stack.read_text() if self.stack.exists() else "(it had not started)"
+
+
+class Pool:
+    """Processes for ranks 0, 1, ...: as many as the largest world so far."""
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._num_jobs = 0
+        self._one_at_a_time = threading.Lock()
+
+    def run(
+        self, function: Callable[..., Any], world_size: int, arguments: Sequence[Any], timeout_s: float
+    ) -> list[Any]:
+        """What `function(rank, process_group, *arguments)` returned, by rank.
+
+        Raises TypeError if it can't be sent to another process; RankError if a rank raises, dies or isn't done after
+        timeout_s. After the last two all processes are killed, and the next call starts new ones.
+        """
+        try:
+            payload = pickle.dumps((function, arguments))
+        except Exception as error:
+            raise TypeError(
+                f"ranks='gloo' sends the function and its arguments to other processes, which pickle refuses: {error}. "
+                "Define the function, and what it is given, at the top level of a module"
+            ) from error
+        with self._one_at_a_time:
+            try:
+                ranks = self._ready(world_size)
+                self._num_jobs += 1
+                store = ranks[0].stack.with_name(f"store-{self._num_jobs}")
+                for rank in ranks:
+                    rank.connection.send((world_size, str(store), timeout_s, payload))
+                outcomes = _collect(ranks, timeout_s)
+            except BaseException:
+                self._close()
+                raise
+            if _succeeded(ranks, outcomes):
+                return [outcomes[rank][1] for rank in ranks]
+            report = _report(ranks, outcomes)
+            if not all(rank in outcomes and rank.process.is_alive() for rank in ranks):
+                self._close()
+            raise RankError(report)
+
+    def _ready(self, world_size: int) -> list[_Rank]:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory()
+        started = []
+        while len(self._ranks) < world_size:
+            started.append(_Rank(len(self._ranks), Path(self._folder.name)))
+            self._ranks.append(started[-1])
+        if not _succeeded(started, _collect(started, _START_TIMEOUT_S)):
+            raise RankError(
+                "the processes of ranks='gloo' did not start. They import the program's main module: a script has to "
+                "run its own work under `if __name__ == '__main__':`"
+            )
+        return self._ranks[:world_size]
+
+    def _close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder = None
+
+
+def _collect(ranks: list[_Rank], timeout_s: float) -> dict[_Rank, _Outcome]:
+    """What each has to say, in order of time; nothing for one that has not said anything in time."""
+    deadline = time.monotonic() + timeout_s
+    outcomes: dict[_Rank, _Outcome] = {}
+    while len(outcomes) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+        waiting: dict[Any, _Rank] = {rank.connection: rank for rank in ranks if rank not in outcomes}
+        for connection in wait(list(waiting), left):
+            rank = waiting[connection]
+            try:
+                outcomes[rank] = pickle.loads(rank.connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                rank.process.join(1)
+                outcomes[rank] = (False, f"the process died, exit code {rank.process.exitcode}")
+            if not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+    return outcomes
+
+
+def _succeeded(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> bool:
+    return all(rank in outcomes and outcomes[rank][0] for rank in ranks)
+
+
+def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
+    """Every rank's traceback or stack; the first to fail comes first."""
+    reports = [
+        f"rank {ranks.index(rank)} {'returned' if succeeded else 'failed: ' + text}"
+        for rank, (succeeded, text) in outcomes.items()
+    ]
+    missing = [rank for rank in ranks if rank not in outcomes]
+    reports += [f"rank {ranks.index(rank)} did not finish in time:\n{rank.dump_stack()}" for rank in missing]
+    return "\n".join(reports)
+
+
+def _serve(connection: Connection, rank: int, stack: Path) -> None:
+    """A rank's process: run what comes, until the other end is closed."""
+    torch.set_num_threads(1)
+    with open(stack, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        connection.send_bytes(pickle.dumps((True, None)))  # it has started
+        while True:
+            try:
+                world_size, path, timeout_s, payload = connection.recv()
+            except EOFError:
+                return
+            _join(
+                rank, world_size, path, timeout_s
+            )  # an error ends the process: c10d keeps half a group then
+            try:
+                function, arguments = pickle.loads(payload)
+                torch.default_generator.manual_seed(rank)
+                connection.send_bytes(pickle.dumps((True, function(rank, dist.group.WORLD, *arguments))))
+            except BaseException:
+                connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+                dist.destroy_process_group()  # peers that wait for this rank find out
+
+
+def _join(rank: int, world_size: int, path: str, timeout_s: float) -> None:
+    """Make the default group anew, so that what a job left behind ends with it."""
+    if dist.is_initialized():  # no peer needs it any more
+        dist.destroy_process_group()
+    # Where ranks wait for good, the other side's time-out comes first: it has the stacks of all.
+    timeout = timedelta(seconds=timeout_s + 60)
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.barrier()  # a rank that fails at once would otherwise leave peers that are still connecting

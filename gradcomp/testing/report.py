@@ -1,0 +1,80 @@
+"""What check_hook found, as data and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradcomp.testing.claims import Claims
+from gradcomp.testing.failure import PropertyFailure
+from gradcomp.testing.workload import Workload
+
+__all__ = ["Failure", "Report", "Verdict"]
+
+Outcome = Literal["holds", "fails", "not claimed", "not checked"]
+OVERRIDE = (
+    "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
+)
+# Of a message that long, with a traceback in it, the first and last lines say most.
+LONGEST_MESSAGE = 14
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A property that a hook lacks: the smallest workload found, and what the property said of it."""
+
+    property: str
+    counterexample: Workload
+    message: str
+
+    def __str__(self) -> str:
+        lines = [line for line in self.message.splitlines() if line.strip()]
+        if len(lines) > LONGEST_MESSAGE:
+            lines = [*lines[:2], "...", *lines[3 - LONGEST_MESSAGE :]]
+        return "\n  ".join([f"{self.property} fails for", repr(self.counterexample), *lines])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On one property. measured: the worst of what it returned. note: what that is, or why it wasn't checked.
+
+    num_passed_over: examples beside num_examples in which the hook did not complete, or its averages were not finite.
+    """
+
+    outcome: Outcome
+    measured: float | None = None
+    num_examples: int = 0
+    note: str = ""
+    num_passed_over: int = 0
+
+    def __str__(self) -> str:
+        shown = self.note if self.measured is None else f"{self.note} {self.measured:.2g}"
+        if self.num_passed_over:
+            shown += f"{', ' if shown else ''}{self.num_passed_over} more passed over"
+        return f"{self.outcome:<12}{self.num_examples or '':>8}  {shown}".rstrip()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What check_hook found: verdicts by property. str() is their table, with the failures below."""
+
+    hook: str
+    claims: Claims | None
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all properties that were checked hold."""
+        return not self.failures
+
+    def raise_if_failed(self) -> None:
+        """Raises PropertyFailure with the report unless ok."""
+        if not self.ok:
+            raise PropertyFailure(f"\n{self}\n\n{OVERRIDE}")
+
+    def __str__(self) -> str:
+        width = max(map(len, self.verdicts), default=0)
+        rows = [f"{name:<{width}}  {verdict}" for name, verdict in self.verdicts.items()]
+        head = f"{self.hook}\n{'property':<{width}}  {'verdict':<12}{'examples':>8}  measured"
+        return "\n".join([head, *rows, *(f"\n{failure}" for failure in self.failures)])

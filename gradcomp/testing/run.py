@@ -1,0 +1,250 @@
+"""Run a communication hook on a workload, on every rank, as DDP runs it."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradcomp.reducer.bucket import GradBucket
+from gradcomp.testing.collectives import SimulatedProcessGroup
+from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.workload import Workload
+
+__all__ = ["CheckpointError", "Hook", "MakeState", "Run", "reload", "run_hook", "tensors_in"]
+
+Hook = Callable[[Any, Any], Any]
+MakeState = Callable[[dist.ProcessGroup], Any] | None
+ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
+Ranks = Literal["simulated", "gloo"]
+
+
+class CheckpointError(RuntimeError):
+    """A state that cannot be saved, or not be loaded again."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a run. Tensors are copies.
+
+    outputs[step][rank][number]: the averages, in the tensors' shapes. errors[step][rank][number]: the hook's errors
+    after a step, if it was run with errors_of. state_bytes[step][rank]: of the tensors that the state holds after
+    a step. wire_bytes[step][rank]: of the tensors that a rank gave to collectives in a step; 0 on gloo, where
+    nobody counts.
+    """
+
+    outputs: list[list[list[Tensor]]]
+    errors: list[list[list[Tensor]]]
+    state_bytes: list[list[int]]
+    wire_bytes: list[list[int]]
+
+    def mean_error(self, step: int) -> list[Tensor]:
+        """The ranks' mean of the errors after a step in float64, by number; after step -1 there are none."""
+        ranks = self.errors[step] if step >= 0 else [[torch.zeros_like(t) for t in self.errors[0][0]]]
+        return [torch.stack(tensors).double().mean(0) for tensors in zip(*ranks, strict=True)]
+
+
+def run_hook(
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    *,
+    ranks: Ranks = "simulated",
+    schedule: int = 0,
+    checkpoint_at: int | None = None,
+    safe_checkpoint: bool = True,
+    errors_of: ErrorsOf | None = None,
+) -> Run:
+    """Give every rank's gradients to the hook, bucket by bucket and step by step.
+
+    As DDP does: every bucket has one buffer and the same parameters in every step; a step's buckets are all in flight
+    before the first one is waited for; what the hook's future holds, converted to the bucket's dtype, is the average.
+
+    make_state(process_group) gives a rank's state. None: the state is the process group, as stateless hooks take it.
+    checkpoint_at: before this step the state is saved and loaded (see `reload`). errors_of(state): the state's
+    errors by bucket, flat as the bucket; buckets without any may be missing.
+    ranks, schedule: as in run_ranks; on "gloo" all arguments have to be picklable.
+
+    Raises RankError for what goes wrong on a rank, a state that can't be loaded included.
+    """
+    arguments = (hook, make_state, workload, checkpoint_at, safe_checkpoint, errors_of)
+    by_rank = run_ranks(_steps, workload.world_size, *arguments, ranks=ranks, schedule=schedule)
+    per_step = [
+        list(zip(*(rank[step] for rank in by_rank), strict=True)) for step in range(workload.num_steps)
+    ]
+    return Run(*([list(step[part]) for step in per_step] for part in range(4)))
+
+
+def _steps(
+    rank: int,
+    process_group: dist.ProcessGroup,
+    hook: Hook,
+    make_state: MakeState,
+    workload: Workload,
+    checkpoint_at: int | None,
+    safe_checkpoint: bool,
+    errors_of: ErrorsOf | None,
+) -> list[tuple[list[Tensor], list[Tensor], int, int]]:
+    """A rank's steps: (outputs, errors, bytes of the state, bytes on the wire) of each."""
+    state = process_group if make_state is None else make_state(process_group)
+    zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
+    parameters = [torch.nn.Parameter(zero) for zero in zeros]
+    owned = [[parameters[number] for number in numbers] for numbers in workload.buckets]
+    buffers = [torch.cat([parameter.detach().flatten() for parameter in of_bucket]) for of_bucket in owned]
+    steps = []
+    for step in range(workload.num_steps):
+        if step == checkpoint_at and make_state is not None:
+            state = reload(state, make_state, process_group, safe=safe_checkpoint)
+        gradients = workload.gradients(step, rank)
+        sent_before = _sent_bytes(process_group)
+        futures = []
+        for index, (numbers, buffer) in enumerate(zip(workload.buckets, buffers, strict=True)):
+            buffer.copy_(torch.cat([gradients[number].flatten() for number in numbers]))
+            bucket = GradBucket(index, buffer, owned[index], is_last=index == len(buffers) - 1)
+            futures.append(hook(state, bucket))
+        averages = [_value(future, buffer) for future, buffer in zip(futures, buffers, strict=True)]
+        errors = _by_number(workload, _all_errors(errors_of(state), buffers)) if errors_of else []
+        state_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(state))
+        sent_bytes = _sent_bytes(process_group) - sent_before
+        steps.append((_by_number(workload, averages), errors, state_bytes, sent_bytes))
+    return steps
+
+
+def _value(future: Any, buffer: Tensor) -> Tensor:
+    if not isinstance(future, torch._C.Future):
+        raise TypeError(f"the hook returned {future!r}, not a torch.futures.Future")
+    value = future.wait()
+    if isinstance(value, list | tuple) and len(value) == 1:  # DDP takes a list of one, too
+        value = value[0]
+    if not isinstance(value, Tensor) or value.numel() != buffer.numel():
+        shape = list(value.shape) if isinstance(value, Tensor) else value
+        raise ValueError(f"the hook's future holds {shape} for a bucket of {buffer.numel()} elements")
+    return value.detach().to(buffer.dtype).flatten()
+
+
+def _all_errors(errors: Mapping[int, Tensor], buffers: list[Tensor]) -> list[Tensor]:
+    return [errors.get(index, torch.zeros_like(buffer)) for index, buffer in enumerate(buffers)]
+
+
+def _by_number(workload: Workload, flat: list[Tensor]) -> list[Tensor]:
+    """The buckets' tensors by number, copied."""
+    found: dict[int, Tensor] = {}
+    for numbers, buffer in zip(workload.buckets, flat, strict=True):
+        offset = 0
+        for number in numbers:
+            part = torch.empty(workload.shapes[number], dtype=buffer.dtype)
+            found[number] = (
+                part.view(-1).copy_(buffer.flatten()[offset : offset + part.numel()]).view(part.shape)
+            )
+            offset += part.numel()
+    return [found[number] for number in range(len(found))]
+
+
+def _sent_bytes(process_group: dist.ProcessGroup) -> int:
+    """Of the tensors that this rank has given to collectives so far."""
+    return process_group.sent_bytes if isinstance(process_group, SimulatedProcessGroup) else 0
+
+
+def reload(
+    state: Any, make_state: Callable[[Any], Any], process_group: dist.ProcessGroup, *, safe: bool = True
+) -> Any:
+    """The state as it comes back from a checkpoint.
+
+    By torch.save and torch.load with its safe default. If that fails and `safe` is not asked for: by state_dict()
+    and load_state_dict() on a new state if it has them, else by torch.load(weights_only=False). A loaded state's
+    `process_group`, if it has one, is set as before.
+
+    Raises CheckpointError if nothing of that works.
+    """
+    try:
+        with _quiet():
+            loaded = torch.load(_saved(state))
+    except Exception as error:
+        if safe:
+            raise CheckpointError(
+                f"torch.save and torch.load (safe default): {_first_line(error)}"
+            ) from error
+        with _quiet():
+            loaded = _reload_by_other_ways(state, make_state, process_group)
+    if hasattr(loaded, "process_group"):
+        loaded.process_group = process_group
+    return loaded
+
+
+def _reload_by_other_ways(
+    state: Any, make_state: Callable[[Any], Any], process_group: dist.ProcessGroup
+) -> Any:
+    try:
+        if hasattr(state, "load_state_dict"):
+            loaded = make_state(process_group)
+            loaded.load_state_dict(torch.load(_saved(state.state_dict()), weights_only=False))
+            return loaded
+        return torch.load(_saved(state), weights_only=False)
+    except Exception as error:  # a state's own methods may raise anything
+        raise CheckpointError(
+            f"{type(state).__name__} can't be saved and loaded: {_first_line(error)}"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PowerSGD states warn whenever they are saved and loaded that the process group isn't."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+# What a state may refer to without owning it.
+_FOREIGN = (type, ModuleType, BuiltinFunctionType, dist.ProcessGroup, torch.nn.Parameter, torch.Generator)
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    """The tensors reachable from a state, one per storage: through containers, attributes, closures and partials.
+
+    Not through process groups, parameters and modules, which it doesn't own.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    left: list[Any] = [state]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, _FOREIGN) or each is None:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            if each.layout == torch.strided:
+                found.setdefault(each.untyped_storage().data_ptr(), each)
+        elif not isinstance(each, str | bytes | int | float | torch.dtype | torch.device):
+            left += _parts(each)
+    return list(found.values())
+
+
+def _parts(each: Any) -> Iterable[Any]:
+    if isinstance(each, FunctionType):  # not its globals
+        return [*(each.__defaults__ or ()), *(cell.cell_contents for cell in each.__closure__ or ())]
+    if isinstance(each, MethodType):
+        return [each.__self__, each.__func__]
+    return gc.get_referents(each)

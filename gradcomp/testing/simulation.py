@@ -1,0 +1,176 @@
+"""Simulated ranks: threads of this process that take turns, so that a run is a function of its schedule.
+
+Where a rank issues a collective or waits, any of these can happen next:
+
+    a rank goes on                  one that doesn't wait, or whose wait is over
+    a collective is carried out     one that all its ranks have issued: tensors are read and written now
+    a future is completed           of a collective carried out: its callbacks run, on a thread of their own, as that rank
+
+Schedule 0 lets the last two happen as early as possible; other numbers, at random. So a tensor in flight is
+read and written at some time between issue and completion, as on real backends, and callbacks run at some time after:
+a hook that counts on more fails under some schedule. The same schedule gives the same bits.
+
+A group's collectives are matched in the order in which each rank issues them. Ranks that disagree, and ranks that all
+wait, end the run with an error that names the lines.
+
+CUDA tensors: each collective synchronises the device. Values are checked, the order of streams is not. torch's own
+DistributedDataParallel waits in C++ and cannot take turns; gradcomp's can.
+
+torch's threads with process groups (torch.testing._internal.distributed.multi_threaded_pg) serve another purpose.
+There, every collective blocks until all threads have come, so nothing is ever in flight; a thread takes part in
+whichever collective its group has open, of whatever kind; and a rank that stays away leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradcomp.testing import c10d
+from gradcomp.testing.call_site import CallSite, call_site, shown
+from gradcomp.testing.collectives import SimulatedProcessGroup, SimulatedWork
+from gradcomp.testing.errors import CollectiveMismatch, RankError
+from gradcomp.testing.exchange import Call, exchange, misfit
+from gradcomp.testing.turns import Task, Turns, is_taking_turns
+
+_one_at_a_time = threading.Lock()  # a simulation takes the place of the process's default group
+_first_names = count(1_000_000, 1_000_000)
+
+
+@dataclass(eq=False)
+class _Issued:
+    """A collective as one rank issued it."""
+
+    work: SimulatedWork
+    site: CallSite
+
+
+@dataclass(eq=False)
+class _Group:
+    """What the members of a group share: how many collectives each has issued, and those that some have not."""
+
+    issued: list[int]
+    open: dict[int, dict[int, _Issued]] = field(default_factory=dict)
+
+
+class Simulation:
+    """One run of `function(rank, process_group, *arguments)` on simulated ranks."""
+
+    def __init__(
+        self, function: Callable[..., Any], world_size: int, arguments: Sequence[Any], schedule: int
+    ) -> None:
+        everyone = range(world_size)
+        groups = [SimulatedProcessGroup(self, rank, everyone, 0) for rank in everyone]
+        self._worlds = [c10d.new_world(group, everyone, next(_first_names)) for group in groups]
+        self._identity = c10d.Identity(self._worlds)
+        self._groups: dict[tuple[tuple[int, ...], int], _Group] = {}
+        self._turns = Turns(schedule, self._identity.become, self._unfinished)
+        self._results: list[Any] = [None] * world_size
+        for rank in everyone:
+            self._turns.add(rank, partial(self._main, function, rank, groups[rank], arguments))
+
+    def run(self, timeout_s: float) -> list[Any]:
+        """What the ranks returned. Raises RankError."""
+        with ExitStack() as stack:
+            if not is_taking_turns():  # a rank that simulates ranks is within another simulation's turn
+                stack.enter_context(_one_at_a_time)
+            stack.enter_context(self._identity)
+            stack.enter_context(c10d.waiting_by(self._pause_for))
+            self._turns.run(timeout_s)
+        return self._results
+
+    def _main(self, function: Callable[..., Any], rank: int, group: Any, arguments: Sequence[Any]) -> None:
+        self._results[rank] = function(rank, group, *arguments)
+
+    def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork:
+        """The running rank's next collective in this group. Others may run before this returns."""
+        task = self._task(call.name)
+        rank = group.rank()
+        shared = self._groups.setdefault((group.ranks, group.number), _Group([0] * group.size()))
+        number = shared.issued[rank]
+        shared.issued[rank] += 1
+        work = SimulatedWork(self, task.rank, call, group, number)
+        members = shared.open.setdefault(number, {})
+        members[rank] = _Issued(work, call_site())
+        first = next(iter(members.values())).work.call
+        if (first.name, first.agreed) != (call.name, call.agreed):
+            self._turns.fail(_mismatch(f"ranks disagree on {work.place}", members))
+        elif len(members) == group.size():
+            del shared.open[number]
+            works = [members[member].work for member in range(group.size())]
+            if problem := misfit([work.call for work in works]):
+                self._turns.fail(_mismatch(f"{work.place}: {problem}", members))
+            self._turns.add_pending(partial(self._carry_out, works))
+        self._turns.pause()
+        return work
+
+    def wait(self, work: SimulatedWork) -> None:
+        """Until the work is done."""
+        self._task("waiting for a collective")
+        self._turns.pause(work.is_completed, work)
+
+    def new_group(self, ranks: Sequence[int]) -> SimulatedProcessGroup:
+        """The running rank's view of a new group of these global ranks."""
+        rank = self._task("new_group").rank
+        number = 1 + sum(group.ranks == tuple(ranks) for group in self._worlds[rank].groups)
+        group = SimulatedProcessGroup(self, rank, ranks, number)
+        self._worlds[rank].groups.append(group)
+        return group
+
+    def _pause_for(self, future: torch.futures.Future[Any]) -> None:
+        if self._turns.running() is not None:
+            self._turns.pause(future.done, "a future")
+
+    def _carry_out(self, works: list[SimulatedWork]) -> None:
+        try:
+            exchange([work.call for work in works])
+        except Exception as error:
+            self._turns.fail(RankError(f"{works[0]}: {error}"))
+        for work in works:
+            work.done = True
+            if work.future is not None:
+                self._turns.add_pending(partial(self._turns.add, work.rank, work.complete))
+
+    def _task(self, what: str) -> Task:
+        task = self._turns.running()
+        if task is None:
+            raise RuntimeError(f"{what}, on a thread that is no simulated rank's: run it with ranks='gloo'")
+        return task
+
+    def _unfinished(self) -> list[str]:
+        lines = []
+        for (ranks, _), group in self._groups.items():
+            for members in group.open.values():
+                missing = [rank for index, rank in enumerate(ranks) if index not in members]
+                place = next(iter(members.values())).work.place
+                lines.append(f"{place} was not issued by rank {', '.join(map(str, missing))}, but by")
+                lines += _issuers(members)
+        return lines
+
+
+def _mismatch(problem: str, members: dict[int, _Issued]) -> CollectiveMismatch:
+    return CollectiveMismatch("\n".join([problem, *_issuers(members)]))
+
+
+def _issuers(members: dict[int, _Issued]) -> list[str]:
+    return [
+        f"  rank {issued.work.rank}: {issued.work.call}\n{shown(issued.site)}"
+        for _, issued in sorted(members.items())
+    ]
+
+
+def _new_group(ranks: Sequence[int]) -> SimulatedProcessGroup:
+    world = dist.group.WORLD
+    assert isinstance(world, SimulatedProcessGroup)
+    return world.simulation.new_group(ranks)
+
+
+c10d.register_backend(_new_group)

@@ -1,0 +1,220 @@
+"""Threads that take turns, so that what they do together is a function of a number, the schedule.
+
+One thread runs at a time: it holds the baton, and passes it on only in `pause`. What may come next is then one of the
+tasks that don't wait, or one of the pending actions. Schedule 0 takes the pending actions first, oldest first, and otherwise
+stays with a task until it waits. Any other schedule seeds a random choice among all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradcomp.testing.call_site import CallSite, call_site, shown
+from gradcomp.testing.errors import RankError
+
+_here = threading.local()  # .task: what this thread runs
+
+
+class _Stopped(BaseException):
+    """Unwinds a task when the run is over."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A thread of control of a rank. Until when it waits, for what, and where."""
+
+    rank: int
+    run: Callable[[], object]
+    worker: _Worker | None = None
+    until: Callable[[], bool] | None = None
+    waits_for: object = None
+    site: CallSite = ()
+
+    def ready(self) -> bool:
+        return self.until is None or self.until()
+
+
+Action = Callable[[], Task | None]
+
+
+class _Worker(threading.Thread):
+    """Runs tasks one after another, each when it is handed the baton."""
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__(name="simulated rank", daemon=True)
+        self._turns = turns
+        self.task: Task | None = None
+        self.baton = threading.Lock()  # released by the thread that hands it over
+        self.baton.acquire()
+
+    def run(self) -> None:
+        while True:
+            self.baton.acquire()
+            if self.task is None:
+                return
+            _here.task = self.task
+            self._turns.finish(self)
+
+
+def is_taking_turns() -> bool:
+    """Whether this thread runs a task, of any run."""
+    return hasattr(_here, "task")
+
+
+class Turns:
+    """One run. become: called with a task's rank before it goes on. unfinished: what is still open, in lines of text."""
+
+    def __init__(
+        self, schedule: int, become: Callable[[int], None], unfinished: Callable[[], list[str]]
+    ) -> None:
+        self._random = random.Random(schedule) if schedule else None
+        self._become = become
+        self._unfinished = unfinished
+        self._tasks: list[Task] = []
+        self._pending: list[Action] = []
+        self._running: Task | None = None
+        self._failure: BaseException | None = None
+        self._over = threading.Event()
+        self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
+
+    def run(self, timeout_s: float) -> None:
+        """Until every task has ended. Raises the error of the first that failed, and RankError for a deadlock or after
+        timeout_s; no thread is left then.
+        """
+        try:
+            self._hand_over(self._next())
+            if not self._over.wait(timeout_s):
+                self.fail(RankError(f"the ranks were not done after {timeout_s} s\n{self._stacks()}"))
+        except BaseException as interrupt:
+            self.fail(interrupt)
+        self._end()
+        if self._failure is not None:
+            raise self._failure
+
+    def add(self, rank: int, run: Callable[[], object]) -> Task:
+        """A task that may run from now on."""
+        self._tasks.append(Task(rank, run))
+        return self._tasks[-1]
+
+    def add_pending(self, action: Action) -> None:
+        """Something that may happen from now on, on whichever thread is about to pause. A task that it returns is next."""
+        self._pending.append(action)
+
+    def running(self) -> Task | None:
+        """The task of the thread that calls this, if it has one."""
+        task = getattr(_here, "task", None)
+        return task if task is not None and task is self._running else None
+
+    def pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
+        """Let others run; come back in some turn when `until()` holds."""
+        task = self._running
+        assert task is not None
+        assert task.worker is not None
+        if until is not None:
+            task.until, task.waits_for, task.site = until, waits_for, call_site()
+        following = self._next(task)
+        if following is not task:
+            self._hand_over(following)
+            task.worker.baton.acquire()
+        task.until = None
+        if self._failure is not None:
+            raise _Stopped
+
+    def fail(self, failure: BaseException) -> None:
+        """End the run: every task is unwound where it waits. Only the first failure counts."""
+        if self._failure is None:
+            self._failure = failure
+
+    def finish(self, worker: _Worker) -> None:
+        """Run a worker's task to its end, and hand the baton over."""
+        task = worker.task
+        assert task is not None
+        try:
+            task.run()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            text = f"rank {task.rank} raised {type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+            self.fail(RankError(text))
+        self._tasks.remove(task)
+        worker.task = None
+        self._idle.append(worker)
+        self._hand_over(self._next())
+
+    def _next(self, current: Task | None = None) -> Task | None:
+        """Which task runs next; None when all have ended."""
+        while self._failure is None:
+            ready = [task for task in self._tasks if task.ready()]
+            options: list[Task | Action] = [*self._pending, *ready]
+            if not options:
+                if not self._tasks and not self._unfinished():
+                    return None
+                self.fail(RankError(self._deadlock()))
+                break
+            chosen = options[0]
+            if self._random is not None:
+                chosen = self._random.choice(options)
+            elif current in ready and not self._pending:
+                return current
+            if isinstance(chosen, Task):
+                return chosen
+            self._pending.remove(chosen)
+            if (task := chosen()) is not None:
+                return task
+        # Those that have begun are resumed one by one, to be unwound.
+        self._tasks = [task for task in self._tasks if task.worker is not None]
+        return current if current in self._tasks else next(iter(self._tasks), None)
+
+    def _hand_over(self, task: Task | None) -> None:
+        self._running = task
+        if task is None:
+            self._over.set()
+            return
+        self._become(task.rank)
+        if task.worker is None:
+            task.worker = self._idle.pop() if self._idle else self._start_worker()
+            task.worker.task = task
+        task.worker.baton.release()
+
+    def _start_worker(self) -> _Worker:
+        worker = _Worker(self)
+        self._workers.append(worker)
+        worker.start()
+        return worker
+
+    def _end(self) -> None:
+        """Leave no thread behind. One that does not come to a pause is interrupted, which Python can do unless it is
+        blocked in C++: then it stays, a daemon, with those that wait for their turn.
+        """
+        running = self._running
+        if not self._over.wait(1) and running is not None and running.worker is not None:
+            thread = ctypes.c_ulong(running.worker.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Stopped))
+            self._over.wait(1)
+        if self._over.is_set():
+            for worker in self._workers:
+                worker.baton.release()
+                worker.join()
+
+    def _deadlock(self) -> str:
+        waiting = [
+            f"rank {task.rank} waits for {task.waits_for}\n{shown(task.site)}"
+            for task in sorted(self._tasks, key=lambda task: task.rank)
+        ]
+        first = "deadlock: no rank can go on" if waiting else "all ranks have returned, but"
+        return "\n".join([first, *waiting, *self._unfinished()])
+
+    def _stacks(self) -> str:
+        frames = sys._current_frames()
+        return "\n".join(
+            f"rank {task.rank}:\n{''.join(traceback.format_stack(frames[task.worker.ident or 0]))}"
+            for task in list(self._tasks)
+            if task.worker is not None and task.worker.ident in frames
+        )

@@ -1,0 +1,281 @@
+"""One call checks a hook: ours hold what they claim, torch's defects are found, the documentation's example runs."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradcomp.ops
+from gradcomp.hooks import debugging_hooks, default_hooks
+from gradcomp.hooks import powerSGD_hook as powerSGD
+from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, check_hook, claims_of, properties
+from gradcomp.testing.__main__ import OURS, TORCHS, table
+from gradcomp.testing.cases import CASES
+
+DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
+PROPERTIES = {"NonFiniteFailure", "PropertyFailure"} ^ set(properties.__all__)
+
+
+@pytest.fixture
+def plain_torch(monkeypatch):
+    """Not under Triton's interpreter."""
+    monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
+
+
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize("name", OURS)
+def test_our_hooks_hold_what_they_claim(name):
+    report = check_hook(*OURS[name], max_examples=6)
+    report.raise_if_failed()
+    assert set(report.verdicts) == PROPERTIES
+    held = {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"}
+    always = {"completes", "finite_in_finite_out", "replicas_identical", "deterministic", "averages"}
+    assert held >= always | {"nonfinite_seen_by_all", "rank_permutation", "scale_equivariant"}
+    if OURS[name][1] is None:
+        assert "bucket_insensitive" in held
+    else:
+        with_state = {
+            "contraction",
+            "error_feedback_identity",
+            "held_back_comes_out",
+            "checkpoint_round_trip",
+        }
+        assert held >= with_state | {"bounded_memory"}
+        assert ("exact_up_to_rank" in held) == ("no_error_where_exact" in held) == ("batched" not in name)
+    assert all(
+        verdict.num_examples >= 2 for verdict in report.verdicts.values() if verdict.outcome == "holds"
+    )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
+)  # numpy's, of inf
+@pytest.mark.parametrize("name", ["fp16", "PowerSGD r=1"])
+def test_our_kernels_too(name):
+    """Under the interpreter, or on the GPU: few and small."""
+    only = [
+        "averages",
+        "replicas_identical",
+        "exact_up_to_rank",
+        "error_feedback_identity",
+        "nonfinite_seen_by_all",
+    ]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    workload = Workload(((9, 8), (3,)), steps=4, noise=1.0, drift=0.5, device=device)
+    hook, make_state = OURS[name]
+    for each in only:
+        getattr(properties, each)(hook, make_state, workload)
+    check_hook(hook, make_state, max_examples=2, only=only[:1], device=device).raise_if_failed()
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_three_ranks_and_other_dtypes():
+    dtypes = (torch.float64, torch.bfloat16, torch.float16)
+    only = [
+        "averages",
+        "error_feedback_identity",
+        "exact_up_to_rank",
+        "finite_in_finite_out",
+        "rank_permutation",
+    ]
+    options = {"world_size": 3, "max_examples": 6, "dtypes": dtypes, "only": only}
+    for name in ("allreduce", "PowerSGD r=1"):
+        check_hook(*OURS[name], **options).raise_if_failed()
+
+
+def test_torchs_defects_are_found_by_search():
+    only = ["completes", "finite_in_finite_out", "averages", "no_error_where_exact", "checkpoint_round_trip"]
+    report = check_hook(*TORCHS["PowerSGD r=1"], max_examples=25, only=only)
+    found = {failure.property: failure for failure in report.failures}
+    assert list(found) == [name for name in only if name != "averages"]
+    assert len(found["completes"].counterexample.buckets) == 2
+    assert found["finite_in_finite_out"].counterexample.spectra == ("zero",)
+    assert found["no_error_where_exact"].counterexample == Workload(((1, 1),), steps=3, noise=0.1)
+    # Not for the same reasons again.
+    assert report.verdicts["averages"].outcome == "holds"
+    assert 0 < report.verdicts["averages"].num_examples < 25
+    assert "more passed over" in str(report)
+    with pytest.raises(
+        PropertyFailure, match=r"(?s)completes fails for\n  Workload\(.*claims=dataclasses.replace"
+    ):
+        report.raise_if_failed()
+
+
+def test_a_hook_that_never_runs():
+    report = check_hook(*TORCHS["batched r=1"], max_examples=5)
+    assert not report.ok
+    (failure,) = report.failures
+    assert (failure.property, failure.counterexample.steps) == ("completes", 3)
+    assert "raised AssertionError" in failure.message
+    assert {verdict.outcome for verdict in report.verdicts.values()} == {"fails", "not checked"}
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_the_report_and_that_it_repeats():
+    reports = [check_hook(default_hooks.fp16_compress_hook, max_examples=3) for _ in range(2)]
+    assert str(reports[0]) == str(reports[1])
+    rows = str(reports[0]).splitlines()
+    assert rows[0] == "fp16_compress_hook"
+    assert re.fullmatch(r"averages +holds +3  error / tolerance ≤ 0\.\d+", rows[6])
+    assert re.fullmatch(r"contraction +not claimed +averages", rows[8])
+    assert len(rows) == 2 + len(CASES) == 2 + len(PROPERTIES)
+    assert table({"fp16": reports[0]}).count("✓") == 9
+    with pytest.raises(ValueError, match=r"no properties \['convergence'\]"):
+        check_hook(default_hooks.fp16_compress_hook, only=["convergence"])
+
+
+def test_hooks_that_do_not_average_are_told_so():
+    report = check_hook(debugging_hooks.noop_hook, max_examples=6, only=["replicas_identical", "unbiased"])
+    assert [failure.property for failure in report.failures] == ["replicas_identical", "unbiased"]
+
+
+# Claims.
+
+
+def done(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def scaled_mean(factor):
+    def hook(state, bucket):
+        dist.all_reduce(bucket.buffer().mul_(factor / dist.get_world_size()))
+        return done(bucket.buffer())
+
+    return hook
+
+
+def eight_bits(state, bucket):
+    level = bucket.buffer().abs().max() / 127
+    return scaled_mean(1)(state, bucket) if level == 0 else _eight_bits(bucket, level)
+
+
+def _eight_bits(bucket, level):
+    tensor = bucket.buffer().div(level).round().mul(level / dist.get_world_size())
+    dist.all_reduce(tensor)
+    return done(tensor)
+
+
+class Late:
+    """Compresses from the fourth step on."""
+
+    def __init__(self, process_group):
+        self.step = 0
+
+
+def late_hook(state, bucket):
+    state.step += bucket.is_last()
+    return scaled_mean(1.0 if state.step <= 3 else 0.5)(state, bucket)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_what_is_inferred_of_hooks_that_average():
+    assert claims_of(default_hooks.allreduce_hook).tolerance == Tolerance.rounding(torch.float32)
+    assert claims_of(default_hooks.allreduce_hook).scale_equivariant == "bitwise"
+    assert claims_of(default_hooks.fp16_compress_hook).tolerance == Tolerance.rounding(torch.float16)
+    assert claims_of(default_hooks.fp16_compress_hook).max_magnitude == pytest.approx(65504, rel=0.02)
+    assert claims_of(default_hooks.bf16_compress_hook).precision == torch.bfloat16
+    assert claims_of(eight_bits).tolerance == Tolerance.levels(8)
+    nearly = claims_of(scaled_mean(1.02)).tolerance
+    assert nearly.of == "bucket"
+    assert 0.002 < nearly.relative < 0.05
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_what_is_inferred_of_lossy_hooks():
+    stateless = claims_of(scaled_mean(0.5))
+    assert stateless.is_lossy
+    assert (stateless.unbiased, stateless.error_feedback, stateless.contraction) == (True, False, None)
+    late = claims_of(late_hook, Late)
+    assert (late.start, late.unbiased, late.error_feedback, late.contraction) == (3, False, True, 0.0)
+    assert (late.precision, late.checkpoint) == (torch.float32, "any")
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_what_is_inferred_of_power_sgd():
+    for hooks in (OURS, TORCHS):
+        claims = claims_of(*hooks["r=4"])
+        assert (claims.start, claims.exact_rank, claims.checkpoint) == (2, 4, "safe")
+        assert claims.error_feedback
+        assert claims.errors_of is not None
+        assert claims.exact_shapes((100,))
+        assert claims.exact_shapes((8, 8))
+        assert not claims.exact_shapes((64, 64))
+    assert claims_of(*OURS["batched r=1"]).exact_rank is None
+    assert claims_of(*OURS["PowerSGD r=1, fp16"]).precision == torch.float16
+    without = claims_of(
+        powerSGD.powerSGD_hook, lambda group: powerSGD.PowerSGDState(group, 1, 2, use_error_feedback=False)
+    )
+    assert (without.error_feedback, without.errors_of) == (False, None)
+    with pytest.raises(ValueError, match="start_powerSGD_iter is 1000"):
+        claims_of(powerSGD.powerSGD_hook, powerSGD.PowerSGDState)
+
+
+def test_claims_are_what_is_checked():
+    hook = scaled_mean(0.9)
+    assert not check_hook(hook, max_examples=3, only=["unbiased"]).ok
+    claims = replace(claims_of(hook), unbiased=False, contraction=0.9)
+    report = check_hook(hook, max_examples=3, claims=claims, only=["unbiased", "contraction"])
+    assert report.ok
+    assert report.verdicts["unbiased"].outcome == "not claimed"
+    assert report.verdicts["contraction"].measured == pytest.approx(0.99)
+    assert not check_hook(hook, max_examples=3, claims=Claims(contraction=0.999), only=["contraction"]).ok
+
+
+# The documentation.
+
+
+def example(monkeypatch, tmp_path, name, leave_out=""):
+    """The module that the code of docs/testing.md is, up to its first test."""
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    source = "\n".join(blocks[1:3])
+    assert leave_out in source
+    path = tmp_path / f"{name}.py"
+    path.write_text("\n".join(line for line in source.splitlines() if not leave_out or leave_out not in line))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_numbers(text):
+    return re.sub(r" +", " ", re.sub(r"[-+.e\d]*\d", "#", text))
+
+
+def test_the_documented_top_k_hook(tmp_path, monkeypatch):
+    sound = example(monkeypatch, tmp_path, "top_k")
+    report = check_hook(sound.top_k_hook, sound.TopKState, max_examples=10)
+    report.raise_if_failed()
+    assert without_numbers(str(report)) in without_numbers(DOCS.read_text())
+    without = example(monkeypatch, tmp_path, "top_k_without_error_feedback", leave_out="# error feedback")
+    (failure,) = check_hook(without.top_k_hook, without.TopKState, only=["held_back_comes_out"]).failures
+    (documented,) = re.findall(r"held_back_comes_out fails for\n  (.*)", DOCS.read_text())
+    for workload in (failure.counterexample, eval(documented, {"Workload": Workload})):
+        with pytest.raises(PropertyFailure, match="with zero gradients"):
+            properties.held_back_comes_out(without.top_k_hook, without.TopKState, workload)
+
+
+def test_the_documentation_names_every_property():
+    rows = re.findall(r"^\| `(\w+)` \| .* \| .* \|$", DOCS.read_text(), flags=re.MULTILINE)
+    assert set(rows) >= PROPERTIES
+
+
+def test_without_hypothesis_the_package_says_what_it_needs():
+    code = "import sys; sys.modules['hypothesis'] = None; import gradcomp; import gradcomp.testing"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "ImportError: gradcomp.testing needs Hypothesis: pip install gradcomp[test]" in run.stderr
+
+
+def test_on_real_processes():
+    only = ["completes", "averages", "replicas_identical"]
+    check_hook(default_hooks.allreduce_hook, max_examples=5, ranks="gloo", only=only).raise_if_failed()

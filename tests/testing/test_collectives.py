@@ -1,0 +1,300 @@
+"""Simulated collectives against gloo's: the same values, futures and refusals."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradcomp.testing.collectives import SimulatedProcessGroup
+from gradcomp.testing.ranks import run_ranks
+
+# torch 2.13 has all_gather_single and reduce_scatter_single for these, and warns.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+
+REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGRAL = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def values(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Some that rank sends; their sums and products over three ranks are exact, whatever the order."""
+    generator = torch.Generator().manual_seed(rank)
+    small = torch.randint(1, 5, shape, generator=generator)
+    if dtype == torch.bool:
+        return small % 2 == 0
+    return small.to(dtype) if dtype in INTEGRAL else small.to(dtype) / 8
+
+
+def exact_collectives(
+    rank: int, world_size: int, dtype: torch.dtype, give: Callable[..., torch.Tensor]
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Every collective: a name, and what the rank has after it."""
+
+    def mine(*shape: int) -> torch.Tensor:
+        return give(rank, dtype, *shape)
+
+    def empty(*shape: int) -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=dtype) for _ in range(world_size)]
+
+    ops = ["SUM"] if dtype in COMPLEX else ["SUM", "PRODUCT", "MIN", "MAX"]
+    ops += [] if dtype in INTEGRAL else ["AVG"]
+    ops += ["BAND", "BOR", "BXOR"] if dtype in INTEGRAL and dtype != torch.bool else []
+    root = world_size - 1
+    for op in ops:
+        tensor = mine(3, 5)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
+        yield f"all_reduce {op}", [tensor]
+        dist.reduce(tensor := mine(7), root, op=getattr(dist.ReduceOp, op))
+        yield f"reduce {op}", [tensor] if rank == root else []
+        output = torch.zeros(4, dtype=dtype)
+        dist.reduce_scatter(output, list(mine(world_size, 4)), op=getattr(dist.ReduceOp, op))
+        yield f"reduce_scatter {op}", [output]
+        output = torch.zeros(2, 3, dtype=dtype)
+        dist.reduce_scatter_tensor(output, mine(2 * world_size, 3), op=getattr(dist.ReduceOp, op))
+        yield f"reduce_scatter_tensor {op}", [output]
+
+    shapes = {"empty": mine(0), "scalar": mine()}
+    if dtype not in COMPLEX:
+        shapes["channels last"] = mine(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for name, tensor in shapes.items():
+        dist.all_reduce(tensor)
+        yield f"all_reduce {name}", [tensor]
+    dist.group.WORLD.allreduce_coalesced(tensors := [mine(3), mine(2, 2)]).wait()
+    yield "allreduce_coalesced", tensors
+    dist.broadcast(tensor := mine(6), root)
+    yield "broadcast", [tensor]
+    dist.all_gather(outputs := empty(2, 2), mine(2, 2))
+    yield "all_gather", outputs
+    dist.all_gather_into_tensor(output := torch.zeros(2 * world_size, 3, dtype=dtype), mine(2, 3))
+    yield "all_gather_into_tensor", [output]
+    dist.all_to_all(outputs := empty(3), list(mine(world_size, 3)))
+    yield "all_to_all", outputs
+    dist.all_to_all_single(output := torch.zeros(2 * world_size, dtype=dtype), mine(2 * world_size))
+    yield "all_to_all_single", [output]
+    # Rank s sends s + r + 1 rows to rank r.
+    rows = [rank + other + 1 for other in range(world_size)]
+    dist.all_to_all_single(output := torch.zeros(sum(rows), 2, dtype=dtype), mine(sum(rows), 2), rows, rows)
+    yield "all_to_all_single of some rows", [output]
+    dist.scatter(
+        output := torch.zeros(3, dtype=dtype), list(mine(world_size, 3)) if rank == root else None, root
+    )
+    yield "scatter", [output]
+    if dtype not in COMPLEX:
+        dist.gather(mine(3), outputs := empty(3) if rank == root else None, root)
+        yield "gather", outputs or []
+    dist.barrier()
+
+
+def run_all(rank: int, group: dist.ProcessGroup, dtypes: Any, give: Any) -> dict[Any, list[torch.Tensor]]:
+    """Every collective of every dtype: what the rank has after each."""
+    return {
+        (dtype, name): tensors
+        for dtype in dtypes
+        for name, tensors in exact_collectives(rank, group.size(), dtype, give)
+    }
+
+
+def noise(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtypes", "give"),
+    # Of two ranks any values: there is one order to add them in.
+    [(2, REAL + COMPLEX, noise), (2, INTEGRAL, values), (3, REAL + INTEGRAL + COMPLEX, values)],
+)
+def test_values_are_gloo_s(world_size: int, dtypes: Any, give: Any) -> None:
+    expected = run_ranks(run_all, world_size, dtypes, give, ranks="gloo")
+    for schedule in (0, 1):
+        found = run_ranks(run_all, world_size, dtypes, give, schedule=schedule)
+        for rank in range(world_size):
+            assert found[rank].keys() == expected[rank].keys()
+            for key, tensors in expected[rank].items():
+                torch.testing.assert_close(
+                    found[rank][key], tensors, rtol=0, atol=0, msg=f"rank {rank}, {key}"
+                )
+
+
+def futures(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What the futures and works of every collective hold."""
+    one, two, size = torch.ones(2), torch.ones(2 * group.size()), group.size()
+    works = {
+        "all_reduce": dist.all_reduce(one.clone(), async_op=True),
+        "broadcast": dist.broadcast(one.clone(), 0, async_op=True),
+        "all_gather": dist.all_gather([one.clone() for _ in range(size)], one, async_op=True),
+        "all_gather_into_tensor": dist.all_gather_into_tensor(two.clone(), one, async_op=True),
+        "all_to_all": dist.all_to_all(
+            [one.clone() for _ in range(size)], [one.clone() for _ in range(size)], async_op=True
+        ),
+        "all_to_all_single": dist.all_to_all_single(two.clone(), two, async_op=True),
+        "gather": dist.gather(
+            one, [one.clone() for _ in range(size)] if rank == 0 else None, 0, async_op=True
+        ),
+        "scatter": dist.scatter(
+            one.clone(), list(two.view(size, 2)) if rank == 0 else None, 0, async_op=True
+        ),
+        "coalesced": group.allreduce_coalesced([one.clone(), two.clone()]),
+        "barrier": dist.barrier(async_op=True),
+    }
+    return {
+        name: (work.wait(), work.is_completed(), work.get_future().wait(), work.result())
+        for name, work in works.items()
+    }
+
+
+def test_futures_hold_what_gloo_s_do() -> None:
+    expected, found = run_ranks(futures, 2, ranks="gloo"), run_ranks(futures, 2)
+    for rank in range(2):
+        for name, (waited, completed, of_future, of_work) in found[rank].items():
+            assert (waited, completed) == expected[rank][name][:2]
+            torch.testing.assert_close(
+                [of_future, of_work], list(expected[rank][name][2:]), rtol=0, atol=0, msg=name
+            )
+
+
+def refusals(rank: int, group: dist.ProcessGroup) -> dict[str, bool]:
+    """Calls that a rank gets wrong by itself, and two that it doesn't: whether each is refused."""
+    one, size = torch.ones(2), group.size()
+    of_three = [torch.ones(3) for _ in range(size)]
+    calls: dict[str, Callable[[], Any]] = {
+        "right": lambda: dist.all_reduce(one.clone()),
+        "needs grad": lambda: dist.all_reduce(torch.ones(2, requires_grad=True)),
+        "int16": lambda: dist.all_reduce(one.to(torch.int16)),
+        "float8": lambda: dist.broadcast(one.to(torch.float8_e4m3fn), 0),
+        "complex gather": lambda: dist.gather(one.to(torch.complex64), None, 1 - rank),
+        "complex product": lambda: dist.all_reduce(one.to(torch.complex64), op=dist.ReduceOp.PRODUCT),
+        "mean of integers": lambda: dist.all_reduce(one.to(torch.int32), op=dist.ReduceOp.AVG),
+        "bits of floats": lambda: dist.all_reduce(one.clone(), op=dist.ReduceOp.BOR),
+        "no such root": lambda: dist.broadcast(one, group_src=size),
+        "outputs of another shape": lambda: dist.all_gather(of_three, one),
+        "outputs of another dtype": lambda: dist.all_gather([t.double() for t in of_three], torch.ones(3)),
+        "too many outputs": lambda: dist.all_gather([*of_three, *of_three], torch.ones(3)),
+        "too small an output": lambda: dist.all_gather_into_tensor(one.clone(), one),
+        "too many inputs": lambda: dist.reduce_scatter(torch.ones(3), [*of_three, *of_three]),
+        "not one input per rank": lambda: dist.all_to_all([one], [one]),
+        "split sizes too small": lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], [1, 1]),
+        "columns": lambda: dist.all_to_all_single(torch.zeros(4, 2), torch.zeros(2, 4).t()),
+    }
+    refused = {}
+    for name, call in calls.items():
+        try:
+            call()
+            refused[name] = False
+        except (RuntimeError, ValueError):
+            refused[name] = True
+    return refused
+
+
+def test_what_gloo_refuses_is_refused() -> None:
+    expected = run_ranks(refusals, 2, ranks="gloo")
+    assert expected[0] == {name: name not in ("right", "needs grad") for name in expected[0]}
+    assert run_ranks(refusals, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda t: dist.send(t, 1 - dist.get_rank()), "send"),
+        (lambda t: dist.recv(t), "recv_anysource"),
+        (lambda t: dist.all_reduce(t.to_sparse()), "all_reduce: simulated ranks take dense tensors"),
+        # gloo computes nonsense for the first, without a word, and NCCL refuses both.
+        (lambda t: dist.all_reduce(t[::2]), "all_reduce: tensors must be contiguous"),
+        (lambda t: dist.broadcast(t.view(2, 2).t(), 0), "broadcast: tensors must be contiguous"),
+        (lambda t: dist.all_to_all_single(t[:2], t[1:3]), "all_to_all_single: output and input share memory"),
+    ],
+)
+def test_the_unsupported_says_its_name(call: Any, name: str) -> None:
+    with pytest.raises(AssertionError, match=name):
+        run_ranks(lambda rank, group: call(torch.ones(4)), 2)
+
+
+def test_no_collective_of_torch_s_is_left_out() -> None:
+    """A method that torch adds is either simulated or refused by name; the base class would fail without a word."""
+    inherited = {
+        name
+        for name in dir(dist.ProcessGroup)
+        if not name.startswith("__")
+        if getattr(SimulatedProcessGroup, name) is getattr(dist.ProcessGroup, name)
+        if any(
+            word in name for word in ("all", "reduce", "gather", "scatter", "cast", "send", "recv", "barrier")
+        )
+    }
+    assert inherited == set()
+
+
+def reduce_elsewhere(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.reduce(tensor := torch.ones(2), 0)
+    return tensor
+
+
+def test_reduce_leaves_nothing_to_rely_on_elsewhere() -> None:
+    root, other = run_ranks(reduce_elsewhere, 2)
+    assert root.tolist() == [2, 2]
+    assert other.isnan().all()
+
+
+def nan_of(rank: int, group: dist.ProcessGroup, source: int) -> float:
+    dist.all_reduce(tensor := torch.tensor(float("nan") if rank == source else 1.0), op=dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def test_a_maximum_may_lose_a_nan() -> None:
+    """As gloo's does: a hook must not look for NaN with it."""
+    assert run_ranks(nan_of, 2, 1, ranks="gloo") == run_ranks(nan_of, 2, 1) == [1, 1]
+
+
+def sent(rank: int, group: Any) -> list[int]:
+    counts = []
+    for collective in (
+        lambda: dist.all_reduce(torch.ones(4)),
+        lambda: dist.broadcast(torch.ones(4), 0),
+        lambda: dist.all_gather([torch.ones(4).half() for _ in range(2)], torch.ones(4).half()),
+        lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4)),
+        lambda: dist.barrier(),
+    ):
+        collective()
+        counts.append(group.sent_bytes)
+    return counts
+
+
+def test_sent_bytes_count_a_tensor_once() -> None:
+    assert run_ranks(sent, 2) == [[16, 32, 40, 56, 56], [16, 16, 24, 40, 40]]
+
+
+def stacked(rank: int, group: dist.ProcessGroup) -> list[list[float]]:
+    dist.all_gather_into_tensor(output := torch.zeros(2, 3), torch.full((3,), float(rank)))
+    rows: list[list[float]] = output.tolist()
+    return rows
+
+
+def test_all_gather_into_a_stack() -> None:
+    assert run_ranks(stacked, 2) == [[[0, 0, 0], [1, 1, 1]]] * 2
+
+
+def parts_of_one_buffer(rank: int, group: dist.ProcessGroup) -> list[list[float]]:
+    gathered, exchanged, scattered = (torch.arange(4.0) + 10 * rank for _ in range(3))
+    dist.all_gather(list(gathered.view(2, 2)), gathered.view(2, 2)[rank])
+    dist.all_to_all_single(exchanged[:2], exchanged[2:])
+    dist.reduce_scatter(scattered.view(2, 2)[rank], list(scattered.view(2, 2)))
+    return [gathered.tolist(), exchanged.tolist(), scattered.tolist()]
+
+
+def test_tensors_may_be_parts_of_one_buffer() -> None:
+    assert run_ranks(parts_of_one_buffer, 2) == [
+        [[0, 1, 12, 13], [2, 12, 2, 3], [10, 12, 2, 3]],
+        [[0, 1, 12, 13], [3, 13, 12, 13], [10, 11, 14, 16]],
+    ]
+
+
+def objects(rank: int, group: dist.ProcessGroup) -> Any:
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, {"rank": rank})
+    chosen = [("from", rank)]
+    dist.broadcast_object_list(chosen, src=1)
+    return gathered, chosen
+
+
+def test_objects() -> None:
+    assert run_ranks(objects, 2) == [([{"rank": 0}, {"rank": 1}], [("from", 1)])] * 2

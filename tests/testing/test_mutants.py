@@ -1,0 +1,200 @@
+"""The kit's teeth: planted bugs, each caught by a property, and what they were planted in, which holds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pydoc import locate
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradcomp.ops
+from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.testing import NonFiniteFailure, Workload, check_hook, claims_of, properties
+from tests.testing import mutants
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A hook that holds what it claims: what is inferred, and claims."""
+
+    hook: Callable
+    make_state: Callable | None
+    claims: dict = field(default_factory=dict)
+    world_size: int = 2
+
+
+def power_sgd(process_group):
+    """Of rank 2; it compresses all matrices, however small."""
+    return powerSGD_hook.PowerSGDState(process_group, 2, start_powerSGD_iter=2, min_compression_rate=0.01)
+
+
+POWER_SGD = Sound(powerSGD_hook.powerSGD_hook, power_sgd)
+FP16 = Sound(default_hooks.fp16_compress_hook, None)
+TOP_K = Sound(mutants.hook, mutants.TopK, {"bucket_insensitive": True})
+# With two ranks sums are the same in any order.
+TOP_K_OF_THREE = Sound(mutants.hook, mutants.TopK, world_size=3)
+RANDOM_K = Sound(mutants.hook, mutants.RandomK)
+QUANTISER = Sound(mutants.hook, mutants.Quantiser, {"unbiased": True})
+
+# Bugs in ours: a function replaced by what one of these makes of it.
+
+
+def error_dropped(reconstruct):
+    def replacement(stack, buffer):
+        reconstruct(stack, buffer)
+        stack.memory.zero_()
+
+    return replacement
+
+
+def sum_for_mean(project):
+    return lambda plan, buffer, scale: project(plan, buffer, 1.0)
+
+
+def divided_twice(back_project):
+    return lambda plan, buffer, scale: back_project(plan, buffer, scale**2)
+
+
+def not_normal(turn):
+    def replacement(stack):
+        length = turn(stack)
+        stack.direction.copy_(stack.qt)
+        return length
+
+    return replacement
+
+
+def not_orthonormal(_):
+    return lambda stack, epsilon: None
+
+
+def stale_p(reconstruct):
+    def replacement(stack, buffer):
+        fresh = stack.p.clone()
+        stack.p.copy_(getattr(stack, "before", fresh))
+        stack.before = fresh
+        reconstruct(stack, buffer)
+
+    return replacement
+
+
+def last_row_missing(product):
+    def replacement(stack, which, out):
+        product(stack, which, out)
+        out[:, -1] = 0
+
+    return replacement
+
+
+def cast_before_division(_):
+    return lambda buffer, *, out, scale=1.0: out.copy_(buffer).mul_(scale)
+
+
+def one_wire_for_all_buckets(_):
+    wires = {}
+
+    def replacement(bucket, hook_name, dtype):
+        wire = wires.setdefault(dist.get_rank(), torch.empty(1 << 16, dtype=dtype))
+        return wire[: bucket.buffer().numel()]
+
+    return replacement
+
+
+STACK, PLAN = "gradcomp.cpu.low_rank.Stack", "gradcomp.cpu.low_rank.LowRankPlan"
+# Where a bug is planted; the bug: a mutant of that compressor, or (what to replace in our code, by what); and
+# the property that finds it.
+PLANTED = [
+    (POWER_SGD, (f"{STACK}.reconstruct", error_dropped), "error_feedback_identity"),
+    (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
+    (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
+    (POWER_SGD, (f"{STACK}.orthonormalise", not_orthonormal), "contraction"),
+    (POWER_SGD, (f"{STACK}.reconstruct", stale_p), "held_back_comes_out"),
+    (POWER_SGD, (f"{STACK}._product", last_row_missing), "exact_up_to_rank"),
+    (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
+    (FP16, ("gradcomp.hooks.default_hooks.wire_of", one_wire_for_all_buckets), "averages"),
+    (TOP_K, mutants.ErrorDropped, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorTwice, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorOfTheGradient, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorOfTheAverage, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorKeptNan, "nonfinite_seen_by_all"),
+    (TOP_K, mutants.SharedErrors, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorNotSaved, "checkpoint_round_trip"),
+    (TOP_K, mutants.Hoarder, "bounded_memory"),
+    (TOP_K, mutants.FirstRanksPlaces, "rank_permutation"),
+    (TOP_K, mutants.SwallowedNan, "nonfinite_seen_by_all"),
+    (TOP_K, mutants.Threshold, "scale_equivariant"),
+    (TOP_K, mutants.WholeBucket, "bucket_insensitive"),
+    (TOP_K_OF_THREE, mutants.OwnFirst, "replicas_identical"),
+    (RANDOM_K, mutants.OwnPlaces, "replicas_identical"),
+    (RANDOM_K, mutants.Unseeded, "deterministic"),
+    (QUANTISER, mutants.SumForMean, "unbiased"),
+    (QUANTISER, mutants.RoundedTwice, "unbiased"),
+    (QUANTISER, mutants.FromCallbacks, "completes"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _plain_torch(monkeypatch):
+    """That is where functions are replaced. And what was inferred of the hook without a bug is forgotten."""
+    monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
+    claims_of.cache_clear()
+    yield
+    claims_of.cache_clear()
+
+
+def check(sound, only, max_examples=10):
+    """As someone checks a hook who doesn't know of a bug: what isn't claimed explicitly is inferred."""
+    claims = replace(claims_of(sound.hook, sound.make_state), **sound.claims)
+    options = {"world_size": sound.world_size, "max_examples": max_examples, "claims": claims, "only": only}
+    return check_hook(sound.hook, sound.make_state, **options)
+
+
+def plant(monkeypatch, name, make):
+    monkeypatch.setattr(name, make(locate(name)))
+
+
+@pytest.mark.parametrize(
+    ("sound", "bug", "by"),
+    PLANTED,
+    ids=[bug.__name__ if isinstance(bug, type) else bug[1].__name__ for _, bug, _ in PLANTED],
+)
+def test_a_planted_bug_is_found(sound, bug, by, monkeypatch):
+    if isinstance(bug, type):
+        sound = replace(sound, make_state=bug)
+    else:
+        plant(monkeypatch, *bug)
+    (failure,) = check(sound, [by]).failures
+    assert failure.property == by
+    # Found by what it computes, not because it doesn't run.
+    assert "Traceback" not in failure.message
+
+
+def test_a_direction_that_is_not_normal_is_found(monkeypatch):
+    """From the second compressed step on P goes with the square of the gradients: 2^90 is too much for it."""
+    claims = replace(claims_of(POWER_SGD.hook, power_sgd), max_magnitude=2.0**100)
+    case = (POWER_SGD.hook, power_sgd, Workload(((7, 13),), steps=4, log2_factor=90))
+    properties.finite_in_finite_out(*case, claims=claims)
+    plant(monkeypatch, f"{STACK}.turn", not_normal)
+    with pytest.raises(
+        NonFiniteFailure, match=r"step 3, rank 0, tensor 0 \[7, 13\] in bucket 0: expected finite"
+    ):
+        properties.finite_in_finite_out(*case, claims=claims)
+
+
+SOUND = {
+    "powerSGD": POWER_SGD,
+    "fp16": FP16,
+    "top k": TOP_K,
+    "top k of three": TOP_K_OF_THREE,
+    "random k": RANDOM_K,
+    "quantiser": QUANTISER,
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_without_a_bug_all_holds(name):
+    """Every property that finds a bug planted in a hook holds of the hook itself."""
+    finders = {by for sound, _, by in PLANTED if sound == SOUND[name]}
+    report = check(SOUND[name], finders, max_examples=5)
+    assert {by for by, verdict in report.verdicts.items() if verdict.outcome == "holds"} == finders, report

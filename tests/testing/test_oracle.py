@@ -1,0 +1,262 @@
+"""The oracles against arithmetic by hand, the theory, and the hooks: one step from an identical state."""
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+
+import gradcomp.ops
+from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.reducer.bucket import GradBucket
+from gradcomp.testing.oracle import (
+    BatchedPowerSGDOracle,
+    PowerSGDOracle,
+    low_rank_average,
+    mean,
+    projector,
+    rounded,
+    sixteen_bit_mean,
+    split,
+)
+from gradcomp.testing.ranks import run_ranks
+from tests.tolerances import ONE_STEP, ONE_STEP_SPAN, SIXTEEN_BIT_ROUNDINGS, UNIT_ROUNDOFF, average
+
+EXACT = 1e-14  # float64, a few operations
+SHAPES = ((12, 10), (7,), (8, 3, 2, 2), (12, 10), (3, 2), (1, 20), ())
+NUMEL = 370
+
+
+def tensors(shapes, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def relative(results, expected):
+    """Of lists of tensors, over all their elements."""
+    results, expected = (
+        torch.cat([each.double().flatten() for each in some]) for some in (results, expected)
+    )
+    return float((results - expected).norm() / expected.norm())
+
+
+def test_mean_by_hand():
+    (average_,) = mean([[torch.tensor([1, 2, -3], dtype=torch.float16)], [torch.tensor([2.0, 4.0, 3.0])]])
+    assert average_.tolist() == [1.5, 3.0, 0.0]
+    assert average_.dtype == torch.float64
+    assert mean([[torch.tensor(1j)], [torch.tensor(1 + 0j)]]) == [0.5 + 0.5j]
+
+
+def test_sixteen_bits_by_hand():
+    """1/3 is 0.333251953125 in fp16, 2^-24 / 3 nothing; sums round to even; no overflow before division."""
+    gradients = [[torch.tensor([1.0, 2.0**-24, 2048 * 3, 65504 * 3.0])]] + [
+        [torch.tensor([0, 0, 3, 0.0])]
+    ] * 2
+    (average_,) = sixteen_bit_mean(gradients, torch.float16)
+    # 2048 + 1 is 2048 in fp16, twice; summed first, the two ones would have been 2050.
+    assert average_.tolist() == [0.333251953125, 0.0, 2048.0, 65504.0]
+    assert sixteen_bit_mean([[torch.tensor(257.0)]], torch.bfloat16) == [256.0]
+    assert rounded([[torch.tensor(65520.0), torch.tensor(2049.0)]], torch.float16) == [[math.inf, 2048.0]]
+
+
+def test_powersgd_by_hand():
+    """M = [[3, 4], [6, 8], [0, 5]], of two ranks, projected on [0, 1].
+
+    M̄ Q = [4, 8, 5], of length √105; Q = M̄ᵀ P = [60, 105] / √105; P Qᵀ = [4, 8, 5] ⊗ [4/7, 1].
+    """
+    matrix = torch.tensor([[3.0, 4], [6, 8], [0, 5]])
+    noise = torch.tensor([[1.0, 0], [0, -2], [5, 5]])
+    oracle = PowerSGDOracle([(3, 2), (2,)], rank=1, min_compression_rate=0.5)
+    assert oracle.compressed == [0]
+    first, second = matrix + noise, matrix - noise
+    vectors = torch.tensor([1.0, 2]), torch.tensor([3.0, 2])
+    averages = oracle.step([[first, vectors[0]], [second, vectors[1]]], [torch.tensor([[0.0], [2]])])
+    expected = torch.tensor([4.0, 8, 5], dtype=torch.float64).outer(
+        torch.tensor([4 / 7, 1], dtype=torch.float64)
+    )
+    assert relative(averages, [expected, torch.tensor([2.0, 2])]) <= EXACT
+    assert (
+        relative([oracle.errors[0][0], oracle.errors[1][0]], [first - expected, second - expected]) <= EXACT
+    )
+    assert not oracle.errors[0][1].any()
+    assert relative([oracle.qs[0].abs()], [torch.tensor([[60.0], [105]]).double() / math.sqrt(105)]) <= EXACT
+
+
+def test_batched_powersgd_by_hand():
+    """1 2 3 | 4 5 as [[1, 2, 3], [4, 5, 0], [0, 0, 0]], projected on [0, 0, 1]: its first row is left."""
+    oracle = BatchedPowerSGDOracle([(3,), (2, 1)])
+    gradients = [[torch.tensor([1.0, 2, 3]), torch.tensor([[4.0], [5]])]]
+    averages = oracle.step(gradients, [torch.tensor([[0.0], [0], [1]])])
+    assert relative(averages, [torch.tensor([1.0, 2, 3]), torch.zeros(2, 1)]) <= EXACT
+    (error,) = oracle.errors[0]
+    assert relative([error], [torch.tensor([[0.0, 0, 0], [4, 5, 0], [0, 0, 0]])]) <= EXACT
+
+
+def test_behind_a_bucket_there_is_no_error():
+    """[[1, 1], [1, no]] on [1, 0] is [[1, 1/2], [1, 1/2]]: the 1/2 in the place of `no` is forgotten."""
+    oracle = BatchedPowerSGDOracle([(3,)])
+    (average_,) = oracle.step([[torch.ones(3)]], [torch.tensor([[1.0], [0]])])
+    (error,) = oracle.errors[0]
+    assert relative([average_], [torch.tensor([1.0, 0.5, 1.0])]) <= EXACT
+    assert relative([error], [torch.tensor([[0, 0.5], [0, 0]])]) <= EXACT
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_exact_up_to_the_rank_and_the_best_on_what_it_spans(rank):
+    left, right = tensors([(9, rank), (rank, 7)], 0, torch.float64)
+    (q,) = tensors([(7, rank)], 1, torch.float64)
+    result, _ = low_rank_average([left @ right], q)
+    assert relative([result], [left @ right]) <= 100 * EXACT
+    (more,) = tensors([(9, 7)], 2, torch.float64)
+    result, new_q = low_rank_average([more], q)
+    assert (result - more).norm() < more.norm()
+    assert torch.linalg.matrix_rank(result) == rank
+    # Another basis of q's span, badly scaled: the same result, and the same span of the new Q.
+    mixing = torch.linspace(0.001, 10, rank, dtype=torch.float64).diag() + 0.1
+    other, other_q = low_rank_average([more], q @ mixing)
+    assert relative([other], [result]) <= 1e3 * EXACT
+    assert relative([projector(other_q)], [projector(new_q)]) <= 1e3 * EXACT
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parametrize("error_feedback", [True, False])
+@pytest.mark.parametrize("kind", [PowerSGDOracle, BatchedPowerSGDOracle])
+def test_error_feedback_loses_nothing(kind, error_feedback, warm_start):
+    """Σ outputs + mean of the final errors = Σ mean gradients; without error feedback it isn't."""
+    oracle = kind(SHAPES, 2, error_feedback=error_feedback, warm_start=warm_start)
+    cols = (
+        [math.prod(SHAPES[i][1:]) for i in (0, 3, 2)] if kind is PowerSGDOracle else [math.ceil(NUMEL**0.5)]
+    )
+    given, out = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(8):
+        gradients = [tensors(SHAPES, 10 * step + rank) for rank in range(3)]
+        qs = None if warm_start and step else tensors([(m, 2) for m in cols], 100 + step)
+        given += flat(mean(gradients))
+        out += flat(oracle.step(gradients, qs))
+    errors = torch.stack([flat(of_rank)[:NUMEL] for of_rank in oracle.errors]).mean(0)
+    assert (relative([out + errors], [given]) <= 1e-14) == error_feedback
+    assert errors.any() == error_feedback
+
+
+def flat(tensors_):
+    return torch.cat([each.flatten() for each in tensors_])
+
+
+@dataclass
+class Step:
+    """What a rank gave a hook in one step, what it got, and the hook's "error" and "directions" around it."""
+
+    gradients: list[torch.Tensor]
+    averages: list[torch.Tensor]
+    before: dict
+    after: dict
+
+
+def steps_of(rank, group, hook, make_state, num_steps, dtype=torch.float32):
+    state, parameters, steps, after = make_state(group), [torch.empty(shape) for shape in SHAPES], [], {}
+    for step in range(num_steps):
+        gradients = tensors(SHAPES, 10 * step + rank, dtype)
+        bucket = GradBucket(0, torch.cat([g.flatten() for g in gradients]), parameters, True)
+        averages = split(hook(state, bucket).wait(), SHAPES)
+        before, after = after, state.state_dict()["buckets"][0] if hasattr(state, "state_dict") else {}
+        steps.append(Step(gradients, averages, before, after))
+    return steps
+
+
+def of_ranks(ranks, step, name):
+    return [getattr(steps[step], name) for steps in ranks]
+
+
+@pytest.fixture(params=["plain torch", "kernels"])
+def arithmetic(request, monkeypatch):
+    """Under Triton's interpreter CPU tensors go to the kernels, unless they are told not to."""
+    if request.param == "plain torch":
+        monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
+
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@pytest.mark.usefixtures("arithmetic")
+def test_16_bit_hooks(name, world_size):
+    for hook in (
+        getattr(default_hooks, f"{name}_compress_hook"),
+        getattr(default_hooks, f"{name}_compress_wrapper")(default_hooks.allreduce_hook),
+    ):
+        ranks = run_ranks(steps_of, world_size, hook, lambda group: group, 1)
+        gradients, averages = of_ranks(ranks, 0, "gradients"), of_ranks(ranks, 0, "averages")
+        expected = sixteen_bit_mean(gradients, HALVES[name])
+        for mine in averages:
+            if world_size == 2:
+                assert torch.equal(flat(mine).double(), flat(expected))
+            assert relative(mine, expected) <= 2 * UNIT_ROUNDOFF[HALVES[name]]
+        largest = torch.stack([flat(g).abs() for g in gradients]).amax(0)
+        distance = (flat(averages[0]) - flat(mean(gradients))).abs()
+        assert (distance <= average(HALVES[name], world_size, largest)).all()
+
+
+@pytest.mark.usefixtures("arithmetic")
+def test_allreduce_hook():
+    ranks = run_ranks(steps_of, 3, default_hooks.allreduce_hook, lambda group: group, 1)
+    expected = mean(of_ranks(ranks, 0, "gradients"))
+    assert relative(ranks[1][0].averages, expected) <= 3 * UNIT_ROUNDOFF[torch.float32]
+
+
+ORACLES = {
+    powerSGD_hook.powerSGD_hook: PowerSGDOracle,
+    powerSGD_hook.batched_powerSGD_hook: BatchedPowerSGDOracle,
+}
+WRAPPERS = {
+    torch.float32: lambda hook: hook,
+    torch.float16: default_hooks.fp16_compress_wrapper,
+    torch.bfloat16: default_hooks.bf16_compress_wrapper,
+}
+# (error feedback, warm start)
+SWITCHES = [(True, True), (False, True), (True, False)]
+CASES = [
+    *product(["plain torch"], ORACLES, WRAPPERS, SWITCHES),
+    *product(["kernels"], ORACLES, [torch.float32], SWITCHES[:1]),
+]
+
+
+def errors_of(oracle, memory):
+    """A hook's memory of errors as the oracle has it."""
+    parts = split(memory["error"].double(), SHAPES)
+    return [oracle.square(parts)] if isinstance(oracle, BatchedPowerSGDOracle) else parts
+
+
+@pytest.mark.parametrize(("arithmetic", "inner", "dtype", "switches"), CASES, indirect=["arithmetic"])
+@pytest.mark.usefixtures("arithmetic")
+def test_powersgd_hooks(inner, dtype, switches):
+    """Each step from where the hook's last step left it."""
+    start, rank = 2, 2
+    feedback, warm = switches
+
+    def new_state(group):
+        options = {"use_error_feedback": feedback, "warm_start": warm}
+        return powerSGD_hook.PowerSGDState(group, rank, start, **options)
+
+    ranks = run_ranks(steps_of, 2, WRAPPERS[dtype](inner), new_state, start + 3)
+    is_wrapped = dtype != torch.float32
+    bound = SIXTEEN_BIT_ROUNDINGS * UNIT_ROUNDOFF[dtype] if is_wrapped else ONE_STEP
+    span_bound = bound if is_wrapped else ONE_STEP_SPAN
+    for step in (start + 1, start + 2):
+        before, after = of_ranks(ranks, step, "before"), of_ranks(ranks, step, "after")
+        oracle = ORACLES[inner](SHAPES, rank, error_feedback=feedback, warm_start=warm)
+        oracle.errors = [errors_of(oracle, memory) for memory in before]
+        gradients = rounded(of_ranks(ranks, step, "gradients"), dtype)
+        expected = oracle.step(gradients, before[0]["directions"])
+        for averages in of_ranks(ranks, step, "averages"):
+            assert relative(averages, expected) <= bound
+        for memory, errors in zip(after, oracle.errors, strict=True):
+            assert (
+                relative(errors_of(oracle, memory), errors) <= bound
+                if feedback
+                else not memory["error"].any()
+            )
+        if warm:
+            for mine, q in zip(after[0]["directions"], oracle.qs, strict=True):
+                assert relative([projector(mine)], [projector(q)]) <= span_bound

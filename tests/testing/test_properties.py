@@ -1,0 +1,352 @@
+"""Each property holds where it should, fails where it should, and says where; torch's known defects among them."""
+
+import itertools
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powerSGD
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+import gradcomp.ops
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks import powerSGD_hook as powerSGD
+from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, claims_of, properties, strategies
+
+FP32 = Tolerance.rounding(torch.float32)
+AVERAGES = Claims(
+    FP32, torch.float32, scale_equivariant="bitwise", rank_symmetric=True, bucket_insensitive=True
+)
+LOSSY = Claims(None, torch.float32, contraction=0.0, scale_equivariant="rounding", rank_symmetric=True)
+WORKLOAD = Workload(((6, 5), (3,), (8, 8)), ((2, 1), (0,)), steps=3, noise=1.0, drift=0.5, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _plain_torch(monkeypatch):
+    monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
+
+
+def done(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def mean(tensor):
+    dist.all_reduce(tensor.div_(dist.get_world_size()))
+    return tensor
+
+
+def local(change):
+    """A hook that averages what `change` makes of every rank's bucket."""
+    return lambda state, bucket: done(mean(change(bucket.buffer())))
+
+
+def after(change):
+    """A hook that returns what `change(mean, bucket)` makes of the mean."""
+    return lambda state, bucket: done(change(mean(bucket.buffer()), bucket))
+
+
+class Halves:
+    """Sends half of gradient + error, keeps the other."""
+
+    def __init__(self, process_group=None):
+        self.errors = {}
+
+    def kept(self, total):
+        return total / 2
+
+    def __call__(self, bucket):
+        total = bucket.buffer() + self.errors.get(bucket.index(), 0)
+        # As large as `total` even if that isn't finite; the error is finite in any case.
+        self.errors[bucket.index()] = self.kept(total).nan_to_num(0, 0, 0)
+        return done(mean(total / 2))
+
+
+class Forgetful(Halves):
+    def kept(self, total):
+        return torch.zeros_like(total)
+
+
+class Hoarder(Halves):
+    def kept(self, total):
+        self.errors[f"step {len(self.errors)}"] = total
+        return super().kept(total)
+
+
+class LosesErrors(Halves):
+    def __getstate__(self):
+        return {"errors": {}}
+
+
+def call(state, bucket):
+    return state(bucket)
+
+
+HALVES = replace(
+    LOSSY,
+    contraction=0.75,
+    error_feedback=True,
+    errors_of=lambda state: {k: v for k, v in state.errors.items() if isinstance(k, int)},
+    bucket_insensitive=True,
+    checkpoint="any",
+    memory=1.0,
+)
+count = itertools.count()
+
+
+def raise_on_rank_1(state, bucket):
+    if dist.get_rank() == 1:
+        raise OSError("no such device")
+    return done(mean(bucket.buffer()))
+
+
+def from_rank_0(state, bucket):
+    dist.broadcast(bucket.buffer(), 0)
+    return done(bucket.buffer())
+
+
+def last_row_missing(average, bucket):
+    average[-5:] = 0
+    return average
+
+
+FAILURES = [
+    ("completes", raise_on_rank_1, None, AVERAGES, r"schedule 0: rank 1 raised OSError: no such device"),
+    (
+        "replicas_identical",
+        lambda state, bucket: done(bucket.buffer()),
+        None,
+        AVERAGES,
+        r"step 0, rank 1, tensor 0 \[6, 5\] in bucket 1, element 0: expected -?[\d.]+ \(as on rank 0\), got -?[\d.]+; 30 of 30",
+    ),
+    (
+        "averages",
+        local(lambda buffer: buffer * 2),
+        None,
+        AVERAGES,
+        r"step 0, rank 0, tensor 0 .* element \d+: expected \S+ \(the float64 mean\), got \S+; off by \S+, allowed \S+e-0",
+    ),
+    (
+        "deterministic",
+        after(lambda m, b: m + next(count)),
+        None,
+        AVERAGES,
+        r"element 0: expected .* \(the first run's\)",
+    ),
+    (
+        "bucket_insensitive",
+        after(lambda m, b: m * (1 + b.index())),
+        None,
+        AVERAGES,
+        r"expected \S+ \(the output of Workload\(",
+    ),
+    ("rank_permutation", from_rank_0, None, AVERAGES, r"expected \S+ \(the output of Workload\(.*off by"),
+    (
+        "scale_equivariant",
+        local(lambda buffer: buffer.clamp(-1, 1)),
+        None,
+        AVERAGES,
+        r"whose 2\^4-fold was averaged",
+    ),
+    ("finite_in_finite_out", after(lambda m, b: m / m.norm()), None, AVERAGES, r"got nan in 3 of 3 elements"),
+    (
+        "finite_in_finite_out",
+        local(torch.exp),
+        None,
+        AVERAGES,
+        r"got inf in .* with log2_factor=\d+: .* \S+e\+12 claimed",
+    ),
+    (
+        "nonfinite_seen_by_all",
+        local(lambda b: b.nan_to_num(0, 0, 0)),
+        None,
+        AVERAGES,
+        r"as rank 1 has inf there; got finite",
+    ),
+    (
+        "contraction",
+        local(torch.neg),
+        None,
+        LOSSY,
+        r"bucket 0 with tensors \[2, 1\]: expected .* got .* δ = -3",
+    ),
+    (
+        "contraction",
+        local(lambda b: b * 0.4),
+        None,
+        replace(LOSSY, contraction=0.75),
+        r"\(1 − 0.75\).* δ = 0.64",
+    ),
+    (
+        "exact_up_to_rank",
+        after(last_row_missing),
+        None,
+        replace(LOSSY, exact_rank=2),
+        r"of rank ≤ 2, of norm",
+    ),
+    ("unbiased", local(torch.trunc), None, replace(LOSSY, unbiased=True), r"over 512 steps .* allowed 4.8"),
+    (
+        "error_feedback_identity",
+        call,
+        Forgetful,
+        HALVES,
+        r"step 0, .* expected mean gradient \+ mean error before",
+    ),
+    (
+        "held_back_comes_out",
+        call,
+        Forgetful,
+        HALVES,
+        r"before 8 steps with zero gradients .* was .*; expected at most",
+    ),
+    (
+        "no_error_where_exact",
+        call,
+        Halves,
+        replace(HALVES, exact_shapes=lambda shape: len(shape) == 1),
+        r"tensor 1 \[3\] .* expected no error",
+    ),
+    ("checkpoint_round_trip", call, LosesErrors, HALVES, r"without the checkpoint before step \d\)"),
+    (
+        "checkpoint_round_trip",
+        call,
+        Halves,
+        replace(HALVES, checkpoint="safe"),
+        r"CheckpointError: torch.save and torch.load",
+    ),
+    (
+        "bounded_memory",
+        call,
+        Hoarder,
+        HALVES,
+        r"step \d, rank 0: gradients of 388 bytes: expected a state no larger than",
+    ),
+    ("bounded_memory", call, Halves, replace(HALVES, memory=-60.0), r"at most -2\d+ bytes, got \d+"),
+]
+
+
+@pytest.mark.parametrize(("name", "hook", "make_state", "claims", "message"), FAILURES)
+def test_a_failure_says_where_and_what(name, hook, make_state, claims, message):
+    workload = replace(WORKLOAD, zero_steps=8) if name == "held_back_comes_out" else WORKLOAD
+    if message.startswith("got nan"):
+        workload = replace(WORKLOAD, spectra=("flat", "zero"), buckets=((1,), (0, 2)))
+    with pytest.raises(PropertyFailure, match=f"(?s){name}: .*{message}"):
+        getattr(properties, name)(hook, make_state, workload, claims=claims)
+
+
+@pytest.mark.parametrize("name", properties.__all__[2:])
+def test_sound_hooks_hold_them(name):
+    """Each with what it measures; what isn't claimed isn't checked."""
+    check = getattr(properties, name)
+    averages = check(local(lambda buffer: buffer), None, WORKLOAD, claims=AVERAGES)
+    halves = check(call, Halves, replace(WORKLOAD, zero_steps=8), claims=HALVES)
+    expected = {
+        "averages": (lambda ratio: 0 < ratio < 1, None),
+        "contraction": (None, lambda delta: delta == pytest.approx(0.75)),
+        "error_feedback_identity": (None, lambda ratio: 0 < ratio < 1),
+        "held_back_comes_out": (None, lambda left: left == pytest.approx(2.0**-8, rel=1e-3)),
+        "finite_in_finite_out": (lambda largest: largest > 1e11, lambda largest: largest > 1e11),
+        "bounded_memory": (None, lambda ratio: ratio == 1.0),
+    }.get(name, (None, None))
+    for measured, is_right in zip((averages, halves), expected, strict=True):
+        assert is_right(measured) if is_right else measured in (None, 0.0)
+
+
+def test_unbiased_hooks_are_not_failed_and_small_biases_are_found():
+    def rounded(state, bucket, bias=0.0):
+        return done(mean((bucket.buffer() * 2 + torch.rand(bucket.buffer().shape) + bias).floor() / 2))
+
+    claims = replace(LOSSY, unbiased=True)
+    for seed in range(8):
+        workload = Workload(((4, 4),), noise=1.0, seed=seed)
+        assert abs(properties.unbiased(rounded, None, workload, claims=claims, num_draws=256)) < 4
+    with pytest.raises(PropertyFailure, match="t = "):
+        properties.unbiased(partial(rounded, bias=0.1), None, workload, claims=claims)
+
+
+@settings(max_examples=5, derandomize=True, database=None, deadline=None)
+@given(strategies.workloads(log2_scales=(-10, 10)))
+def test_a_property_alone(workload):
+    error = properties.averages(default_hooks.fp16_compress_hook, None, workload)
+    assert 0 <= error <= 1
+
+
+# torch 2.13's own hooks. What check_hook found, each the smallest workload.
+
+
+def theirs(process_group, rank=1):
+    return torch_powerSGD.PowerSGDState(process_group, rank, start_powerSGD_iter=2)
+
+
+def ours(process_group, rank=1):
+    return powerSGD.PowerSGDState(process_group, rank, start_powerSGD_iter=2)
+
+
+DEFECTS = [
+    (
+        "completes",
+        "powerSGD_hook",
+        Workload(((1, 1), (1, 1)), ((0,), (1,)), steps=3),
+        "ranks disagree on collective",
+    ),
+    ("completes", "batched_powerSGD_hook", Workload(((1, 1),), steps=3), "raised AssertionError"),
+    (
+        "finite_in_finite_out",
+        "powerSGD_hook",
+        Workload(((3, 7),), steps=3, spectra=("zero",)),
+        "got nan in 21 of 21",
+    ),
+    (
+        "nonfinite_seen_by_all",
+        "powerSGD_hook",
+        Workload(((1, 1),), steps=3, poison=(2, 0, 0, math.inf)),
+        "step 3, .* after",
+    ),
+    ("no_error_where_exact", "powerSGD_hook", Workload(((1, 1),), steps=3, noise=0.1), "expected no error"),
+    ("checkpoint_round_trip", "powerSGD_hook", Workload(((1, 1),), steps=3), "UnpicklingError"),
+]
+
+
+@pytest.mark.parametrize(("name", "hook", "workload", "message"), DEFECTS)
+def test_torchs_defects_are_found_and_ours_has_none_of_them(name, hook, workload, message):
+    claims = replace(
+        claims_of(torch_powerSGD.powerSGD_hook, theirs), exact_shapes=lambda shape: shape == (1, 1)
+    )
+    with pytest.raises(PropertyFailure, match=f"(?s){message}"):
+        getattr(properties, name)(getattr(torch_powerSGD, hook), theirs, workload, claims=claims)
+    claims = claims_of(getattr(powerSGD, hook), ours)
+    getattr(properties, name)(getattr(powerSGD, hook), ours, workload, claims=claims)
+
+
+def test_torchs_fp16_hook_overflows_before_it_divides():
+    claims = claims_of(default_hooks.fp16_compress_hook)
+    small = Workload(((1, 1),), noise=0.1)
+    for workload, message in (
+        (small, "1 of 1 elements, with log2_factor=16"),
+        (replace(small, log2_factor=16), "1 of 1"),
+    ):
+        with pytest.raises(PropertyFailure, match=f"got inf in {message}"):
+            properties.finite_in_finite_out(
+                torch_default_hooks.fp16_compress_hook, None, workload, claims=claims
+            )
+        properties.finite_in_finite_out(default_hooks.fp16_compress_hook, None, workload, claims=claims)
+
+
+def test_torchs_quantising_hook_does_not_run_on_gloo():
+    with pytest.raises(PropertyFailure, match="IndexError: invalid index of a 0-dim tensor"):
+        properties.completes(quantization_hooks.quantization_pertensor_hook, None, Workload(((1, 1),)))
+
+
+def test_on_real_processes():
+    workload = replace(WORKLOAD, spectra=("power_law",))
+    options = {"claims": claims_of(default_hooks.allreduce_hook), "ranks": "gloo"}
+    for name in ("completes", "replicas_identical", "averages", "deterministic", "nonfinite_seen_by_all"):
+        getattr(properties, name)(default_hooks.allreduce_hook, None, workload, **options)
+    with pytest.raises(PropertyFailure, match=r"(?s)rank 1 .*OSError: no such device"):
+        properties.completes(raise_on_rank_1, None, workload, **options)
