@@ -4,9 +4,11 @@ import copy
 import io
 import logging
 
+import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
+from gradcomp import ops, testing
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from tests.distributed.powersgd_oracle import (
     Bucket,
@@ -135,3 +137,10 @@ def step_of_both(rank, options, shapes, steps_before):
         (our_output, error_of(ours), directions_of(ours)),
         (their_output, their_error, theirs.error_dict.get(0)),
     )
+
+
+def simulate(function, world_size, *arguments):
+    """function(rank, *arguments) on ranks in this process, where real ones would show nothing more; the results."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_INTERPRETED", False)  # plain torch, as in a rank that is a process
+        return testing.run_ranks(lambda rank, _, *rest: function(rank, *rest), world_size, *arguments)

@@ -19,9 +19,9 @@ from tests.distributed.powersgd_runs import (
     MATRICES,
     SHAPES,
     START,
+    simulate,
     steps_of_ours,
 )
-from tests.distributed.ranks import run_ranks
 from tests.tolerances import (
     ONE_STEP,
     RECOVERY,
@@ -52,7 +52,7 @@ def assert_nothing_is_lost(ranks, steps, factor_rank):
 def test_error_feedback_loses_nothing(hook, rank, warm_start, world_size):
     steps = 30
     options = {"matrix_approximation_rank": rank, "warm_start": warm_start}
-    ranks = run_ranks(steps_of_ours, world_size, hook, options, SHAPES, steps, torch.float32)
+    ranks = simulate(steps_of_ours, world_size, hook, options, SHAPES, steps, torch.float32)
     assert_nothing_is_lost(ranks, steps, rank)
     if hook == "batched":
         return
@@ -68,7 +68,7 @@ def test_error_feedback_loses_nothing(hook, rank, warm_start, world_size):
 def test_no_error_feedback():
     """Every step compresses the gradient alone; there are no errors."""
     options = {"matrix_approximation_rank": 2, "use_error_feedback": False}
-    ranks = run_ranks(steps_of_ours, 2, "powerSGD", options, SHAPES, 4, torch.float32)
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 4, torch.float32)
     assert not any(results[step][3][0].any() for results in ranks for step in range(4))
     order = compressed(SHAPES, 2)
     for step in range(1, 4):
@@ -82,7 +82,7 @@ def test_no_error_feedback():
 def test_no_warm_start():
     """The projections are new at every step, the same on all ranks, and give the oracle's step."""
     options = {"matrix_approximation_rank": 2, "warm_start": False}
-    ranks = run_ranks(steps_of_ours, 2, "powerSGD", options, SHAPES, 4, torch.float32)
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 4, torch.float32)
     order = compressed(SHAPES, 2)
     for step in range(1, 4):
         gradients, errors = ([results[step][i] for results in ranks] for i in (0, 1))
@@ -124,7 +124,7 @@ def low_rank_steps(rank, factor_rank, shapes, sequence):
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_gradients_of_low_rank_are_recovered(rank):
     """Another gradient of rank r at every step: each exactly, whatever the projection."""
-    for results in run_ranks(low_rank_steps, 2, rank, MATRICES, ["low"] * 4):
+    for results in simulate(low_rank_steps, 2, rank, MATRICES, ["low"] * 4):
         for gradient, output in results:
             assert relative(output, gradient) <= RECOVERY
 
@@ -133,7 +133,7 @@ def test_gradients_of_low_rank_are_recovered(rank):
 @pytest.mark.parametrize("pause", ["zero", "one"])
 def test_gradients_are_recovered_after_poorer_ones(pause, rank):
     """A zero gradient (a parameter not in use) or one of rank 1 must not cost the next one its rank."""
-    for results in run_ranks(low_rank_steps, 2, rank, MATRICES, ["low", pause, pause, "low", "low"]):
+    for results in simulate(low_rank_steps, 2, rank, MATRICES, ["low", pause, pause, "low", "low"]):
         for gradient, output in results:
             if gradient.any():
                 assert relative(output, gradient) <= RECOVERY
@@ -155,6 +155,6 @@ def zero_then_random(rank, options):
 def test_zero_gradients_first(options):
     """A layer that starts without gradients is compressed as any other once it has some."""
     begin = starts(MATRICES)
-    for output in run_ranks(zero_then_random, 2, options):
+    for output in simulate(zero_then_random, 2, options):
         for start, end in pairwise(begin):
             assert output[start:end].any(), "its gradients are never sent"

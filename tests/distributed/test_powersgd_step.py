@@ -3,19 +3,19 @@
 import pytest
 import torch
 
+from gradcomp.testing.oracle import projector
 from tests.distributed.powersgd_oracle import (
     compressed,
     positions,
     powersgd_step,
-    projector,
     relative,
 )
 from tests.distributed.powersgd_runs import (
     SHAPES,
+    simulate,
     step_of_both,
     steps_of_ours,
 )
-from tests.distributed.ranks import run_ranks
 from tests.tolerances import (
     EPSILON_STEP,
     ONE_STEP,
@@ -32,7 +32,7 @@ def test_one_step_as_torchs(rank, world_size):
     """From torch's own state after some steps, whether torch batches the matrices or not."""
     for batched in (False, True):
         options = {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batched}
-        ranks = run_ranks(step_of_both, world_size, options, SHAPES, 3)
+        ranks = simulate(step_of_both, world_size, options, SHAPES, 3)
         mask = positions(SHAPES, compressed(SHAPES, rank))
         for _, (our_output, our_error, _), (their_output, _, their_error) in ranks:
             assert relative(our_output, their_output) <= ONE_STEP
@@ -45,7 +45,7 @@ def test_one_step_as_torchs(rank, world_size):
 def test_one_step_with_epsilon_as_torchs(rank):
     """Torch's Gram–Schmidt, which takes an epsilon, runs for ranks 1 and 2."""
     options = {"matrix_approximation_rank": rank, "orthogonalization_epsilon": 1e-8}
-    for _, (ours, _, _), (theirs, _, _) in run_ranks(step_of_both, 2, options, SHAPES, 3):
+    for _, (ours, _, _), (theirs, _, _) in simulate(step_of_both, 2, options, SHAPES, 3):
         assert relative(ours, theirs) <= EPSILON_STEP
 
 
@@ -69,14 +69,14 @@ def assert_steps_as_the_oracle(ranks, shapes, order, bound, span_bound):
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])
 def test_steps_as_the_oracles(rank, world_size):
     options = {"matrix_approximation_rank": rank}
-    ranks = run_ranks(steps_of_ours, world_size, "powerSGD", options, SHAPES, 3, torch.float32)
+    ranks = simulate(steps_of_ours, world_size, "powerSGD", options, SHAPES, 3, torch.float32)
     assert_steps_as_the_oracle(ranks, SHAPES, compressed(SHAPES, rank), ONE_STEP, ONE_STEP_SPAN)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])
 def test_fp64_buckets_in_fp64(rank):
     options = {"matrix_approximation_rank": rank}
-    ranks = run_ranks(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, torch.float64)
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, torch.float64)
     assert_steps_as_the_oracle(ranks, SHAPES, compressed(SHAPES, rank), ONE_STEP_FP64, 100 * ONE_STEP_FP64)
 
 
@@ -86,7 +86,7 @@ def test_min_compression_rate():
         options = {"matrix_approximation_rank": rank, "min_compression_rate": rate}
         order = compressed(SHAPES, rank, rate)
         # Matrices of one row or column, or of rank min(n, m), leave no error to compare.
-        ranks = run_ranks(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, torch.float32)
+        ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, torch.float32)
         assert_steps_as_the_oracle(ranks, SHAPES, order, ONE_STEP, ONE_STEP_SPAN)
     assert len(compressed(SHAPES, 4, 0.5)) > len(compressed(SHAPES, 4)) > len(compressed(SHAPES, 2, 30)) > 0
 
@@ -96,7 +96,7 @@ def test_rank_above_the_matrix():
     shapes = ((3, 40), (40, 3), (5, 5), (1, 9), (9, 1), (4,))
     options = {"matrix_approximation_rank": 64, "min_compression_rate": 0.1}
     assert len(compressed(shapes, 64, 0.1)) == 5
-    ranks = run_ranks(steps_of_ours, 2, "powerSGD", options, shapes, 3, torch.float32)
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, shapes, 3, torch.float32)
     for step in range(3):
         mean = torch.stack([results[step][0].double() for results in ranks]).mean(0)
         for results in ranks:
@@ -123,7 +123,7 @@ def test_one_wrapped_step_is_close(inner, hook, dtype, world_size):
     """Both first steps project on the same random directions."""
     options = {"matrix_approximation_rank": 2}
     plain, wrapped = (
-        run_ranks(steps_of_ours, world_size, name, options, SHAPES, 1, torch.float32)
+        simulate(steps_of_ours, world_size, name, options, SHAPES, 1, torch.float32)
         for name in (inner, f"{hook} around {inner}")
     )
     for ((_, _, expected, _),), ((_, _, output, _),) in zip(plain, wrapped, strict=True):
@@ -136,7 +136,7 @@ def test_one_wrapped_step_is_close(inner, hook, dtype, world_size):
 def test_16_bit_buckets(dtype):
     """A model's own 16-bit buckets: the oracle's step from the same state, within 16-bit rounding."""
     options = {"matrix_approximation_rank": 2}
-    ranks = run_ranks(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, dtype)
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, dtype)
     order = compressed(SHAPES, 2)
     for step in range(1, 3):
         gradients = [results[step][0] for results in ranks]
