@@ -10,7 +10,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from gradcomp.testing.claims import Claims, Tolerance, claims_of
+from gradcomp.testing.claims import Claims, Tolerance
 from gradcomp.testing.failure import (
     PropertyFailure,
     place,
@@ -18,7 +18,8 @@ from gradcomp.testing.failure import (
     require_close_in_norm,
     require_finite,
 )
-from gradcomp.testing.run import Hook, MakeState, Ranks, Run, run_hook
+from gradcomp.testing.run import Run
+from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Rounding errors of a gradient of rank r recovered from factors, in roundings: P's condition number, up to 1000 for
@@ -29,6 +30,8 @@ ROUNDINGS_OF_FACTORS = {
     torch.float16: 2.0**8,
     torch.bfloat16: 2.0**6,
 }
+# Steps of `unbiased`.
+NUM_DRAWS = 512
 # The probability that `unbiased` fails a hook that is unbiased.
 FALSE_ALARM = 1e-6
 
@@ -57,14 +60,8 @@ def norm_of(workload: Workload, step: int, number: int) -> float:
     return float(workload.stacked(step)[number].flatten(1).norm(dim=1).max())
 
 
-def averages(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def averages(subject: Subject, workload: Workload) -> float | None:
     """Every output is the float64 mean of the ranks' gradients.
 
     |output − mean| ≤ 2 · W · (u · magnitude + s), where W addends and their partial sums are rounded to unit roundoff
@@ -74,8 +71,8 @@ def averages(
 
     Returns the largest error over its tolerance; None if no average of the workload is claimed.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    claims = subject.claims
+    run = subject.run(workload)
     worst = None
     for step, rank, number, output in each_output(workload, run):
         tolerance = claims.tolerance
@@ -96,14 +93,8 @@ def averages(
     return worst
 
 
-def exact_up_to_rank(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
     """A mean gradient of rank at most r comes out of every compressed step.
 
     ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F, for a projection on r random directions (Vogels et al., PowerSGD, NeurIPS
@@ -112,7 +103,7 @@ def exact_up_to_rank(
 
     Returns the largest error over its tolerance; None without claims.exact_rank.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if claims.exact_rank is None:
         return None
     workload = replace(
@@ -124,7 +115,7 @@ def exact_up_to_rank(
         drift=min(workload.drift, 0.1),
         zero_steps=0,
     )
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    run = subject.run(workload)
     require_finite("exact_up_to_rank", workload, run)
     coarser = max(workload.dtype, claims.precision, key=lambda dtype: torch.finfo(dtype).eps)
     roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
@@ -143,14 +134,8 @@ def underflow(claims: Claims, workload: Workload, number: int) -> float:
     return 2 * workload.world_size * absolute * math.sqrt(math.prod(workload.shapes[number]))
 
 
-def contraction(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def contraction(subject: Subject, workload: Workload) -> float | None:
     """‖M − C(M)‖² ≤ (1 − δ) ‖M‖² for every bucket M, and C(0) = 0.
 
     The definition of a δ-contraction, which error feedback needs (Karimireddy et al., Error Feedback Fixes SignSGD, ICML
@@ -161,11 +146,11 @@ def contraction(
 
     Returns the smallest δ found; None without claims.contraction.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if claims.contraction is None:
         return None
     workload = replace(workload, noise=0.0, steps=claims.start + 1)
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    run = subject.run(workload)
     require_finite("contraction", workload, run)
     smallest = None
     for bucket, numbers in enumerate(workload.buckets):
@@ -191,18 +176,11 @@ def joined(tensors: list[Tensor], numbers: tuple[int, ...]) -> Tensor:
     return torch.cat([tensors[number].double().flatten() for number in numbers])
 
 
-def unbiased(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-    num_draws: int = 512,
-) -> float | None:
+@property_of
+def unbiased(subject: Subject, workload: Workload) -> float | None:
     """The expectation of the output is the mean.
 
-    The same gradients in `num_draws` steps: as many independent draws of a hook that draws anew in every step. The first
+    The same gradients in 512 steps: as many independent draws of a hook that draws anew in every step. The first
     half shows in which direction d the outputs are off; of the second half, t = mean(⟨output − mean, d⟩) / (their
     standard deviation / √n) is compared with Student's distribution of n − 1 degrees of freedom, one-sided: an unbiased
     hook fails with a probability of about 1e-6, once n of such sums are as good as normal (the approximation of
@@ -211,18 +189,18 @@ def unbiased(
 
     Returns t; None unless claims.unbiased.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if not claims.unbiased:
         return None
-    workload = replace(workload, drift=0.0, steps=claims.start + num_draws)
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    workload = replace(workload, drift=0.0, steps=claims.start + NUM_DRAWS)
+    run = subject.run(workload)
     require_finite("unbiased", workload, run)
     numbers = tuple(range(len(workload.shapes)))
     mean = joined(workload.mean(0), numbers)
     # Tensors may differ by orders of magnitude: each counts by its own rms.
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in workload.mean(0)])
     draws = torch.stack([(joined(step[0], numbers) - mean) / unit for step in run.outputs[claims.start :]])
-    first, second = draws[: num_draws // 2], draws[num_draws // 2 :]
+    first, second = draws[: NUM_DRAWS // 2], draws[NUM_DRAWS // 2 :]
     direction = first.mean(0)
     sums = second @ (direction / direction.norm().clamp(min=1e-300))
     bias, n = float(sums.mean()), len(sums)
@@ -236,7 +214,7 @@ def unbiased(
     if t > limit:
         i = int(draws.mean(0).abs().argmax())
         raise PropertyFailure(
-            f"unbiased: over {num_draws} steps with the same gradients, element {i} of all: expected {mean[i]:.6g} (the float64 "
+            f"unbiased: over {NUM_DRAWS} steps with the same gradients, element {i} of all: expected {mean[i]:.6g} (the float64 "
             f"mean) on average, got {mean[i] + draws.mean(0)[i] * unit[i]:.6g}; all elements: t = {t:.3g}, allowed {limit:.3g}"
         )
     return t

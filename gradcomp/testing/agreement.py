@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 from gradcomp.testing.accuracy import each_output
-from gradcomp.testing.claims import Claims, claims_of
 from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure, place, require_finite, require_same
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Hook, MakeState, Ranks, Run, run_hook
+from gradcomp.testing.run import Run
+from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 SCHEDULES = (0, 1, 2, 3)
@@ -17,50 +17,32 @@ SCHEDULES = (0, 1, 2, 3)
 AFTERWARDS = 2
 
 
-def completes(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> None:
+@property_of
+def completes(subject: Subject, workload: Workload) -> None:
     """All ranks finish all steps, with all buckets in flight, whenever collectives complete: no exception, no collectives
     in another order on another rank, no deadlock.
 
     Process groups match collectives by the order of their issue alone (PyTorch DDP design note; c10d), so this
     order may not depend on when a callback runs. Four schedules of simulated ranks; one run on gloo.
     """
-    for schedule in SCHEDULES if ranks == "simulated" else SCHEDULES[:1]:
+    for schedule in SCHEDULES if subject.ranks == "simulated" else SCHEDULES[:1]:
         try:
-            run_hook(hook, make_state, workload, ranks=ranks, schedule=schedule)
+            subject.run(workload, schedule=schedule)
         except RankError as error:
             raise PropertyFailure(f"completes: schedule {schedule}: {error}") from error
 
 
-def replicas_identical(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> None:
+@property_of
+def replicas_identical(subject: Subject, workload: Workload) -> None:
     """Every rank has rank 0's outputs, element by element: else replicas of the model drift apart."""
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    run = subject.run(workload)
     for step, rank, number, output in each_output(workload, run):
         where = place(workload, step, rank, number)
         require_same("replicas_identical", where, run.outputs[step][0][number], output, "as on rank 0")
 
 
-def finite_in_finite_out(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
     """Finite gradients give finite outputs, while the ranks' mean |gradient| is at most claims.max_magnitude.
 
     A mean that the dtype on the wire can hold, that is, whatever a single rank has. Zero gradients belong here. Run as
@@ -68,18 +50,18 @@ def finite_in_finite_out(
 
     Returns the largest mean |gradient| of the second run; None for a workload beyond the limit.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     limit = claims.limit(workload.dtype)
     if _largest(workload) > limit:
         return None
-    require_finite("finite_in_finite_out", workload, run_hook(hook, make_state, workload, ranks=ranks))
+    require_finite("finite_in_finite_out", workload, subject.run(workload))
     edge = replace(workload, steps=min(claims.start + 2, workload.steps), zero_steps=0)
     room = min(limit / max(_largest(edge), 1e-300), 2.0**1000)
     edge = replace(edge, log2_factor=workload.log2_factor + math.frexp(room)[1] - 1)
     while not _is_finite(edge):  # a rank may have more than the mean
         edge = replace(edge, log2_factor=edge.log2_factor - 1)
     try:
-        require_finite("finite_in_finite_out", edge, run_hook(hook, make_state, edge, ranks=ranks))
+        require_finite("finite_in_finite_out", edge, subject.run(edge))
     except NonFiniteFailure as error:
         raise NonFiniteFailure(
             f"{error}, with log2_factor={edge.log2_factor}: the ranks' mean |gradient| is at most {_largest(edge):.6g} then, of "
@@ -98,28 +80,22 @@ def _largest(workload: Workload) -> float:
     return max((float(mean.max()) for mean in means if mean.numel()), default=0.0)
 
 
-def nonfinite_seen_by_all(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> None:
+@property_of
+def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     """An inf or NaN on one rank gives an inf or NaN in the results of its bucket on every rank, and is gone after that.
 
     So a GradScaler skips the step on all ranks or on none (torch.amp; it looks at every rank's own gradients), and later
     steps, and the errors in the state, are finite again. The workload's poison says where; without one: inf in the middle
     of the first tensor of the last rank, in the first compressed step.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     poison = workload.poison or (claims.start, workload.world_size - 1, 0, math.inf)
     step, _, number, value = poison
     workload = replace(workload, poison=None, zero_steps=0, steps=max(workload.steps, step + 1 + AFTERWARDS))
-    require_finite("nonfinite_seen_by_all", workload, run_hook(hook, make_state, workload, ranks=ranks))
+    require_finite("nonfinite_seen_by_all", workload, subject.run(workload))
     poisoned = replace(workload, poison=poison)
     try:
-        run = run_hook(hook, make_state, poisoned, ranks=ranks, errors_of=claims.errors_of)
+        run = subject.run(poisoned, errors_of=claims.errors_of)
     except RankError as error:
         raise PropertyFailure(f"nonfinite_seen_by_all: with {value} in step {step}: {error}") from error
     numbers = poisoned.buckets[poisoned.bucket_of(number)]

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from gradcomp.testing.accuracy import allowed_error, each_output, norm_of, underflow
-from gradcomp.testing.claims import Claims, claims_of
+from gradcomp.testing.claims import Claims
 from gradcomp.testing.failure import place, require_close, require_close_in_norm, require_finite, require_same
-from gradcomp.testing.run import Hook, MakeState, Ranks, run_hook
+from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Of two runs of a lossy hook that differ by rounding only, in units of the gradients' norm: half of the digits.
@@ -17,33 +17,21 @@ from gradcomp.testing.workload import Workload
 HALF_OF_THE_DIGITS = 0.5
 
 
-def deterministic(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> None:
+@property_of
+def deterministic(subject: Subject, workload: Workload) -> None:
     """Run again, with the collectives completing at other times, a hook gives the same bits.
 
     Simulated ranks have torch's generator in the same state in both runs.
     """
-    run = run_hook(hook, make_state, workload, ranks=ranks)
-    again = run_hook(hook, make_state, workload, ranks=ranks, schedule=1)
+    run = subject.run(workload)
+    again = subject.run(workload, schedule=1)
     for step, rank, number, output in each_output(workload, again):
         where = place(workload, step, rank, number)
         require_same("deterministic", where, run.outputs[step][rank][number], output, "the first run's")
 
 
-def scale_equivariant(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
     """C(2^k M) = 2^k C(M): all gradients 16 times larger, or smaller, change the outputs' exponents alone.
 
     To the bit where claims.scale_equivariant is "bitwise"; it is for sums in floating point, barring overflow and
@@ -51,15 +39,15 @@ def scale_equivariant(
 
     Returns the largest difference over what is allowed; None unless claimed.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if claims.scale_equivariant is None:
         return None
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    run = subject.run(workload)
     require_finite("scale_equivariant", workload, run)
     worst = 0.0
     for power in (4, -4):
         scaled = replace(workload, log2_factor=workload.log2_factor + power)
-        outputs = run_hook(hook, make_state, scaled, ranks=ranks)
+        outputs = subject.run(scaled)
         require_finite("scale_equivariant", scaled, outputs)
         for step, rank, number, output in each_output(workload, outputs):
             back = output.double() * 2.0**-power
@@ -87,14 +75,8 @@ def scale_equivariant(
     return worst
 
 
-def rank_permutation(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def rank_permutation(subject: Subject, workload: Workload) -> float | None:
     """Which rank has which gradients doesn't matter: with the ranks in reverse order the outputs are the same.
 
     Within twice the tolerance of averages (the sums' order differs); for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖,
@@ -102,22 +84,16 @@ def rank_permutation(
 
     Returns the largest difference over what is allowed; None unless claims.rank_symmetric.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if not claims.rank_symmetric:
         return None
     order = workload.order or tuple(range(workload.world_size))
     permuted = replace(_until_compressed(workload, claims), order=order[::-1])
-    return _same_outcome("rank_permutation", hook, make_state, workload, permuted, claims, ranks)
+    return _same_outcome("rank_permutation", subject, workload, permuted)
 
 
-def bucket_insensitive(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def bucket_insensitive(subject: Subject, workload: Workload) -> float | None:
     """How tensors are shared out to buckets doesn't matter: all in one bucket, or each in its own, give the same.
 
     Within twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖, up to its first
@@ -125,14 +101,14 @@ def bucket_insensitive(
 
     Returns the largest difference over what is allowed; None unless claims.bucket_insensitive.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if not claims.bucket_insensitive:
         return None
     numbers = range(len(workload.shapes))
     worst = 0.0
     for buckets in ((tuple(numbers),), tuple((number,) for number in reversed(numbers))):
         other = replace(_until_compressed(workload, claims), buckets=buckets)
-        outcome = _same_outcome("bucket_insensitive", hook, make_state, workload, other, claims, ranks)
+        outcome = _same_outcome("bucket_insensitive", subject, workload, other)
         worst = max(worst, outcome)
     return worst
 
@@ -141,26 +117,18 @@ def _until_compressed(workload: Workload, claims: Claims) -> Workload:
     return replace(workload, steps=claims.start + 1, zero_steps=0) if claims.is_lossy else workload
 
 
-def _same_outcome(
-    name: str,
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    other: Workload,
-    claims: Claims,
-    ranks: Ranks,
-) -> float:
+def _same_outcome(name: str, subject: Subject, workload: Workload, other: Workload) -> float:
     """The largest difference between the outputs of a workload and of one that should give the same."""
     workload = replace(workload, steps=other.steps, zero_steps=other.zero_steps)
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    run = subject.run(workload)
     require_finite(name, workload, run)
-    outputs = run_hook(hook, make_state, other, ranks=ranks)
+    outputs = subject.run(other)
     require_finite(name, other, outputs)
     worst = 0.0
     whose = f"the output of {workload}"
     for step, rank, number, output in each_output(other, outputs):
         expected = run.outputs[step][rank][number]
-        worst = max(worst, _alike(name, claims, other, step, rank, number, expected, output, whose))
+        worst = max(worst, _alike(name, subject.claims, other, step, rank, number, expected, output, whose))
     return worst
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from gradcomp.testing.accuracy import each_output, joined, norm_of, underflow
-from gradcomp.testing.claims import Claims, claims_of
 from gradcomp.testing.failure import (
     PropertyFailure,
     place,
@@ -17,7 +16,7 @@ from gradcomp.testing.failure import (
     require_same,
 )
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Hook, MakeState, Ranks, run_hook
+from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Rounding errors of a step: of M = gradient + error, of the output, of error = M − output, and of the wire.
@@ -26,14 +25,8 @@ ROUNDINGS_OF_A_STEP = 8
 SMALL_TENSORS = 4096
 
 
-def error_feedback_identity(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def error_feedback_identity(subject: Subject, workload: Workload) -> float | None:
     """Nothing is lost: Σ outputs + mean of the ranks' errors = Σ mean gradients, after every step.
 
     Checked as what a step adds to it: output + mean error after = mean gradient + mean error before, within 8 u times
@@ -42,10 +35,10 @@ def error_feedback_identity(
 
     Returns the largest difference over what is allowed; None without claims.errors_of.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if not (claims.error_feedback and claims.errors_of):
         return None
-    run = run_hook(hook, make_state, workload, ranks=ranks, errors_of=claims.errors_of)
+    run = subject.run(workload, errors_of=claims.errors_of)
     require_finite("error_feedback_identity", workload, run)
     roundings = ROUNDINGS_OF_A_STEP * claims.unit_roundoff(workload.dtype)
     worst = 0.0
@@ -65,14 +58,8 @@ def error_feedback_identity(
     return worst
 
 
-def held_back_comes_out(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
     """What error feedback holds back comes out when no more gradients come in: error feedback seen from outside.
 
     held = Σ mean gradients − Σ outputs is the mean of the ranks' errors. In the K zero_steps at the workload's end every
@@ -84,10 +71,10 @@ def held_back_comes_out(
     Returns ‖held‖ at the end over ‖held‖ before the zero steps; None unless claims.error_feedback, for a workload without
     zero steps, and if nothing is held back.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if not claims.error_feedback or not workload.zero_steps:
         return None
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    run = subject.run(workload)
     require_finite("held_back_comes_out", workload, run)
     steps = range(claims.start, workload.num_steps)
     worst = None
@@ -114,23 +101,17 @@ def held_back_comes_out(
     return worst
 
 
-def no_error_where_exact(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> None:
+@property_of
+def no_error_where_exact(subject: Subject, workload: Workload) -> None:
     """What is averaged exactly leaves no error: in tensors of claims.exact_shapes all errors are zero, on every rank.
 
     An error of such a tensor is its rank's gradient less the mean: it feeds back nothing, and walks at random, to
     √steps times the difference between ranks.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if claims.errors_of is None or claims.exact_shapes is None:
         return
-    run = run_hook(hook, make_state, workload, ranks=ranks, errors_of=claims.errors_of)
+    run = subject.run(workload, errors_of=claims.errors_of)
     require_finite("no_error_where_exact", workload, run)
     for step, by_rank in enumerate(run.errors):
         for rank, errors in enumerate(by_rank):
@@ -142,32 +123,24 @@ def no_error_where_exact(
                     )
 
 
-def checkpoint_round_trip(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> None:
+@property_of
+def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
     """A run whose state is saved and loaded half way has the bits of one that goes on.
 
     By torch.save and torch.load, with its safe default (weights_only=True) where claims.checkpoint is "safe"; where it
     is "any", by what `reload` finds.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if claims.checkpoint is None:
         return
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    run = subject.run(workload)
     half = (claims.start + workload.num_steps) // 2
     try:
         is_safe = claims.checkpoint == "safe"
-        resumed = run_hook(
-            hook, make_state, workload, ranks=ranks, checkpoint_at=half, safe_checkpoint=is_safe
-        )
+        resumed = subject.run(workload, checkpoint_at=half, safe_checkpoint=is_safe)
     except RankError as error:
         raise PropertyFailure(
-            f"checkpoint_round_trip: saved and loaded before step {half}: {_first_line(error)}"
+            f"checkpoint_round_trip: saved and loaded before step {half}: {str(error).splitlines()[0]}"
         ) from error
     for step, rank, number, output in each_output(workload, resumed):
         where = place(workload, step, rank, number)
@@ -175,18 +148,8 @@ def checkpoint_round_trip(
         require_same("checkpoint_round_trip", where, expected, output, whose)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
-def bounded_memory(
-    hook: Hook,
-    make_state: MakeState,
-    workload: Workload,
-    *,
-    claims: Claims | None = None,
-    ranks: Ranks = "simulated",
-) -> float | None:
+@property_of
+def bounded_memory(subject: Subject, workload: Workload) -> float | None:
     """A state's tensors take at most claims.memory times the bytes of the gradients, and no more with every step.
 
     And 4096 bytes per tensor and bucket. The tensors are those reachable from the state, one per storage. Their
@@ -194,11 +157,11 @@ def bounded_memory(
 
     Returns their bytes over those of the gradients; None without claims.memory.
     """
-    claims = claims or claims_of(hook, make_state, workload.device)
+    claims = subject.claims
     if claims.memory is None:
         return None
     workload = replace(workload, steps=max(workload.steps, claims.start + 5), zero_steps=0)
-    run = run_hook(hook, make_state, workload, ranks=ranks)
+    run = subject.run(workload)
     settled = claims.start + 1
     allowed = claims.memory * workload.num_bytes + SMALL_TENSORS * (
         len(workload.shapes) + len(workload.buckets)
