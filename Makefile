@@ -7,6 +7,10 @@ TRITON_ALSO := 3.6.0
 # Left out there, to stay under 15 minutes: minutes of interpreting what test_powersgd_plan.py goes through once.
 LONGEST := test_powersgd_step.py test_powersgd_orthonormalise.py
 
+# Tests at a time. Most of their time they wait, for other ranks or for programs that they start.
+WORKERS ?= 2
+PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 .PHONY: demo accuracy test lint format bench gpu-check clean help
 
 help:            ## list the targets
@@ -19,8 +23,8 @@ accuracy: $(VENV)/ready  ## train two models to the end with every hook, from se
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 
 test: $(VENV)/ready $(VENV)/triton-$(TRITON_ALSO)   ## every test; then the kernels' tests under the second Triton
-	$(BIN)/python -m pytest $(ARGS)
-	PYTHONPATH=$(VENV)/triton-$(TRITON_ALSO) $(BIN)/python -m pytest tests/kernels $(LONGEST:%=--ignore=tests/kernels/%) $(ARGS)
+	$(PYTEST) $(ARGS)
+	PYTHONPATH=$(VENV)/triton-$(TRITON_ALSO) $(PYTEST) tests/kernels $(LONGEST:%=--ignore=tests/kernels/%) $(ARGS)
 
 lint: $(VENV)/ready      ## check style and types; edits nothing
 	$(BIN)/ruff check .

@@ -4,7 +4,6 @@ Needs scikit-learn and matplotlib: pip install 'gradcomp[accuracy]'.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp
 from benchmarks.accuracy import report
 from benchmarks.accuracy.__main__ import parse
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
+from tests.programs import users_environment
 
 ROOT = Path(__file__).parents[1]
 TINY = Namespace(width=16, layers=1, heads=2, batch=2, sequence=16)
@@ -34,7 +34,7 @@ def test_a_whole_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.accuracy", *tiny, *hooks, "--out", str(tmp_path)],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        env=users_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -20,6 +20,7 @@ from benchmarks import ddp_check, gpu_check, models, powersgd, reducer, report, 
 from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise_error, rounding_error
 from benchmarks.hooks import join_group_of_one
 from gradcomp import ops
+from tests.programs import users_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -27,11 +28,10 @@ CPU = torch.device("cpu")
 
 def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """python -m arguments, in the checkout, without a GPU and without the interpreter."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
-        env={**inherited, "CUDA_VISIBLE_DEVICES": "", **environment},
+        env=users_environment(CUDA_VISIBLE_DEVICES="") | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.demo.__main__ import descendants, is_running
 from benchmarks.demo.measure import WireMeter
+from tests.programs import users_environment
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--batch", "2", "--sequence", "16"]
@@ -29,7 +30,9 @@ def start(tmp_path):
         command = [sys.executable, "-m", "benchmarks.demo", *TINY, "--out", str(tmp_path), *arguments]
         output = tmp_path / "output"
         with output.open("wb") as file:
-            demo = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+            demo = subprocess.Popen(
+                command, cwd=ROOT, env=users_environment(), stdout=file, stderr=subprocess.STDOUT
+            )
         demo.output = output
         started.append(demo)
         return demo

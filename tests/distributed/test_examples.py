@@ -1,9 +1,10 @@
 """The documentation's examples run as they are, and end in order."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.programs import users_environment
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -18,15 +19,10 @@ assert not any("gloo" in name for name in threads), f"left behind: {threads}"
 
 
 def run(*command, tmp_path):
-    environment = os.environ | {
-        "PYTHONPATH": str(EXAMPLES.parents[1]),
-        "TMPDIR": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("TRITON_INTERPRET", None)
+    python_path = str(EXAMPLES.parents[1])
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        env=environment,
+        env=users_environment(PYTHONPATH=python_path, TMPDIR=str(tmp_path), OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
         timeout=80,

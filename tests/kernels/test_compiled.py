@@ -1,7 +1,6 @@
 """What the compiler makes of the kernels for sm_80, sm_90 and sm_100: no spills, wide accesses."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.compiled import ARCHITECTURES, is_kernel, kernel_modules
+from tests.programs import users_environment
 
 ROOT = Path(__file__).parents[2]
 # How often a kernel that walks through M loads and stores a tile of the gradient or of its memory.
@@ -26,7 +26,7 @@ COPYING = ("_cast_kernel", "_flatten_kernel")
 @pytest.fixture(scope="module", params=ARCHITECTURES, ids="sm_{}".format)
 def report(request) -> dict[str, dict]:
     """What compiling every variant for one architecture gives, by the variant's name."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment = users_environment()
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiled", str(request.param)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400,
