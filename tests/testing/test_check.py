@@ -56,7 +56,7 @@ def test_our_hooks_hold_what_they_claim(name):
 @pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
 )  # numpy's, of inf
-@pytest.mark.parametrize("name", ["fp16", "PowerSGD r=1"])
+@pytest.mark.parametrize("name", OURS)
 def test_our_kernels_too(name):
     """Under the interpreter, or on the GPU: few and small."""
     only = [
