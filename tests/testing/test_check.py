@@ -263,6 +263,14 @@ def test_the_documented_top_k_hook(tmp_path, monkeypatch):
             properties.held_back_comes_out(without.top_k_hook, without.TopKState, workload)
 
 
+@pytest.mark.usefixtures("plain_torch")
+def test_the_documented_compression_report(capsys):
+    text = DOCS.read_text().partition("## How much a hook keeps")[2]
+    source, table = re.findall(r"```(?:python)?\n(.*?)```", text, flags=re.DOTALL)[:2]
+    exec(source, {})
+    assert without_numbers(capsys.readouterr().out) == without_numbers(table)
+
+
 def test_the_documentation_names_every_property():
     rows = re.findall(r"^\| `(\w+)` \| .* \| .* \|$", DOCS.read_text(), flags=re.MULTILINE)
     assert set(rows) >= PROPERTIES
