@@ -45,7 +45,7 @@ class LowRankLayout:
             rows = shape[0] if len(shape) > 1 else 0
             cols = numel // rows if rows else 0
             actual = min(rows, cols, rank)
-            if 0 < (rows + cols) * actual * min_compression_rate < numel:
+            if (rows + cols) * actual * min_compression_rate < numel and rows:
                 matrices.append(Matrix(offset, rows, cols, numel, actual))
             else:
                 rest.append((offset, numel))

@@ -265,7 +265,7 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
 
 def _is_not_compressed(rank: int, min_compression_rate: float, shape: Shape) -> bool:
     rows, cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
-    return not 0 < (rows + cols) * min(rows, cols, rank) * min_compression_rate < rows * cols
+    return not (rows + cols) * min(rows, cols, rank) * min_compression_rate < rows * cols
 
 
 def _our_errors(state: Any) -> dict[int, Tensor]:

@@ -35,6 +35,15 @@ def work_of(rank: int, itemsize: int = 4) -> LowRankWork:
     return LowRankWork(matrices, OTHERS, rank=rank, itemsize=itemsize)
 
 
+@pytest.mark.parametrize(("rate", "compressed"), [(0, 5), (1, 3), (3, 2), (4, 1)])
+def test_what_is_worth_compressing(rate, compressed):
+    """By torch's rule, (rows + cols) · rank · rate < rows · cols; with rate 0 all that is a matrix."""
+    shapes = [(64, 64), (20, 3, 3), (12, 12), (4, 4), (1, 7), (9,), (0, 5), (5, 0), ()]
+    layout = LowRankLayout(shapes, 2, rate)
+    assert len(layout.matrices) == compressed
+    assert len(layout.matrices) + len(layout.rest) == len(shapes)
+
+
 def test_the_kernels_name_the_same_columns():
     names = {
         "gradient": "GRADIENT", "rows": "ROWS", "cols": "COLS", "rank": "MATRIX_RANK", "numel": "NUMEL",
