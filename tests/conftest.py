@@ -1,6 +1,7 @@
 """Without a GPU, the kernels run under Triton's interpreter: chosen here, before anything imports Triton."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,3 +14,13 @@ if not torch.cuda.is_available():
 def device() -> torch.device:
     """Where the kernels run: on the GPU if there is one, else interpreted on the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """This process in a process group of its own, for one test."""
+    from benchmarks.hooks import join_group_of_one  # imports Triton
+
+    join_group_of_one(torch.device("cpu"))
+    yield
+    torch.distributed.destroy_process_group()

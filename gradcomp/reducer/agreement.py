@@ -14,6 +14,7 @@ def agree_on_order(order: Sequence[int], device: torch.device, group: dist.Proce
     """Rank 0's order, on every rank."""
     agreed = torch.tensor(order, dtype=torch.int64, device=device)
     dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
+    # Waits for the device, once in a Reducer's life: the host cuts the buckets.
     result: list[int] = agreed.tolist()
     return result
 
