@@ -13,82 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from .copy import cast
+from .orthonormalise import orthonormalise
 
 if TYPE_CHECKING:
     from gradcomp.layout import LowRankLayout, Matrix
 
-# A column of which Gram–Schmidt leaves less than this part of its squared length depends on those before it.
-# Rounding to fp32 leaves about 1e-14; a condition number of 1e6, 1e-12.
-DEPENDENT = 1e-13
-# One pass leaves ‖PᵀP − I‖ of about 1e-16 over the part that is left: a second one where that may pass 1e-7.
-AGAIN = 1e-9
+# Elements of the matrices that go through a stage together: an L3 cache holds 4 MB.
+PIECE = 1 << 20
 # A product of this many matrices keeps a few threads busy; one product alone does not.
 BATCH = 4
+ALL = slice(None)
 # Of Q's columns: the inverse of a shorter one nears the end of fp32.
 SHORTEST = 1e-30
-
-
-def orthonormalise(
-    panels: torch.Tensor,
-    epsilon: float = 0.0,
-    *,
-    out: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """An orthonormal basis of every panel's columns, by Gram–Schmidt in the Gram matrix's inner product.
-
-    panels: [k, n, r], any floating-point dtype. out: of the same shape; may be panels. scratch:
-    [2, k, n, r] in fp64. With G = PᵀP, an upper triangular T such that TᵀGT = I turns P into P T; again where P
-    is ill-conditioned, all in fp64. This holds ‖PᵀP − I‖ ≤ 1e-5 up to a condition number of 1e6. Columns that
-    are zero or depend on earlier ones become zero. A panel that isn't finite becomes NaN. epsilon > 0 is
-    added to every column's length before dividing by it, as in torch's hook; then there is one pass only.
-    """
-    if scratch is None:
-        scratch = torch.empty(2, *panels.shape, dtype=torch.float64, device=panels.device)
-    given, result = scratch
-    given.copy_(panels)
-    transform, left = _triangle(given.mT @ given, epsilon)
-    torch.bmm(given, transform, out=result)
-    if not epsilon and not left > AGAIN:
-        given, result = result, given
-        transform, _ = _triangle(given.mT @ given, epsilon)
-        torch.bmm(given, transform, out=result)
-    return result.to(panels.dtype) if out is None else out.copy_(result)
-
-
-def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:
-    """(upper triangular T [k, r, r] with TᵀGT = I but zero columns for dependent ones, the smallest part of a
-    column's squared length that was left; 0 where columns are dependent).
-    """
-    if not epsilon:
-        lower, info = torch.linalg.cholesky_ex(gram)
-        left = lower.diagonal(dim1=-2, dim2=-1).square() / gram.diagonal(dim1=-2, dim2=-1)
-        smallest = float(left.min())
-        if not info.any() and smallest > DEPENDENT:
-            identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-            inverse = torch.linalg.solve_triangular(lower, identity.expand_as(gram), upper=False)
-            return inverse.mT, smallest
-    return _gram_schmidt(gram, epsilon), 0.0
-
-
-def _gram_schmidt(gram: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The same column by column, which can leave columns out."""
-    rank = gram.shape[-1]
-    columns: list[torch.Tensor] = []
-    for i in range(rank):
-        column = torch.zeros_like(gram[:, :, :1])
-        column[:, i] = 1.0
-        for earlier in columns:
-            # With epsilon a column taken away is shorter than 1, as in torch.
-            column = column - (earlier.mT @ gram @ column) * earlier
-        left = column.mT @ gram @ column
-        # Written so that NaN stays.
-        dependent = left <= DEPENDENT * gram[:, i : i + 1, i : i + 1]
-        length = left.clamp(min=0).sqrt() + epsilon
-        columns.append(torch.where(dependent, 0.0, column / torch.where(dependent, 1.0, length)))
-    transform = torch.cat(columns, dim=-1)
-    finite = gram.isfinite().all(-1).all(-1)
-    return torch.where(finite[:, None, None], transform, torch.nan)
 
 
 def row_blocks(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,25 +70,24 @@ class Stack:
         # One matrix in the wide dtype, where the bucket has none to show as it is.
         needed = 0 if self.is_wide and self.is_complete else 1
         self._matrix = torch.zeros(needed, rows, cols, dtype=wide, device=device)
-        self._scratch = torch.empty(2, *p.shape, dtype=torch.float64, device=device)
+        self.scratch = torch.empty(2, *p.shape, dtype=torch.float64, device=device)
+        # Of so many matrices at once, M is still in a cache when P is computed from it.
+        step = max(1, PIECE // (rows * cols))
+        self._pieces = [slice(i, min(i + step, k)) for i in range(0, k, step)]
 
-    def parts(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    def parts(self, buffer: torch.Tensor, which: slice = ALL) -> Iterator[torch.Tensor]:
         """Each matrix's elements in the bucket, flat."""
-        for matrix in self.matrices:
+        for matrix in self.matrices[which]:
             yield buffer[matrix.offset : matrix.offset + matrix.numel]
 
     def project(self, buffer: torch.Tensor) -> None:
         """M = gradient + error, in the error's place; P = M Q."""
-        if self.memory is not None:
-            if self.is_one_piece:
-                self.memory.add_(self._one_piece(buffer))
-            else:
-                for matrix, part in zip(self.memory.flatten(1), self.parts(buffer), strict=True):
-                    matrix[: part.numel()].add_(part)
-        for which, matrix in self._matrices(buffer):
-            blocks = row_blocks(matrix)
-            direction = per_block(self.direction[which], len(blocks))
-            torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
+        for piece in self._pieces:
+            self._add(buffer, piece)
+            for which, matrix in self._matrices(buffer, piece):
+                blocks = row_blocks(matrix)
+                direction = per_block(self.direction[which], len(blocks))
+                torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
 
     def back_project(self, buffer: torch.Tensor) -> None:
         """Qᵀ = Pᵀ M."""
@@ -168,7 +103,7 @@ class Stack:
         """gradient = P Qᵀ; error = M − P Qᵀ, in M's place."""
         if self.is_one_piece and self.is_wide:
             product = self._one_piece(buffer)
-            self._product(slice(None), out=product)
+            self._product(ALL, out=product)
             if self.memory is not None:
                 self.memory.sub_(product)
             return
@@ -182,10 +117,6 @@ class Stack:
             if self.memory is not None:
                 self.memory[i].view(-1)[: part.numel()].sub_(part)
 
-    def orthonormalise(self, epsilon: float) -> None:
-        """P = an orthonormal basis of P."""
-        orthonormalise(self.p, epsilon, out=self.p, scratch=self._scratch)
-
     def turn(self) -> torch.Tensor:
         """Make the rows of Qᵀ the next direction. Returns their lengths [k · r]."""
         length: torch.Tensor = torch.linalg.vector_norm(self.qt, dim=-1, dtype=torch.float64)
@@ -198,19 +129,29 @@ class Stack:
         if self.memory is not None:
             self.memory.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
+    def _add(self, buffer: torch.Tensor, which: slice) -> None:
+        """M = gradient + error, in the error's place."""
+        if self.memory is None:
+            return
+        if self.is_one_piece:
+            self.memory[which].add_(self._one_piece(buffer)[which])
+            return
+        for matrix, part in zip(self.memory[which].flatten(1), self.parts(buffer, which), strict=True):
+            matrix[: part.numel()].add_(part)
+
     def _one_piece(self, buffer: torch.Tensor) -> torch.Tensor:
         """All matrices as a view of the bucket, where they lie one after another."""
         offset, numel = self.matrices[0].offset, len(self.matrices) * self.matrices[0].numel
         return buffer[offset : offset + numel].view(self.shape)
 
-    def _matrices(self, buffer: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """M of all matrices in the wide dtype, as many at once as can be without a copy: (which, M)."""
+    def _matrices(self, buffer: torch.Tensor, which: slice = ALL) -> Iterator[tuple[slice, torch.Tensor]]:
+        """M of these matrices in the wide dtype, as many at once as can be without a copy: (which, M)."""
         if self.is_wide and self.memory is not None:
-            yield slice(None), self.memory
+            yield which, self.memory[which]
         elif self.is_wide and self.is_one_piece:
-            yield slice(None), self._one_piece(buffer)
+            yield which, self._one_piece(buffer)[which]
         else:
-            for i, part in enumerate(self.parts(buffer)):
+            for i, part in enumerate(self.parts(buffer, which), which.start or 0):
                 if self.memory is not None:
                     matrix = self._matrix.copy_(self.memory[i])
                 elif self.is_wide and self.is_complete:
@@ -257,12 +198,15 @@ class LowRankPlan:
         self._p = self._p_part if dtype == wide else torch.empty_like(self._p_part, dtype=wide)
         self._q = self.q_wire if dtype == wide else torch.empty_like(self.q_wire, dtype=wide)
         self.stacks = []
+        # Their panels are orthonormalised together.
+        self._of_rank: dict[int, list[Stack]] = {}
         p_begin = q_begin = 0
         for group in layout.groups:
             k, rows, cols, rank = len(group), group[0].rows, group[0].cols, group[0].rank
             p = self._p[p_begin : (p_begin := p_begin + k * rows * rank)].view(k, rows, rank)
             qt = self._q[q_begin : (q_begin := q_begin + k * rank * cols)].view(k, rank, cols)
             self.stacks.append(Stack(group, p, qt, dtype, error_feedback))
+            self._of_rank.setdefault(rank, []).append(self.stacks[-1])
         self._error_feedback, self._warm_start, self._epsilon = error_feedback, warm_start, epsilon
         for stack, direction in zip(self.stacks, self._random(seed), strict=True):
             stack.direction.copy_(direction)
@@ -278,9 +222,10 @@ class LowRankPlan:
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """P = orthonormalise(p_wire's); q_wire = scale · all Qᵀ = Pᵀ M."""
         self._p.copy_(self._p_part)
+        for stacks in self._of_rank.values():
+            orthonormalise([stack.p for stack in stacks], self._epsilon, [stack.scratch for stack in stacks])
         # Backwards: what project read last is still in a cache.
         for stack in reversed(self.stacks):
-            stack.orthonormalise(self._epsilon)
             stack.back_project(buffer)
         cast(self._q, out=self.q_wire, scale=scale)
 
@@ -333,14 +278,13 @@ class LowRankPlan:
             is_normal = bool(((length - 1).abs() < 1e-5).all())
             stack.direction.copy_(given if is_normal else given / length)
 
-    def _random(self, seed: int) -> list[torch.Tensor]:
+    def _random(self, seed: int) -> Iterator[torch.Tensor]:
         """Random orthonormal directions for every stack, the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
-        draws = (torch.randn(stack.qt.mT.shape, generator=generator) for stack in self.stacks)
-        return [
-            orthonormalise(draw.to(stack.direction)).mT
-            for stack, draw in zip(self.stacks, draws, strict=True)
-        ]
+        for stack in self.stacks:
+            panel = torch.randn(stack.qt.mT.shape, generator=generator).to(stack.direction)
+            orthonormalise([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
+            yield panel.mT
 
     def _rest(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         """What isn't compressed: (offset, numel) in the bucket, and its place on the wire."""
