@@ -37,6 +37,8 @@ def row_blocks(tensor: torch.Tensor) -> torch.Tensor:
 def per_block(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """A factor [k, r, cols] of every matrix once for each of its row_blocks."""
     k, rank, cols = tensor.shape
+    if k == 1:
+        return tensor.expand(num_blocks, rank, cols)
     return tensor[:, None].expand(k, num_blocks // k, rank, cols).reshape(num_blocks, rank, cols)
 
 
