@@ -3,7 +3,8 @@
 Usable from a bare checkout with torch, triton, pytest and hypothesis installed, without a network, in
 under 9 minutes. First all at once, as they check but don't measure:
 
-- kernels, hooks, distributed, testing: the tests of those folders, which run on CUDA where there is one;
+- kernels, hooks, distributed, testing: the tests of those folders, which run on CUDA where there is one,
+  the larger ones in several processes (kernels:1, kernels:2 ...);
 - ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on our Reducer, on NCCL at world size
   1, and on gloo with 2 ranks that share the GPU (ddp_check.py);
 
@@ -56,13 +57,9 @@ def stages(device: str) -> list[list[Step]]:
     On the CPU only those that make sense there, to try them out.
     """
     cuda = device == "cuda"
-    checks = [
-        Step("kernels", _tests("kernels"), 230),
-        Step("hooks", _tests("hooks"), 230),
-        Step("distributed", _tests("distributed"), 230),
-        Step("testing", _tests("testing"), 230),
-        Step("ddp-gloo", _ddp(device, "gloo", world_size=2), 150),
-    ]
+    checks = [Step("ddp-gloo", _ddp(device, "gloo", world_size=2), 150)]
+    for folder, processes in (("kernels", 6), ("hooks", 1), ("distributed", 4), ("testing", 2)):
+        checks += _tests(folder, processes if cuda else 1)
     if cuda:
         checks.append(Step("ddp-nccl", _ddp(device, "nccl", world_size=1), 150))
     streams = [Step("streams", ["-m", "benchmarks.stream_check"], 50)]
@@ -70,8 +67,17 @@ def stages(device: str) -> list[list[Step]]:
     return [checks, streams, benchmarks] if cuda else [checks, benchmarks]
 
 
-def _tests(folder: str) -> list[str]:
-    return ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3", f"tests/{folder}"]
+def _tests(folder: str, processes: int) -> list[Step]:
+    """The tests of a folder, its files dealt out to so many processes."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / folder).glob("test_*.py"))
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3"]
+    names = [folder] if processes == 1 else [f"{folder}:{i + 1}" for i in range(processes)]
+    return [Step(name, [*command, *files[i::processes]], 230) for i, name in enumerate(names)]
+
+
+def _group(step: Step) -> str:
+    """The name that --only knows it by."""
+    return step.name.partition(":")[0]
 
 
 def _ddp(device: str, backend: str, world_size: int) -> list[str]:
@@ -190,7 +196,7 @@ def run_all(args: argparse.Namespace) -> list[Outcome]:
     deadline = time.monotonic() + TOTAL_S
     outcomes: list[Outcome] = []
     for stage in stages(args.device):
-        left_out = [step for step in stage if args.only and step.name not in args.only]
+        left_out = [step for step in stage if args.only and _group(step) not in args.only]
         outcomes += [Outcome(step.name, "left out", 0.0) for step in left_out]
         chosen = [step for step in stage if step not in left_out]
         limit_s = max(0.0, deadline - time.monotonic())
@@ -227,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only",
         action="append",
-        choices=[step.name for stage in stages("cuda") for step in stage],
+        choices=sorted({_group(step) for stage in stages("cuda") for step in stage}),
         help="run this step (repeatable); nothing is recorded then",
     )
     parser.add_argument(

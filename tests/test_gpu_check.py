@@ -91,13 +91,20 @@ def test_benchmarks_are_recorded_only_after_all_steps_passed(
 
 def test_the_stages_end_within_nine_minutes():
     stages = gpu_check.stages("cuda")
-    names = {step.name for stage in stages for step in stage}
+    names = {step.name.partition(":")[0] for stage in stages for step in stage}
     checks = {"kernels", "hooks", "distributed", "testing", "ddp-gloo", "ddp-nccl"}
     assert names == checks | {"streams", "benchmarks"}
     assert sum(max(step.budget_s for step in stage) for stage in stages) <= gpu_check.TOTAL_S < 9 * 60
-    for step in stages[0]:
-        for path in (argument for argument in step.command if argument.startswith("tests/")):
-            assert (ROOT / path).is_dir()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_test_file_of_its_folders_runs_once(device):
+    steps = [step for stage in gpu_check.stages(device) for step in stage]
+    files = [argument for step in steps for argument in step.command if argument.startswith("tests/")]
+    folders = ("kernels", "hooks", "distributed", "testing")
+    there = [path for folder in folders for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in there)
+    assert len({step.name for step in steps}) == len(steps)
 
 
 # --- the DDP run ---
