@@ -38,8 +38,9 @@ def test_buffers_come_from_rank_0_in_every_forward(options):
 def buffers_at_construction(cls, rank, options):
     model = ConvNet()
     model.body[1].running_mean.fill_(rank + 1.0)
-    if "forward_sync_buffers" not in inspect.signature(TorchDDP).parameters and cls is TorchDDP:
-        options = {}  # an older torch, which has this under no name
+    if cls is TorchDDP:
+        # An older torch doesn't know forward_sync_buffers.
+        options = {name: options[name] for name in options if name in inspect.signature(cls).parameters}
     cls(model, **options)
     return model.body[1].running_mean.clone()
 

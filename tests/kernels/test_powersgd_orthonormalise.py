@@ -11,11 +11,6 @@ from gradcomp.layout import Matrix
 from gradcomp.layout.low_rank_work import LowRankWork
 from tests.tolerances import ORTHONORMAL, SPAN
 
-# Triton 3.6's interpreter, in loops whose bound is loaded from memory.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-)
-
 
 def orthonormalised(panels: list[torch.Tensor], epsilon: float = 0.0) -> list[torch.Tensor]:
     """The launch on these n×r panels."""

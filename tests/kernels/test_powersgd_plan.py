@@ -15,11 +15,6 @@ from tests.kernels.compiled import is_kernel, kernel_modules
 from tests.kernels.powersgd_ranks import COMPRESS_ALL, plans_of, random_grads, relative, step
 from tests.tolerances import POWERSGD_STEP as STEP
 
-# Triton 3.6's interpreter, in loops whose bound is loaded from memory.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-)
-
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = [(70, 45), (13,), (9, 5, 3), (33, 130), (70, 45), (4,)]
 # What torch calls without launching anything or taking memory.

@@ -9,11 +9,6 @@ from gradcomp.kernels.powersgd_random import random_q
 from gradcomp.layout import Matrix
 from gradcomp.layout.low_rank_work import LowRankWork
 
-# Triton 3.6's interpreter, in loops whose bound is loaded from memory.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-)
-
 # Of seed 3, row 100.
 GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620734p-5", "0x1.28f7a2p-4")]
 

@@ -23,11 +23,6 @@ from tests.kernels.powersgd_ranks import (
 from tests.tolerances import POWERSGD_STAGE as STAGE
 from tests.tolerances import POWERSGD_STEP as STEP
 
-# Triton 3.6's interpreter, in loops whose bound is loaded from memory.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-)
-
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # One row, one column, primes, one element around a block's end in both directions, several chunks of a slim matrix.
 # The vectors between them, one of them longer than COPY_BLOCK, make the offsets odd.
