@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 
 from .powersgd_tile import (
-    MATRIX_FIELDS,
+    MAX_FMA_RANK,
     P_PANEL,
     P_STRIDE,
-    WORK_FIELDS,
     gradient_tile,
     lies_on_16_bytes,
     memory_tile,
     panel,
+    work_of,
 )
 
 NUM_WARPS = 4
@@ -36,12 +36,12 @@ def matrix_tile(
 
 
 @triton.jit
-def back_project_tiles(
+def back_project_fma(
     source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """What one program of _back_project_kernel does; partial: where its partial Q goes."""
+    """What one program of _back_project_kernel does, in FMAs; partial: where its partial Q goes."""
     TYPE: tl.constexpr = source_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     # What 128 threads hold of a tile at 16 bytes each.
@@ -72,49 +72,15 @@ def back_project_tiles(
 
 
 @triton.jit
-def _back_project_kernel(
-    source_ptr,
-    p_ptr,
-    partial_ptr,
-    matrices_ptr,
-    work_ptr,
-    RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-):
-    """partial Q = Mᵀ P over some rows; RANK <= 8, in FMAs.
-
-    source_ptr: the memory if FEEDBACK, else the bucket. p_ptr: P's panels. partial_ptr: [programs, RANK,
-    BLOCK_COLS]. Grid: one program per row of work_ptr (_back_project_work). Moves 4 B per matrix element in
-    fp32, and 4 · RANK · BLOCK_COLS B of partial sums per program; P comes from the cache.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    work = work_ptr + program * WORK_FIELDS
-    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
-    col_block = tl.load(work + 1)
-    first = tl.load(work + 2).to(tl.int32)
-    last = tl.load(work + 3).to(tl.int32)
-    partial = partial_ptr + program * (RANK * BLOCK_COLS)
-    if FEEDBACK or lies_on_16_bytes(source_ptr, matrix_ptr):
-        back_project_tiles(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
-        )  # fmt: skip
-    else:
-        back_project_tiles(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
-        )  # fmt: skip
-
-
-@triton.jit
-def back_project_tiles_dot(
+def back_project_dot(
     source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """What one program of _back_project_dot_kernel does."""
+    """The same in matrix products, tf32x3 or fp64: RANK_BLOCK columns of Q at a time.
+
+    For each RANK_BLOCK after the first, M is read once more.
+    """
     TYPE: tl.constexpr = source_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
@@ -127,14 +93,7 @@ def back_project_tiles_dot(
         acc = tl.zeros((RANK_BLOCK, BLOCK_COLS), COMPUTE)
         for row_block in range(first, last):
             ptrs, mask = matrix_tile(
-                source_ptr,
-                matrix_ptr,
-                row_block,
-                col_block,
-                BLOCK_ROWS,
-                BLOCK_COLS,
-                FEEDBACK,
-                ALIGNED,
+                source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED
             )
             matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
             offs_p = offs_rank[:, None] * p_stride + (row_block * BLOCK_ROWS + offs_row)[None, :]
@@ -145,7 +104,25 @@ def back_project_tiles_dot(
 
 
 @triton.jit
-def _back_project_dot_kernel(
+def back_project_tiles(
+    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    if RANK <= MAX_FMA_RANK:
+        back_project_fma(
+            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+        )  # fmt: skip
+    else:
+        back_project_dot(
+            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _back_project_kernel(
     source_ptr,
     p_ptr,
     partial_ptr,
@@ -158,26 +135,24 @@ def _back_project_dot_kernel(
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    """The same as _back_project_kernel for RANK >= 16, in matrix products: tf32x3, or fp64.
+    """partial Q = Mᵀ P over some rows.
 
-    RANK_BLOCK columns of Q at a time; for each RANK_BLOCK after the first, M is read once more.
-    BLOCK_ROWS: a SPLIT-th of LowRankWork's.
+    source_ptr: the memory if FEEDBACK, else the bucket. p_ptr: P's panels. partial_ptr: [programs, RANK,
+    BLOCK_COLS]. Grid: one program per row of work_ptr (_back_project_work). BLOCK_ROWS: a SPLIT-th of
+    LowRankWork's. Moves 4 B per matrix element in fp32, and 4 · RANK · BLOCK_COLS B of partial sums per
+    program; P comes from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
-    work = work_ptr + program * WORK_FIELDS
-    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
-    col_block = tl.load(work + 1)
-    first = tl.load(work + 2).to(tl.int32) * SPLIT
-    last = tl.load(work + 3).to(tl.int32) * SPLIT
+    matrix_ptr, col_block, first, last = work_of(program, matrices_ptr, work_ptr)
     partial = partial_ptr + program * (RANK * BLOCK_COLS)
     if FEEDBACK or lies_on_16_bytes(source_ptr, matrix_ptr):
-        back_project_tiles_dot(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+        back_project_tiles(
+            source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
             RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
         )  # fmt: skip
     else:
-        back_project_tiles_dot(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+        back_project_tiles(
+            source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
             RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
         )  # fmt: skip
 
@@ -201,19 +176,20 @@ def back_project(
     out: [len(work), rank, block_cols], the partial sums of Q, in p's dtype.
     rank, block_rows, block_cols: LowRankWork's.
     """
-    if not len(work):
-        return
-    arguments = (source, p, out, matrices, work)
-    shape = {"RANK": rank, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "FEEDBACK": feedback}
-    if rank <= 8:
-        _back_project_kernel[(len(work),)](*arguments, **shape, num_warps=NUM_WARPS, enable_fp_fusion=True)
-    else:
-        shape["BLOCK_ROWS"] = min(block_rows, DOT_ROWS)
-        _back_project_dot_kernel[(len(work),)](
-            *arguments,
-            **shape,
+    if len(work):
+        rows = block_rows if rank <= MAX_FMA_RANK.value else min(block_rows, DOT_ROWS)
+        _back_project_kernel[(len(work),)](
+            source,
+            p,
+            out,
+            matrices,
+            work,
+            RANK=rank,
             RANK_BLOCK=min(rank, 32),
-            SPLIT=block_rows // shape["BLOCK_ROWS"],
+            BLOCK_ROWS=rows,
+            BLOCK_COLS=block_cols,
+            SPLIT=block_rows // rows,
+            FEEDBACK=feedback,
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )

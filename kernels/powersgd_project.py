@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .powersgd_tile import (
     FIRST_NORM,
-    MATRIX_FIELDS,
+    MAX_FMA_RANK,
     MAX_NORMS,
     NUM_NORMS,
     P_PANEL,
@@ -14,11 +14,11 @@ from .powersgd_tile import (
     Q_PANEL,
     Q_STRIDE,
     RANDOM_PANEL,
-    WORK_FIELDS,
     gradient_tile,
     lies_on_16_bytes,
     memory_tile,
     panel,
+    work_of,
 )
 from .tile import round_to
 
@@ -61,12 +61,12 @@ def add_error(gradient, exists, memory_ptrs, memory_mask, approximation, TYPE: t
 
 
 @triton.jit
-def project_tiles(
+def project_fma(
     grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """What one program of _project_kernel does; partial: where its partial P goes."""
+    """What one program of _project_kernel does, in FMAs; partial: where its partial P goes."""
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     FOLD: tl.constexpr = 128 // TYPE.primitive_bitwidth
@@ -107,60 +107,15 @@ def project_tiles(
 
 
 @triton.jit
-def _project_kernel(
-    grad_ptr,
-    memory_ptr,
-    p_ptr,
-    q_ptr,
-    norms_ptr,
-    partial_ptr,
-    matrices_ptr,
-    work_ptr,
-    RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-):
-    """M = gradient + (M_prev − P_prev Q_prevᵀ); partial P = M Q̂ over some columns; RANK <= 8, in FMAs.
-
-    Q̂: the columns of Q_prev at length 1 (see direction). memory_ptr: M_prev, becomes M; not touched unless
-    FEEDBACK, and then M is the gradient. p_ptr, q_ptr: panels. partial_ptr: [programs, RANK, BLOCK_ROWS].
-    Grid: one program per row of work_ptr (_project_work). Moves 12 B per matrix element in fp32 (4 B without
-    feedback), and 4 · RANK · BLOCK_ROWS B of partial sums per program; P and Q come from the cache.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    work = work_ptr + program * WORK_FIELDS
-    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
-    row_block = tl.load(work + 1)
-    first = tl.load(work + 2).to(tl.int32)
-    last = tl.load(work + 3).to(tl.int32)
-    partial = partial_ptr + program * (RANK * BLOCK_ROWS)
-    q_hat = ()
-    factor = ()
-    for j in tl.static_range(RANK):
-        start, scale = direction(q_ptr, norms_ptr, matrix_ptr, tl.full((1,), j, tl.int32), RANK, BLOCK_COLS)
-        stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
-        q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
-        factor = factor + (tl.sum(scale, axis=0).to(p_ptr.dtype.element_ty),)
-    if lies_on_16_bytes(grad_ptr, matrix_ptr):
-        project_tiles(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
-        )  # fmt: skip
-    else:
-        project_tiles(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
-        )  # fmt: skip
-
-
-@triton.jit
-def project_tiles_dot(
+def project_dot(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """What one program of _project_dot_kernel does."""
+    """The same in matrix products, tf32x3 or fp64: RANK_BLOCK columns of P at a time.
+
+    For each RANK_BLOCK after the first, M is read once more.
+    """
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
@@ -213,7 +168,25 @@ def project_tiles_dot(
 
 
 @triton.jit
-def _project_dot_kernel(
+def project_tiles(
+    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    if RANK <= MAX_FMA_RANK:
+        project_fma(
+            grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
+            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+        )  # fmt: skip
+    else:
+        project_dot(
+            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _project_kernel(
     grad_ptr,
     memory_ptr,
     p_ptr,
@@ -229,26 +202,37 @@ def _project_dot_kernel(
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    """The same as _project_kernel for RANK >= 16, in matrix products: tf32x3, or fp64.
+    """M = gradient + (M_prev − P_prev Q_prevᵀ); partial P = M Q̂ over some columns.
 
-    RANK_BLOCK columns of P at a time; for each RANK_BLOCK after the first, M is read once more.
-    BLOCK_COLS: a SPLIT-th of LowRankWork's.
+    Q̂: the columns of Q_prev at length 1 (see direction). memory_ptr: M_prev, becomes M; not touched unless
+    FEEDBACK, and then M is the gradient. p_ptr, q_ptr: panels. partial_ptr: [programs, RANK, BLOCK_ROWS].
+    Grid: one program per row of work_ptr (_project_work). BLOCK_COLS: a SPLIT-th of LowRankWork's. Moves 12 B
+    per matrix element in fp32 (4 B without feedback), and 4 · RANK · BLOCK_ROWS B of partial sums per program;
+    P and Q come from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
-    work = work_ptr + program * WORK_FIELDS
-    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
-    row_block = tl.load(work + 1)
-    first = tl.load(work + 2).to(tl.int32) * SPLIT
-    last = tl.load(work + 3).to(tl.int32) * SPLIT
+    matrix_ptr, row_block, first, last = work_of(program, matrices_ptr, work_ptr)
     partial = partial_ptr + program * (RANK * BLOCK_ROWS)
+    q_hat = ()
+    factor = ()
+    if RANK <= MAX_FMA_RANK:
+        # Before the branch: within it, they would take more registers.
+        stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
+        for j in tl.static_range(RANK):
+            column = tl.full((1,), j, tl.int32)
+            start, scale = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS)
+            q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
+            factor = factor + (tl.sum(scale, axis=0).to(p_ptr.dtype.element_ty),)
     if lies_on_16_bytes(grad_ptr, matrix_ptr):
-        project_tiles_dot(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
+        project_tiles(
+            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
+            row_block, first * SPLIT, last * SPLIT,
             RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
         )  # fmt: skip
     else:
-        project_tiles_dot(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
+        project_tiles(
+            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
+            row_block, first * SPLIT, last * SPLIT,
             RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
         )  # fmt: skip
 
@@ -276,19 +260,23 @@ def project(
     out: [len(work), rank, block_rows], the partial sums of P, in p's dtype.
     rank, block_rows, block_cols: LowRankWork's.
     """
-    if not len(work):
-        return
-    arguments = (grad, memory, p, q, norms, out, matrices, work)
-    shape = {"RANK": rank, "BLOCK_ROWS": block_rows, "BLOCK_COLS": block_cols, "FEEDBACK": feedback}
-    if rank <= 8:
-        _project_kernel[(len(work),)](*arguments, **shape, num_warps=NUM_WARPS, enable_fp_fusion=True)
-    else:
-        shape["BLOCK_COLS"] = min(block_cols, DOT_COLS)
-        _project_dot_kernel[(len(work),)](
-            *arguments,
-            **shape,
+    if len(work):
+        cols = block_cols if rank <= MAX_FMA_RANK.value else min(block_cols, DOT_COLS)
+        _project_kernel[(len(work),)](
+            grad,
+            memory,
+            p,
+            q,
+            norms,
+            out,
+            matrices,
+            work,
+            RANK=rank,
             RANK_BLOCK=min(rank, 32),
-            SPLIT=block_cols // shape["BLOCK_COLS"],
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLS=cols,
+            SPLIT=block_cols // cols,
+            FEEDBACK=feedback,
             num_warps=NUM_WARPS,
             enable_fp_fusion=True,
         )

@@ -9,6 +9,7 @@ from .powersgd_tile import (
     COLS,
     MATRIX_FIELDS,
     MATRIX_RANK,
+    MAX_FMA_RANK,
     NEXT_Q,
     P_PANEL,
     P_STRIDE,
@@ -72,18 +73,18 @@ def reconstruct_tiles(
     p_panel += row_block * BLOCK_ROWS
     q_panel = q_wire_ptr + tl.load(matrix_ptr + Q_WIRE)
     # In FMAs, a few rows at a time: the columns of Q stay in registers, and nothing else does.
-    SLICE: tl.constexpr = 16 if RANK <= 8 else BLOCK_ROWS
+    SLICE: tl.constexpr = 16 if RANK <= MAX_FMA_RANK else BLOCK_ROWS
     offs_row = tl.arange(0, SLICE)
     for col_block in range(first, last):
         offs_col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-        if RANK <= 8:
+        if RANK <= MAX_FMA_RANK:
             q = ()
             for j in tl.static_range(RANK):
                 mask = offs_col < tl.where(r > j, m, 0)
                 q = q + (tl.load(q_panel + offs_col * r + j, mask=mask, other=0.0).to(COMPUTE),)
         for i in tl.static_range(BLOCK_ROWS // SLICE):
             tile = tl.zeros((SLICE, BLOCK_COLS), COMPUTE)
-            if RANK <= 8:
+            if RANK <= MAX_FMA_RANK:
                 for j in tl.static_range(RANK):
                     p = tl.load(p_panel + j * p_stride + i * SLICE + offs_row)
                     tile += p[:, None] * q[j][None, :]

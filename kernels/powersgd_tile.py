@@ -28,6 +28,8 @@ MATRIX_FIELDS = tl.constexpr(16)
 WORK_FIELDS = tl.constexpr(6)
 
 MAX_NORMS = tl.constexpr(32)
+# Up to this rank products are FMAs, above it matrix products of the tensor cores.
+MAX_FMA_RANK = tl.constexpr(8)
 
 # Kinds of work, in the first column of a program's row: of _pack_kernel, and of _reconstruct_kernel.
 REDUCE = tl.constexpr(0)
@@ -35,6 +37,16 @@ COPY = tl.constexpr(1)
 NEXT_Q = tl.constexpr(0)
 TILES = tl.constexpr(1)
 UNPACK = tl.constexpr(2)
+
+
+@triton.jit
+def work_of(program, matrices_ptr, work_ptr):
+    """A program's (matrix, block of rows or columns, first of its other blocks, one past the last)."""
+    work = work_ptr + program * WORK_FIELDS
+    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
+    first = tl.load(work + 2).to(tl.int32)
+    last = tl.load(work + 3).to(tl.int32)
+    return matrix_ptr, tl.load(work + 1), first, last
 
 
 @triton.jit

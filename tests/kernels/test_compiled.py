@@ -15,9 +15,7 @@ ROOT = Path(__file__).parents[2]
 # How often a kernel that walks through M loads and stores a tile of the gradient or of its memory.
 TILES_MOVED = {
     "_project_kernel": (2, 1),
-    "_project_dot_kernel": (2, 1),
     "_back_project_kernel": (1, 0),
-    "_back_project_dot_kernel": (1, 0),
     "_reconstruct_kernel": (0, 1),
 }
 COPYING = ("_cast_kernel", "_flatten_kernel")
