@@ -99,11 +99,13 @@ def test_the_stages_end_within_nine_minutes():
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_test_file_of_its_folders_runs_once(device):
+    """But for the one that compiles ahead of time, which takes minutes and no GPU."""
     steps = [step for stage in gpu_check.stages(device) for step in stage]
     files = [argument for step in steps for argument in step.command if argument.startswith("tests/")]
     folders = ("kernels", "hooks", "distributed", "testing")
     there = [path for folder in folders for path in (ROOT / "tests" / folder).glob("test_*.py")]
-    assert sorted(files) == sorted(str(path.relative_to(ROOT)) for path in there)
+    expected = {str(path.relative_to(ROOT)) for path in there} - {"tests/kernels/test_compiled.py"}
+    assert sorted(files) == sorted(expected)
     assert len({step.name for step in steps}) == len(steps)
 
 
