@@ -122,7 +122,8 @@ class LowRankPlan:
         if self._feedback:
             for index, matrix in enumerate(self.layout.matrices):
                 p, q = self._panel(self._p, index, "p"), self._panel(self._q, index, "q")
-                product = (p @ q.mT).to(flat.dtype)
+                # In fp64: no setting of the user's, TF32 or autocast, makes that less precise.
+                product = (p.double() @ q.double().mT).to(flat.dtype)
                 error = (self._matrix(index).to(p.dtype) - product.to(p.dtype)).to(flat.dtype)
                 # As project does: an error that isn't finite counts as zero.
                 error = torch.where(error.isfinite(), error, 0.0).flatten()

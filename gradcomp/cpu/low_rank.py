@@ -73,6 +73,10 @@ class Stack:
         needed = 0 if self.is_wide and self.is_complete else 1
         self._matrix = torch.zeros(needed, rows, cols, dtype=wide, device=device)
         self.scratch = torch.empty(2, *p.shape, dtype=torch.float64, device=device)
+        # Partial Qᵀ of row_blocks.
+        self._partial = torch.empty(
+            BATCH if k < BATCH or not self.is_wide else 0, rank, cols, dtype=wide, device=device
+        )
         # Of so many matrices at once, M is still in a cache when P is computed from it.
         step = max(1, PIECE // (rows * cols))
         self._pieces = [slice(i, min(i + step, k)) for i in range(0, k, step)]
@@ -98,7 +102,8 @@ class Stack:
             if len(blocks) == len(qt):
                 torch.bmm(self.p[which].mT, matrix, out=qt)
             else:
-                partial = torch.bmm(row_blocks(self.p[which]).mT, blocks)
+                partial = self._partial[: len(blocks)]
+                torch.bmm(row_blocks(self.p[which]).mT, blocks, out=partial)
                 torch.sum(partial.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
 
     def reconstruct(self, buffer: torch.Tensor) -> None:

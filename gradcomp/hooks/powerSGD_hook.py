@@ -189,7 +189,7 @@ class PowerSGDState:
             warm_start=self.warm_start,
             # P is averaged here where torch sums it.
             epsilon=self.orthogonalization_epsilon / group.size(),
-            seed=self._seed(share.index),
+            seed=self._seed(share.index, self.iter),
         )
         if memory.saved is not None:
             memory.plan.load(**memory.saved)
@@ -234,9 +234,9 @@ class PowerSGDState:
         parts = zip(flat.split(numels), theirs, strict=True)
         return [part.view(cols, rank) for part, (cols, rank, is_matrix) in parts if is_matrix]
 
-    def _seed(self, index: int) -> int:
-        """Of a bucket's random projection in this step, the same on every rank."""
-        return (self.random_seed * 1_000_003 + self.iter * 8_191 + index) % 2**63
+    def _seed(self, index: int, step: int) -> int:
+        """Of a bucket's random projection in a step, the same on every rank."""
+        return (self.random_seed * 1_000_003 + step * 8_191 + index) % 2**63
 
     def _count(self, layouts: list[LowRankLayout], bucket: dist.GradBucket) -> None:
         for layout in layouts:
@@ -312,7 +312,9 @@ def _low_rank_hook(
         state.maybe_increase_iter(bucket)
         return allreduce_hook(group, bucket)
     work = [
-        (share, state._plan_of(share, buffer.device, group), state._seed(share.index)) for share in shares
+        # A step ends by choosing what the next one projects on.
+        (share, state._plan_of(share, buffer.device, group), state._seed(share.index, state.iter + 1))
+        for share in shares
     ]
 
     def sequence() -> torch.Tensor:

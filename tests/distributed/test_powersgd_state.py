@@ -28,6 +28,7 @@ from tests.distributed.powersgd_runs import (
     error_of,
     new_state,
     run_steps,
+    simulate,
 )
 from tests.distributed.ranks import run_ranks
 from tests.tolerances import (
@@ -93,6 +94,32 @@ def test_random_projections():
     for mine, theirs, other in zip(first[0], second[0], other_seed, strict=True):
         assert torch.equal(mine, theirs)
         assert not torch.equal(mine, other)
+
+
+def one_gradient_again_and_again(rank, hook):
+    options = {"warm_start": False, "use_error_feedback": False, "start_powerSGD_iter": 0}
+    return run_steps(new_state(**options), rank, [0] * 4, hook=hook)
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
+def test_without_warm_start_every_step_has_its_own_projection(hook):
+    """The first two as well."""
+    (outputs,) = simulate(one_gradient_again_and_again, 1, hook)
+    for i, output in enumerate(outputs):
+        assert not any(torch.equal(output, other) for other in outputs[:i])
+
+
+def in_autocast(rank, enabled):
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        return run_steps(new_state(), rank, range(START + 3))
+
+
+def test_autocast_around_backward_changes_nothing():
+    """Many a loop calls backward within it, and with it the hooks."""
+    for results, expected in zip(
+        simulate(in_autocast, 2, True), simulate(in_autocast, 2, False), strict=True
+    ):
+        assert all(map(torch.equal, results, expected))
 
 
 def sub_group(rank):
