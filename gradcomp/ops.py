@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,27 +39,34 @@ __all__ = [
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-# Triton's interpreter keeps its state in globals, while hooks run on several threads.
-_turn: AbstractContextManager[object] = threading.RLock() if _INTERPRETED else nullcontext()
+_turn = threading.RLock()
 
 
-class _PlanInTurns(powersgd_plan.LowRankPlan):
-    """The kernels' plan where Triton interprets them."""
+def _launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """For launches on a device: Triton launches on the current one.
 
-    def __init__(self, *arguments: Any, **options: Any):
-        with _turn:
-            super().__init__(*arguments, **options)
+    Its interpreter keeps its state in globals, while hooks run on several threads.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else _turn
+
+
+class _KernelsPlan(powersgd_plan.LowRankPlan):
+    """The kernels' plan, wherever it is called from."""
+
+    def __init__(self, layout: LowRankLayout, dtype: torch.dtype, device: torch.device, **options: Any):
+        with _launching_on(device):
+            super().__init__(layout, dtype, device, **options)
 
     def project(self, buffer: torch.Tensor, scale: float) -> None:
-        with _turn:
+        with _launching_on(buffer.device):
             super().project(buffer, scale)
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        with _turn:
+        with _launching_on(buffer.device):
             super().back_project(buffer, scale)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
-        with _turn:
+        with _launching_on(buffer.device):
             super().reconstruct(buffer, seed)
 
 
@@ -114,7 +121,7 @@ def _cast(name: str, src: torch.Tensor, out: torch.Tensor, scale: float) -> torc
         raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
     _require_device(name, src, out.device)
     if runs_triton(out.device):
-        with _turn:
+        with _launching_on(out.device):
             cast_kernel.cast(src, out=out, scale=scale)
     else:
         cpu.cast(src.view(-1), out=out.view(-1), scale=scale)
@@ -139,7 +146,7 @@ def flatten(
     """
     _check_list("flatten", tensors, layout, out)
     if runs_triton(out.device):
-        with _turn:
+        with _launching_on(out.device):
             tables = _tables_of(layout, out.device, to_flat=True)
             flatten_kernel.flatten(tensors, tables, out=out, scale=scale)
     else:
@@ -164,7 +171,7 @@ def unflatten(
     """
     _check_list("unflatten", out, layout, flat)
     if runs_triton(flat.device):
-        with _turn:
+        with _launching_on(flat.device):
             tables = _tables_of(layout, flat.device, to_flat=False)
             flatten_kernel.unflatten(flat, tables, out=out, scale=scale)
     else:
@@ -292,8 +299,7 @@ def low_rank_plan(
     plan.error() and plan.directions() give what has to be kept across a restart, plan.load(error, directions)
     takes it back.
     """
-    kernels_plan = _PlanInTurns if _INTERPRETED else powersgd_plan.LowRankPlan
-    plan = kernels_plan if runs_triton(device) else cpu_low_rank.LowRankPlan
+    plan = _KernelsPlan if runs_triton(device) else cpu_low_rank.LowRankPlan
     return plan(
         layout,
         dtype,
