@@ -80,9 +80,13 @@ class LowRankPlan:
         )
         self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
 
+    def orthonormalise(self) -> None:
+        """P = orthonormal bases of what p_wire has. One launch."""
+        orthonormalise(self.p_wire, self._matrices, out=self._p, rank=self._work.rank, epsilon=self._epsilon)
+
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """P = orthonormalise(p_wire's); q_wire = scale · all Mᵀ P. Three launches."""
-        orthonormalise(self.p_wire, self._matrices, out=self._p, rank=self._work.rank, epsilon=self._epsilon)
+        self.orthonormalise()
         back_project(
             self._memory if self._feedback else buffer,
             self._p,

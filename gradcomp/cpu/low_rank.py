@@ -46,7 +46,8 @@ class Stack:
     """The matrices of one shape: where they lie in the bucket, their memory, and the factors.
 
     p [k, rows, r], qt [k, r, cols]: in the wide dtype, fp32 or fp64. memory: in the bucket's dtype, the error
-    between steps; M = gradient + error from project to reconstruct.
+    between steps; M = gradient + error from project to reconstruct. scratch: in the wide dtype, room for one
+    matrix if it is needed (see LowRankPlan).
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Stack:
         matrices: Sequence[Matrix],
         p: torch.Tensor,
         qt: torch.Tensor,
+        scratch: torch.Tensor,
         dtype: torch.dtype,
         keep_error: bool,
     ):
@@ -69,9 +71,8 @@ class Stack:
         self.memory = torch.zeros(k, rows, cols, dtype=dtype, device=device) if keep_error else None
         # What the next step projects on, in rows of length 1.
         self.direction = torch.zeros(k, rank, cols, dtype=wide, device=device)
-        # One matrix in the wide dtype, where the bucket has none to show as it is.
-        needed = 0 if self.is_wide and self.is_complete else 1
-        self._matrix = torch.zeros(needed, rows, cols, dtype=wide, device=device)
+        # Where the bucket has no matrix in the wide dtype to show.
+        self._matrix = scratch[: rows * cols].view(1, rows, cols) if len(scratch) else scratch
         self.scratch = torch.empty(2, *p.shape, dtype=torch.float64, device=device)
         # Partial Qᵀ of row_blocks.
         self._partial = torch.empty(
@@ -122,7 +123,10 @@ class Stack:
                 self._product(which, out=self._matrix)
                 part.copy_(self._matrix.view(-1)[: part.numel()])
             if self.memory is not None:
-                self.memory[i].view(-1)[: part.numel()].sub_(part)
+                error = self.memory[i].view(-1)[: part.numel()].sub_(part)
+                if not self.is_wide:
+                    # What 16 bits can't hold is lost, instead of being infinite from now on.
+                    error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def turn(self) -> torch.Tensor:
         """Make the rows of Qᵀ the next direction. Returns their lengths [k · r]."""
@@ -204,6 +208,9 @@ class LowRankPlan:
         self._p_part = self.p_wire[: layout.p_numel]
         self._p = self._p_part if dtype == wide else torch.empty_like(self._p_part, dtype=wide)
         self._q = self.q_wire if dtype == wide else torch.empty_like(self.q_wire, dtype=wide)
+        # One matrix at a time, where the bucket has it in 16 bits or, of the square view, not whole.
+        sizes = [m.rows * m.cols for m in layout.matrices if dtype != wide or m.numel < m.rows * m.cols]
+        scratch = torch.zeros(max(sizes, default=0), dtype=wide, device=device)
         self.stacks = []
         # Their panels are orthonormalised together.
         self._of_rank: dict[int, list[Stack]] = {}
@@ -212,7 +219,7 @@ class LowRankPlan:
             k, rows, cols, rank = len(group), group[0].rows, group[0].cols, group[0].rank
             p = self._p[p_begin : (p_begin := p_begin + k * rows * rank)].view(k, rows, rank)
             qt = self._q[q_begin : (q_begin := q_begin + k * rank * cols)].view(k, rank, cols)
-            self.stacks.append(Stack(group, p, qt, dtype, error_feedback))
+            self.stacks.append(Stack(group, p, qt, scratch, dtype, error_feedback))
             self._of_rank.setdefault(rank, []).append(self.stacks[-1])
         self._error_feedback, self._warm_start, self._epsilon = error_feedback, warm_start, epsilon
         for stack, direction in zip(self.stacks, self._random(seed), strict=True):
@@ -226,11 +233,15 @@ class LowRankPlan:
         for (offset, numel), wire in self._rest():
             cast(buffer[offset : offset + numel], out=wire, scale=scale)
 
-    def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """P = orthonormalise(p_wire's); q_wire = scale · all Qᵀ = Pᵀ M."""
+    def orthonormalise(self) -> None:
+        """P = orthonormal bases of what p_wire has."""
         self._p.copy_(self._p_part)
         for stacks in self._of_rank.values():
             orthonormalise([stack.p for stack in stacks], self._epsilon, [stack.scratch for stack in stacks])
+
+    def back_project(self, buffer: torch.Tensor, scale: float) -> None:
+        """P = orthonormalise(p_wire's); q_wire = scale · all Qᵀ = Pᵀ M."""
+        self.orthonormalise()
         # Backwards: what project read last is still in a cache.
         for stack in reversed(self.stacks):
             stack.back_project(buffer)
@@ -283,13 +294,15 @@ class LowRankPlan:
             length = torch.linalg.vector_norm(given, dim=-1, keepdim=True)
             # Our own come back as they were, to the bit.
             is_normal = bool(((length - 1).abs() < 1e-5).all())
-            stack.direction.copy_(given if is_normal else given / length)
+            kept = (length > SHORTEST) & (length < torch.inf)
+            normal = given if is_normal else given / length
+            torch.where(kept, normal, stack.direction, out=stack.direction)
 
     def _random(self, seed: int) -> Iterator[torch.Tensor]:
         """Random orthonormal directions for every stack, the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
         for stack in self.stacks:
-            panel = torch.randn(stack.qt.mT.shape, generator=generator).to(stack.direction)
+            panel = torch.randn(stack.qt.mT.shape, generator=generator, device="cpu").to(stack.direction)
             orthonormalise([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
             yield panel.mT
 

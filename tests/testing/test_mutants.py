@@ -66,7 +66,7 @@ def not_normal(turn):
 
 
 def not_orthonormal(_):
-    return lambda panels, epsilon, scratch: None
+    return lambda plan: None
 
 
 def stale_p(reconstruct):
@@ -108,7 +108,7 @@ PLANTED = [
     (POWER_SGD, (f"{STACK}.reconstruct", error_dropped), "error_feedback_identity"),
     (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
     (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
-    (POWER_SGD, ("gradcomp.cpu.low_rank.orthonormalise", not_orthonormal), "contraction"),
+    (POWER_SGD, (f"{PLAN}.orthonormalise", not_orthonormal), "contraction"),
     (POWER_SGD, (f"{STACK}.reconstruct", stale_p), "held_back_comes_out"),
     (POWER_SGD, (f"{STACK}._product", last_row_missing), "exact_up_to_rank"),
     (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
