@@ -47,17 +47,17 @@ def wire_of(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> torc
     return wire
 
 
-def group_of(hook_name: str, process_group: Any) -> dist.ProcessGroup:
-    """The process group that a hook was registered with; None means the default group."""
+def group_of(hook_name: str, process_group: Any, of: str = "state") -> dist.ProcessGroup:
+    """The process group that a hook was registered with, as its `of`; None means the default group."""
     if process_group is None:
         process_group = dist.group.WORLD
         if process_group is None:
             raise RuntimeError(
-                f"{hook_name} was registered with state None, which means the default process group, "
+                f"{hook_name} was registered with {of} None, which means the default process group, "
                 "but there is none: call torch.distributed.init_process_group first"
             )
     if not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"{hook_name} takes a process group or None as its state, got {process_group!r}")
+        raise TypeError(f"{hook_name} takes a process group or None as its {of}, got {process_group!r}")
     return process_group
 
 

@@ -6,6 +6,7 @@ implemented, and how it differs from torch's.
 
 import logging
 import math
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -47,6 +48,13 @@ _PROGRESS = (
 )
 
 
+def _plain(value: Any) -> Any:
+    """A number of Python's for one of numpy's, which torch.load refuses."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 class PowerSGDState:
     """PowerSGD's hyperparameters, and what it remembers of every bucket. Arguments and meanings are torch's.
 
@@ -64,7 +72,8 @@ class PowerSGDState:
     compression_stats_logging_frequency: steps between log lines with compression_stats().
     batch_tensors_with_same_shape: accepted, and needless: all matrices are compressed together anyway.
 
-    Raises ValueError for a start_powerSGD_iter that is too early, or a rank below 1.
+    Raises ValueError for a start_powerSGD_iter that is too early, a rank below 1, or a random_seed that isn't an
+    int between 0 and 2**32 - 1.
 
     Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
     load_state_dict(). Every rank has errors of its own: save one per rank to continue exactly.
@@ -93,6 +102,9 @@ class PowerSGDState:
             raise ValueError(
                 f"matrix_approximation_rank is {matrix_approximation_rank}, but must be at least 1"
             )
+        random_seed = _plain(random_seed)
+        if not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:
+            raise ValueError(f"random_seed is {random_seed!r}, but must be an int between 0 and 2**32 - 1")
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
@@ -110,6 +122,7 @@ class PowerSGDState:
         self._memories = BucketMemories()
         # Memories taken over from torch, by their bucket's index, which is all that torch knows of them.
         self._from_torch: dict[int, dict[str, Any]] = {}
+        self._waits_for_buckets = False
         values = "; ".join(f"{name} = {getattr(self, name)}" for name in _HYPERPARAMETERS)
         logger.info("PowerSGD config: %s", values)
 
@@ -121,6 +134,7 @@ class PowerSGDState:
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count the step when its last bucket comes by."""
         if bucket.is_last():
+            self._waits_for_buckets = False
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
                 logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
@@ -132,7 +146,7 @@ class PowerSGDState:
         hook first saw them), and, once it has been compressed, to the "error" (this rank's, flat as the bucket) and the
         "directions" (the Q [cols, rank] that the next step projects on; the same on all ranks).
         """
-        values = {name: getattr(self, name) for name in (*_HYPERPARAMETERS, *_PROGRESS)}
+        values = {name: _plain(getattr(self, name)) for name in (*_HYPERPARAMETERS, *_PROGRESS)}
         return values | {"buckets": self._memories.state_dict(), "from_torch": dict(self._from_torch)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,6 +160,7 @@ class PowerSGDState:
             setattr(self, name, state_dict[name])
         self._memories.load_state_dict(state_dict["buckets"])
         self._from_torch = dict(state_dict["from_torch"])
+        self._waits_for_buckets = bool(self._from_torch)
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
@@ -162,11 +177,20 @@ class PowerSGDState:
 
     def _shares(self, bucket: dist.GradBucket, square: bool) -> list[Share]:
         """The bucket, or what it consists of; logs what has no memory any more."""
-        kind = {"dtype": bucket.buffer().dtype, "rank": self.matrix_approximation_rank, "square": square}
+        kind = {
+            "dtype": bucket.buffer().dtype,
+            "square": square,
+            "rank": self.matrix_approximation_rank,
+            "min_compression_rate": self.min_compression_rate,
+            "error_feedback": self.use_error_feedback,
+            "warm_start": self.warm_start,
+            "epsilon": self.orthogonalization_epsilon,
+        }
         shares, lost = self._memories.shares(bucket, kind)
         for index, memory in lost.items():
+            what = "another layout" if memory.kind == kind else "other options"
             now = "than its checkpoint" if memory.plan is None else "now"
-            logger.warning("PowerSGD: bucket %s has another layout %s: its memory starts afresh.", index, now)
+            logger.warning("PowerSGD: bucket %s has %s %s: its memory starts afresh.", index, what, now)
         return shares
 
     def _plan_of(self, share: Share, device: torch.device, group: dist.ProcessGroup) -> "ops.LowRankPlan":
@@ -176,13 +200,8 @@ class PowerSGDState:
             return memory.plan
         if memory.plan is not None:  # the model has moved
             memory.saved = {"error": memory.plan.error(), "directions": memory.plan.directions()}
-        if memory.kind["square"]:
-            numel = sum(math.prod(shape) for shape in memory.shapes)
-            layout = LowRankLayout.square(numel, self.matrix_approximation_rank)
-        else:
-            layout = LowRankLayout(memory.shapes, self.matrix_approximation_rank, self.min_compression_rate)
         memory.plan = ops.low_rank_plan(
-            layout,
+            memory.layout,
             memory.kind["dtype"],
             device,
             error_feedback=self.use_error_feedback,
@@ -192,17 +211,15 @@ class PowerSGDState:
             seed=self._seed(share.index, self.iter),
         )
         if memory.saved is not None:
-            memory.plan.load(**memory.saved)
+            directions = memory.saved["directions"] or memory.plan.directions()
+            memory.plan.load(memory.saved["error"], directions)
             memory.saved = None
         elif share.index in self._from_torch:
             self._take_over(share.index, memory)
         return memory.plan
 
     def _take_over(self, index: int, memory: Memory) -> None:
-        """Give the bucket torch's memory if it fits.
-
-        If not, that waits for a bucket that it fits: a new DDP model has one bucket in its first step.
-        """
+        """Give the bucket torch's memory if it fits."""
         plan, theirs = memory.plan, self._from_torch[index]
         assert plan is not None
         error = plan.error() if theirs["error"] is None else theirs["error"]
@@ -303,12 +320,13 @@ def _low_rank_hook(
     name: str, state: PowerSGDState, bucket: dist.GradBucket, square: bool
 ) -> torch.futures.Future[torch.Tensor]:
     if not isinstance(state, PowerSGDState):
-        raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}")
-    group, buffer = group_of(name, state.process_group), bucket.buffer()
+        hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
+        raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
+    group, buffer = group_of(name, state.process_group, of="state.process_group"), bucket.buffer()
     if not buffer.is_floating_point():
         raise TypeError(f"{name} compresses floating-point buckets, got {buffer.dtype}")
     shares = state._shares(bucket, square)
-    if state.iter < state.start_powerSGD_iter:
+    if state.iter < state.start_powerSGD_iter or state._waits_for_buckets:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(group, bucket)
     work = [
@@ -348,13 +366,20 @@ def _compressed_average(
     plan.reconstruct(flat, seed)
 
 
-def from_torch(state: Any) -> PowerSGDState:
+def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
     """A PowerSGDState that continues from torch's: hyperparameters, progress, errors and factors.
 
     state: a torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState, as
     ``torch.load(..., weights_only=False)`` gives it. Its errors of tensors that it did not compress are left
     behind: here those are averaged exactly.
+    wait_for_buckets: torch knows its memories by the number of their bucket only, and DDP arranges a new model's
+    buckets after its first step. So that step is a plain all-reduce, and the memories go to the buckets of the
+    next. False: the first step's buckets are torch's already, as in a loop of your own.
+
+    Raises TypeError for anything else.
     """
+    if not hasattr(state, "q_memory_dict"):
+        raise TypeError(f"from_torch takes a PowerSGDState of torch's, got {type(state).__name__}")
     names = set(_HYPERPARAMETERS) - {"random_seed"}
     ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in names})
     for name in _PROGRESS:
@@ -367,6 +392,7 @@ def from_torch(state: Any) -> PowerSGDState:
         }
         for index in {*state.error_dict, *state.q_memory_dict}
     }
+    ours._waits_for_buckets = wait_for_buckets
     return ours
 
 

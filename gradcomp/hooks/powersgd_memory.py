@@ -7,7 +7,8 @@ number, in the order in which DDP first showed them (the same in every run of a 
     first step of a run      bucket 0: 0 1 2 3 4 5 6 7
     from then on             bucket 0: 7 6 5     bucket 1: 4 3 2     bucket 2: 1 0
 
-A bucket with the parameters of several memories is worked on memory by memory, as if DDP had arranged it so.
+A bucket with the parameters of several memories is worked on memory by memory, as if DDP had arranged it so. Where
+it comes again in the next step (the run was resumed with larger buckets), the memories become one.
 """
 
 import math
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
+from gradcomp.layout import LowRankLayout
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -57,6 +59,39 @@ class Memory:
     def is_empty(self) -> bool:
         return self.plan is None and self.saved is None
 
+    @property
+    def layout(self) -> LowRankLayout:
+        if self.kind["square"]:
+            return LowRankLayout.square(sum(map(math.prod, self.shapes)), self.kind["rank"])
+        return LowRankLayout(self.shapes, self.kind["rank"], self.kind["min_compression_rate"])
+
+    @property
+    def number_at(self) -> dict[int, int]:
+        """The number of the parameter that starts at a place of the bucket."""
+        sizes = list(map(math.prod, self.shapes))
+        starts = accumulate(sizes[:-1], initial=0)
+        return {
+            start: number for start, number, size in zip(starts, self.numbers, sizes, strict=True) if size
+        }
+
+    def take_over(self, others: Sequence["Memory"]) -> None:
+        """What other memories, with the same parameters together, have. Square views' directions are lost."""
+        errors: dict[int, torch.Tensor] = {}
+        directions: dict[int, torch.Tensor] = {}
+        for other in others:
+            kept = other.state_dict()
+            if kept["error"] is None:
+                return
+            parts = kept["error"].split(list(map(math.prod, other.shapes)))
+            errors.update(zip(other.numbers, parts, strict=True))
+            number_at = other.number_at
+            for matrix, direction in zip(other.layout.matrices, kept["directions"], strict=True):
+                directions[number_at[matrix.offset]] = direction
+        number_at = self.number_at
+        self.saved = {"error": torch.cat([errors[number] for number in self.numbers]), "directions": None}
+        if not self.kind["square"]:
+            self.saved["directions"] = [directions[number_at[m.offset]] for m in self.layout.matrices]
+
 
 @dataclass
 class Share:
@@ -82,6 +117,8 @@ class BucketMemories:
     def __init__(self) -> None:
         self._memories: dict[int, Memory] = {}
         self._numbers: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        # Whether a loaded run's first step is over, in which buckets may still change.
+        self._is_arranged = False
 
     def shares(self, bucket: dist.GradBucket, kind: dict[str, Any]) -> tuple[list[Share], dict[int, Memory]]:
         """(How to share the bucket out, memories that had to go because the layout has changed)."""
@@ -92,9 +129,13 @@ class BucketMemories:
         if memory is None or not self._is_for(memory, kind, shapes, parameters):
             numbers = self._numbers_of(parameters)
             shares = self._of_checkpoint(kind, shapes, numbers)
-            if shares:
-                return shares, {}
             memory = Memory(kind, shapes, numbers, list(map(weakref.ref, parameters)))
+            if shares and not self._is_arranged:
+                self._is_arranged = bucket.is_last()
+                return shares, {}
+            if shares:
+                memory.take_over([share.memory for share in shares])
+                before = {i: old for i, old in before.items() if all(old is not s.memory for s in shares)}
         self._memories = {**before, index: memory}
         if bucket.is_last():
             self._memories = {i: kept for i, kept in self._memories.items() if i <= index}
@@ -123,9 +164,10 @@ class BucketMemories:
         return True
 
     def _numbers_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        for parameter in parameters:
-            if parameter not in self._numbers:
-                self._numbers[parameter] = 1 + max(self._numbers.values(), default=-1)
+        new = [parameter for parameter in parameters if parameter not in self._numbers]
+        if new:
+            first = 1 + max(self._numbers.values(), default=-1)
+            self._numbers.update(zip(new, range(first, first + len(new)), strict=True))
         return [self._numbers[parameter] for parameter in parameters]
 
     def _of_checkpoint(
@@ -150,7 +192,7 @@ class BucketMemories:
 
     def load_state_dict(self, state_dict: dict[int, dict[str, Any]]) -> None:
         """Take the place of all memories. The parameters seen so far keep their numbers."""
-        self._memories = {}
+        self._memories, self._is_arranged = {}, False
         for index, saved in state_dict.items():
             memory = Memory(dict(saved["kind"]), list(saved["shapes"]), list(saved["parameters"]))
             if saved["error"] is not None:

@@ -127,7 +127,7 @@ def step_of_both(rank, options, shapes, steps_before):
     for step in range(START + steps_before):
         bucket = Bucket(random_gradient(shapes, rank, step), shapes)
         torch_powersgd.powerSGD_hook(theirs, bucket).wait()
-    ours = powerSGD_hook.from_torch(copy.deepcopy(theirs))
+    ours = powerSGD_hook.from_torch(copy.deepcopy(theirs), wait_for_buckets=False)
     gradient = random_gradient(shapes, rank, 99)
     their_error = theirs.error_dict.get(0)
     their_output = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient.clone(), shapes)).wait()

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
 from tests.distributed.powersgd_oracle import (
@@ -28,6 +29,8 @@ from tests.distributed.powersgd_runs import (
     step_of_both,
 )
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_default_hooks import backward
+from tests.distributed.test_powersgd_resume import Alike
 from tests.tolerances import (
     MEAN_ERROR,
     ONE_STEP,
@@ -73,7 +76,8 @@ def take_over(rank, saved):
     again = new_state()
     again.load_state_dict(reload(ours.state_dict()))
     with Messages() as said:
-        outputs = [run_steps(each, rank, [50, 51]) for each in (ours, again)]
+        # The first one is a plain all-reduce.
+        outputs = [run_steps(each, rank, [49, 50, 51])[1:] for each in (ours, again)]
     gradient = random_gradient(FEW_SHAPES, rank, 50)
     expected = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient, FEW_SHAPES)).wait()
     return facts, said, outputs, expected
@@ -98,9 +102,71 @@ def from_torch_twice(rank):
     alone = powerSGD_hook.from_torch(copy.deepcopy(theirs))
     shared = powerSGD_hook.from_torch(theirs)
     torch_powersgd.powerSGD_hook(theirs, Bucket(random_gradient(FEW_SHAPES, rank, 77), FEW_SHAPES)).wait()
-    return [run_steps(each, rank, [50]) for each in (alone, shared)]
+    return [run_steps(each, rank, [49, 50]) for each in (alone, shared)]
 
 
 def test_from_torch_copies():
     for alone, shared in run_ranks(from_torch_twice, 1):
         assert equal(alone, shared)
+
+
+def unused_layer(rank, factor_rank, bad):
+    """Torch's step, and ours from the state before it, where a matrix has had gradients of zero, or of NaN."""
+    options = {"process_group": None, "matrix_approximation_rank": factor_rank, "start_powerSGD_iter": START}
+    theirs, shapes = (
+        torch_powersgd.PowerSGDState(**options, orthogonalization_epsilon=1e-8),
+        [(64, 48), (30, 20)],
+    )
+    for step in range(START + 3):
+        gradient = random_gradient(shapes, rank, step)
+        gradient[64 * 48 :] = bad
+        torch_powersgd.powerSGD_hook(theirs, Bucket(gradient, shapes)).wait()
+    ours = powerSGD_hook.from_torch(theirs, wait_for_buckets=False)
+    return powerSGD_hook.powerSGD_hook(ours, Bucket(random_gradient(shapes, rank, 50), shapes)).wait()
+
+
+@pytest.mark.parametrize("factor_rank", [1, 4])
+@pytest.mark.parametrize("bad", [0.0, float("nan")])
+def test_from_torch_where_factors_are_no_use(factor_rank, bad):
+    for output in run_ranks(unused_layer, 1, factor_rank, bad):
+        assert output[: 64 * 48].isfinite().all()
+        # An error of NaN costs the first step.
+        assert bad or output[64 * 48 :].isfinite().all()
+        assert output[: 64 * 48].any()
+
+
+def continue_in_ddp(rank):
+    """The same step of torch's model and of a new one that continues from its state: the gradients of both."""
+
+    def gradients(model, step):
+        model.zero_grad(set_to_none=True)
+        backward(model, rank, step)
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    def make(state, hook):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(Alike(False))
+        model.register_comm_hook(state, hook)
+        return model
+
+    theirs = torch_powersgd.PowerSGDState(None, 2, START, orthogonalization_epsilon=1e-8)
+    model = make(theirs, torch_powersgd.powerSGD_hook)
+    for step in range(START + 3):
+        gradients(model, step)
+    with Messages() as said:
+        resumed = make(powerSGD_hook.from_torch(copy.deepcopy(theirs)), powerSGD_hook.powerSGD_hook)
+        gradients(resumed, 50)
+        return gradients(model, 51), gradients(resumed, 51), [line for line in said if "layout" in line]
+
+
+def test_from_torch_in_a_new_model():
+    """Its layers are alike and in one bucket, which DDP turns round after the first step."""
+    for expected, found, said in run_ranks(continue_in_ddp, 2):
+        assert relative(found, expected) <= 10 * MEAN_ERROR
+        assert said == []
+
+
+@pytest.mark.parametrize("wrong", [{}, None])
+def test_from_torch_of_something_else(wrong):
+    with pytest.raises(TypeError, match="from_torch takes a PowerSGDState of torch's, got"):
+        powerSGD_hook.from_torch(wrong)

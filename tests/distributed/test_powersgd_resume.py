@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -186,6 +187,45 @@ def test_a_checkpoint_of_another_layout_starts_afresh():
         assert error.numel() == outputs[0].numel()
 
 
+def resume_with_larger_buckets(rank, hook):
+    """(Collectives of each step, what was said, the parameters): of the saved run, and of one with larger buckets."""
+    calls, counts, all_reduce, state = [], [], dist.all_reduce, new_state()
+    model, optimizer, _ = make_trainer(rank, hook, state, Net, {})
+    continue_training(rank, model, optimizer, range(6))
+    resumed = new_state()
+    resumed.load_state_dict(copy.deepcopy(state.state_dict()))
+    torch.manual_seed(1)
+    larger = DistributedDataParallel(Net(False).to(device_of_rank()), bucket_cap_mb=10)
+    larger.load_state_dict(model.state_dict())
+    larger.register_comm_hook(resumed, HOOKS[hook])
+    again = torch.optim.SGD(larger.parameters(), lr=0.1, momentum=0.9)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with Messages() as said, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *a, **k: calls.append(1) or all_reduce(*a, **k))
+        for step in range(6, 10):
+            calls.clear()
+            continue_training(rank, larger, again, [step])
+            counts.append(len(calls))
+    continue_training(rank, model, optimizer, range(6, 10))
+    return counts, list(said), parameters_of(model), parameters_of(larger)
+
+
+def test_resuming_with_larger_buckets_joins_their_memories():
+    for counts, said, expected, found in run_ranks(resume_with_larger_buckets, 2, "powerSGD"):
+        assert counts[0] > 2
+        assert counts[1:] == [2, 2, 2]
+        assert said == []
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_resuming_the_batched_hook_with_larger_buckets():
+    """The errors stay, but a larger square has other directions."""
+    for counts, said, _, found in run_ranks(resume_with_larger_buckets, 2, "batched"):
+        assert counts[1:] == [2, 2, 2]
+        assert said == []
+        assert found.isfinite().all()
+
+
 def change_rank(rank):
     """A user may raise the rank between steps: the factors no longer fit."""
     state = new_state()
@@ -193,7 +233,7 @@ def change_rank(rank):
     state.matrix_approximation_rank = 4
     with Messages() as said:
         (output,) = run_steps(state, rank, [50])
-    return [line for line in said if "layout" in line], torch.linalg.matrix_rank(
+    return [line for line in said if "other options now" in line], torch.linalg.matrix_rank(
         output[: 64 * 48].view(64, 48)
     )
 
