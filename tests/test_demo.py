@@ -97,11 +97,12 @@ def test_a_whole_demo(start, tmp_path):
     assert ours["bytes_per_step"] == none["bytes_per_step"]
 
 
-def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
-    demo = start("--hook", "none,powersgd", "--steps", "50")
+@pytest.mark.parametrize("hook", ["powersgd", "batched"])
+def test_powersgd_is_counted_from_its_first_compressed_step(hook, start, tmp_path):
+    demo = start("--hook", f"none,{hook}", "--steps", "50", "--powersgd-rank", "2")
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
-    none, power_sgd = (json.loads((tmp_path / f"{hook}.json").read_text()) for hook in ("none", "powersgd"))
+    none, power_sgd = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("none", hook))
     # Steps between counted ones are taken to be as the last of those.
     assert power_sgd["step_bytes"][:4] == none["step_bytes"][:4]
     assert power_sgd["step_bytes"][4:] == [power_sgd["bytes_per_step"]] * 46
@@ -135,7 +136,8 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hook", "fp16,fp8"], "there is no 'fp8'; known are none,allreduce,fp16,bf16,powersgd"),
+        (["--hook", "fp16,fp8"], "there is no 'fp8'; known are none,allreduce,fp16,bf16,powersgd,batched"),
+        (["--powersgd-rank", "0"], "argument --powersgd-rank: '0' is not a whole number of at least 1"),
         (["--ranks", "0"], "argument --ranks: '0' is not a whole number of at least 1"),
         (["--heads", "3"], "--width must be a multiple of --heads: got 32 and 3"),
         (["--steps", "9"], "--steps must be at least 10 to time any of them: got 9"),

@@ -16,6 +16,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         ("heads", 4, "its attention heads"),
         ("batch", 8, "sequences per rank and step"),
         ("sequence", 64, "bytes per sequence"),
+        ("powersgd-rank", 4, "rank of PowerSGD's factors"),
     ):
         help_text = f"{text} (default: %(default)s)"
         group.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=help_text)
@@ -49,5 +50,5 @@ def check_training_options(parser: argparse.ArgumentParser, options: argparse.Na
 
 def training_arguments(options: argparse.Namespace) -> list[str]:
     """The training options as a command line, for the training script."""
-    names = ("steps", "width", "layers", "heads", "batch", "sequence", "seed", "reducer")
-    return [f"--{name}={getattr(options, name)}" for name in names]
+    names = ("steps", "width", "layers", "heads", "batch", "sequence", "powersgd-rank", "seed", "reducer")
+    return [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]

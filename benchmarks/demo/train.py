@@ -14,6 +14,7 @@ import os
 import sysconfig
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,22 +31,23 @@ from gradcomp.hooks import default_hooks, powerSGD_hook
 Averager = DistributedDataParallel | Reducer
 
 
-def register_power_sgd(model: Averager) -> None:
+def register_power_sgd(model: Averager, hook: Callable[..., Any], rank: int) -> None:
     # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets. So
     # few that the last step whose bytes are always counted is compressed; the rule for real runs is a tenth.
     state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=WARMUP_STEPS - 1
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=WARMUP_STEPS - 1
     )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    model.register_comm_hook(state, hook)
 
 
-# How each hook is registered. "none" is the baseline: the reducer's own all-reduce.
-HOOKS: dict[str, Callable[[Averager], None]] = {
-    "none": lambda model: None,
-    "allreduce": lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
-    "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "bf16": lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
-    "powersgd": register_power_sgd,
+# How each hook is registered, given PowerSGD's rank. "none" is the baseline: the reducer's own all-reduce.
+HOOKS: dict[str, Callable[[Averager, int], None]] = {
+    "none": lambda model, rank: None,
+    "allreduce": lambda model, rank: model.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16": lambda model, rank: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "bf16": lambda model, rank: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
+    "powersgd": lambda model, rank: register_power_sgd(model, powerSGD_hook.powerSGD_hook, rank),
+    "batched": lambda model, rank: register_power_sgd(model, powerSGD_hook.batched_powerSGD_hook, rank),
 }
 
 LEARNING_RATE = 1e-3
@@ -115,7 +117,7 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     torch.manual_seed(options.seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
     model, averager = with_reducer(net, options.reducer)
-    HOOKS[options.hook](averager)
+    HOOKS[options.hook](averager, options.powersgd_rank)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
