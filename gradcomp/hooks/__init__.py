@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
+
 from . import debugging_hooks, default_hooks, powerSGD_hook
 
 __all__ = [
@@ -71,3 +73,9 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
         register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, ddp_model)
     """
     comm_hook_type.value(model=model, state=state)
+
+
+# So that torch.load's safe default takes a checkpoint that names them.
+torch.serialization.add_safe_globals(
+    [powerSGD_hook.PowerSGDState, *(kind.value.hook for kind in DDPCommHookType)]
+)

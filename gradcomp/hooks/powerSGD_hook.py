@@ -415,7 +415,3 @@ def average_errors(state_dicts: list[dict[str, Any]]) -> dict[str, Any]:
             mean = torch.stack([error.cpu().double() for error in errors]).mean(0).to(mean)
         merged["buckets"][index] = {**bucket, "error": mean}
     return merged
-
-
-# So that torch.load's safe default takes them.
-torch.serialization.add_safe_globals([PowerSGDState, powerSGD_hook, batched_powerSGD_hook])

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.hooks import powerSGD_hook
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from tests.distributed.powersgd_oracle import (
     Bucket,
     random_gradient,
@@ -97,8 +97,19 @@ def test_a_loaded_state_continues_bitwise_after_gradients_of_low_rank():
 
 
 def test_hooks_are_saved_by_name():
-    for hook in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook):
+    modules = (default_hooks, debugging_hooks, powerSGD_hook)
+    hooks = [getattr(module, name) for module in modules for name in module.__all__ if name.endswith("_hook")]
+    assert len(hooks) == 6
+    for hook in hooks:
         assert reload({"comm_hook": hook})["comm_hook"] is hook
+
+
+def test_a_state_made_with_numbers_of_numpys_loads():
+    numpy = pytest.importorskip("numpy")
+    given = {"matrix_approximation_rank": numpy.int64(3), "min_compression_rate": numpy.float64(1.5)}
+    with Messages():
+        state = reload({"state": new_state(**given, random_seed=numpy.int64(7))})["state"]
+    assert (state.matrix_approximation_rank, state.min_compression_rate, state.random_seed) == (3, 1.5, 7)
 
 
 def test_importing_gradcomp_is_enough(tmp_path):

@@ -65,6 +65,12 @@ def test_a_rank_below_one(rank):
         powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, None, 1.5])
+def test_a_seed_that_is_none(seed):
+    with pytest.raises(ValueError, match=r"random_seed is .*, but must be an int between 0 and 2\*\*32 - 1"):
+        powerSGD_hook.PowerSGDState(None, random_seed=seed)
+
+
 def test_defaults_and_positions_of_arguments_are_torchs():
     arguments = (None, 3, 5, 1.5, False, False, 1e-6, 4, 0, True)
     for given in (arguments[:1], arguments):
@@ -145,7 +151,13 @@ def test_a_group_of_some_ranks():
 def call_wrongly(rank):
     messages = []
     state = powerSGD_hook.PowerSGDState(None)
-    wrong = [(None, torch.ones(4)), (dist.group.WORLD, torch.ones(4)), (state, torch.ones(4).long())]
+    wrong = [
+        (None, torch.ones(4)),
+        (dist.group.WORLD, torch.ones(4)),
+        (state, torch.ones(4).long()),
+        (powerSGD_hook.PowerSGDState("gloo"), torch.ones(4)),
+        (torch_powersgd.PowerSGDState(None, start_powerSGD_iter=2), torch.ones(4)),
+    ]
     for hook in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook):
         for given, buffer in wrong:
             with pytest.raises(TypeError) as error:
@@ -156,10 +168,12 @@ def call_wrongly(rank):
 
 def test_wrong_states_and_buckets_are_refused():
     (messages,) = run_ranks(call_wrongly, 1)
-    for name, own in (("powerSGD_hook", messages[:3]), ("batched_powerSGD_hook", messages[3:])):
+    for name, own in (("powerSGD_hook", messages[:5]), ("batched_powerSGD_hook", messages[5:])):
         assert own[0] == f"{name} takes a gradcomp PowerSGDState as its state, got None"
         assert own[1].startswith(f"{name} takes a gradcomp PowerSGDState as its state, got <")
         assert own[2] == f"{name} compresses floating-point buckets, got torch.int64"
+        assert own[3] == f"{name} takes a process group or None as its state.process_group, got 'gloo'"
+        assert own[4].endswith(": from_torch converts torch's")
 
 
 def odd_buckets(rank, hook_name):
@@ -185,34 +199,44 @@ def test_odd_buckets(hook):
             assert torch.allclose(mine[1], (mine[0] + theirs[0]) / 2)
 
 
-def memory_of_gradient_size(rank, shapes, options):
+def memory_of_gradient_size(rank, shapes, options, hook, dtype):
     state = powerSGD_hook.PowerSGDState(None, 2, START, **options)
-    for step in range(START + 2):
-        powerSGD_hook.powerSGD_hook(state, Bucket(random_gradient(shapes, rank, step), shapes)).wait()
-    seen, found, queue = set(), 0, [state]
+    run_steps(state, rank, range(START + 2), shapes, hook, dtype)
+    seen, storages, queue = set(), {}, [state]
     while queue:
         item = queue.pop()
         if id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            found += item.untyped_storage().nbytes()
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, dict):
             queue += item.values()
         elif isinstance(item, list | tuple):
             queue += item
         elif hasattr(item, "__dict__"):
             queue += vars(item).values()
-    return found
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("error_feedback", [True, False])
-def test_memory_is_the_error_and_small_factors(error_feedback):
-    shapes = [(512, 512)] * 3 + [(100,)]
+@pytest.mark.parametrize(
+    # scratch: elements of the fp32 matrix that plain torch needs besides; the square has 943 rows.
+    ("hook", "dtype", "scratch"),
+    [
+        ("powerSGD", torch.float32, 0),
+        ("powerSGD", torch.bfloat16, 512 * 512),
+        ("batched", torch.float32, 943**2),
+        ("batched", torch.bfloat16, 943**2),
+    ],
+)
+def test_memory_is_the_error_and_small_factors(error_feedback, hook, dtype, scratch):
+    shapes = [(512, 512)] * 2 + [(256, 512), (512, 256), (512, 200), (100,)]
     options = {"use_error_feedback": error_feedback}
-    (held_bytes,) = run_ranks(memory_of_gradient_size, 1, shapes, options)
-    gradients_bytes = 4 * sum(math.prod(shape) for shape in shapes)
-    assert held_bytes <= (error_feedback + 0.1) * gradients_bytes
+    (held_bytes,) = run_ranks(memory_of_gradient_size, 1, shapes, options, hook, dtype)
+    numel = sum(math.prod(shape) for shape in shapes)
+    factors = 0.25 * 4 * numel  # with their copies in fp64
+    assert held_bytes <= error_feedback * dtype.itemsize * (numel + 943) + 4 * scratch + factors
 
 
 def count(rank, name, hook_name, options, steps):

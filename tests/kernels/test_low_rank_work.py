@@ -107,6 +107,15 @@ def test_wires_are_filled_once_without_gaps(rank):
     assert work.q_wire_numel == sum(m * r for (_, m), r in zip(SHAPES, ranks, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(10, 50257), (50257, 10), (1, 10**6), (10**6, 1), (4096, 4096)])
+def test_every_aspect_ratio_stays_parallel(shape):
+    """Enough programs for all of a GPU's multiprocessors."""
+    n, m = shape
+    work = LowRankWork([Matrix(0, n, m, n * m)], [], rank=4, itemsize=4)
+    for programs in (work.project_work, work.back_project_work, work.reconstruct_work):
+        assert len(programs) >= 150
+
+
 @pytest.mark.usefixtures("few_programs")
 def test_partial_sums_are_all_added():
     work = work_of(4)

@@ -21,6 +21,7 @@ from tests.kernels.powersgd_ranks import (
     sums_of,
 )
 from tests.tolerances import POWERSGD_STAGE as STAGE
+from tests.tolerances import POWERSGD_STAGE_DOT as STAGE_DOT
 from tests.tolerances import POWERSGD_STEP as STEP
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -118,23 +119,24 @@ def test_without_warm_start(device):
 def test_every_stage(rank, device):
     """Each stage by itself, from what the stage before it left."""
     (plan,) = plans_of(MIXED, rank, FP32, device)
+    bound = STAGE[FP32] if rank <= 8 else STAGE_DOT
     first, grad = (random_grads(plan.layout, FP32, device, seed)[0] for seed in range(2))
     step([plan], [first])
     sums, directions = sums_of(plan, grad), directions_of(plan)
     plan.project(grad, 0.5)
     for i, (total, direction) in enumerate(zip(sums, directions, strict=True)):
-        assert relative(plan._matrix(i).double().cpu(), total) <= STAGE[FP32]
-        assert relative(on_wire(plan, i, "p"), 0.5 * total @ direction) <= STAGE[FP32]
+        assert relative(plan._matrix(i).double().cpu(), total) <= bound
+        assert relative(on_wire(plan, i, "p"), 0.5 * total @ direction) <= bound
     plan.back_project(grad, 0.5)
     for i, total in enumerate(sums):
         p = panel_of(plan, i, "p")
-        assert relative(p, orthonormal(on_wire(plan, i, "p"))) <= 10 * STAGE[FP32]
-        assert relative(on_wire(plan, i, "q"), 0.5 * total.T @ p) <= STAGE[FP32]
+        assert relative(p, orthonormal(on_wire(plan, i, "p"))) <= 10 * bound
+        assert relative(on_wire(plan, i, "q"), 0.5 * total.T @ p) <= bound
     plan.reconstruct(grad, 0)
     for i, output in enumerate(matrices_of(plan.layout, grad)):
         q = panel_of(plan, i, "q")
         assert torch.equal(q, on_wire(plan, i, "q"))
-        assert relative(output, panel_of(plan, i, "p") @ q.T) <= STAGE[FP32]
+        assert relative(output, panel_of(plan, i, "p") @ q.T) <= bound
         assert torch.equal(q, plan.directions()[i].double().cpu()), "a random column in place of a good one"
 
 
