@@ -180,11 +180,11 @@ class PowerSGDState:
         kind = {
             "dtype": bucket.buffer().dtype,
             "square": square,
-            "rank": self.matrix_approximation_rank,
-            "min_compression_rate": self.min_compression_rate,
+            "rank": _plain(self.matrix_approximation_rank),
+            "min_compression_rate": _plain(self.min_compression_rate),
             "error_feedback": self.use_error_feedback,
             "warm_start": self.warm_start,
-            "epsilon": self.orthogonalization_epsilon,
+            "epsilon": _plain(self.orthogonalization_epsilon),
         }
         shares, lost = self._memories.shares(bucket, kind)
         for index, memory in lost.items():
@@ -220,7 +220,7 @@ class PowerSGDState:
 
     def _take_over(self, index: int, memory: Memory) -> None:
         """Give the bucket torch's memory if it fits."""
-        plan, theirs = memory.plan, self._from_torch[index]
+        plan, theirs = memory.plan, self._from_torch.pop(index)
         assert plan is not None
         error = plan.error() if theirs["error"] is None else theirs["error"]
         directions = plan.directions()
@@ -228,7 +228,6 @@ class PowerSGDState:
             directions = self._split(theirs["directions"], memory.shapes)
         expected = [(matrix.cols, matrix.rank) for matrix in plan.layout.matrices]
         if error.numel() == plan.layout.numel and [tuple(each.shape) for each in directions] == expected:
-            del self._from_torch[index]
             plan.load(error, directions)
         else:
             logger.warning("PowerSGD: bucket %s has another layout than torch's: starts afresh.", index)
