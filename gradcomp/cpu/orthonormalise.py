@@ -46,6 +46,9 @@ def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:
     """(upper triangular T [k, r, r] with TᵀGT = I but zero columns for dependent ones, the smallest part of a
     column's squared length that was left; 0 where columns are dependent).
     """
+    if gram.shape[-1] == 1:
+        transform = torch.where(gram == 0, 0.0, 1 / (gram.sqrt() + epsilon))
+        return torch.where(gram.isfinite(), transform, torch.nan), 1.0
     if not epsilon:
         lower, info = torch.linalg.cholesky_ex(gram)
         left = lower.diagonal(dim1=-2, dim2=-1).square() / gram.diagonal(dim1=-2, dim2=-1)

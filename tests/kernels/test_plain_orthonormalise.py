@@ -58,6 +58,17 @@ def test_only_the_panel_that_is_not_finite_becomes_nan():
     assert other.isfinite().all()
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 0.25])
+def test_one_column(epsilon):
+    panel = panel_of(30, 1, 0)[:, :, :1].repeat(2, 1, 1)
+    panel[1], panel[2, 7] = 0.0, torch.nan
+    (basis,) = orthonormalised([panel], epsilon)
+    for i in (0, 3):
+        assert torch.allclose(basis[i], panel[i] / (panel[i].norm() + epsilon), rtol=1e-14)
+    assert not basis[1].any()
+    assert basis[2].isnan().all()
+
+
 def test_epsilon_is_added_to_every_length():
     """As in torch's hook, column by column."""
     panel, epsilon = panel_of(30, 1, 0), 0.25
