@@ -399,18 +399,25 @@ def average_errors(state_dicts: list[dict[str, Any]]) -> dict[str, Any]:
     """One state_dict from those of all ranks of a run, for every rank of a run with any number of ranks.
 
     What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
-    mean is the same. Raises ValueError for an empty list, or for memories just taken over from torch.
+    mean is the same. Raises ValueError for an empty list, for state_dicts of different steps or buckets, or for
+    memories just taken over from torch.
     """
     if not state_dicts:
         raise ValueError("average_errors takes the state_dicts of all ranks, got none")
     if state_dicts[0]["from_torch"]:
         raise ValueError("average_errors: a state from from_torch has to make a compressed step first")
-    merged = dict(state_dicts[0])
-    merged["buckets"] = {}
+    saved = [(state_dict["iter"], sorted(state_dict["buckets"])) for state_dict in state_dicts]
+    for rank, (step, buckets) in enumerate(saved):
+        if (step, buckets) != saved[0]:
+            raise ValueError(
+                "average_errors takes what all ranks saved in one step, but number 0 is of step {}, with buckets {}, "
+                "and number {} of step {}, with buckets {}".format(*saved[0], rank, step, buckets)
+            )
+    merged = {**state_dicts[0], "buckets": {}}
     for index, bucket in state_dicts[0]["buckets"].items():
         errors = [state_dict["buckets"][index]["error"] for state_dict in state_dicts]
         mean = errors[0]
         if mean is not None:
-            mean = torch.stack([error.cpu().double() for error in errors]).mean(0).to(mean)
+            mean = (sum(error.cpu().double() for error in errors) / len(errors)).to(mean)
         merged["buckets"][index] = {**bucket, "error": mean}
     return merged

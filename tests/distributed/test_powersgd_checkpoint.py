@@ -257,6 +257,10 @@ def test_another_world_size(before, after):
 def test_average_errors_of_nothing():
     with pytest.raises(ValueError, match="takes the state_dicts of all ranks, got none"):
         powerSGD_hook.average_errors([])
+    with Messages():
+        one = new_state().state_dict()
+    with pytest.raises(ValueError, match=r"number 0 is of step 0, with buckets \[\], and number 1 of step 3"):
+        powerSGD_hook.average_errors([one, {**one, "iter": 3}])
 
 
 def test_average_errors_leaves_its_arguments():
