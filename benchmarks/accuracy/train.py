@@ -15,10 +15,9 @@ from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Progress, Recorder, check_replicas
 from benchmarks.environment import describe
-from gradcomp.hooks import powerSGD_hook
 
-EXACT_OR_16_BIT = ("none", "allreduce", "fp16", "bf16")  # registered as in the demo
-LOW_RANK = {"powersgd": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
+LOW_RANK = ("powersgd", "batched")  # with a rank; all are registered as in the demo
+EXACT_OR_16_BIT = tuple(name for name in demo.HOOKS if name not in LOW_RANK)
 TIMEOUT = timedelta(minutes=5)  # how long a rank waits for another before it gives up
 
 
@@ -34,13 +33,7 @@ def check_hook_name(hook: str) -> None:
 def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
     """Register "fp16" or "powersgd:4" (PowerSGD of rank 4), which starts after ``start_iter`` steps."""
     name, _, rank = hook.partition(":")
-    if name not in LOW_RANK:
-        demo.HOOKS[name](averager)
-        return
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=int(rank), start_powerSGD_iter=start_iter
-    )
-    averager.register_comm_hook(state, LOW_RANK[name])
+    demo.HOOKS[name](averager, int(rank or 0), start_iter)
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:

@@ -31,23 +31,22 @@ from gradcomp.hooks import default_hooks, powerSGD_hook
 Averager = DistributedDataParallel | Reducer
 
 
-def register_power_sgd(model: Averager, hook: Callable[..., Any], rank: int) -> None:
-    # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets. So
-    # few that the last step whose bytes are always counted is compressed; the rule for real runs is a tenth.
+def register_power_sgd(model: Averager, hook: Callable[..., Any], rank: int, start_iter: int) -> None:
     state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=WARMUP_STEPS - 1
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start_iter
     )
     model.register_comm_hook(state, hook)
 
 
-# How each hook is registered, given PowerSGD's rank. "none" is the baseline: the reducer's own all-reduce.
-HOOKS: dict[str, Callable[[Averager, int], None]] = {
-    "none": lambda model, rank: None,
-    "allreduce": lambda model, rank: model.register_comm_hook(None, default_hooks.allreduce_hook),
-    "fp16": lambda model, rank: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "bf16": lambda model, rank: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
-    "powersgd": lambda model, rank: register_power_sgd(model, powerSGD_hook.powerSGD_hook, rank),
-    "batched": lambda model, rank: register_power_sgd(model, powerSGD_hook.batched_powerSGD_hook, rank),
+# How each hook is registered, given PowerSGD's rank and the steps before it compresses. "none" is the baseline: the
+# reducer's own all-reduce.
+HOOKS: dict[str, Callable[[Averager, int, int], None]] = {
+    "none": lambda model, *_: None,
+    "allreduce": lambda model, *_: model.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16": lambda model, *_: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "bf16": lambda model, *_: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
+    "powersgd": lambda model, *given: register_power_sgd(model, powerSGD_hook.powerSGD_hook, *given),
+    "batched": lambda model, *given: register_power_sgd(model, powerSGD_hook.batched_powerSGD_hook, *given),
 }
 
 LEARNING_RATE = 1e-3
@@ -117,7 +116,9 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     torch.manual_seed(options.seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
     model, averager = with_reducer(net, options.reducer)
-    HOOKS[options.hook](averager, options.powersgd_rank)
+    # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets. So
+    # few that the last step whose bytes are always counted is compressed; the rule for real runs is a tenth.
+    HOOKS[options.hook](averager, options.powersgd_rank, WARMUP_STEPS - 1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
