@@ -56,7 +56,8 @@ class Case:
     num_bytes: the least it can move, each input read once and each output written once; every
     provider's rate is reckoned with it. max_error: the bound for error_of(result, reference).
     baseline: the provider that the others' ratios refer to. seconds: for its rounds, where the clock's
-    own are too many.
+    own are too many. num_buckets: what a call handles, for the host's time per bucket. num_elements: of the
+    gradients, for the bytes per element; None where that says nothing.
     """
 
     name: str
@@ -68,6 +69,8 @@ class Case:
     baseline: str
     error_of: Callable[[torch.Tensor, torch.Tensor], float] = field(default_factory=lambda: elementwise_error)
     seconds: float | None = None
+    num_buckets: int = 1
+    num_elements: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.label} {self.dtype}"
@@ -245,6 +248,8 @@ def run_case(case: Case, clock: Clock) -> list[dict[str, object]]:
                 "p50_us": timing.p50_us,
                 "p80_us": timing.p80_us,
                 "host_us": timing.host_us,
+                "host_us_per_bucket": None if timing.host_us is None else timing.host_us / case.num_buckets,
+                "bytes_per_element": case.num_bytes / case.num_elements if case.num_elements else None,
                 "num_rounds": timing.num_rounds,
                 "gb_per_s": rate,
                 "percent_of_copy": 100 * rate / clock.copy_gb_per_s,

@@ -69,6 +69,10 @@ class Problem:
     def layouts(self) -> list[LowRankLayout]:
         return [LowRankLayout(shapes, self.rank, min_compression_rate=2) for shapes in self.buckets]
 
+    @property
+    def num_elements(self) -> int:
+        return sum(layout.numel for layout in self.layouts)
+
     def num_bytes(self, *stages: str) -> int:
         compressed = sum(matrix.numel for layout in self.layouts for matrix in layout.matrices)
         others = sum(numel for layout in self.layouts for _, numel in layout.rest)
@@ -104,6 +108,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             baseline="torch",
             error_of=frobenius_error,
             seconds=CUDA_SECONDS if device.type == "cuda" else None,
+            num_buckets=len(problem.buckets),
+            num_elements=problem.num_elements,
         )
     for label, problem in described:
         for stage in PASSES:
@@ -117,6 +123,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 baseline="gradcomp",
                 error_of=frobenius_error,
                 seconds=CUDA_SECONDS if device.type == "cuda" else None,
+                num_buckets=len(problem.buckets),
+                num_elements=problem.num_elements,
             )
 
 

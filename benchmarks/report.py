@@ -11,8 +11,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 Row = dict[str, object]
 
-_COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "MB", "GB/s", "% copy", "x base", "error", "launches"]
-_WIDTHS = [16, 10, 17, 9, 9, 8, 7, 7, 9, 10]
+_COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "/bucket", "MB", "B/elem", "GB/s", "% copy", "x base"]
+_COLUMNS += ["error", "launches"]
+_WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 7, 9, 10]
 
 
 def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
@@ -40,13 +41,16 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
+    per_bucket, per_element = row["host_us_per_bucket"], row["bytes_per_element"]
     host_us, num_launches = row["host_us"], row["num_launches"]
     return [
         str(row["provider"]),
         f"{row['p50_us']:.1f}",
         f"{row['p20_us']:.1f}-{row['p80_us']:.1f}",
         "-" if host_us is None else f"{host_us:.1f}",
+        "-" if per_bucket is None else f"{per_bucket:.1f}",
         f"{row['num_bytes'] / 1e6:.1f}",
+        "-" if per_element is None else f"{per_element:.2f}",
         f"{row['gb_per_s']:.1f}",
         f"{row['percent_of_copy']:.0f}",
         f"{row['times_baseline']:.2f}",

@@ -148,6 +148,8 @@ def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
     shapes = list(models.bert_large())
     vectors = models.num_elements([shape for shape in shapes if len(shape) == 1 or shape[0] == 2])
     assert whole.num_bytes == 20 * models.num_elements(shapes) - 4 * vectors
+    assert whole.num_elements == models.num_elements(shapes)
+    assert whole.num_buckets == len(models.buckets("bert-large", torch.float32)) > 1
 
 
 SMALL = [(40, 30), (7,), (40, 30), (64, 2, 3, 3), (5, 4)]
@@ -247,7 +249,8 @@ def test_a_run_appends_rows_with_every_field(tmp_path):
         assert row["torch"] == torch.__version__
         assert not [field for field in row if f"`{field}`" not in documented]
         nulls = {field for field, value in row.items() if value is None}
-        assert nulls <= {"compute_capability", "driver", "cuda", "host_us", "num_launches"}
+        only_on_cuda = {"compute_capability", "driver", "cuda", "host_us", "host_us_per_bucket"}
+        assert nulls <= only_on_cuda | {"bytes_per_element", "num_launches"}
     assert {row["provider"] for row in rows} == {"gradcomp", "torch"}
 
 
