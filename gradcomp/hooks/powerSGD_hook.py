@@ -5,7 +5,6 @@ implemented, and how it differs from torch's.
 """
 
 import logging
-import math
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,9 +14,11 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.layout import LowRankLayout
 
+from . import powersgd_transfer
 from .default_hooks import allreduce_hook
 from .exchange import group_of, in_stream_order
-from .powersgd_memory import BucketMemories, Memory, Share
+from .powersgd_memory import BucketMemories, Share
+from .powersgd_transfer import average_errors
 
 __all__ = [
     "PowerSGDState",
@@ -215,40 +216,12 @@ class PowerSGDState:
             memory.plan.load(memory.saved["error"], directions)
             memory.saved = None
         elif share.index in self._from_torch:
-            self._take_over(share.index, memory)
+            theirs = self._from_torch.pop(share.index)
+            if not powersgd_transfer.load(memory.plan, memory, theirs):
+                logger.warning(
+                    "PowerSGD: bucket %s has another layout than torch's: starts afresh.", share.index
+                )
         return memory.plan
-
-    def _take_over(self, index: int, memory: Memory) -> None:
-        """Give the bucket torch's memory if it fits."""
-        plan, theirs = memory.plan, self._from_torch.pop(index)
-        assert plan is not None
-        error = plan.error() if theirs["error"] is None else theirs["error"]
-        directions = plan.directions()
-        if theirs["directions"] is not None:
-            directions = self._split(theirs["directions"], memory.shapes)
-        expected = [(matrix.cols, matrix.rank) for matrix in plan.layout.matrices]
-        if error.numel() == plan.layout.numel and [tuple(each.shape) for each in directions] == expected:
-            plan.load(error, directions)
-        else:
-            logger.warning("PowerSGD: bucket %s has another layout than torch's: starts afresh.", index)
-
-    def _split(self, flat: torch.Tensor, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
-        """torch's q_memory_dict of a bucket as our directions; none if it is of another bucket.
-
-        torch has vectors in it too, as matrices of one column, where min_compression_rate lets it.
-        """
-        groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
-        for shape in shapes:
-            rows, cols = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
-            rank = min(rows, cols, self.matrix_approximation_rank)
-            if (rows + cols) * rank * self.min_compression_rate < rows * cols:
-                groups.setdefault((rows, cols), []).append((cols, rank, len(shape) > 1))
-        theirs = [each for group in groups.values() for each in group]
-        numels = [cols * rank for cols, rank, _ in theirs]
-        if sum(numels) != flat.numel():
-            return []
-        parts = zip(flat.split(numels), theirs, strict=True)
-        return [part.view(cols, rank) for part, (cols, rank, is_matrix) in parts if is_matrix]
 
     def _seed(self, index: int, step: int) -> int:
         """Of a bucket's random projection in a step, the same on every rank."""
@@ -383,41 +356,6 @@ def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
     ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in names})
     for name in _PROGRESS:
         setattr(ours, name, getattr(state, name))
-    ours._from_torch = {
-        index: {
-            # Copies: torch goes on writing to its own.
-            "error": state.error_dict[index].clone() if index in state.error_dict else None,
-            "directions": state.q_memory_dict[index].clone() if index in state.q_memory_dict else None,
-        }
-        for index in {*state.error_dict, *state.q_memory_dict}
-    }
+    ours._from_torch = powersgd_transfer.memories_of(state)
     ours._waits_for_buckets = wait_for_buckets
     return ours
-
-
-def average_errors(state_dicts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state_dict from those of all ranks of a run, for every rank of a run with any number of ranks.
-
-    What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
-    mean is the same. Raises ValueError for an empty list, for state_dicts of different steps or buckets, or for
-    memories just taken over from torch.
-    """
-    if not state_dicts:
-        raise ValueError("average_errors takes the state_dicts of all ranks, got none")
-    if state_dicts[0]["from_torch"]:
-        raise ValueError("average_errors: a state from from_torch has to make a compressed step first")
-    saved = [(state_dict["iter"], sorted(state_dict["buckets"])) for state_dict in state_dicts]
-    for rank, (step, buckets) in enumerate(saved):
-        if (step, buckets) != saved[0]:
-            raise ValueError(
-                "average_errors takes what all ranks saved in one step, but number 0 is of step {}, with buckets {}, "
-                "and number {} of step {}, with buckets {}".format(*saved[0], rank, step, buckets)
-            )
-    merged = {**state_dicts[0], "buckets": {}}
-    for index, bucket in state_dicts[0]["buckets"].items():
-        errors = [state_dict["buckets"][index]["error"] for state_dict in state_dicts]
-        mean = errors[0]
-        if mean is not None:
-            mean = (sum(error.cpu().double() for error in errors) / len(errors)).to(mean)
-        merged["buckets"][index] = {**bucket, "error": mean}
-    return merged
