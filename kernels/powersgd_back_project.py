@@ -8,6 +8,7 @@ from .powersgd_tile import (
     MAX_FMA_RANK,
     P_PANEL,
     P_STRIDE,
+    dot_rank_block,
     gradient_tile,
     lies_on_16_bytes,
     memory_tile,
@@ -16,6 +17,7 @@ from .powersgd_tile import (
 )
 
 NUM_WARPS = 4
+PLAIN_DOT_WARPS = 8  # without feedback there are two loops (see gradient_tile); with 4, some of them spill
 # A dot product over more rows at once takes more registers than three blocks on a multiprocessor leave.
 DOT_ROWS = 32
 
@@ -27,7 +29,7 @@ def matrix_tile(
 ):  # fmt: skip
     """(pointers, mask) of a tile of M: in the memory, or with FEEDBACK off in the bucket."""
     if FEEDBACK:
-        ptrs, mask = memory_tile(source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
+        ptrs, mask = memory_tile(source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, False)
     else:
         ptrs, mask = gradient_tile(
             source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
@@ -177,7 +179,8 @@ def back_project(
     rank, block_rows, block_cols: LowRankWork's.
     """
     if len(work):
-        rows = block_rows if rank <= MAX_FMA_RANK.value else min(block_rows, DOT_ROWS)
+        is_dot = rank > MAX_FMA_RANK.value
+        rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
         _back_project_kernel[(len(work),)](
             source,
             p,
@@ -185,11 +188,11 @@ def back_project(
             matrices,
             work,
             RANK=rank,
-            RANK_BLOCK=min(rank, 32),
+            RANK_BLOCK=dot_rank_block(rank),
             BLOCK_ROWS=rows,
             BLOCK_COLS=block_cols,
             SPLIT=block_rows // rows,
             FEEDBACK=feedback,
-            num_warps=NUM_WARPS,
+            num_warps=PLAIN_DOT_WARPS if is_dot and not feedback and block_cols == 64 else NUM_WARPS,
             enable_fp_fusion=True,
         )

@@ -78,7 +78,7 @@ def pack(
             work,
             scale,
             RANK=rank,
-            RANK_BLOCK=min(rank, 64 // partial.itemsize),
+            RANK_BLOCK=min(rank, 16 if partial.itemsize == 4 else 4),  # in fp64, 8 spill beyond rank 32
             BLOCK=block,
             COPY_BLOCK=COPY_BLOCK,
             num_warps=NUM_WARPS,

@@ -14,6 +14,7 @@ from .powersgd_tile import (
     Q_PANEL,
     Q_STRIDE,
     RANDOM_PANEL,
+    dot_rank_block,
     gradient_tile,
     lies_on_16_bytes,
     memory_tile,
@@ -23,6 +24,9 @@ from .powersgd_tile import (
 from .tile import round_to
 
 NUM_WARPS = 8  # with 4, some ranks spill
+DOT_WARPS = 4  # what the 64 rows of a tile keep busy: more would only multiply the same once more
+# All that there are, for rank 32. Not told so, ptxas makes room for one program more by spilling (fp16, sm_100).
+MAX_REGISTERS = 255
 # A dot product over more columns at once takes more registers than there are.
 DOT_COLS = 32
 # Of Q's columns: below a length of 1e-30 its inverse nears the end of fp32.
@@ -49,12 +53,13 @@ def add_error(gradient, exists, memory_ptrs, memory_mask, approximation, TYPE: t
     """M = gradient + (M_prev − P_prev Q_prevᵀ), stored over M_prev; returns M as stored, not yet upcast.
 
     approximation: P_prev Q_prevᵀ. It is rounded to TYPE, the bucket's dtype, as it was for the output, so
-    that the error includes the rounding of the output. Where the error isn't finite it counts as zero (that is
-    how PowerSGD recovers from inf and NaN), and where no element exists.
+    that the error includes the rounding of the output. Where the error isn't finite in TYPE it counts as zero
+    (that is how PowerSGD recovers from inf and NaN), and where no element exists.
     """
+    INFINITE: tl.constexpr = 65520.0 if TYPE == tl.float16 else float("inf")  # once rounded to TYPE
     previous = tl.load(memory_ptrs, mask=memory_mask, other=0.0).to(gradient.dtype)
     error = previous - round_to(approximation, TYPE).to(gradient.dtype)
-    error = tl.where(exists & (tl.abs(error) < float("inf")), error, 0.0)
+    error = tl.where(exists & (tl.abs(error) < INFINITE), error, 0.0)
     matrix = round_to(gradient + error, TYPE)
     tl.store(memory_ptrs, matrix, mask=memory_mask)
     return matrix
@@ -87,7 +92,7 @@ def project_fma(
         offs_q = col_block * BLOCK_COLS + offs_col
         if FEEDBACK:
             memory_ptrs, mask = memory_tile(
-                memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS
+                memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
             )
             approximation = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
             for j in tl.static_range(RANK):
@@ -137,7 +142,7 @@ def project_dot(
             offs_q = col_block * BLOCK_COLS + offs_col
             if FEEDBACK:
                 memory_ptrs, mask = memory_tile(
-                    memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS
+                    memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
                 )
                 if rank_start == 0:
                     grad_ptrs, grad_mask = gradient_tile(
@@ -261,7 +266,8 @@ def project(
     rank, block_rows, block_cols: LowRankWork's.
     """
     if len(work):
-        cols = block_cols if rank <= MAX_FMA_RANK.value else min(block_cols, DOT_COLS)
+        is_dot = rank > MAX_FMA_RANK.value
+        cols = min(block_cols, DOT_COLS) if is_dot else block_cols
         _project_kernel[(len(work),)](
             grad,
             memory,
@@ -272,11 +278,12 @@ def project(
             matrices,
             work,
             RANK=rank,
-            RANK_BLOCK=min(rank, 32),
+            RANK_BLOCK=dot_rank_block(rank),
             BLOCK_ROWS=block_rows,
             BLOCK_COLS=cols,
             SPLIT=block_cols // cols,
             FEEDBACK=feedback,
-            num_warps=NUM_WARPS,
+            num_warps=DOT_WARPS if is_dot and block_rows == 64 else NUM_WARPS,
+            maxnreg=MAX_REGISTERS if rank == 32 else None,
             enable_fp_fusion=True,
         )

@@ -39,6 +39,11 @@ TILES = tl.constexpr(1)
 UNPACK = tl.constexpr(2)
 
 
+def dot_rank_block(rank: int) -> int:
+    """How many columns of a factor one pass over a matrix multiplies, of a padded rank."""
+    return rank if rank <= 32 else 16  # with 32, the loop over passes spills
+
+
 @triton.jit
 def work_of(program, matrices_ptr, work_ptr):
     """A program's (matrix, block of rows or columns, first of its other blocks, one past the last)."""
@@ -95,11 +100,13 @@ def gradient_tile(
 
 @triton.jit
 def memory_tile(
-    memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):
+    memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
     """(pointers, mask) of a tile of the memory: every access 128 bits wide."""
     VECTOR: tl.constexpr = 128 // memory_ptr.dtype.element_ty.primitive_bitwidth
-    memory_cols = tl.load(matrix_ptr + MEMORY_COLS)
+    # The same number if ALIGNED; loading COLS shows the compiler that gradient_tile's offsets serve again.
+    memory_cols = tl.load(matrix_ptr + (COLS if ALIGNED else MEMORY_COLS))
     start = tl.load(matrix_ptr + MEMORY) + memory_cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
     rows_left = (tl.load(matrix_ptr + ROWS) - row_block * BLOCK_ROWS).to(tl.int32)
     # Multiples of VECTOR as they are: dividing shows it to the compiler.

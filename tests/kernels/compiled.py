@@ -2,6 +2,7 @@
 
 `python -m tests.kernels.compiled 90` calls every launcher below as the library does, records how it launches
 its kernels, compiles them so for sm_90, and prints, as JSON, registers, spilled bytes and memory instructions.
+With `--every`, for each dtype and rank rather than for those that the tests have time for: five minutes.
 It runs in a process of its own because the test process holds interpreted kernels. A new kernel's launcher has
 to be called in launches(): test_compiled.py says so if it is missing.
 """
@@ -14,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,16 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
 TYPE_NAMES = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int64: "i64"}
 # Matrices whose tiles lie on 16 bytes, and a vector.
 SHAPES = [(256, 512), (512,), (512, 256)]
+# PowerSGD's (dtype, rank, error feedback) that the tests compile: those of which some variant once spilled, and
+# enough of the others.
+POWERSGD = [
+    *((FP32, rank, True) for rank in (1, 4, 8, 16, 32, 96)),
+    *((BF16, rank, True) for rank in (4, 16, 32)),
+    *((FP64, rank, True) for rank in (1, 16, 64)),
+    (FP32, 4, False),
+    (BF16, 32, False),
+]
+EVERY = list(product((FP32, BF16, FP16, FP64), (1, 2, 4, 8, 16, 32, 64, 96), (True, False)))
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class Recorder:
         return launch
 
 
-def launches() -> Iterator[str]:
+def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]:
     """Call the launchers, in groups that differ in what the kernels are compiled for; the groups' names."""
     for source, result in [
         *((FP32, half) for half in (FP16, BF16)),
@@ -97,31 +109,26 @@ def launches() -> Iterator[str]:
         yield f"{TYPE_NAMES[tensor]}->{TYPE_NAMES[flat]}"
         flatten.unflatten(buffer, tables, out=tensors)
         yield f"{TYPE_NAMES[tensor]}<-{TYPE_NAMES[flat]}"
-    for dtype, rank, options in [
-        *((FP32, rank, {}) for rank in (1, 4, 8, 16, 32, 64)),
-        *((BF16, rank, {}) for rank in (4, 32)),
-        *((FP64, rank, {}) for rank in (4, 16)),
-        (FP32, 4, {"error_feedback": False, "warm_start": False}),
-    ]:
+    for dtype, rank, feedback in powersgd:
         layout = LowRankLayout(SHAPES, rank, 1)
-        chosen = {"error_feedback": True, "warm_start": True, **options}
-        plan = LowRankPlan(layout, dtype, torch.device("cpu"), epsilon=0.0, seed=0, **chosen)
+        options = {"error_feedback": feedback, "warm_start": feedback, "epsilon": 0.0, "seed": 0}
+        plan = LowRankPlan(layout, dtype, torch.device("cpu"), **options)
         buffer = torch.zeros(layout.numel, dtype=dtype)
         plan.project(buffer, 1.0)
         plan.back_project(buffer, 1.0)
         plan.reconstruct(buffer, 0)
-        yield f"{TYPE_NAMES[dtype]} r={rank}{' plain' if options else ''}"
+        yield f"{TYPE_NAMES[dtype]} r={rank}{'' if feedback else ' plain'}"
 
 
-def variants() -> list[Variant]:
-    """Every distinct launch of launches()."""
+def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:
+    """Every distinct launch of launches(powersgd)."""
     launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
     for module in kernel_modules():
         for name, kernel in vars(module).copy().items():
             if is_kernel(name):
                 setattr(module, name, Recorder(kernel, launched))
     found: dict[str, Variant] = {}
-    for group in launches():
+    for group in launches(powersgd):
         for kernel, arguments, options in launched:
             tensors = [TYPE_NAMES[value.dtype] for value in arguments.values() if torch.is_tensor(value)]
             constants = [str(arguments[p.name]) for p in kernel.params if p.is_constexpr]
@@ -174,4 +181,5 @@ def _run(binary: str, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps({variant.name: compile_for(variant, int(sys.argv[1])) for variant in variants()}))
+    architecture, chosen = int(sys.argv[1]), EVERY if "--every" in sys.argv else POWERSGD
+    print(json.dumps({variant.name: compile_for(variant, architecture) for variant in variants(chosen)}))

@@ -144,6 +144,27 @@ def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
     assert plan.q_wire.tolist() == [1.5e4] * 64
 
 
+@pytest.mark.parametrize("plan_class", [LowRankPlan, cpu.LowRankPlan], ids=["kernels", "plain"])
+def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
+    """Rather than making the next step infinite."""
+    device = device if plan_class is LowRankPlan else torch.device("cpu")
+    layout = LowRankLayout([(4, 4)], 1, COMPRESS_ALL)
+    plan = plan_class(layout, FP16, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)
+    plan.load(torch.zeros(16, dtype=FP16, device=device), [torch.ones(4, 1, device=device)])
+    gradient = torch.full((16,), 3e4, dtype=FP16, device=device)
+    gradient[0] = -6.5e4
+    output = gradient.clone()
+    step_of(plan, output)
+    lost = gradient.double() - output.double()
+    assert lost[0] < -65520
+    assert lost[1:].abs().max() < 65504
+    assert plan.error().double().tolist() == [0.0, *lost[1:].half().tolist()]
+    output.zero_()
+    step_of(plan, output)
+    assert output.isfinite().all()
+    assert output.any()
+
+
 def test_a_matrix_behind_2_to_the_31(device):
     """A whole step; the bucket, a vector and a matrix start beyond, none of the memory between is touched."""
     start = 2**31 + 5
