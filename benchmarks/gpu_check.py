@@ -161,6 +161,8 @@ def _environment() -> dict[str, str]:
     # All ranks are on this machine, which need not have any network.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    # Steps and ranks share the cores.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     # Plugins that happen to be installed have no say; warnings of theirs would be errors.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     return environment

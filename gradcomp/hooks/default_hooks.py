@@ -173,9 +173,14 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             bucket.set_buffer(buffer)
             return ops.decompress_cast(result, out=buffer)
 
+        def sequence() -> torch.Tensor:
+            result = run_hook().wait()  # makes the side stream wait, not the host
+            # But gloo's futures know no streams: what they promise is done on the default one.
+            torch.cuda.current_stream(buffer.device).wait_stream(torch.cuda.default_stream(buffer.device))
+            return decompress(result)
+
         if buffer.is_cuda:
-            # Waiting makes the side stream wait, not the host.
-            return in_stream_order(buffer.device, lambda: decompress(run_hook().wait()))
+            return in_stream_order(buffer.device, sequence)
         return run_hook().then(lambda future: decompress(future.value()))
 
     compress_wrapper_hook.__qualname__ = f"{name}({getattr(hook, '__qualname__', hook)})"

@@ -37,12 +37,12 @@ def wire_of(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> torc
     """The buffer of this dtype, as long as the bucket, that a hook keeps for it from step to step.
 
     It lives as long as the bucket's first parameter: models don't share one, and a dead model leaves
-    none behind. A bucket of another length (after DDP rebuilt its buckets) gets a new one.
+    none behind. A bucket of another length (after DDP rebuilt its buckets) or device gets a new one.
     """
     kept = _wires.setdefault(bucket.parameters()[0], {})
-    wire, numel = kept.get(hook_name), bucket.buffer().numel()
-    if wire is None or wire.numel() != numel:
-        wire = torch.empty(numel, dtype=dtype, device=bucket.buffer().device)
+    wire, buffer = kept.get(hook_name), bucket.buffer()
+    if wire is None or wire.numel() != buffer.numel() or wire.device != buffer.device:
+        wire = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
         kept[hook_name] = wire
     return wire
 

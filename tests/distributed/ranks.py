@@ -32,6 +32,15 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def let_torchs_power_sgd_have_cpu_buckets() -> None:
+    """Where a GPU is visible, torch's hook synchronises with the bucket's device, which raises for the CPU."""
+    synchronize = torch.cuda.synchronize
+    if torch.cuda.is_available():
+        torch.cuda.synchronize = lambda device=None: (
+            None if getattr(device, "type", "cuda") == "cpu" else synchronize(device)
+        )
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
@@ -140,6 +149,8 @@ def _rank_main(
     with open(folder / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
         torch.set_num_threads(1)
+        let_torchs_power_sgd_have_cpu_buckets()
+        torch.backends.cudnn.deterministic = True
         try:
             dist.init_process_group(
                 backend,

@@ -101,7 +101,10 @@ def assert_resumed(ranks, num_buckets=5):
         assert afresh == []
         assert torch.equal(uninterrupted, ranks[0][2])
         assert torch.equal(resumed, ranks[0][3])
-        assert torch.equal(resumed, uninterrupted)
+        if device_of_rank().type == "cpu":
+            assert torch.equal(resumed, uninterrupted)
+        else:  # what was saved is the kernels' error but for its last bits
+            assert torch.allclose(resumed, uninterrupted, atol=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
