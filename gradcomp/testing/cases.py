@@ -69,6 +69,12 @@ class Drawn:
         steps = st.integers(0, self.claims.start + 1)
         return self.any(poison=poisons(steps, self.world_size))
 
+    def rearranged(self) -> SearchStrategy[Workload]:
+        """Buckets that are others from the second step on."""
+        return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
+            lambda workload: len(workload.buckets) > 1 < workload.steps
+        )
+
     def small(self) -> SearchStrategy[Workload]:
         return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
 
@@ -78,6 +84,7 @@ class Drawn:
             "tensors": shapes(max_numel=25),
             "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
             "spectra": st.just(("flat",)),
+            "rearranged": st.booleans(),
         }
         alike = self.any(
             num_tensors=(2, 2), same_shapes=st.just(True), noises=(0.0,), drifts=(0.1, 1.0), **options
@@ -85,7 +92,7 @@ class Drawn:
         different = self.any(num_tensors=(1, 1), noises=(1.0, 10.0), **options)
         # (1 - δ)^(K/2) ≤ 1/4, and (1 - δ)^(K/2) · 2/δ ≤ 1/4
         return (
-            self.any(extra_steps=6, noises=(0.0,), zero_steps=16),
+            self.any(extra_steps=6, noises=(0.0,), zero_steps=16, rearranged=st.booleans()),
             alike.map(lambda workload: self._with_zeros(workload, lambda delta: 4.0)),
             different.map(lambda workload: self._with_zeros(workload, lambda delta: 8 / delta)),
         )
@@ -121,7 +128,11 @@ def _of_state(claims: Claims) -> str:
 
 
 CASES = (
-    Case(properties.completes, workloads=lambda drawn: [drawn.any(extra_steps=2)], explains=(RankError,)),
+    Case(
+        properties.completes,
+        workloads=lambda drawn: [drawn.any(extra_steps=2), drawn.rearranged()],
+        explains=(RankError,),
+    ),
     Case(properties.finite_in_finite_out, measure="up to", explains=(NonFiniteFailure,)),
     Case(properties.replicas_identical),
     Case(properties.deterministic),

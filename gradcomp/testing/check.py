@@ -51,7 +51,7 @@ def check_hook(
     if unknown := set(only) - {case.name for case in CASES}:
         raise ValueError(f"no properties {sorted(unknown)}; there are {[case.name for case in CASES]}")
     try:
-        claims = claims or claims_of(hook, make_state, device)
+        claims = claims or claims_of(hook, make_state, device, ranks)
     except RankError:
         return _not_complete(name, hook, make_state, world_size, max_examples, ranks, device)
     report = Report(name, claims)
@@ -90,7 +90,7 @@ def _not_complete(
         max(max_examples, PROBED_STEPS),
     )
     if search.failure is None:
-        claims_of(hook, make_state, device)  # raises what the probe met
+        claims_of(hook, make_state, device, ranks)  # raises what the probe met
         raise AssertionError(f"{name} fails in the probe at times")
     report.failures.append(search.failure)
     report.verdicts.update(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.testing.ranks import run_ranks
-from gradcomp.testing.run import CheckpointError, Hook, MakeState, reload, run_hook
+from gradcomp.testing.run import CheckpointError, Hook, MakeState, Ranks, reload, run_hook
 from gradcomp.testing.workload import Shape, Workload
 
 __all__ = ["Claims", "Tolerance", "claims_of", "unit_roundoff"]
@@ -122,11 +122,12 @@ class Claims:
         )
 
 
-@lru_cache(maxsize=256)
-def claims_of(hook: Hook, make_state: MakeState = None, device: str = "cpu") -> Claims:
+def claims_of(
+    hook: Hook, make_state: MakeState = None, device: str = "cpu", ranks: Ranks = "simulated"
+) -> Claims:
     """What to expect of a hook, from its state if that is gradcomp's or torch's PowerSGDState, and from a probe.
 
-    The probe is eight steps of random gradients, on this device, on two simulated ranks. A hook whose averages are within 5 % averages:
+    The probe is eight steps of random gradients, on this device, on two ranks of this kind. A hook whose averages are within 5 % averages:
     it is held to the tightest tolerance that fits (float32, float16, bfloat16, 8 bits, or twice what was measured).
     Any other is lossy: it compresses from the first step on that isn't exact, and has to make up for it. With a state: it
     claims contraction and error feedback, without which a biased compressor need not converge (Karimireddy et
@@ -143,7 +144,7 @@ def claims_of(hook: Hook, make_state: MakeState = None, device: str = "cpu") -> 
             f"start_powerSGD_iter is {start}: every example would run that many plain steps first. Test with a state that "
             "starts earlier, start_powerSGD_iter=2 say"
         )
-    claims = _probed(hook, make_state, start, device)
+    claims = _probed(hook, make_state, start, device, ranks)
     if make_state is not None:
         claims = replace(claims, checkpoint=checkpoint, memory=4.0 if claims.is_lossy else 1.0)
     return _of_power_sgd(claims, hook, state) if is_power_sgd else claims
@@ -161,9 +162,9 @@ def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> t
     return state, None
 
 
-def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str) -> Claims:
+def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, ranks: Ranks) -> Claims:
     workload = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, seed=7, device=device)
-    outputs = run_hook(hook, make_state, workload).outputs
+    outputs = run_hook(hook, make_state, workload, ranks=ranks).outputs
     plain = [torch.float32, torch.float16, torch.bfloat16]
     fits = [
         next((d for d in plain if _error(workload, outputs, s, Tolerance.rounding(d)) <= 1), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -66,7 +66,8 @@ def run_hook(
 ) -> Run:
     """Give every rank's gradients to the hook, bucket by bucket and step by step.
 
-    As DDP does: every bucket has one buffer and the same parameters in every step; a step's buckets are all in flight
+    As DDP does: every bucket has one buffer and the same parameters in every step (but for a workload's first step if
+    that is `rearranged`); a step's buckets are all in flight
     before the first one is waited for; what the hook's future holds, converted to the bucket's dtype, is the average.
 
     make_state(process_group) gives a rank's state. None: the state is the process group, as stateless hooks take it.
@@ -98,24 +99,26 @@ def _steps(
     state = process_group if make_state is None else make_state(process_group)
     zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
     parameters = [torch.nn.Parameter(zero) for zero in zeros]
-    owned = [[parameters[number] for number in numbers] for numbers in workload.buckets]
-    buffers = [torch.cat([parameter.detach().flatten() for parameter in of_bucket]) for of_bucket in owned]
-    steps = []
+    steps: list[tuple[list[Tensor], list[Tensor], int, int]] = []
     for step in range(workload.num_steps):
+        buckets = workload.buckets_in(step)
+        if step == 0 or buckets != workload.buckets_in(step - 1):
+            owned = [[parameters[number] for number in numbers] for numbers in buckets]
+            buffers = [torch.cat([each.detach().flatten() for each in of_bucket]) for of_bucket in owned]
         if step == checkpoint_at and make_state is not None:
             state = reload(state, make_state, process_group, safe=safe_checkpoint)
         gradients = workload.gradients(step, rank)
         sent_before = _sent_bytes(process_group)
         futures = []
-        for index, (numbers, buffer) in enumerate(zip(workload.buckets, buffers, strict=True)):
+        for index, (numbers, buffer) in enumerate(zip(buckets, buffers, strict=True)):
             buffer.copy_(torch.cat([gradients[number].flatten() for number in numbers]))
             bucket = GradBucket(index, buffer, owned[index], is_last=index == len(buffers) - 1)
             futures.append(hook(state, bucket))
         averages = [_value(future, buffer) for future, buffer in zip(futures, buffers, strict=True)]
-        errors = _by_number(workload, _all_errors(errors_of(state), buffers)) if errors_of else []
+        errors = _by_number(workload, buckets, _all_errors(errors_of(state), buffers)) if errors_of else []
         state_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(state))
         sent_bytes = _sent_bytes(process_group) - sent_before
-        steps.append((_by_number(workload, averages), errors, state_bytes, sent_bytes))
+        steps.append((_by_number(workload, buckets, averages), errors, state_bytes, sent_bytes))
     return steps
 
 
@@ -135,10 +138,10 @@ def _all_errors(errors: Mapping[int, Tensor], buffers: list[Tensor]) -> list[Ten
     return [errors.get(index, torch.zeros_like(buffer)) for index, buffer in enumerate(buffers)]
 
 
-def _by_number(workload: Workload, flat: list[Tensor]) -> list[Tensor]:
+def _by_number(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[Tensor]) -> list[Tensor]:
     """The buckets' tensors by number, copied."""
     found: dict[int, Tensor] = {}
-    for numbers, buffer in zip(workload.buckets, flat, strict=True):
+    for numbers, buffer in zip(buckets, flat, strict=True):
         offset = 0
         for number in numbers:
             part = torch.empty(workload.shapes[number], dtype=buffer.dtype)

@@ -76,6 +76,7 @@ def workloads(
     drifts: Sequence[float] = (0.0, 0.1, 1.0),
     zero_steps: int = 0,
     poison: SearchStrategy[Poison] | None = None,
+    rearranged: SearchStrategy[bool] | None = None,
     device: str = "cpu",
 ) -> SearchStrategy[Workload]:
     """Workloads as training makes them: gradients of every spectrum, scale and sparsity, in any buckets.
@@ -83,7 +84,8 @@ def workloads(
     tensors: their shapes, by default `shapes()`; same_shapes: whether all have that of the first. num_tensors: at least and
     at most. world_sizes: 1 to 4. steps: 1 to 3. dtypes: float32. spectra: of the tensors, by default `spectra()`. log2_scales:
     the exponents of the gradients' rms, lowest and highest; a tensor draws its own. noises: rms of a rank's own part
-    against the common one's. drifts: how far gradients go from step to step.
+    against the common one's. drifts: how far gradients go from step to step. rearranged: whether buckets are, after the
+    first step; by default they aren't.
     """
     scale = st.integers(0, log2_scales[1]) | st.integers(log2_scales[0], log2_scales[1])
     return st.builds(
@@ -106,6 +108,7 @@ def workloads(
         seed=st.integers(0, 2**16),
         zero_steps=st.just(zero_steps),
         poison=st.none() if poison is None else poison,
+        rearranged=st.just(False) if rearranged is None else rearranged,
         device=st.just(device),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Protocol, TypeVar
 
 from gradcomp.testing.claims import Claims, claims_of
@@ -26,9 +26,9 @@ class Subject:
     ranks: Ranks
     device: str
 
-    @property
+    @cached_property
     def claims(self) -> Claims:
-        return self.given or claims_of(self.hook, self.make_state, self.device)
+        return self.given or claims_of(self.hook, self.make_state, self.device, self.ranks)
 
     def run(self, workload: Workload, **options: Any) -> Run:
         """The hook on this workload; options as those of run_hook."""

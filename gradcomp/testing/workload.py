@@ -23,7 +23,8 @@ class Workload:
     """Gradients of `world_size` ranks over `steps` steps: a common signal, and every rank's noise around it.
 
     shapes: of the tensors. buckets: the numbers of the tensors in each bucket, in the order in which buckets are
-    averaged; () for one bucket with all of them.
+    averaged; () for one bucket with all of them. rearranged: they are so from the second step on; in the first, all
+    tensors are in one bucket, as in DDP.
     spectra: the singular values of the tensors' signals, tensor after tensor (the last for all that follow); a tensor is
     a matrix, its first dimension against the others.
 
@@ -60,6 +61,7 @@ class Workload:
     log2_factor: int = 0
     zero_steps: int = 0
     poison: Poison | None = None
+    rearranged: bool = False
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -102,6 +104,10 @@ class Workload:
     def stacked(self, step: int) -> list[Tensor]:
         """All ranks' gradients in float64, [world_size, *shape], by number. Not to be written to."""
         return _stacked(self, step)
+
+    def buckets_in(self, step: int) -> tuple[tuple[int, ...], ...]:
+        """The buckets of a step."""
+        return (tuple(range(len(self.shapes))),) if self.rearranged and step == 0 else self.buckets
 
     def bucket_of(self, number: int) -> int:
         return next(index for index, numbers in enumerate(self.buckets) if number in numbers)

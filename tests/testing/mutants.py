@@ -39,7 +39,7 @@ class Compressor:
         return bucket.gradients()
 
     def key(self, bucket, place):
-        return bucket.index(), place
+        return id(bucket.parameters()[place])
 
     def total(self, gradient, error):
         return gradient + error
@@ -150,6 +150,13 @@ class SharedErrors(TopK):
 
     def key(self, bucket, place):
         return tuple(bucket.gradients()[place].shape)
+
+
+class ErrorsByPlace(TopK):
+    """Where a tensor lies in the buckets tells whose the error is; but DDP rearranges them once."""
+
+    def key(self, bucket, place):
+        return bucket.index(), place, tuple(bucket.gradients()[place].shape)
 
 
 class Hoarder(TopK):

@@ -287,3 +287,21 @@ def test_without_hypothesis_the_package_says_what_it_needs():
 def test_on_real_processes():
     only = ["completes", "averages", "replicas_identical"]
     check_hook(default_hooks.allreduce_hook, max_examples=5, ranks="gloo", only=only).raise_if_failed()
+
+
+def pairwise_hook(state, bucket):
+    """Sends to the other rank what simulated ranks can't."""
+    buffer, other = bucket.buffer(), 1 - dist.get_rank()
+    theirs = torch.empty_like(buffer)
+    sent = dist.isend(buffer.clone(), other)
+    dist.recv(theirs, other)
+    sent.wait()
+    future = torch.futures.Future()
+    future.set_result(buffer.add_(theirs).div_(2))
+    return future
+
+
+def test_a_hook_that_sends_from_rank_to_rank():
+    """The probe for its claims runs on real processes, too."""
+    report = check_hook(pairwise_hook, max_examples=3, ranks="gloo", only=["completes", "averages"])
+    assert [report.verdicts[name].outcome for name in ("completes", "averages")] == ["holds", "holds"]

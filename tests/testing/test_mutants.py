@@ -119,6 +119,7 @@ PLANTED = [
     (TOP_K, mutants.ErrorOfTheAverage, "held_back_comes_out"),
     (TOP_K, mutants.ErrorKeptNan, "nonfinite_seen_by_all"),
     (TOP_K, mutants.SharedErrors, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorsByPlace, "held_back_comes_out"),
     (TOP_K, mutants.ErrorNotSaved, "checkpoint_round_trip"),
     (TOP_K, mutants.Hoarder, "bounded_memory"),
     (TOP_K, mutants.FirstRanksPlaces, "rank_permutation"),
@@ -136,11 +137,8 @@ PLANTED = [
 
 @pytest.fixture(autouse=True)
 def _plain_torch(monkeypatch):
-    """That is where functions are replaced. And what was inferred of the hook without a bug is forgotten."""
+    """That is where functions are replaced."""
     monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
-    claims_of.cache_clear()
-    yield
-    claims_of.cache_clear()
 
 
 def check(sound, only, max_examples=10):
