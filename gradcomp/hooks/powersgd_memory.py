@@ -123,7 +123,8 @@ class BucketMemories:
     def shares(self, bucket: dist.GradBucket, kind: dict[str, Any]) -> tuple[list[Share], dict[int, Memory]]:
         """(How to share the bucket out, memories that had to go because the layout has changed)."""
         index, parameters = bucket.index(), bucket.parameters()
-        shapes = [tuple(parameter.shape) for parameter in parameters]
+        # DDP shows complex gradients as real ones.
+        shapes = [(*each.shape, 2) if each.is_complex() else tuple(each.shape) for each in parameters]
         before = self._memories
         memory = before.get(index)
         if memory is None or not self._is_for(memory, kind, shapes, parameters):

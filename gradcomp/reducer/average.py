@@ -12,7 +12,7 @@ from gradcomp import ops
 from gradcomp.hooks import default_hooks
 from gradcomp.layout import FlatLayout
 
-from .bucket import GradBucket
+from .bucket import GradBucket, as_real
 from .exchange import group_or_default, result_of
 
 
@@ -54,7 +54,10 @@ def average_(
         buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
         ops.gather(members, layout, out=_parts(buffer, members))
         bucket = GradBucket(index, buffer, members, is_last=index == len(kinds) - 1)
-        result = result_of(hook(state, bucket), hook, buffer)
+        result = result_of(hook(state, bucket), hook, as_real(buffer))
+        if buffer.is_complex():
+            as_real(buffer).copy_(result)
+            result = buffer
         ops.scatter(_parts(result, members), layout, out=members)
     return tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
@@ -12,15 +13,21 @@ from gradcomp.layout import FlatLayout
 from .parameters import check_gradient, kind_of_gradient
 
 
+def as_real(buffer: torch.Tensor) -> torch.Tensor:
+    """A view of a flat complex buffer with twice as many real elements; another buffer as it is."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+
+
 class GradBucket:
     """A bucket as communication hooks see it, with the methods of ``torch.distributed.GradBucket``.
 
     buffer: the gradients one after another, 1-D, undivided. The hook's result, of as many elements, takes its
-    place.
+    place. Hooks see complex gradients as real ones, with a last dimension of 2.
     """
 
     def __init__(self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], is_last: bool):
-        self._index, self._buffer, self._parameters, self._is_last = index, buffer, parameters, is_last
+        self._index, self._buffer = index, as_real(buffer)
+        self._parameters, self._is_last = parameters, is_last
 
     def index(self) -> int:
         """Its place in the order in which buckets are averaged, from 0."""
@@ -35,8 +42,9 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """The parts of the current buffer in the parameters' shapes."""
-        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+        shapes = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in self._parameters]
+        parts = self._buffer.split(list(map(math.prod, shapes)))
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
         return list(self._parameters)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import errors
-from .bucket import Bucket, GradBucket, assign_buckets
+from .bucket import Bucket, GradBucket, as_real, assign_buckets
 from .exchange import checked_future, result_of
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -100,6 +100,7 @@ class BucketCommunicator:
         if self._hook is None:
             pending.wait()  # averaged in place
             return
-        result = result_of(pending, self._hook[1], bucket.buffer)
-        if result.data_ptr() != bucket.buffer.data_ptr():
-            bucket.buffer.copy_(result)
+        buffer = as_real(bucket.buffer)
+        result = result_of(pending, self._hook[1], buffer)
+        if result.data_ptr() != buffer.data_ptr():
+            buffer.copy_(result)

@@ -117,6 +117,38 @@ def test_our_hooks_have_the_same_result():
     assert_all_alike(train_with, 2, [(hooks_of_ours, name) for name in names])
 
 
+def train_complex(cls, rank, name):
+    """Averages of a model with complex parameters, whose gradients hooks see as real ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4, dtype=torch.complex64)
+    ddp = cls(model)
+    hook = {
+        "powerSGD": (powerSGD_hook.PowerSGDState(None, 4, 2, 0.1), powerSGD_hook.powerSGD_hook),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "torch's allreduce": (None, torch_default.allreduce_hook),
+        "torch's fp16": (None, torch_default.fp16_compress_hook),
+    }.get(name)
+    if hook is not None:
+        ddp.register_comm_hook(*hook)
+    generator = torch.Generator().manual_seed(rank)
+    averages = []
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.randn(3, 6, dtype=torch.complex64, generator=generator)).abs().sum().backward()
+        averages.append(torch.view_as_real(model.weight.grad.clone()))
+    return torch.stack(averages)
+
+
+def test_hooks_average_complex_gradients():
+    names = ["none", "powerSGD", "fp16", "torch's allreduce", "torch's fp16"]
+    cases = assert_all_alike(train_complex, 2, [(name,) for name in names])
+    plain, full_rank = cases[0][0], cases[1][0]
+    assert (full_rank - plain).abs().max() <= 1e-5 * plain.abs().max()
+    for averages in cases:
+        assert torch.equal(averages[0], averages[1])
+        assert (averages[0] - plain).abs().max() <= 2e-3 * plain.abs().max()
+
+
 def test_torchs_hooks_have_the_same_result():
     names = ("allreduce", "fp16", "fp16 allreduce", "noop", "post-localSGD", "powerSGD", "powerSGD, not yet")
     assert_all_alike(train_with, 2, [(hooks_of_torchs, name) for name in names])
