@@ -248,6 +248,8 @@ class Reducer:
                 return  # it is over, or an error has surfaced already
             is_inner = is_within_another_backward()
             try:
+                if self._static and self._static_hits is None and is_inner and not self._is_prepared:
+                    raise RuntimeError(errors.STATIC_NOT_PREPARED)
                 if self._static and self._static_hits is None and not is_inner:
                     self._static_hits = step.hits
                     unused = [number for number in range(len(self._params)) if number not in step.hits]

@@ -9,8 +9,9 @@ def marked_twice(name: str) -> str:
     return (
         f"Expected to mark a variable ready only once: parameter {name} became ready twice in one backward. Likely "
         "causes: the parameter is used outside of the forward that was prepared; several backward passes in one step "
-        "(call all but the last in no_sync()); reentrant activation checkpointing of the same parameters. If the "
-        "graph is the same in every step, static_graph=True allows it"
+        "(call all but the last in no_sync()); reentrant activation checkpointing of the same parameters; an exception "
+        "that broke off the backward before this one, after which the next one starts afresh. If the graph is the same "
+        "in every step, static_graph=True allows it"
     )
 
 
@@ -39,6 +40,11 @@ def not_averaged(index: int, rank: int, error: Exception) -> str:
     )
 
 
+STATIC_NOT_PREPARED = (
+    "static_graph=True and a backward within another one (reentrant activation checkpointing), but "
+    "prepare_for_backward(outputs) was not called: call it with the forward's outputs before the first backward, or use "
+    "checkpoint(..., use_reentrant=False)"
+)
 NOT_PREPARED = (
     "find_unused_parameters=True, but prepare_for_backward(outputs) was not called: call it with the forward's outputs "
     "before every backward"

@@ -34,7 +34,7 @@ def named_parameters(
 def verify_parameters(
     parameters: Sequence[torch.Tensor], names: Sequence[str], group: dist.ProcessGroup
 ) -> None:
-    """Raise RuntimeError on every rank unless all have parameters of the same number, shapes and dtypes."""
+    """Raise RuntimeError on every rank unless all have parameters of the same number, names, shapes and dtypes."""
     mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in zip(names, parameters, strict=True)]
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
@@ -46,7 +46,7 @@ def verify_parameters(
                 f"rank {rank} has {len(theirs)}. Build the same model on every rank"
             )
         for number, (ours, other) in enumerate(zip(first, theirs, strict=True)):
-            if ours[1:] != other[1:]:
+            if ours != other:
                 raise RuntimeError(
                     f"the ranks have different models: parameter {number} is {ours[0]}, {list(ours[1])} in "
                     f"{ours[2]}, on rank 0, but {other[0]}, {list(other[1])} in {other[2]}, on rank {rank}. Build "

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from gradcomp.reducer import Reducer
@@ -10,14 +11,17 @@ from tests.distributed.reducer_models import MLP, Branches, Embeddings, loss_of,
 
 
 def different_models(rank):
-    """The message that each rank gets for a parameter more, another shape, another dtype on rank 1."""
+    """The message that each rank gets for a parameter more, another shape, dtype or layer frozen on rank 1."""
     messages = []
-    for change in ("number", "shape", "dtype"):
+    for change in ("number", "shape", "dtype", "frozen"):
         model = MLP()
         if rank == 1:
             model.append(nn.Linear(3, 3)) if change == "number" else None
             model[2] = nn.Linear(65, 64) if change == "shape" else model[2]
             model = model.double() if change == "dtype" else model
+        if change == "frozen":
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            model[rank].requires_grad_(False)
         with pytest.raises(RuntimeError) as caught:
             make_reducer(model)
         messages.append(str(caught.value))
@@ -27,13 +31,14 @@ def different_models(rank):
 def test_ranks_with_different_models():
     first, second = run_ranks(different_models, 2)
     assert first == second
-    number, shape, dtype = first
+    number, shape, dtype, frozen = first
     assert "rank 0 has 6 parameters that require gradients, rank 1 has 8" in number
     assert (
         "2.weight, [64, 64] in torch.float32, on rank 0, but 2.weight, [64, 65] in torch.float32, on rank 1"
         in shape
     )
     assert "0.weight, [64, 20] in torch.float32, on rank 0, but 0.weight, [64, 20] in torch.float64" in dtype
+    assert "parameter 0 is 1.weight, [8, 8] in torch.float32, on rank 0, but 0.weight, [8, 8]" in frozen
 
 
 def unfinished(rank):
@@ -83,6 +88,73 @@ def twice(rank):
 def test_a_parameter_that_is_ready_twice():
     ((message, _),) = run_ranks(twice, 1)
     assert "Expected to mark a variable ready only once: parameter 0.weight became ready twice" in message
+
+
+class Breaks(torch.autograd.Function):
+    """Raises in backward while `is_broken`."""
+
+    is_broken = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Breaks.is_broken:
+            raise ArithmeticError("half way")
+        return gradient
+
+
+def break_off(rank):
+    """What three backwards say, the first of which is broken off, and the last one's averages."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    kept = make_reducer(model)
+    said = []
+    for step in range(3):
+        model.zero_grad()
+        Breaks.is_broken = step == 0
+        try:
+            model[1](Breaks.apply(model[0](torch.full((1, 3), rank + 1.0)))).sum().backward()
+        except (ArithmeticError, RuntimeError) as error:
+            said.append(str(error))
+    kept.close()
+    return said, model[0].weight.grad
+
+
+def test_a_backward_that_is_broken_off():
+    (first, gradient), (second, same) = run_ranks(break_off, 2)
+    assert first == second
+    assert first[0] == "half way"
+    assert "parameter 1.bias became ready twice" in first[1]
+    assert "an exception that broke off the backward before this one" in first[1]
+    assert len(first) == 2
+    assert torch.equal(gradient, same)
+
+
+def static_reentrant(rank, prepared):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    kept = make_reducer(model, static_graph=True)
+    for step in range(2):
+        model.zero_grad()
+        x = torch.full((1, 4), rank + step + 1.0, requires_grad=True)
+        output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
+        if prepared:
+            kept.prepare_for_backward(output)
+        try:
+            output.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    kept.close()
+    return model.weight.grad
+
+
+def test_a_static_graph_with_reentrant_checkpointing_needs_the_outputs():
+    for message in run_ranks(static_reentrant, 2, False):
+        assert "prepare_for_backward(outputs) was not called" in message
+    for gradient in run_ranks(static_reentrant, 2, True):
+        assert torch.equal(gradient, torch.full((4, 4), 2.5))
 
 
 def not_prepared(rank):
