@@ -1,6 +1,7 @@
 """DDP communication hooks under the names of ``torch.distributed.algorithms.ddp_comm_hooks``.
 
-Replace that package's name in an import by ``gradcomp.hooks``; nothing else changes.
+Replace that package's name in an import of default_hooks, powerSGD_hook or debugging_hooks by ``gradcomp.hooks``; nothing
+else changes. Its other modules are not here.
 """
 
 from collections.abc import Callable

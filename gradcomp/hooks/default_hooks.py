@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-from .exchange import all_reduce_between, group_of, in_stream_order, wire_of
+from .exchange import all_reduce_between, group_of, in_stream_order, require_dense_floats, wire_of
 
 __all__ = [
     "allreduce_hook",
@@ -100,7 +100,7 @@ def _compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     group = group_of(name, process_group)
     buffer = bucket.buffer()
-    _require_float(name, buffer)
+    require_dense_floats(name, buffer)
 
     def compress() -> torch.Tensor:
         wire = wire_of(bucket, name, dtype)
@@ -156,7 +156,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
 
     def compress_wrapper_hook(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
-        _require_float(name, buffer)
+        require_dense_floats(name, buffer)
 
         def run_hook() -> torch.futures.Future[torch.Tensor]:
             bucket.set_buffer(ops.compress_cast(buffer, out=wire_of(bucket, name, dtype)))
@@ -185,8 +185,3 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
 
     compress_wrapper_hook.__qualname__ = f"{name}({getattr(hook, '__qualname__', hook)})"
     return compress_wrapper_hook
-
-
-def _require_float(name: str, buffer: torch.Tensor) -> None:
-    if not buffer.is_floating_point():
-        raise TypeError(f"{name} compresses floating-point buckets, got {buffer.dtype}")

@@ -61,6 +61,16 @@ def group_of(hook_name: str, process_group: Any, of: str = "state") -> dist.Proc
     return process_group
 
 
+def require_dense_floats(hook_name: str, buffer: torch.Tensor) -> None:
+    if not buffer.is_floating_point():
+        raise TypeError(f"{hook_name} compresses floating-point buckets, got {buffer.dtype}")
+    if buffer.layout != torch.strided:
+        raise TypeError(
+            f"{hook_name} compresses dense buckets, got {buffer.layout}. Likely cause: nn.Embedding(sparse=True), for "
+            "which torch's DDP makes a sparse bucket; gradcomp's averages it apart from the hook"
+        )
+
+
 def in_stream_order(
     device: torch.device, sequence: Callable[[], torch.Tensor]
 ) -> torch.futures.Future[torch.Tensor]:

@@ -16,7 +16,7 @@ from gradcomp.layout import LowRankLayout
 
 from . import powersgd_transfer
 from .default_hooks import allreduce_hook
-from .exchange import group_of, in_stream_order
+from .exchange import group_of, in_stream_order, require_dense_floats
 from .powersgd_memory import BucketMemories, Share
 from .powersgd_transfer import average_errors
 
@@ -295,8 +295,7 @@ def _low_rank_hook(
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
     group, buffer = group_of(name, state.process_group, of="state.process_group"), bucket.buffer()
-    if not buffer.is_floating_point():
-        raise TypeError(f"{name} compresses floating-point buckets, got {buffer.dtype}")
+    require_dense_floats(name, buffer)
     shares = state._shares(bucket, square)
     if state.iter < state.start_powerSGD_iter or state._waits_for_buckets:
         state.maybe_increase_iter(bucket)

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,6 +108,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._make_reducer(verify=init_sync)
         if init_sync:
             self.sync_module(src=0, buffers=sync_buffers_now)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Leave these alone, by their names in named_parameters() and named_buffers(). Before wrapping; as torch's."""
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, params_and_buffers_to_ignore
+        )
 
     def _make_reducer(self, verify: bool) -> None:
         sparse = [

@@ -65,7 +65,7 @@ class Reducer:
     verify: compare the parameters across ranks; without it, construction communicates nothing.
 
     Raises RuntimeError on every rank if the ranks have different parameters; ValueError without any that
-    requires gradients.
+    requires gradients, or for a cap that isn't a number; TypeError for a process_group that isn't one.
     """
 
     def __init__(
@@ -82,6 +82,9 @@ class Reducer:
         sparse_params: Iterable[torch.Tensor] = (),
         verify: bool = True,
     ):
+        for cap in (bucket_cap_mb, first_bucket_cap_mb):
+            if not isinstance(cap, int | float) or not cap >= 0:
+                raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}")
         self._names, self._params = named_parameters(params)
         self.process_group = group_or_default(process_group)
         self._as_view, self._static = gradient_as_bucket_view, static_graph

@@ -9,12 +9,20 @@ import torch.distributed as dist
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one for None. Raises RuntimeError if there is none."""
+    """The group, or the default one for None.
+
+    Raises RuntimeError if there is none, TypeError for what is no group.
+    """
     if process_group is None:
         process_group = dist.group.WORLD
     if process_group is None:
         raise RuntimeError(
             "there is no default process group: call torch.distributed.init_process_group first"
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group is {process_group!r}, but has to be a process group or None. Likely cause: new_group gives "
+            "that to a rank that is not in the group"
         )
     return process_group
 

@@ -47,6 +47,10 @@ def check_hook(
     pass over these workloads.
     """
     name = getattr(hook, "__qualname__", repr(hook))
+    if make_state is not None and not callable(make_state):
+        raise TypeError(
+            f"make_state is a function of the process group that returns a new state, got {make_state!r}"
+        )
     searched = [case for case in CASES if not only or case.name in only]
     if unknown := set(only) - {case.name for case in CASES}:
         raise ValueError(f"no properties {sorted(unknown)}; there are {[case.name for case in CASES]}")

@@ -286,6 +286,7 @@ def call_with_bad_buckets(rank):
         ("fp16", torch.ones(4, dtype=torch.int32)),
         ("bf16", torch.ones(4, dtype=torch.complex64)),
         ("bf16 around fp16", torch.ones(4, dtype=torch.int8)),
+        ("fp16", torch.ones(4).to_sparse()),
     ]:
         with pytest.raises(TypeError) as error:
             HOOKS[hook_name](None, Bucket(buffer))
@@ -293,13 +294,15 @@ def call_with_bad_buckets(rank):
     return messages
 
 
-def test_a_bucket_that_is_not_floating_point_is_refused_on_every_rank():
+def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank():
     for messages in run_ranks(call_with_bad_buckets, 2):
         assert messages == [
             "allreduce_hook averages floating-point buckets, got torch.int64",
             "fp16_compress_hook compresses floating-point buckets, got torch.int32",
             "bf16_compress_hook compresses floating-point buckets, got torch.complex64",
             "bf16_compress_wrapper compresses floating-point buckets, got torch.int8",
+            "fp16_compress_hook compresses dense buckets, got torch.sparse_coo. Likely cause: nn.Embedding(sparse=True), for "
+            "which torch's DDP makes a sparse bucket; gradcomp's averages it apart from the hook",
         ]
 
 

@@ -86,7 +86,7 @@ def ignoring(cls, rank):
     """Parameters and buffers to ignore stay the rank's own."""
     torch.manual_seed(rank)
     model = ConvNet()
-    model._ddp_params_and_buffers_to_ignore = ["head.weight", "body.1.running_mean"]
+    cls._set_params_and_buffers_to_ignore_for_model(model, ["head.weight", "body.1.running_mean"])
     ddp = cls(model)
     loss_of(ddp(batch_of(model, rank, 0))).backward()
     return (
