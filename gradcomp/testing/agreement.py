@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
+
+import torch
+import torch.distributed as dist
 
 from gradcomp.testing.accuracy import each_output
 from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure, place, require_finite, require_same
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Run
+from gradcomp.testing.run import Hook, Run
 from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
@@ -20,16 +24,34 @@ AFTERWARDS = 2
 @property_of
 def completes(subject: Subject, workload: Workload) -> None:
     """All ranks finish all steps, with all buckets in flight, whenever collectives complete: no exception, no collectives
-    in another order on another rank, no deadlock.
+    in another order on another rank, no deadlock. And DDP takes its signature.
 
     Process groups match collectives by the order of their issue alone (PyTorch DDP design note; c10d), so this
     order may not depend on when a callback runs. Four schedules of simulated ranks; one run on gloo.
     """
+    if refused := _refused_signature(subject.hook):
+        raise PropertyFailure(f"completes: DDP's register_comm_hook refuses the hook: {refused}")
     for schedule in SCHEDULES if subject.ranks == "simulated" else SCHEDULES[:1]:
         try:
             subject.run(workload, schedule=schedule)
         except RankError as error:
             raise PropertyFailure(f"completes: schedule {schedule}: {error}") from error
+
+
+def _refused_signature(hook: Hook) -> str:
+    """What torch's DDP refuses about a hook's signature, or ""."""
+    signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        return f"its second parameter has to be called bucket; its signature is {signature}"
+    expected = {
+        "its bucket's annotation": (signature.parameters["bucket"].annotation, dist.GradBucket),
+        "its result's annotation": (signature.return_annotation, torch.futures.Future[torch.Tensor]),
+    }
+    for what, (annotation, type_) in expected.items():
+        if annotation not in (inspect.Signature.empty, type_):
+            # A string is what `from __future__ import annotations` makes of it.
+            return f"{what} is {annotation!r}, but has to be {type_} or left out"
+    return ""
 
 
 @property_of

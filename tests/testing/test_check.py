@@ -289,6 +289,36 @@ def test_on_real_processes():
     check_hook(default_hooks.allreduce_hook, max_examples=5, ranks="gloo", only=only).raise_if_failed()
 
 
+def with_another_name(state, gradients):
+    return default_hooks.allreduce_hook(state, gradients)
+
+
+def with_a_string(state, bucket: "dist.GradBucket"):
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+def with_another_result(state, bucket) -> torch.Tensor:
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (with_another_name, "second parameter has to be called bucket; its signature is (state, gradients)"),
+        (with_a_string, "its bucket's annotation is 'dist.GradBucket', but has to be <class"),
+        (with_another_result, "its result's annotation is <class 'torch.Tensor'>, but has to be"),
+    ],
+)
+def test_a_signature_that_ddp_refuses(hook, said):
+    (failure,) = check_hook(hook, max_examples=2, only=["completes"]).failures
+    assert said in failure.message
+
+
+def test_a_state_in_place_of_its_maker():
+    with pytest.raises(TypeError, match="make_state is a function of the process group"):
+        check_hook(powerSGD.powerSGD_hook, powerSGD.PowerSGDState(None, start_powerSGD_iter=2))
+
+
 def pairwise_hook(state, bucket):
     """Sends to the other rank what simulated ranks can't."""
     buffer, other = bucket.buffer(), 1 - dist.get_rank()
