@@ -73,7 +73,7 @@ class PowerSGDState:
     compression_stats_logging_frequency: steps between log lines with compression_stats().
     batch_tensors_with_same_shape: accepted, and needless: all matrices are compressed together anyway.
 
-    Raises ValueError for a start_powerSGD_iter that is too early, a rank below 1, or a random_seed that isn't an
+    Raises ValueError for a start_powerSGD_iter that is too early, a rank that isn't an int of at least 1, or a random_seed that isn't an
     int between 0 and 2**32 - 1.
 
     Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
@@ -99,9 +99,10 @@ class PowerSGDState:
                 "because PowerSGD can only be applied after the first two iterations in DDP. "
                 f"Got {start_powerSGD_iter}."
             )
-        if matrix_approximation_rank < 1:
+        matrix_approximation_rank = _plain(matrix_approximation_rank)
+        if not isinstance(matrix_approximation_rank, int) or matrix_approximation_rank < 1:
             raise ValueError(
-                f"matrix_approximation_rank is {matrix_approximation_rank}, but must be at least 1"
+                f"matrix_approximation_rank is {matrix_approximation_rank!r}, but must be an int and at least 1"
             )
         random_seed = _plain(random_seed)
         if not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:

@@ -59,10 +59,13 @@ def average_errors(state_dicts: list[dict[str, Any]]) -> dict[str, Any]:
 
     What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
     mean is the same. Raises ValueError for an empty list, for state_dicts of different steps or buckets, or for
-    memories just taken over from torch.
+    memories just taken over from torch; TypeError for states in place of their state_dicts.
     """
     if not state_dicts:
         raise ValueError("average_errors takes the state_dicts of all ranks, got none")
+    for each in state_dicts:
+        if not isinstance(each, dict):
+            raise TypeError(f"average_errors takes what state_dict() gives, got {type(each).__name__}")
     if state_dicts[0]["from_torch"]:
         raise ValueError("average_errors: a state from from_torch has to make a compressed step first")
     saved = [(state_dict["iter"], sorted(state_dict["buckets"])) for state_dict in state_dicts]

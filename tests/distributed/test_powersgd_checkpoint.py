@@ -261,6 +261,8 @@ def test_average_errors_of_nothing():
         one = new_state().state_dict()
     with pytest.raises(ValueError, match=r"number 0 is of step 0, with buckets \[\], and number 1 of step 3"):
         powerSGD_hook.average_errors([one, {**one, "iter": 3}])
+    with pytest.raises(TypeError, match=r"takes what state_dict\(\) gives, got PowerSGDState"):
+        powerSGD_hook.average_errors([new_state(), new_state()])
 
 
 def test_average_errors_leaves_its_arguments():

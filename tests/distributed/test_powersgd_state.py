@@ -59,9 +59,11 @@ def test_compression_that_starts_too_early(error_feedback, warm_start, start):
     assert powerSGD_hook.PowerSGDState(None, **neither).start_powerSGD_iter == start
 
 
-@pytest.mark.parametrize("rank", [0, -1])
-def test_a_rank_below_one(rank):
-    with pytest.raises(ValueError, match=f"matrix_approximation_rank is {rank}, but must be at least 1"):
+@pytest.mark.parametrize("rank", [0, -1, 2.5, "4", None])
+def test_a_rank_that_is_none(rank):
+    with pytest.raises(
+        ValueError, match=f"matrix_approximation_rank is {rank!r}, but must be an int and at least 1"
+    ):
         powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank)
 
 
