@@ -37,7 +37,7 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
 TYPE_NAMES = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int64: "i64"}
 # Matrices whose tiles lie on 16 bytes, and a vector.
 SHAPES = [(256, 512), (512,), (512, 256)]
-# PowerSGD's (dtype, rank, error feedback) that the tests compile: those of which some variant once spilled, and
+# PowerSGD's (dtype, rank, error feedback) that the tests compile: most of those of which a variant once spilled, and
 # enough of the others.
 POWERSGD = [
     *((FP32, rank, True) for rank in (1, 4, 8, 16, 32, 96)),
