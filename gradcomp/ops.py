@@ -94,7 +94,13 @@ def compress_cast(buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0
     """
     if out.dtype not in _HALVES:
         raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
-    return _cast("compress_cast", buffer, out, scale)
+    _check_cast("compress_cast", buffer, out)
+    if runs_triton(out.device):
+        with _launching_on(out.device):
+            cast_kernel.cast(buffer, out=out, scale=scale)
+    else:
+        cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale)
+    return out
 
 
 @torch.no_grad()
@@ -106,10 +112,16 @@ def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
 
     Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
     """
-    return _cast("decompress_cast", compressed, out, 1.0)
+    _check_cast("decompress_cast", compressed, out)
+    if runs_triton(out.device):
+        with _launching_on(out.device):
+            cast_kernel.cast(compressed, out=out)
+    else:
+        cpu.decompress(compressed.view(-1), out=out.view(-1))
+    return out
 
 
-def _cast(name: str, src: torch.Tensor, out: torch.Tensor, scale: float) -> torch.Tensor:
+def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
     for tensor in (src, out):
         _require_float(name, tensor)
         if not tensor.is_contiguous():
@@ -120,12 +132,6 @@ def _cast(name: str, src: torch.Tensor, out: torch.Tensor, scale: float) -> torc
     if src.numel() != out.numel():
         raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
     _require_device(name, src, out.device)
-    if runs_triton(out.device):
-        with _launching_on(out.device):
-            cast_kernel.cast(src, out=out, scale=scale)
-    else:
-        cpu.cast(src.view(-1), out=out.view(-1), scale=scale)
-    return out
 
 
 @torch.no_grad()

@@ -6,9 +6,13 @@ side is fp64), round once. One exception: torch converts fp64 to 16 bits by way 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
+
+# Elements that torch copies without starting threads.
+GRAIN = 1 << 15
 
 # Elements scaled at a time when the dtype changes. Their fp32 form takes 4 MiB, which fits a last-level
 # cache; smaller chunks lose more to torch's overhead per call than they gain.
@@ -36,6 +40,17 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
         for piece, target in pieces:
             scaled = torch.mul(piece.to(wide), scale, out=scratch[: piece.numel()])
             target.copy_(scaled)
+
+
+def decompress(src: torch.Tensor, *, out: torch.Tensor) -> None:
+    """out = src in out's dtype. Both flat."""
+    if threading.current_thread() is threading.main_thread():
+        out.copy_(src)
+    else:
+        # A backend's thread, on which a hook decompresses. OpenMP gives every thread that computes in parallel a team
+        # of threads. Once there are more of these than CPUs, libgomp's wait for work without spinning, which forward
+        # and backward take longer for. So no parallel work here.
+        torch._foreach_copy_(out.split(GRAIN), src.split(GRAIN))
 
 
 def flatten(tensors: Sequence[torch.Tensor], *, out: torch.Tensor, scale: float = 1.0) -> None:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from gradcomp.kernels import flatten as flatten_kernel
 from gradcomp.layout import FlatLayout
 from tests.tolerances import SMALLEST, scaled_copy
 
+TASKS = Path("/proc/self/task")  # the process's threads, on Linux
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BLOCK = flatten_kernel.BLOCK
 # Empty, a scalar, one row, one column, primes, and one element around a block's end.
@@ -210,6 +213,32 @@ def test_compress_and_decompress(numel, dtype, half, device):
     result = poisoned(numel, dtype, device)
     assert ops.decompress_cast(wire, out=result) is result
     assert torch.equal(result, wire.to(dtype))
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="counts threads in /proc")
+def test_decompressing_on_a_backends_thread_starts_no_threads():
+    wire = torch.randn(2**20).half()
+
+    def threads_started(decompress) -> int:
+        out = torch.empty(2**20)
+
+        def run() -> int:
+            before = len(list(TASKS.iterdir()))
+            decompress(wire, out)
+            return len(list(TASKS.iterdir())) - before
+
+        with ThreadPoolExecutor(1) as pool:
+            started = pool.submit(run).result()
+        assert torch.equal(out, wire.float())
+        return started
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert threads_started(lambda wire, out: cpu.decompress(wire, out=out)) == 0
+        assert threads_started(lambda wire, out: out.copy_(wire)) > 0, "torch starts none either"
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("cast", [ops.compress_cast, cpu.cast], ids=["triton", "torch"])
