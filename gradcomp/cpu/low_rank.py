@@ -75,10 +75,8 @@ class Stack:
         self._matrix = scratch[: rows * cols].view(1, rows, cols) if len(scratch) else scratch
         self.scratch = torch.empty(2, *p.shape, dtype=torch.float64, device=device)
         # Partial Qᵀ of row_blocks.
-        self._partial = torch.empty(
-            BATCH if k < BATCH or not self.is_wide else 0, rank, cols, dtype=wide, device=device
-        )
-        # Of so many matrices at once, M is still in a cache when P is computed from it.
+        self._partial = torch.empty(BATCH, rank, cols, dtype=wide, device=device)
+        # Of so many matrices at once, what a stage has written is still in a cache when it reads it again.
         step = max(1, PIECE // (rows * cols))
         self._pieces = [slice(i, min(i + step, k)) for i in range(0, k, step)]
 
@@ -98,22 +96,25 @@ class Stack:
 
     def back_project(self, buffer: torch.Tensor) -> None:
         """Qᵀ = Pᵀ M."""
-        for which, matrix in self._matrices(buffer):
-            blocks, qt = row_blocks(matrix), self.qt[which]
-            if len(blocks) == len(qt):
-                torch.bmm(self.p[which].mT, matrix, out=qt)
-            else:
-                partial = self._partial[: len(blocks)]
-                torch.bmm(row_blocks(self.p[which]).mT, blocks, out=partial)
-                torch.sum(partial.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
+        # Backwards: what project read last is still in a cache, as what is read last here will be to reconstruct.
+        for piece in reversed(self._pieces):
+            for which, matrix in self._matrices(buffer, piece):
+                blocks, qt = row_blocks(matrix), self.qt[which]
+                if len(blocks) == len(qt):
+                    torch.bmm(self.p[which].mT, matrix, out=qt)
+                else:
+                    partial = self._partial[: len(blocks)]
+                    torch.bmm(row_blocks(self.p[which]).mT, blocks, out=partial)
+                    torch.sum(partial.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
         """gradient = P Qᵀ; error = M − P Qᵀ, in M's place."""
         if self.is_one_piece and self.is_wide:
-            product = self._one_piece(buffer)
-            self._product(ALL, out=product)
-            if self.memory is not None:
-                self.memory.sub_(product)
+            products = self._one_piece(buffer)
+            for piece in self._pieces:
+                self._product(piece, out=products[piece])
+                if self.memory is not None:
+                    self.memory[piece].sub_(products[piece])
             return
         for i, part in enumerate(self.parts(buffer)):
             which = slice(i, i + 1)
@@ -155,7 +156,7 @@ class Stack:
         offset, numel = self.matrices[0].offset, len(self.matrices) * self.matrices[0].numel
         return buffer[offset : offset + numel].view(self.shape)
 
-    def _matrices(self, buffer: torch.Tensor, which: slice = ALL) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _matrices(self, buffer: torch.Tensor, which: slice) -> Iterator[tuple[slice, torch.Tensor]]:
         """M of these matrices in the wide dtype, as many at once as can be without a copy: (which, M)."""
         if self.is_wide and self.memory is not None:
             yield which, self.memory[which]
@@ -242,8 +243,7 @@ class LowRankPlan:
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """P = orthonormalise(p_wire's); q_wire = scale · all Qᵀ = Pᵀ M."""
         self.orthonormalise()
-        # Backwards: what project read last is still in a cache.
-        for stack in reversed(self.stacks):
+        for stack in reversed(self.stacks):  # as each its pieces
             stack.back_project(buffer)
         cast(self._q, out=self.q_wire, scale=scale)
 
