@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks import environment, report
-from benchmarks.harness import Case, Clock, run_case
+from benchmarks import apart, environment, report
+from benchmarks.clock import Clock, gb_per_s
+from benchmarks.harness import Case, check
 
 
 def discover(device: torch.device, quick: bool) -> list[Case]:
@@ -69,6 +70,47 @@ def measure(
         print(report.table(case_rows), flush=True)
         rows += case_rows
     return rows, failed, []
+
+
+def run_case(case: Case, clock: Clock) -> list[report.Row]:
+    """Check the case, time it, and return one row per provider."""
+    if case.apart:
+        errors, timings, launches = apart.measure(case, clock)
+    else:
+        setup = case.build()
+        errors = check(case, setup)
+        timings = clock.time(setup.providers, case.seconds)
+        # After the timing, which has warmed the providers up.
+        count = setup.num_launches
+        launches = {name: count(each) if count else None for name, each in setup.providers.items()}
+    baseline_us = timings[case.baseline].p50_us
+    rows = []
+    for name, timing in timings.items():
+        rate = gb_per_s(case.num_bytes, timing.p50_us)
+        rows.append(
+            {
+                "case": case.name,
+                "label": case.label,
+                "dtype": case.dtype,
+                "provider": name,
+                "num_bytes": case.num_bytes,
+                "p20_us": timing.p20_us,
+                "p50_us": timing.p50_us,
+                "p80_us": timing.p80_us,
+                "host_us": timing.host_us,
+                "host_us_per_bucket": None if timing.host_us is None else timing.host_us / case.num_buckets,
+                "bytes_per_element": case.num_bytes / case.num_elements if case.num_elements else None,
+                "num_rounds": timing.num_rounds,
+                "gb_per_s": rate,
+                "percent_of_copy": 100 * rate / clock.copy_gb_per_s,
+                "copy_gb_per_s": clock.copy_gb_per_s,
+                "baseline": case.baseline,
+                "times_baseline": baseline_us / timing.p50_us,
+                "error": errors[name],
+                "num_launches": launches[name],
+            }
+        )
+    return rows
 
 
 def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None) -> int:

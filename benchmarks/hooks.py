@@ -1,24 +1,27 @@
-"""Whole hooks beside torch's own, called directly on a bucket, at world size 1.
+"""Whole hooks beside torch's own, at world size 1: called directly on a bucket and, on CPU, in training.
 
 One process, so nothing crosses a wire: what is timed is the work on the device, and on the host, that
 a hook adds to each bucket. The backend is NCCL on CUDA and gloo on CPU. A call ends when the current
 stream waits for the hook's future (on CPU: when the future is done).
+
+In training a call is forward and backward of a small model under torch's DDP, without a hook ("none") too. There a
+hook costs more than its own time on CPU: see apart.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Case, Setup, elementwise_error, rounding_error
+from benchmarks.harness import Case, Setup, elementwise_error, frobenius_error, rounding_error
 from gradcomp.hooks import default_hooks
 
 # A 25 MiB bucket of a transformer with 1024 features.
@@ -71,6 +74,20 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             baseline="torch",
             build=partial(_calling, name, device),
             error_of=partial(elementwise_error, dtype=dtype),
+            apart=("gradcomp", "torch") if device.type == "cpu" else (),
+        )
+
+    if device.type == "cpu":
+        yield Case(
+            "fp16_compress_hook in training",
+            label="6 × (Linear 512, LayerNorm, GELU), batch 64, W=1",
+            dtype="float32",
+            num_bytes=6 * (512 * 512 + 3 * 512) * (4 + 4),
+            max_error=rounding_error(torch.float16),
+            baseline="torch",
+            build=_training,
+            error_of=frobenius_error,
+            apart=("gradcomp", "torch", "none"),
         )
 
 
@@ -89,6 +106,35 @@ def _calling(name: str, device: torch.device) -> Setup:
     )
 
 
+def _training() -> Setup:
+    join_group_of_one(torch.device("cpu"))
+    layers = [(torch.nn.Linear(512, 512), torch.nn.LayerNorm(512), torch.nn.GELU()) for _ in range(6)]
+    model = torch.nn.Sequential(*(each for layer in layers for each in layer))
+    data = torch.randn(64, 512)
+    hooks = {
+        "gradcomp": default_hooks.fp16_compress_hook,
+        "torch": torch_hooks.fp16_compress_hook,
+        "none": None,
+    }
+
+    def step(model: torch.nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(data).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def in_ddp(hook: Hook | None) -> Callable[[], list[torch.Tensor]]:
+        # Buckets of two layers each.
+        wrapped = DistributedDataParallel(deepcopy(model), bucket_cap_mb=2)
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
+        return partial(step, wrapped, data)
+
+    return Setup(
+        providers={name: in_ddp(hook) for name, hook in hooks.items()},
+        reference=lambda: step(deepcopy(model).double(), data.double()),
+    )
+
+
 def call(hook: Hook, bucket: FakeBucket, state: object = None) -> list[torch.Tensor]:
     """Call the hook and let the current stream (on CPU: the caller) wait for its result."""
     return [hook(state, bucket).wait()]
@@ -98,20 +144,12 @@ def join_group_of_one(device: torch.device) -> None:
     """Make this process a process group of its own, unless it is in one; left at exit."""
     if dist.is_initialized():
         return
-    handle, path = tempfile.mkstemp(prefix="gradcomp-store-")
-    os.close(handle)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(path, 1),
-        rank=0,
-        world_size=1,
-    )
-    atexit.register(_leave, path)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_leave)
 
 
-def _leave(path: str) -> None:
+def _leave() -> None:
     gc.collect()  # models of torch's DDP, which would keep the group's threads alive
     if dist.is_initialized():
         dist.destroy_process_group()
-    if os.path.exists(path):
-        os.unlink(path)

@@ -11,10 +11,9 @@ torch's states have orthogonalization_epsilon=1e-8, as torch's documentation adv
 ours doesn't need it. torch's hook synchronises the host once per bucket, so the head start that hides launch
 costs is used up by its first bucket, and its time on CUDA is partly the host's.
 
-The check compares one step, from one state, with float64: torch's hook has made a step, our state is
-from_torch() of its. The timed calls go on without restoring anything, each on the gradient that the last one
-left. That keeps the numbers as they are: the gradient left is P Qᵀ and the error kept M − P Qᵀ, so the next
-step's M is this step's again.
+The check compares one step, from one state, with float64: ours is from_torch() of torch's. The timed calls go
+on without restoring anything, each on the gradient that the last one left. That keeps the numbers as they are:
+the gradient left is P Qᵀ and the error kept M − P Qᵀ, so the next step's M is this step's again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
 
 from benchmarks import models
-from benchmarks.harness import Case, Setup
+from benchmarks.harness import Case, Setup, frobenius_error
 from benchmarks.hooks import FakeBucket, call, join_group_of_one
 from gradcomp import ops
 from gradcomp.hooks import powerSGD_hook as power_sgd
@@ -53,6 +52,7 @@ MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 MAX_ERROR_WITH_TORCH = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
 # A case's time: there are many, and torch's slowest call takes half a second.
 CUDA_SECONDS = 0.15
+PROVIDERS = ("gradcomp", "torch", "torch_batched")
 SEED = 1
 
 
@@ -110,6 +110,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             seconds=CUDA_SECONDS if device.type == "cuda" else None,
             num_buckets=len(problem.buckets),
             num_elements=problem.num_elements,
+            apart=PROVIDERS if device.type == "cpu" else (),
         )
     for label, problem in described:
         for stage in PASSES:
@@ -140,23 +141,14 @@ def _problems(device: torch.device, quick: bool) -> Iterator[tuple[str, Problem]
                 yield f"{name}, {count}, r={rank}", problem
 
 
-def frobenius_error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖result − reference‖ / ‖reference‖, of a bucket."""
-    return ((result.double() - reference).norm() / reference.norm()).item()
-
-
 # --- the whole hook ---
 
 
 def _hooks(problem: Problem) -> Setup:
     join_group_of_one(problem.device)
     gradients = problem.gradients()
-    started = _torch_state(problem, None, batched=False)
-    for bucket in _buckets(problem, [gradient.clone() for gradient in gradients]):
-        call(torch_power_sgd.powerSGD_hook, bucket, started)
-
-    names = ("gradcomp", "torch", "torch_batched")
-    buckets = {name: _buckets(problem, [gradient.clone() for gradient in gradients]) for name in names}
+    started = _started(problem, gradients)
+    buckets = {name: _buckets(problem, [gradient.clone() for gradient in gradients]) for name in PROVIDERS}
     states: dict[str, object] = {}
 
     def restore() -> None:
@@ -165,7 +157,7 @@ def _hooks(problem: Problem) -> Setup:
         ours = power_sgd.from_torch(_torch_state(problem, started, batched=False), wait_for_buckets=False)
         ours.orthogonalization_epsilon = 0
         states["gradcomp"] = ours
-        for name in names:
+        for name in PROVIDERS:
             for bucket, gradient in zip(buckets[name], gradients, strict=True):
                 bucket.buffer().copy_(gradient)
 
@@ -196,6 +188,19 @@ def _buckets(problem: Problem, buffers: Sequence[torch.Tensor]) -> list[Bucket]:
     last = len(buffers) - 1
     pairs = zip(problem.buckets, buffers, strict=True)
     return [Bucket(shapes, buffer, index, index == last) for index, (shapes, buffer) in enumerate(pairs)]
+
+
+def _started(problem: Problem, gradients: Sequence[torch.Tensor]) -> torch_power_sgd.PowerSGDState:
+    """A state of torch's amid training: every matrix has an error, and a Q to project on."""
+    state = _torch_state(problem, None, batched=False)
+    for index, (layout, gradient) in enumerate(zip(problem.layouts, gradients, strict=True)):
+        error = torch.zeros_like(gradient)
+        for matrix in layout.matrices:
+            error[matrix.offset : matrix.offset + matrix.numel].normal_()
+        state.error_dict[index] = error
+        state.p_memory_dict[index] = gradient.new_zeros(layout.p_numel)
+        state.q_memory_dict[index] = gradient.new_empty(layout.q_numel).normal_()
+    return state
 
 
 def _torch_state(

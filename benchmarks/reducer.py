@@ -31,6 +31,7 @@ from benchmarks.hooks import join_group_of_one
 from gradcomp import Reducer
 
 SMALL: list[models.Shape] = [(64, 64), (256,)] * 200
+PROVIDERS = ("gradcomp", "torch", "gradcomp_view", "torch_view")
 CUDA_SECONDS = 0.5  # a case's time in gpu-check, which has many
 
 
@@ -49,6 +50,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             build=partial(_training, shapes, device),
             baseline="torch",
             seconds=CUDA_SECONDS if device.type == "cuda" else None,
+            apart=PROVIDERS if device.type == "cpu" else (),
         )
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -9,8 +11,17 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import models, powersgd, reducer, report
-from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise_error, rounding_error
+from benchmarks import apart, models, powersgd, reducer, report
+from benchmarks.clock import Clock
+from benchmarks.harness import (
+    Case,
+    Setup,
+    WrongResultError,
+    check,
+    elementwise_error,
+    frobenius_error,
+    rounding_error,
+)
 from gradcomp import ops
 from tests.programs import run_module
 
@@ -164,7 +175,7 @@ def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one, monk
     problem = powersgd.Problem((tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
     setup = build(problem)
     bound = powersgd.MAX_ERROR_WITH_TORCH[dtype]
-    case = Case("", "", "", 0, bound, lambda: setup, "", powersgd.frobenius_error)
+    case = Case("", "", "", 0, bound, lambda: setup, "", frobenius_error)
     assert check(case, setup)
     # As in the timed rounds, on what the last call has left: nothing may vanish, become NaN or grow, but for
     # project alone, which adds the gradient to the error in every call.
@@ -252,6 +263,31 @@ def test_a_run_appends_rows_with_every_field(tmp_path):
         only_on_cuda = {"compute_capability", "driver", "cuda", "host_us", "host_us_per_bucket"}
         assert nulls <= only_on_cuda | {"bytes_per_element", "num_launches"}
     assert {row["provider"] for row in rows} == {"gradcomp", "torch"}
+
+
+def test_hooks_are_timed_in_processes_of_their_own(tmp_path):
+    selection = ["--quick", "--filter", "allreduce_hook", "--record", "--results", str(tmp_path)]
+    done = run_module("benchmarks", *selection, GRADCOMP_COMMIT="0123abc")
+    assert done.returncode == 0, done.stdout
+    [path] = tmp_path.iterdir()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["provider"] for row in rows} == {"gradcomp", "torch"}
+    assert all(row["p50_us"] > 0 and row["error"] < 1e-6 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        pytest.param(partial(divmod, 1, 0), "ZeroDivisionError", id="fails"),
+        pytest.param(partial(os._exit, 3), "ended with exit status 3", id="ends"),
+        pytest.param(partial(time.sleep, 600), "said nothing for 5 s", id="hangs"),
+    ],
+)
+def test_what_goes_wrong_in_a_process_of_its_own_is_said(build, message, monkeypatch):
+    monkeypatch.setattr(apart, "TIMEOUT_S", 5)
+    case = Case("count", "to 4", "float32", 16, 0.0, build, baseline="torch", apart=("torch",))
+    with pytest.raises(RuntimeError, match=f"torch's process, asked for its error: (?s:.*){message}"):
+        apart.measure(case, Clock(CPU, quick=True))
 
 
 def test_a_filter_that_matches_nothing_fails():

@@ -1,0 +1,139 @@
+"""Time calls on any device, several providers taking turns.
+
+Before each call the cache is emptied by reading a buffer four times its size: reading leaves no dirty
+lines behind for the timed call to write back.
+
+On CUDA the device time is taken with events, and the stream is held by a sleeping kernel long enough
+for the host to enqueue the whole call, so that launch costs don't show in the device time; they are
+measured separately, as host time. On CPU the time is the wall clock's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+WARM_UP_CALLS = 3
+MIN_ROUNDS, MAX_ROUNDS = 5, 500
+MIN_HOST_CALLS, MAX_HOST_CALLS = 3, 30
+# Only a lead: a slower clock makes the sleeping kernel last longer, which does no harm.
+SLEEP_CYCLES_PER_US = 2000
+MAX_HEAD_START_US = 50_000
+CPU_CACHE_BYTES = 2**25  # of the last level, roughly; torch doesn't tell
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Quantiles over the rounds, in microseconds; host_us only where the host doesn't compute."""
+
+    p20_us: float
+    p50_us: float
+    p80_us: float
+    num_rounds: int
+    host_us: float | None
+
+
+class Clock:
+    """Times calls on one device, and measures the copy bandwidth there."""
+
+    def __init__(self, device: torch.device, quick: bool = False):
+        self.device = device
+        self.seconds_per_case = (0.2 if quick else 2.0) if self.on_cuda else (0.1 if quick else 3.0)
+        cache_bytes = CPU_CACHE_BYTES
+        if self.on_cuda:
+            cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.zeros(cache_bytes, dtype=torch.float32, device=device)  # 4 times as many bytes
+        self._copied_bytes = (2**30 if self.on_cuda else 2**26) // (4 if quick else 1)
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def time(
+        self, providers: Mapping[str, Callable[[], object]], seconds: float | None = None
+    ) -> dict[str, Timing]:
+        """Time the providers' calls, in turns."""
+        host_us: dict[str, float | None] = {}
+        for name, call in providers.items():
+            for _ in range(WARM_UP_CALLS):
+                call()
+            host_us[name] = self._host_us(call, self._seconds(seconds)) if self.on_cuda else None
+        samplers = {name: partial(self.sample_us, call, host_us[name]) for name, call in providers.items()}
+        return {
+            name: quantiles(samples, host_us[name])
+            for name, samples in self.take_turns(samplers, seconds).items()
+        }
+
+    def take_turns(
+        self, samplers: Mapping[str, Callable[[], float]], seconds: float | None
+    ) -> dict[str, list[float]]:
+        """Ask the samplers for samples, round after round, every second round backwards."""
+        samples: dict[str, list[float]] = {name: [] for name in samplers}
+        order = list(samplers)
+        deadline = time.perf_counter() + self._seconds(seconds)
+        for num_rounds in range(MAX_ROUNDS):
+            if num_rounds >= MIN_ROUNDS and time.perf_counter() > deadline:
+                break
+            for name in order:
+                samples[name].append(samplers[name]())
+            order.reverse()
+        return samples
+
+    def _seconds(self, seconds: float | None) -> float:
+        return self.seconds_per_case if seconds is None else min(seconds, self.seconds_per_case)
+
+    def sample_us(self, call: Callable[[], object], host_us: float | None = None) -> float:
+        """Time one call, the cache being empty. host_us: what it takes the host, on CUDA."""
+        torch.sum(self._flush)
+        if host_us is not None:
+            return self._once_on_cuda_us(call, host_us)
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+
+    def _once_on_cuda_us(self, call: Callable[[], object], host_us: float) -> float:
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        head_start_us = min(1.5 * host_us + 50, MAX_HEAD_START_US)
+        torch.cuda._sleep(int(head_start_us * SLEEP_CYCLES_PER_US))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return start.elapsed_time(end) * 1e3
+
+    def _host_us(self, call: Callable[[], object], seconds: float) -> float:
+        """The median time for which a call keeps the host, the device being idle at its start."""
+        samples: list[float] = []
+        deadline = time.perf_counter() + seconds
+        for num_calls in range(MAX_HOST_CALLS):
+            if num_calls >= MIN_HOST_CALLS and time.perf_counter() > deadline:
+                break
+            torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            call()
+            samples.append((time.perf_counter() - start) * 1e6)
+        torch.cuda.synchronize(self.device)
+        return statistics.median(samples)
+
+    @cached_property
+    def copy_gb_per_s(self) -> float:
+        """GB/s of copying a large buffer within the device, bytes read plus bytes written."""
+        source = torch.randn(self._copied_bytes // 4, device=self.device)
+        target = torch.empty_like(source)
+        timing = self.time({"copy": lambda: target.copy_(source)})["copy"]
+        return gb_per_s(2 * self._copied_bytes, timing.p50_us)
+
+
+def gb_per_s(num_bytes: int, time_us: float) -> float:
+    return num_bytes / time_us / 1e3
+
+
+def quantiles(samples_us: Sequence[float], host_us: float | None = None) -> Timing:
+    p20, _, _, p80 = statistics.quantiles(samples_us, n=5, method="inclusive")
+    return Timing(p20, statistics.median(samples_us), p80, len(samples_us), host_us)
