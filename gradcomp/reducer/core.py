@@ -111,6 +111,7 @@ class Reducer:
         self._used: set[int] = set()  # where that matters, since the last step: under no_sync(), too
         self._prepared: set[int] | None = None  # the parameters that the prepared backward won't reach
         self._static_hits: Counter[int] | None = None
+        self._static_unused: set[int] | None = None  # by any rank
         self._hooks = AccumulateGradHooks(self._params, self, Reducer._on_ready)
 
     def _build(self, order: Iterable[int]) -> None:
@@ -227,7 +228,8 @@ class Reducer:
             if bucket.num_pending:
                 return  # no bucket can start yet, nor is the step over
             self._start_buckets(step)
-        if (self._find_unused or self._static) and len(step.ready) == len(self._params):
+        is_over = len(step.ready) == len(self._params)
+        if is_over and (self._find_unused or (self._static and self._static_unused is None)):
             device = self._params[0].device
             step.used_map = UsedMap(self._used, len(self._params), device, self.process_group)
 
@@ -277,7 +279,9 @@ class Reducer:
             self.after_step()
 
     def _write_back(self, step: Step) -> None:
-        kept = step.used_map.unused() if step.used_map is not None else set()
+        kept = step.used_map.unused() if step.used_map is not None else self._static_unused or set()
+        if self._static:
+            self._static_unused = kept
         for index, pending in step.averages.items():
             self.communicator.finish(index, pending, kept)
         for number in kept.intersection(step.unused_before):

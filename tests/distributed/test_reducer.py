@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from gradcomp.reducer import Reducer
+from gradcomp.reducer import Reducer, core, unused
 from tests.distributed.ranks import run_ranks
 from tests.distributed.reducer_models import (
     MLP,
@@ -114,6 +114,40 @@ def test_close_and_construct_again():
     assert not torch.equal(first[1], second[1])
     assert torch.equal(first[2], first[0])
     assert first[3]
+
+
+def ask_once(rank, options):
+    """Per step of a static graph, other on every rank: its gradients, and how often the ranks have asked each other."""
+    asked, results = [], []
+    core.UsedMap = lambda *arguments: asked.append(arguments) or unused.UsedMap(*arguments)
+    torch.manual_seed(0)
+    model = Branches()
+    kept = make_reducer(model, **STATIC, **options)
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model(torch.full((5, 12), 0.05 + 0.1 * rank))).backward()
+        results.append(
+            (
+                [
+                    each if each is None else each.clone()
+                    for each in (param.grad for param in model.parameters())
+                ],
+                len(asked),
+            )
+        )
+    kept.close()
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, VIEW], ids=str)
+def test_a_static_graph_asks_once_which_parameters_no_rank_uses(options):
+    first, second = run_ranks(ask_once, 2, options)
+    unused_by_all = [name.startswith(("branches.2", "never")) for name, _ in Branches().named_parameters()]
+    for (ours, asked), (theirs, _) in zip(first, second, strict=True):
+        assert asked == 1
+        assert [each is None for each in ours] == unused_by_all
+        for our, their, expected in zip(ours, theirs, first[0][0], strict=True):
+            assert our is None or (torch.equal(our, their) and torch.equal(our, expected))
 
 
 def sums_that_overflow(rank):
