@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -54,8 +54,9 @@ class _Worker:
 
     def ask(self, question: str) -> Any:
         """Raises RuntimeError if the process fails, ends or says nothing for TIMEOUT_S."""
-        try:
+        with suppress(OSError):  # it may have ended, and have said why
             self._connection.send(question)
+        try:
             said = self._connection.poll(TIMEOUT_S)
             answer = self._connection.recv() if said else f"said nothing for {TIMEOUT_S} s"
         except (EOFError, OSError):

@@ -290,6 +290,14 @@ def test_what_goes_wrong_in_a_process_of_its_own_is_said(build, message, monkeyp
         apart.measure(case, Clock(CPU, quick=True))
 
 
+def test_a_process_of_its_own_that_has_failed_before_it_is_asked_says_why():
+    case = Case("count", "to 4", "float32", 16, 0.0, partial(divmod, 1, 0), "torch", apart=("torch",))
+    with apart._Worker(case, "torch") as worker:
+        worker._process.join(60)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            worker.ask("error")
+
+
 def test_a_filter_that_matches_nothing_fails():
     done = run_module("benchmarks", "--filter", "no such thing")
     assert done.returncode == 1
