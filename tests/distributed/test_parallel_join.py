@@ -60,6 +60,36 @@ def test_one_join_leaves_the_next_ones_mean_alone():
     assert_alike(join_in_both_ways, 2)
 
 
+class OnlyOnRank1(torch.nn.Module):
+    """A second layer that only rank 1 uses."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.first, self.second = rank, torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x)) if self.rank else self.first(x)
+
+
+def static_graph_left_early(cls, rank):
+    """Rank 1, which alone uses a layer, has one input, rank 0 three: the gradients of each."""
+    torch.manual_seed(0)
+    model = OnlyOnRank1(rank)
+    ddp = cls(model, static_graph=True)
+    results = []
+    with ddp.join():
+        for _ in range(1 if rank else 3):
+            ddp.zero_grad()
+            loss_of(ddp(torch.ones(2, 3))).backward()
+            results.append(gradients(model))
+    return results
+
+
+def test_a_static_graph_stays_what_it_was_when_a_rank_has_left():
+    first, _ = assert_alike(static_graph_left_early, 2)
+    assert all(not gradient.any() for gradient in first[-1][2:])  # of the second layer: zeros, not None
+
+
 def throw_early(cls, rank):
     model = MLP()
     ddp = cls(model)
