@@ -5,9 +5,10 @@
 # Python shuts down may abort the process.
 import torch.distributed.nn.functional  # noqa: F401
 
+from gradcomp.hooks.grad_bucket import GradBucket
+
 from .agreement import broadcast_coalesced
 from .average import average_
-from .bucket import GradBucket
 from .core import Reducer
 
 __all__ = ["GradBucket", "Reducer", "average_", "broadcast_coalesced"]

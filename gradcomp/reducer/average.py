@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.hooks import default_hooks
+from gradcomp.hooks.grad_bucket import GradBucket, as_real
 from gradcomp.layout import FlatLayout
 
-from .bucket import GradBucket, as_real
 from .exchange import group_or_default, result_of
 
 

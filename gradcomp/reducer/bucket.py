@@ -1,8 +1,7 @@
-"""Buckets of gradients: which parameters share one, and what a communication hook sees of it."""
+"""Buckets of gradients: which parameters share one, and the memory that they lie in."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
@@ -11,47 +10,6 @@ from gradcomp import ops
 from gradcomp.layout import FlatLayout
 
 from .parameters import check_gradient, kind_of_gradient
-
-
-def as_real(buffer: torch.Tensor) -> torch.Tensor:
-    """A view of a flat complex buffer with twice as many real elements; another buffer as it is."""
-    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-
-
-class GradBucket:
-    """A bucket as communication hooks see it, with the methods of ``torch.distributed.GradBucket``.
-
-    buffer: the gradients one after another, 1-D, undivided. The hook's result, of as many elements, takes its
-    place. Hooks see complex gradients as real ones, with a last dimension of 2.
-    """
-
-    def __init__(self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], is_last: bool):
-        self._index, self._buffer = index, as_real(buffer)
-        self._parameters, self._is_last = parameters, is_last
-
-    def index(self) -> int:
-        """Its place in the order in which buckets are averaged, from 0."""
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Put another tensor of as many elements in the buffer's place (of another dtype, say)."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The parts of the current buffer in the parameters' shapes."""
-        shapes = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in self._parameters]
-        parts = self._buffer.split(list(map(math.prod, shapes)))
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self._parameters)
-
-    def is_last(self) -> bool:
-        """Whether this is the step's last bucket."""
-        return self._is_last
 
 
 def assign_buckets(

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.hooks.grad_bucket import GradBucket, as_real
+
 from . import errors
-from .bucket import Bucket, GradBucket, as_real, assign_buckets
+from .bucket import Bucket, assign_buckets
 from .exchange import checked_future, result_of
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.reducer.bucket import GradBucket
+from gradcomp.hooks.grad_bucket import GradBucket
 from gradcomp.testing.collectives import SimulatedProcessGroup
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.workload import Workload

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from gradcomp.reducer.bucket import GradBucket
+from gradcomp.hooks.grad_bucket import GradBucket
 from gradcomp.testing.oracle import PowerSGDOracle, split
 
 

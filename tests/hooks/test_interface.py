@@ -17,7 +17,7 @@ from gradcomp.hooks import (
     register_ddp_comm_hook,
 )
 from gradcomp.hooks.exchange import wire_of
-from gradcomp.reducer.bucket import GradBucket
+from gradcomp.hooks.grad_bucket import GradBucket
 
 TORCH_NAMES = {"default_hooks": "default", "debugging_hooks": "debugging", "powerSGD_hook": "powerSGD"}
 MODULES = ["default_hooks", "debugging_hooks", "powerSGD_hook"]

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp.reducer.bucket import Bucket, GradBucket, assign_buckets, is_same_memory
+from gradcomp.hooks.grad_bucket import GradBucket
+from gradcomp.reducer.bucket import Bucket, assign_buckets, is_same_memory
 
 
 def test_the_first_bucket_is_small():

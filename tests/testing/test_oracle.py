@@ -9,7 +9,7 @@ import torch
 
 import gradcomp.ops
 from gradcomp.hooks import default_hooks, powerSGD_hook
-from gradcomp.reducer.bucket import GradBucket
+from gradcomp.hooks.grad_bucket import GradBucket
 from gradcomp.testing.oracle import (
     BatchedPowerSGDOracle,
     PowerSGDOracle,

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from gradcomp import ops
 from gradcomp.hooks import powerSGD_hook as power_sgd
-from gradcomp.reducer.bucket import GradBucket
+from gradcomp.hooks.grad_bucket import GradBucket
 from gradcomp.testing.ranks import CollectiveMismatch, RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")

@@ -1,0 +1,90 @@
+"""What all ranks must have in common, compared once: a difference is an error on every rank, and names itself.
+
+The ranks exchange a digest and the values in one all-gather of MESSAGE_BYTES per rank. Values too long for that are
+exchanged in a second one, and only where the digests differ.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+MESSAGE_BYTES = 1024
+_DIGEST_BYTES, _LENGTH_BYTES = 32, 8
+_INLINE_BYTES = MESSAGE_BYTES - _DIGEST_BYTES - _LENGTH_BYTES
+
+
+def require_same_on_all_ranks(
+    whose: str, values: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, advice: str
+) -> None:
+    """Raise RuntimeError on every rank of the group unless all ranks give equal values.
+
+    whose: what the values belong to, the message's subject. values: names and what JSON can hold (tuples count as
+    lists), or what has a repr that is the same on every rank, a dtype say. device: where the group's backend takes
+    tensors. advice: the message's last sentence.
+
+    Every rank of the group has to call it, in the same place among its collectives. Waits for the host. Uses neither
+    pickle nor numpy.
+    """
+    if group.size() == 1:
+        return
+    mine = json.dumps(dict(values), default=repr).encode()
+    header = hashlib.sha256(mine).digest() + len(mine).to_bytes(_LENGTH_BYTES, "little")
+    messages = _all_gather(header + mine[:_INLINE_BYTES], MESSAGE_BYTES, group, device)
+    if all(message[:_DIGEST_BYTES] == messages[0][:_DIGEST_BYTES] for message in messages):
+        return
+    end = _DIGEST_BYTES + _LENGTH_BYTES
+    lengths = [int.from_bytes(message[_DIGEST_BYTES:end], "little") for message in messages]
+    texts = [message[end:] for message in messages]
+    if max(lengths) > _INLINE_BYTES:
+        texts = _all_gather(mine, max(lengths), group, device)
+    by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+    raise RuntimeError(f"{whose} differs between the ranks: {_differences(by_rank)}. {advice}")
+
+
+def _all_gather(
+    message: bytes, num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> list[bytes]:
+    """Every rank's message, filled up with zeros."""
+    mine = torch.frombuffer(bytearray(message.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return [bytes(each.tolist()) for each in torch.stack(everyone).cpu()]
+
+
+def _differences(by_rank: Sequence[Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for values in by_rank for name in values))
+    found = [_difference(name, [values.get(name) for values in by_rank]) for name in names]
+    return "; ".join(text for text in found if text)
+
+
+def _difference(name: str, values: Sequence[Any]) -> str:
+    """How the ranks' values of this name differ, or ""; of lists, their lengths or the first items that differ."""
+    if all(value == values[0] for value in values):
+        return ""
+    if all(isinstance(value, list) for value in values):
+        lengths = [len(value) for value in values]
+        if len(set(lengths)) > 1:
+            return _difference(f"the number of {name}", lengths)
+        items = list(zip(*values, strict=True))
+        index = next(i for i, of_ranks in enumerate(items) if any(item != of_ranks[0] for item in of_ranks))
+        return f"{name}[{index}] is " + _by_value(items[index])
+    return f"{name} is " + _by_value(values)
+
+
+def _by_value(values: Sequence[Any]) -> str:
+    """'4 on ranks 0, 2 and 8 on rank 1'"""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(json.dumps(value), []).append(rank)
+    return " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

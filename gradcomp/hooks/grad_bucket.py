@@ -1,0 +1,78 @@
+"""Buckets as communication hooks see them: torch's, and ours for the Reducer."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+
+def as_real(buffer: torch.Tensor) -> torch.Tensor:
+    """A view of a flat complex buffer with twice as many real elements; another buffer as it is."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+
+
+class GradBucket:
+    """A bucket as communication hooks see it, with the methods of ``torch.distributed.GradBucket``.
+
+    buffer: the gradients one after another, 1-D, undivided. The hook's result, of as many elements, takes its
+    place. Hooks see complex gradients as real ones, with a last dimension of 2.
+    used: whether this rank's backward has used each parameter, where the caller knows; None: those that have a gradient.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        is_last: bool,
+        used: Sequence[bool] | None = None,
+    ):
+        self._index, self._buffer = index, as_real(buffer)
+        self._parameters, self._is_last, self._used = parameters, is_last, used
+
+    def index(self) -> int:
+        """Its place in the order in which buckets are averaged, from 0."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Put another tensor of as many elements in the buffer's place (of another dtype, say)."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The parts of the current buffer in the parameters' shapes."""
+        shapes = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in self._parameters]
+        parts = self._buffer.split(list(map(math.prod, shapes)))
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Whether this is the step's last bucket."""
+        return self._is_last
+
+
+def require_bucket(hook_name: str, bucket: Any) -> None:
+    """Raise TypeError for anything but torch's GradBucket and ours.
+
+    torch.load's safe default lets a file call hooks with arguments of its choice, but a file can make neither bucket: so it
+    can't start a collective.
+    """
+    if not isinstance(bucket, dist.GradBucket | GradBucket):
+        raise TypeError(
+            f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got {bucket!r}"
+        )
+
+
+def used_by_this_rank(bucket: dist.GradBucket | GradBucket) -> list[bool]:
+    """Whether this rank's backward has used each of the bucket's parameters, as far as the bucket tells."""
+    if isinstance(bucket, GradBucket) and bucket._used is not None:
+        return list(bucket._used)
+    return [parameter.grad is not None for parameter in bucket.parameters()]
