@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-from .exchange import all_reduce_between, group_of, in_stream_order, require_dense_floats, wire_of
+from .exchange import (
+    all_reduce_between,
+    group_of,
+    in_stream_order,
+    keep_wire,
+    require_dense_floats,
+    take_wire,
+)
 
 __all__ = [
     "allreduce_hook",
@@ -102,12 +109,16 @@ def _compress_hook(
     buffer = bucket.buffer()
     require_dense_floats(name, buffer)
 
+    first = bucket.parameters()[0]
+
     def compress() -> torch.Tensor:
-        wire = wire_of(bucket, name, dtype)
+        wire = take_wire(bucket, name, dtype)
         return ops.compress_cast(buffer, out=wire, scale=1 / group.size())
 
     def decompress(wire: torch.Tensor) -> torch.Tensor:
-        return ops.decompress_cast(wire, out=buffer)
+        ops.decompress_cast(wire, out=buffer)
+        keep_wire(first, name, wire)
+        return buffer
 
     return all_reduce_between(buffer.device, group, compress, decompress)
 
@@ -158,8 +169,11 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         buffer = bucket.buffer()
         require_dense_floats(name, buffer)
 
-        def run_hook() -> torch.futures.Future[torch.Tensor]:
-            bucket.set_buffer(ops.compress_cast(buffer, out=wire_of(bucket, name, dtype)))
+        first = bucket.parameters()[0]
+
+        def compress_and_run() -> tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]:
+            wire = take_wire(bucket, name, dtype)
+            bucket.set_buffer(ops.compress_cast(buffer, out=wire))
             try:
                 future = hook(hook_state, bucket)
                 if not isinstance(future, torch._C.Future):
@@ -167,21 +181,25 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             except BaseException:
                 bucket.set_buffer(buffer)
                 raise
-            return future
+            return wire, future
 
-        def decompress(result: torch.Tensor) -> torch.Tensor:
+        def decompress(wire: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
             bucket.set_buffer(buffer)
-            return ops.decompress_cast(result, out=buffer)
+            ops.decompress_cast(result, out=buffer)
+            keep_wire(first, name, wire)
+            return buffer
 
         def sequence() -> torch.Tensor:
-            result = run_hook().wait()  # makes the side stream wait, not the host
+            wire, future = compress_and_run()
+            result = future.wait()  # makes the side stream wait, not the host
             # But gloo's futures know no streams: what they promise is done on the default one.
             torch.cuda.current_stream(buffer.device).wait_stream(torch.cuda.default_stream(buffer.device))
-            return decompress(result)
+            return decompress(wire, result)
 
         if buffer.is_cuda:
             return in_stream_order(buffer.device, sequence)
-        return run_hook().then(lambda future: decompress(future.value()))
+        wire, future = compress_and_run()
+        return future.then(lambda done: decompress(wire, done.value()))
 
     compress_wrapper_hook.__qualname__ = f"{name}({getattr(hook, '__qualname__', hook)})"
     return compress_wrapper_hook

@@ -20,7 +20,6 @@ class GradBucket:
 
     buffer: the gradients one after another, 1-D, undivided. The hook's result, of as many elements, takes its
     place. Hooks see complex gradients as real ones, with a last dimension of 2.
-    used: whether this rank's backward has used each parameter, where the caller knows; None: those that have a gradient.
     """
 
     def __init__(
@@ -29,10 +28,9 @@ class GradBucket:
         buffer: torch.Tensor,
         parameters: Sequence[torch.Tensor],
         is_last: bool,
-        used: Sequence[bool] | None = None,
     ):
         self._index, self._buffer = index, as_real(buffer)
-        self._parameters, self._is_last, self._used = parameters, is_last, used
+        self._parameters, self._is_last = parameters, is_last
 
     def index(self) -> int:
         """Its place in the order in which buckets are averaged, from 0."""
@@ -69,10 +67,3 @@ def require_bucket(hook_name: str, bucket: Any) -> None:
         raise TypeError(
             f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got {bucket!r}"
         )
-
-
-def used_by_this_rank(bucket: dist.GradBucket | GradBucket) -> list[bool]:
-    """Whether this rank's backward has used each of the bucket's parameters, as far as the bucket tells."""
-    if isinstance(bucket, GradBucket) and bucket._used is not None:
-        return list(bucket._used)
-    return [parameter.grad is not None for parameter in bucket.parameters()]

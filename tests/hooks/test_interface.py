@@ -16,8 +16,6 @@ from gradcomp.hooks import (
     powerSGD_hook,
     register_ddp_comm_hook,
 )
-from gradcomp.hooks.exchange import wire_of
-from gradcomp.hooks.grad_bucket import GradBucket
 
 TORCH_NAMES = {"default_hooks": "default", "debugging_hooks": "debugging", "powerSGD_hook": "powerSGD"}
 MODULES = ["default_hooks", "debugging_hooks", "powerSGD_hook"]
@@ -121,11 +119,3 @@ def test_a_state_that_is_no_process_group_is_shown(hook):
 def test_a_wrapped_hook_that_is_not_callable_is_shown():
     with pytest.raises(TypeError, match="fp16_compress_wrapper wraps a communication hook, got 'noop'"):
         default_hooks.fp16_compress_wrapper("noop")
-
-
-def test_the_wire_of_a_moved_model_moves_too():
-    bucket = GradBucket(0, torch.zeros(6), [torch.nn.Parameter(torch.zeros(6))], True)
-    wire = wire_of(bucket, "a hook", torch.float16)
-    assert wire_of(bucket, "a hook", torch.float16) is wire
-    bucket.set_buffer(torch.zeros(6, device="meta"))
-    assert wire_of(bucket, "a hook", torch.float16).device.type == "meta"

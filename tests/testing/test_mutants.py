@@ -112,7 +112,7 @@ PLANTED = [
     (POWER_SGD, (f"{STACK}.reconstruct", stale_p), "held_back_comes_out"),
     (POWER_SGD, (f"{STACK}._product", last_row_missing), "exact_up_to_rank"),
     (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
-    (FP16, ("gradcomp.hooks.default_hooks.wire_of", one_wire_for_all_buckets), "averages"),
+    (FP16, ("gradcomp.hooks.default_hooks.take_wire", one_wire_for_all_buckets), "averages"),
     (TOP_K, mutants.ErrorDropped, "held_back_comes_out"),
     (TOP_K, mutants.ErrorTwice, "held_back_comes_out"),
     (TOP_K, mutants.ErrorOfTheGradient, "held_back_comes_out"),
