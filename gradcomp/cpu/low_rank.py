@@ -7,6 +7,7 @@ order, the products run several times faster on a CPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,23 @@ BATCH = 4
 ALL = slice(None)
 # Of Q's columns: the inverse of a shorter one nears the end of fp32.
 SHORTEST = 1e-30
+
+
+def fit_float16(error: torch.Tensor) -> None:
+    """Cut the error [rows, cols] of a matrix in float16 where the next step's factors might not fit float16.
+
+    No element of M Q or Mᵀ P, Q and P orthonormal, is larger than the longest row or column of M. An error of half of
+    float16's largest leaves room for the gradient; where a step of gradients near float16's end leaves more, its elements are
+    cut so that rows and columns are at most a quarter of that.
+    """
+    longest = torch.finfo(error.dtype).max / 2
+    side = math.sqrt(max(error.shape))
+    low, high = error.aminmax()
+    if max(-float(low), float(high)) * side <= longest:
+        return
+    norms = (torch.linalg.vector_norm(error, dim=dim, dtype=torch.float32).max() for dim in (0, 1))
+    if max(map(float, norms)) > longest:
+        error.clamp_(-longest / 4 / side, longest / 4 / side)
 
 
 def row_blocks(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,6 +146,10 @@ class Stack:
                 if not self.is_wide:
                     # What 16 bits can't hold is lost, instead of being infinite from now on.
                     error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                    if not part.isfinite().all():
+                        error.zero_()  # nobody uses such a step
+                if error.dtype == torch.float16:
+                    fit_float16(self.memory[i])
 
     def turn(self) -> torch.Tensor:
         """Make the rows of Qᵀ the next direction. Returns their lengths [k · r]."""
@@ -278,6 +300,15 @@ class LowRankPlan:
                 for error, part in zip(stack.memory.flatten(1), stack.parts(flat), strict=True):
                     part.copy_(error[: part.numel()])
         return flat
+
+    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+        """Add to this rank's error, where it is kept, from this place of the bucket on."""
+        for stack in self.stacks:
+            errors = () if stack.memory is None else stack.memory.flatten(1)
+            for matrix, error in zip(stack.matrices, errors, strict=False):
+                start = offset - matrix.offset
+                if 0 <= start < matrix.numel:
+                    error[start : start + len(values)].add_(values)
 
     def directions(self) -> list[torch.Tensor]:
         """What the next step projects on: Q [cols, rank] of every matrix, in the layout's order."""

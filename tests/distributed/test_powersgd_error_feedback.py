@@ -16,9 +16,11 @@ from tests.distributed.powersgd_oracle import (
     starts,
 )
 from tests.distributed.powersgd_runs import (
+    HOOKS,
     MATRICES,
     SHAPES,
     START,
+    error_of,
     simulate,
     steps_of_ours,
 )
@@ -158,3 +160,37 @@ def test_zero_gradients_first(options):
     for output in simulate(zero_then_random, 2, options):
         for start, end in pairwise(begin):
             assert output[start:end].any(), "its gradients are never sent"
+
+
+def near_the_end_of_fp16(rank, hook, kind, factor_rank):
+    """Ordinary fp16 steps, one of gradients near fp16's largest, and ordinary ones: what error feedback has to add up of each."""
+    state = powerSGD_hook.PowerSGDState(None, factor_rank, START)
+    results, before, generator = [], None, torch.Generator().manual_seed(5 + rank)
+    for step in range(12):
+        gradient = torch.randn(4096, generator=generator) * 0.003
+        if step == START + 2:
+            gradient = {
+                "signs": gradient.sign() * 32_768,
+                "equal": torch.full_like(gradient, 30_000) + gradient,
+                "normal": gradient / gradient.abs().max() * 60_000,
+            }[kind]
+        gradient = gradient.half()
+        output = HOOKS[hook](state, Bucket(gradient.clone(), [(64, 64)])).wait()
+        after = error_of(state) if step >= START else None
+        results.append((gradient, before, output, after))
+        before = after
+    return results[START + 3 :]
+
+
+@pytest.mark.parametrize("kind", ["signs", "equal", "normal"])
+@pytest.mark.parametrize(("hook", "factor_rank"), [("powerSGD", 1), ("powerSGD", 4), ("batched", 1)])
+def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(hook, factor_rank, kind):
+    """fp16's resolution is 2^-11 of what is added up: the largest of a gradient, an error and an output."""
+    ranks = simulate(near_the_end_of_fp16, 2, hook, kind, factor_rank)
+    for steps in zip(*ranks, strict=True):
+        gradient, before, output, after = (torch.stack(each).double() for each in zip(*steps, strict=True))
+        assert output.isfinite().all()
+        assert torch.equal(output[0], output[1])
+        largest = max(float(each.abs().max()) for each in (gradient, before, output))
+        lost = (output[0] + after.mean(0) - gradient.mean(0) - before.mean(0)).abs().max()
+        assert lost <= 4 * UNIT_ROUNDOFF[torch.float16] * largest
