@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
 from gradcomp.hooks import default_hooks
@@ -22,26 +24,35 @@ def average_(
     hook: Callable[..., torch.futures.Future[torch.Tensor]] | None = None,
     state: Any = None,
     process_group: dist.ProcessGroup | None = None,
+    *,
+    keys: Sequence[Hashable] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """tensors = their mean over the ranks, in place, as hook(state, bucket) averages gradients. Returns them.
+    """Replace tensors by their mean over the ranks, in place, as hook(state, bucket) averages gradients. Returns them.
 
     tensors: the same shapes and dtypes in the same order on every rank (pseudo-gradients, say); those of a dtype
     and device form one bucket. hook: None for an all-reduce. process_group: of that all-reduce; a hook has its own
-    in its state. A state keeps its memory from call to call as long as the shapes stay.
+    in its state.
+    keys: one per tensor, names say, by which the state's memory finds its tensor in every call, whatever the list's order.
+        None: a tensor that comes again is known by itself, and new tensors take the places of the others of their shape and
+        dtype, in the order of the list.
 
-    Raises TypeError for what isn't a floating-point or complex tensor; RuntimeError for a hook that returns no
-    Future, or one with another number of elements.
+    Raises TypeError for what isn't a floating-point or complex tensor, or a list of such; ValueError for keys that are not
+    one per tensor or not distinct; RuntimeError for a hook that returns no Future, or one with another number of elements.
 
     Example::
 
         gradcomp.average_([old - new for old, new in zip(before, after)], powerSGD_hook.powerSGD_hook, state)
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError("average_ takes a list of tensors, got a tensor: average_([tensor])")
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    if keys is not None and (len(keys) != len(tensors) or len(set(keys)) != len(keys)):
+        raise ValueError(
+            f"average_ takes one key per tensor, each another one: got {list(keys)} for {len(tensors)} tensors"
+        )
     if hook is None:
         hook, state = (
             cast("Callable[..., Any]", default_hooks.allreduce_hook),
@@ -49,11 +60,15 @@ def average_(
         )
     elif process_group is not None:
         raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-    for index, members in enumerate(kinds.values()):
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for parameter, tensor in _with_parameters(tensors, state, keys):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
+    for index, pairs in enumerate(kinds.values()):
+        parameters, members = map(list, zip(*pairs, strict=True))
         layout = FlatLayout((member.numel(),) for member in members)
         buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
         ops.gather(members, layout, out=_parts(buffer, members))
-        bucket = GradBucket(index, buffer, members, is_last=index == len(kinds) - 1)
+        bucket = GradBucket(index, buffer, parameters, is_last=index == len(kinds) - 1)
         result = result_of(hook(state, bucket), hook, as_real(buffer))
         if buffer.is_complex():
             as_real(buffer).copy_(result)
@@ -65,3 +80,72 @@ def average_(
 def _parts(buffer: torch.Tensor, members: list[torch.Tensor]) -> list[torch.Tensor]:
     parts = buffer.split([member.numel() for member in members])
     return [part.view(member.shape) for part, member in zip(parts, members, strict=True)]
+
+
+class _Place:
+    """What a state knows a tensor by from call to call: a parameter without memory of its own.
+
+    number: places are numbered as they come. tensor: the one that was here last; stays: whether it had come before.
+    """
+
+    def __init__(self, tensor: torch.Tensor, number: int):
+        self.parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        self.number, self.tensor, self.stays = number, weakref.ref(tensor), False
+
+    def suits(self, tensor: torch.Tensor) -> bool:
+        return self.parameter.shape == tensor.shape and self.parameter.dtype == tensor.dtype
+
+
+class _Places:
+    """The places of all tensors that are averaged with a state."""
+
+    def __init__(self) -> None:
+        self._with_key: dict[Hashable, _Place] = {}
+        self._without: list[_Place] = []
+
+    def of(self, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Place]:
+        """Each tensor's place."""
+        if keys is not None:
+            return [self._of_key(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
+        owned = {id(place.tensor()): place for place in self._without if place.tensor() is not None}
+        known = [place if (place := owned.get(id(t))) and place.suits(t) else None for t in tensors]
+        taken = {id(place) for place in known if place is not None}
+        places = []
+        for tensor, own in zip(tensors, known, strict=True):
+            place = own or self._of_new(tensor, taken)
+            place.tensor, place.stays = weakref.ref(tensor), own is not None
+            taken.add(id(place))
+            places.append(place)
+        return places
+
+    def _of_key(self, tensor: torch.Tensor, key: Hashable) -> _Place:
+        place = self._with_key.get(key)
+        if place is None or not place.suits(tensor):
+            place = self._with_key[key] = self._new(tensor)
+        return place
+
+    def _of_new(self, tensor: torch.Tensor, taken: set[int]) -> _Place:
+        """The first free place that suits a tensor which comes for the first time."""
+        for place in self._without:
+            is_free = id(place) not in taken and not (place.stays and place.tensor() is not None)
+            if is_free and place.suits(tensor):
+                return place
+        self._without.append(self._new(tensor))
+        return self._without[-1]
+
+    def _new(self, tensor: torch.Tensor) -> _Place:
+        return _Place(tensor, len(self._with_key) + len(self._without))
+
+
+_places_of: MutableMapping[Any, _Places] = WeakIdKeyDictionary()
+
+
+def _with_parameters(
+    tensors: Sequence[torch.Tensor], state: Any, keys: Sequence[Hashable] | None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(What a hook sees as its parameter, the tensor), in an order that doesn't depend on the list's."""
+    if state is None or isinstance(state, dist.ProcessGroup):
+        return [(tensor, tensor) for tensor in tensors]
+    places = _places_of.setdefault(state, _Places()).of(tensors, keys)
+    pairs = sorted(zip(places, tensors, strict=True), key=lambda pair: pair[0].number)
+    return [(place.parameter, tensor) for place, tensor in pairs]

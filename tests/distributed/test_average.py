@@ -5,6 +5,7 @@ import torch
 
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
+from tests.distributed.powersgd_runs import Messages
 from tests.distributed.ranks import run_ranks
 from tests.tolerances import average
 
@@ -100,3 +101,60 @@ def test_arguments():
 def test_no_process_group():
     with pytest.raises(RuntimeError, match="init_process_group"):
         gradcomp.average_([torch.ones(2)])
+
+
+def alternate(rank, keyed):
+    """A persistent tensor and one that is new in every call, of one shape, in alternating order; (what went out, is owed)."""
+    state = powerSGD_hook.PowerSGDState(None, 1, 2)
+    persistent, kept = torch.zeros(40, 30), []
+    given, out = torch.zeros(2, 40, 30), torch.zeros(2, 40, 30)
+    for step in range(12):
+        generator = torch.Generator().manual_seed(10 * rank + step)
+        values = torch.randn(2, 40, 30, generator=generator)
+        persistent.copy_(values[0])
+        tensors, keys = [persistent, values[1].clone()], ["persistent", "new"]
+        if step % 2:
+            tensors.reverse()
+            keys.reverse()
+        with Messages() as said:
+            gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state, keys=keys if keyed else None)
+        assert not any("afresh" in line for line in said)
+        averages = tensors[::-1] if step % 2 else tensors
+        kept.append(tensors)  # so that they live on
+        if step >= 2:
+            given += values
+            out += torch.stack(averages)
+    (bucket,) = state.state_dict()["buckets"].values()
+    return given, out, bucket["error"].view(2, 40, 30)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_state_remembers_persistent_and_new_tensors_in_any_order(keyed):
+    ranks = run_ranks(alternate, 2, keyed)
+    given, out, owed = (torch.stack(each).mean(0) for each in zip(*ranks, strict=True))
+    torch.testing.assert_close(out + owed, given, rtol=0.0, atol=1e-5)
+    assert owed.abs().amax((1, 2)).min() > 0.1
+
+
+def keys_of_two_lists(rank):
+    """Two lists of tensors of one shape, all new, that are averaged in turn with one state."""
+    state = powerSGD_hook.PowerSGDState(None, 1, 2)
+    errors = {}
+    for step in range(8):
+        name = ("first", "second")[step % 2]
+        tensor = torch.full((40, 30), 1.0) if name == "first" else torch.randn(40, 30)
+        gradcomp.average_([tensor], powerSGD_hook.powerSGD_hook, state, keys=[name])
+        errors[name] = state.state_dict()["buckets"][step % 2]["error"]
+    for wrong in ["one"], ["one", "one"]:
+        with pytest.raises(ValueError, match="one key per tensor"):
+            gradcomp.average_([torch.ones(2), torch.ones(2)], powerSGD_hook.powerSGD_hook, state, keys=wrong)
+    with pytest.raises(TypeError, match=r"average_\(\[tensor\]\)"):
+        gradcomp.average_(torch.ones(2))
+    return errors
+
+
+def test_keys_tell_lists_apart():
+    for errors in run_ranks(keys_of_two_lists, 2):
+        # The gradient of rank 1 leaves nothing behind, and gets nothing of the other's.
+        assert errors["first"].abs().max() < 1e-5
+        assert errors["second"].abs().max() > 0.1
