@@ -134,6 +134,15 @@ class LowRankPlan:
                 flat[matrix.offset : matrix.offset + matrix.numel] = error[: matrix.numel]
         return flat
 
+    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+        """Add to this rank's error, where it is kept, from this place of the bucket on."""
+        for index, matrix in enumerate(self.layout.matrices if self._feedback else ()):
+            start = offset - matrix.offset
+            if 0 <= start < matrix.numel:
+                added = self._memory.new_zeros(matrix.rows * matrix.cols)
+                added[start : start + len(values)] = values
+                self._matrix(index).add_(added.view(matrix.rows, matrix.cols))
+
     def directions(self) -> list[torch.Tensor]:
         """What the next step projects on: Q [cols, rank] of every matrix, in the layout's order."""
         directions = []

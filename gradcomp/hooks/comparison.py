@@ -6,11 +6,13 @@ exchanged in a second one, and only where the digests differ.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.weak import WeakIdKeyDictionary
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -20,31 +22,79 @@ _INLINE_BYTES = MESSAGE_BYTES - _DIGEST_BYTES - _LENGTH_BYTES
 
 
 def require_same_on_all_ranks(
-    whose: str, values: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, advice: str
-) -> None:
+    whose: str,
+    values: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    advice: str,
+    notes: Mapping[str, Any] | None = None,
+) -> str:
     """Raise RuntimeError on every rank of the group unless all ranks give equal values.
 
     whose: what the values belong to, the message's subject. values: names and what JSON can hold (tuples count as
     lists), or what has a repr that is the same on every rank, a dtype say. device: where the group's backend takes
-    tensors. advice: the message's last sentence.
+    tensors. advice: the message's last sentence. notes: values that may differ; returns how they do, "" if they don't.
 
     Every rank of the group has to call it, in the same place among its collectives. Waits for the host. Uses neither
     pickle nor numpy.
     """
     if group.size() == 1:
-        return
-    mine = json.dumps(dict(values), default=repr).encode()
+        return ""
+    mine = json.dumps([dict(values), dict(notes or {})], default=repr).encode()
     header = hashlib.sha256(mine).digest() + len(mine).to_bytes(_LENGTH_BYTES, "little")
     messages = _all_gather(header + mine[:_INLINE_BYTES], MESSAGE_BYTES, group, device)
     if all(message[:_DIGEST_BYTES] == messages[0][:_DIGEST_BYTES] for message in messages):
-        return
+        return ""
     end = _DIGEST_BYTES + _LENGTH_BYTES
     lengths = [int.from_bytes(message[_DIGEST_BYTES:end], "little") for message in messages]
     texts = [message[end:] for message in messages]
     if max(lengths) > _INLINE_BYTES:
         texts = _all_gather(mine, max(lengths), group, device)
     by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
-    raise RuntimeError(f"{whose} differs between the ranks: {_differences(by_rank)}. {advice}")
+    values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
+    if differences := _differences(values_of_ranks):
+        raise RuntimeError(f"{whose} differs between the ranks: {differences}. {advice}")
+    return _differences(notes_of_ranks)
+
+
+_meetings: MutableMapping[dist.ProcessGroup, int] = WeakIdKeyDictionary()
+
+
+def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError unless all ranks of the group come here with this group, within the store's time-out.
+
+    Before the group's first collective, which would meet another collective, or none, where a rank has another group.
+    A rank whose own group lacks the others can't be told: it goes on alone, and fails with them. The ranks meet in the
+    store of the default group; without one that other processes reach, nothing is compared.
+    """
+    try:
+        store, ranks = distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return
+    if isinstance(store, dist.HashStore):  # within this process
+        return
+    store.set(f"gradcomp/group of {dist.get_rank()}", json.dumps(ranks))
+    if len(ranks) == 1:
+        return
+    _meetings[group] = meeting = _meetings.get(group, 0) + 1
+    key = f"gradcomp/{hashlib.sha256(json.dumps(ranks).encode()).hexdigest()}/{meeting}"
+    store.set(f"{key}/{dist.get_rank()}", "")
+    if store.add(key, 1) == len(ranks):
+        store.set(f"{key}/all", "")
+    try:
+        store.wait([f"{key}/all"])
+    except RuntimeError as error:
+        missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+        found = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]
+        raise RuntimeError(
+            f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do so within the "
+            f"time-out: {'; '.join(found)}. Likely cause: the states have different process groups, or a rank has ended"
+        ) from error
+
+
+def _ranks_of(store: dist.Store, rank: int) -> str:
+    key = f"gradcomp/group of {rank}"
+    return f"ranks {store.get(key).decode()}" if store.check([key]) else "none yet"
 
 
 def _all_gather(

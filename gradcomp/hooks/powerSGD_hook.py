@@ -15,6 +15,7 @@ from gradcomp import ops
 from gradcomp.layout import LowRankLayout
 
 from . import powersgd_transfer
+from .comparison import require_same_group, require_same_on_all_ranks
 from .default_hooks import allreduce_hook
 from .exchange import group_of, in_stream_order, require_dense_floats
 from .powersgd_memory import BucketMemories, Share
@@ -41,6 +42,8 @@ _HYPERPARAMETERS = (
     "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
 )
+# What the ranks' factors and collectives depend on.
+_COMPARED = ("iter", *_HYPERPARAMETERS[:7])
 _PROGRESS = (
     "iter",
     "total_numel_before_compression",
@@ -125,6 +128,7 @@ class PowerSGDState:
         # Memories taken over from torch, by their bucket's index, which is all that torch knows of them.
         self._from_torch: dict[int, dict[str, Any]] = {}
         self._waits_for_buckets = False
+        self._is_compared = False
         values = "; ".join(f"{name} = {getattr(self, name)}" for name in _HYPERPARAMETERS)
         logger.info("PowerSGD config: %s", values)
 
@@ -161,6 +165,7 @@ class PowerSGDState:
         for name in (*_HYPERPARAMETERS, *_PROGRESS):
             setattr(self, name, state_dict[name])
         self._memories.load_state_dict(state_dict["buckets"])
+        self._is_compared = False
         self._from_torch = dict(state_dict["from_torch"])
         self._waits_for_buckets = bool(self._from_torch)
 
@@ -177,6 +182,47 @@ class PowerSGDState:
         self._memories = BucketMemories()
         self.load_state_dict(state)
 
+    def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
+        """Add to the error what a hook has given as a parameter's average, and nobody has used.
+
+        average: of the parameter's shape. For reducers that find out after a step that no rank has used the parameter, and
+        leave its gradient as it is: what was given out of the error would be lost.
+        """
+        found = self._memories.memory_of(parameter)
+        plan, offset = (found[0].plan, found[1]) if found else (None, 0)
+        if plan is not None:
+            real = torch.view_as_real(average) if average.is_complex() else average
+            plan.add_to_error(offset, real.flatten().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+
+    def _compare(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
+        """In the state's first step: raise RuntimeError on every rank unless all have the same options and bucket."""
+        self._is_compared = True
+        values = {name: _plain(getattr(self, name)) for name in _COMPARED}
+        values |= {
+            "hook": hook_name,
+            "world size": group.size(),
+            "dtype of the bucket": bucket.buffer().dtype,
+            "index of the bucket": bucket.index(),
+            "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
+            "directions": self._memories.digest_of_directions(),
+        }
+        require_same_group(f"{hook_name}'s state", group)
+        device = bucket.buffer().device
+        unlike = require_same_on_all_ranks(
+            f"{hook_name}'s state",
+            values,
+            group,
+            device,
+            "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of the same step",
+            notes={"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {},
+        )
+        if unlike:
+            logger.warning(
+                "PowerSGD: the ranks run on unlike CPUs, whose sums differ in the last bit: %s. Replicas will drift apart by "
+                "rounding errors; see docs/powersgd.md.",
+                unlike,
+            )
+
     def _shares(self, bucket: dist.GradBucket, square: bool) -> list[Share]:
         """The bucket, or what it consists of; logs what has no memory any more."""
         kind = {
@@ -189,10 +235,12 @@ class PowerSGDState:
             "epsilon": _plain(self.orthogonalization_epsilon),
         }
         shares, lost = self._memories.shares(bucket, kind)
-        for index, memory in lost.items():
+        for memory in lost:
             what = "another layout" if memory.kind == kind else "other options"
             now = "than its checkpoint" if memory.plan is None else "now"
-            logger.warning("PowerSGD: bucket %s has %s %s: its memory starts afresh.", index, what, now)
+            logger.warning(
+                "PowerSGD: bucket %s has %s %s: its memory starts afresh.", memory.index, what, now
+            )
         return shares
 
     def _plan_of(self, share: Share, device: torch.device, group: dist.ProcessGroup) -> "ops.LowRankPlan":
@@ -210,17 +258,17 @@ class PowerSGDState:
             warm_start=self.warm_start,
             # P is averaged here where torch sums it.
             epsilon=self.orthogonalization_epsilon / group.size(),
-            seed=self._seed(share.index, self.iter),
+            seed=self._seed(share.memory.index, self.iter),
         )
         if memory.saved is not None:
             directions = memory.saved["directions"] or memory.plan.directions()
             memory.plan.load(memory.saved["error"], directions)
             memory.saved = None
-        elif share.index in self._from_torch:
-            theirs = self._from_torch.pop(share.index)
+        elif memory.index in self._from_torch:
+            theirs = self._from_torch.pop(memory.index)
             if not powersgd_transfer.load(memory.plan, memory, theirs):
                 logger.warning(
-                    "PowerSGD: bucket %s has another layout than torch's: starts afresh.", share.index
+                    "PowerSGD: bucket %s has another layout than torch's: starts afresh.", share.memory.index
                 )
         return memory.plan
 
@@ -297,20 +345,22 @@ def _low_rank_hook(
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
     group, buffer = group_of(name, state.process_group, of="state.process_group"), bucket.buffer()
     require_dense_floats(name, buffer)
+    if not state._is_compared:
+        state._compare(name, bucket, group)
     shares = state._shares(bucket, square)
     if state.iter < state.start_powerSGD_iter or state._waits_for_buckets:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(group, bucket)
     work = [
         # A step ends by choosing what the next one projects on.
-        (share, state._plan_of(share, buffer.device, group), state._seed(share.index, state.iter + 1))
+        (share, state._plan_of(share, buffer.device, group), state._seed(share.memory.index, state.iter + 1))
         for share in shares
     ]
 
     def sequence() -> torch.Tensor:
         for share, plan, seed in work:
             flat = share.gather(buffer)
-            _compressed_average(plan, flat, seed, group)
+            _compressed_average(plan, flat, seed, group, left_out=share.matrices_left_out(bucket))
             share.scatter(flat, buffer)
         return buffer
 
@@ -326,11 +376,16 @@ def _low_rank_hook(
 
 
 def _compressed_average(
-    plan: "ops.LowRankPlan", flat: torch.Tensor, seed: int, group: dist.ProcessGroup
+    plan: "ops.LowRankPlan", flat: torch.Tensor, seed: int, group: dist.ProcessGroup, left_out: list[int]
 ) -> None:
-    """The steps of powerSGD_hook on a flat bucket, in place."""
+    """The steps of powerSGD_hook on a flat bucket, in place.
+
+    left_out: matrices of which this rank sends no P. Where no rank sends any, nothing is taken out of the errors.
+    """
     scale = 1 / group.size()
     plan.project(flat, scale)
+    for index in left_out:
+        plan.p_wire[plan.layout.place_of_p(index)].zero_()
     dist.all_reduce(plan.p_wire, group=group)
     plan.back_project(flat, scale)
     if plan.q_wire.numel():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .flat import FlatLayout
 from .low_rank_work import LowRankWork
@@ -71,6 +72,11 @@ class LowRankLayout:
         self.p_numel = sum(matrix.rows * matrix.rank for matrix in self.matrices)
         self.q_numel = sum(matrix.cols * matrix.rank for matrix in self.matrices)
         self.wire_numel = self.p_numel + sum(numel for _, numel in rest)
+
+    def place_of_p(self, index: int) -> slice:
+        """Where P of a matrix crosses the wire."""
+        ends = list(accumulate(matrix.rows * matrix.rank for matrix in self.matrices[: index + 1]))
+        return slice(ends[-2] if index else 0, ends[-1])
 
     def work(self, itemsize: int) -> LowRankWork:
         """The kernels' tables for gradients of this many bytes per element."""

@@ -101,8 +101,9 @@ def new_state(**options):
 
 
 def run_steps(state, rank, steps, shapes=FEW_SHAPES, hook="powerSGD", dtype=torch.float32):
-    buckets = [Bucket(random_gradient(shapes, rank, step, dtype), shapes) for step in steps]
-    return [HOOKS[hook](state, bucket).wait() for bucket in buckets]
+    """Each step's bucket has parameters that live for this step: a state takes them for a model made anew."""
+    gradients = [random_gradient(shapes, rank, step, dtype) for step in steps]
+    return [HOOKS[hook](state, Bucket(gradient, shapes)).wait() for gradient in gradients]
 
 
 def steps_of_ours(rank, hook_name, options, shapes, num_steps, dtype):

@@ -59,3 +59,13 @@ def test_a_difference_is_named_on_every_rank(values_of_rank, collectives, messag
     for _, text in results:
         assert message in text
         assert bool(text) == bool(message)
+
+
+def compare_notes(rank):
+    group, device = dist.group.WORLD, torch.device("cpu")
+    values, notes = {"a": 1}, {"CPU": ["AVX2", "AVX512", "AVX2"][rank]}
+    return require_same_on_all_ranks("The hook", values, group, device, "", notes=notes)
+
+
+def test_notes_may_differ():
+    assert run_ranks(compare_notes, 3) == ['CPU is "AVX2" on ranks 0, 2 and "AVX512" on rank 1'] * 3

@@ -375,7 +375,8 @@ def sources():
 
 def test_no_host_synchronisation():
     """Torch waits for the whole device in every bucket. Here nothing in the library may. Plain torch for CPU tensors
-    may ask a tensor for its value; so may the Reducer and the wrapper, where the host has to know what other ranks did.
+    may ask a tensor for its value; so may the Reducer and the wrapper, where the host has to know what other ranks did, and
+    the comparison of options in a state's first step.
     """
     device_wide = re.compile(r"cuda\.synchronize|[eE]vent\w*\.synchronize|stream\w*\.synchronize")
     waits = re.compile(r"\.item\(\)|\.tolist\(\)|\.nonzero\(\)")
@@ -384,5 +385,7 @@ def test_no_host_synchronisation():
     for path in sources():
         text = path.read_text()
         assert not device_wide.search(text), f"{path} waits for the device"
+        if path.name == "comparison.py":
+            continue
         if path.parent.name in ("hooks", "kernels", "layout") or path.name == "ops.py":
             assert not waits.search(text), f"{path} waits for a value"

@@ -103,6 +103,7 @@ def save_and_load(rank):
     for step in range(START + 2):
         bucket = Bucket(random_gradient(FEW_SHAPES, rank, step).to(device_of_rank()), FEW_SHAPES)
         powerSGD_hook.powerSGD_hook(state, bucket).wait()
+    del bucket  # so that the next ones are of a model made anew
     loaded = reload(state)
     gradient = random_gradient(FEW_SHAPES, rank, 9)
     buckets = [Bucket(gradient.clone().to(device_of_rank()), FEW_SHAPES) for _ in range(2)]
