@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gradcomp.hooks.grad_bucket import GradBucket, as_real
 
 from . import errors
+from .agreement import description_of, require_group
 from .bucket import Bucket, assign_buckets
 from .exchange import checked_future, result_of
 
@@ -60,11 +61,19 @@ class BucketCommunicator:
                 bucket.fill(1.0)
 
     def register(self, state: Any, hook: Hook) -> None:
-        if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
+        require_callable(state, hook)
         if self._hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._hook = (state, hook)
+
+    def description(self) -> dict[str, Any]:
+        """What the ranks must have in common of their hooks and states."""
+        return description_of(*(self._hook or (None, None)))
+
+    def require_group(self) -> None:
+        """Raise RuntimeError if the hook averages over other ranks."""
+        if self._hook is not None:
+            require_group(*self._hook, self._group)
 
     def begin(self) -> None:
         """Begin a step: no parameter is ready."""
@@ -106,3 +115,10 @@ class BucketCommunicator:
         result = result_of(pending, self._hook[1], buffer)
         if result.data_ptr() != buffer.data_ptr():
             buffer.copy_(result)
+
+
+def require_callable(state: Any, hook: Any) -> None:
+    """Raise TypeError for a hook that can't be called."""
+    if not callable(hook):
+        swapped = "" if not callable(state) else " register_comm_hook takes (state, hook), got them swapped."
+        raise TypeError(f"Communication hook must be callable.{swapped}")
