@@ -33,7 +33,7 @@ class EndOfBackward:
 
     def take_over_optimizers(self) -> None:
         """Keep optimizers from stepping in backward, those of later calls of _apply_optimizer_in_backward, too."""
-        self._stepping = [param for param in self._averaged if "_in_backward_optimizers" in param.__dict__]
+        self._stepping = [param for param in self._averaged if hasattr(param, "_in_backward_optimizers")]
         if self._stepping:
             from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 

@@ -34,7 +34,9 @@ def description_of(state: Any, hook: Any) -> dict[str, Any]:
     return {
         "hook": None if hook is None else _name_of(hook),
         "the state's type": None if is_group else _name_of(type(state)),
-        "the state's process group": None if group is None else f"ranks {dist.get_process_group_ranks(group)}",
+        "the state's process group": None
+        if group is None
+        else f"ranks {dist.get_process_group_ranks(group)}",
     }
 
 

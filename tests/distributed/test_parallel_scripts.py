@@ -12,12 +12,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import gradcomp
 from gradcomp.hooks import default_hooks
-from tests.distributed.beside_torch import CLASSES, batch_of, gradients
+from tests.distributed.beside_torch import CLASSES, TorchDDP, batch_of, gradients
 from tests.distributed.ranks import run_ranks
 from tests.distributed.reducer_models import MLP, ConvNet, loss_of
 
-# Those that this torch has: an older one doesn't know forward_sync_buffers.
-KNOWN = [cls for cls in CLASSES.values() if hasattr(cls, "broadcast_buffers")]
+# An older torch's doesn't know forward_sync_buffers.
+KNOWN = [*[TorchDDP] * hasattr(TorchDDP, "broadcast_buffers"), gradcomp.DistributedDataParallel]
 
 
 def attributes(rank):
