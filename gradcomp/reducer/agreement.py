@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.hooks.comparison import require_same_on_all_ranks
+
 from . import errors
+from .parameters import shapes_of
 
 # Those for which the state None means the default group. Another hook may find its group where it likes.
 _ALL_REDUCE_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -27,30 +30,56 @@ def agree_on_order(order: Sequence[int], device: torch.device, group: dist.Proce
     return result
 
 
-def description_of(state: Any, hook: Any) -> dict[str, Any]:
-    """What the ranks' registrations must have in common: the hook, the type of its state and the ranks of its group."""
-    group = _group_of(state, hook)
-    is_group = state is None or isinstance(state, dist.ProcessGroup)
-    return {
-        "hook": None if hook is None else _name_of(hook),
-        "the state's type": None if is_group else _name_of(type(state)),
-        "the state's process group": None
-        if group is None
-        else f"ranks {dist.get_process_group_ranks(group)}",
-    }
+class Agreement:
+    """What the ranks compare: parameters and options at construction, options and hooks in the first step.
 
+    options: names and values of what every rank was given. device: the parameters', where the group takes tensors.
+    """
 
-def require_group(state: Any, hook: Any, group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError if the hook averages over other ranks than the group's."""
-    other = _group_of(state, hook)
-    if other is not None and other is not group:
-        ranks, others = dist.get_process_group_ranks(group), dist.get_process_group_ranks(other)
-        if ranks != others:
-            raise RuntimeError(errors.other_group(_name_of(hook), others, ranks))
+    def __init__(self, options: dict[str, Any], group: dist.ProcessGroup, device: torch.device):
+        self._options, self._group, self._device = options, group, device
+        self._is_reached = False
+
+    def verify(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError on every rank unless all have the same parameters and options."""
+        parameters = {"parameters that require gradients": shapes_of(names, params)}
+        whose = "the ranks have different models: what they average"
+        self._require_same(whose, parameters, "Build the same model on every rank")
+        self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
+
+    def renew(self) -> None:
+        """Compare again in the next step."""
+        self._is_reached = False
+
+    def require(self, state: Any, hook: Any) -> None:
+        """In the first step: raise RuntimeError on every rank unless all have the same hook, options and groups."""
+        if self._is_reached:
+            return
+        group = _group_of(state, hook)
+        is_group = state is None or isinstance(state, dist.ProcessGroup)
+        values = self._options | {
+            "hook": None if hook is None else _name_of(hook),
+            "the state's type": None if is_group else _name_of(type(state)),
+            "the state's process group": None
+            if group is None
+            else f"ranks {dist.get_process_group_ranks(group)}",
+        }
+        advice = "Register the same hook on every rank, with the same options"
+        self._require_same("what the Reducer averages with", values, advice)
+        if group is not None and group is not self._group:
+            ranks, others = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
+            if sorted(ranks) != sorted(others):
+                raise RuntimeError(errors.other_group(_name_of(hook), others, ranks))
+        self._is_reached = True
+
+    def _require_same(self, whose: str, values: dict[str, Any], advice: str) -> None:
+        require_same_on_all_ranks(whose, values, self._group, self._device, advice)
 
 
 def _group_of(state: Any, hook: Any) -> dist.ProcessGroup | None:
     """The process group that the hook averages over, as far as its state tells."""
+    if hook is None:
+        return None
     if isinstance(state, dist.ProcessGroup):
         return state
     if state is None:

@@ -23,10 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.hooks.comparison import require_same_on_all_ranks
-
 from . import errors
-from .agreement import agree_on_order
+from .agreement import Agreement, agree_on_order
 from .autograd_hooks import (
     AccumulateGradHooks,
     call_at_end_of_backward,
@@ -35,7 +33,7 @@ from .autograd_hooks import (
 )
 from .communicator import BucketCommunicator, Hook, Pending
 from .exchange import group_or_default
-from .parameters import check_gradient, kind_of_gradient, named_parameters, shapes_of
+from .parameters import check_gradient, kind_of_gradient, named_parameters
 from .sparse import average_rows
 from .unused import UsedMap
 
@@ -103,7 +101,7 @@ class Reducer:
         self._notes_use = find_unused_parameters or static_graph or skip_all_reduce_unused_params
         sparse = {id(param) for param in sparse_params}
         self._sparse = {number for number, param in enumerate(self._params) if id(param) in sparse}
-        self._options = {
+        options = {
             "bucket_cap_mb": float(bucket_cap_mb),
             "first_bucket_cap_mb": float(first_bucket_cap_mb),
             "gradient_as_bucket_view": bool(gradient_as_bucket_view),
@@ -113,9 +111,9 @@ class Reducer:
             "sparse parameters": [self._names[number] for number in sorted(self._sparse)],
             "world size": self.process_group.size(),
         }
+        self._agreement = Agreement(options, self.process_group, self._params[0].device)
         if verify:
-            self._verify()
-        self._has_compared = False  # what the first step compares
+            self._agreement.verify(self._names, self._params)
         caps_bytes = first_bucket_cap_mb * MIB, bucket_cap_mb * MIB
         self.communicator = BucketCommunicator(
             self._params, self._names, self.process_group, caps_bytes, self._as_view
@@ -137,18 +135,6 @@ class Reducer:
         self._static_unused: set[int] | None = None  # by any rank
         self._hooks = AccumulateGradHooks(self._params, self._names, self, Reducer._on_ready)
 
-    def _verify(self) -> None:
-        group, device = self.process_group, self._params[0].device
-        require_same_on_all_ranks(
-            "the ranks have different models: what they average",
-            {"parameters that require gradients": shapes_of(self._names, self._params)},
-            group,
-            device,
-            "Build the same model on every rank",
-        )
-        advice = "Give every rank the same options"
-        require_same_on_all_ranks("what the Reducer was given", self._options, group, device, advice)
-
     def _build(self, order: Iterable[int]) -> None:
         self.communicator.build(number for number in order if number not in self._sparse)
 
@@ -158,7 +144,7 @@ class Reducer:
         Raises TypeError if the hook can't be called, RuntimeError for a second one.
         """
         self.communicator.register(state, hook)
-        self._has_compared = False
+        self._agreement.renew()
 
     def close(self) -> None:
         """Detach from the parameters: backward goes on without averaging."""
@@ -265,8 +251,7 @@ class Reducer:
 
     def _open(self, may_use: set[int]) -> Step:
         """Open a step together with the other ranks. may_use: the parameters that this rank may use in it."""
-        if not self._has_compared:
-            self._compare()
+        self._agreement.require(*(self.communicator.hook or (None, None)))
         self.communicator.begin()
         self._step = step = Step()
         if self._skip_unused and self._find_unused:
@@ -276,19 +261,6 @@ class Reducer:
         elif self._skip_unused:
             step.skipped = self._static_unused or set()
         return step
-
-    def _compare(self) -> None:
-        """Raise RuntimeError on every rank unless all have the same hook and options, and the hook the same group."""
-        values = {**self._options, **self.communicator.description()}
-        require_same_on_all_ranks(
-            "what the Reducer averages with",
-            values,
-            self.process_group,
-            self._params[0].device,
-            "Register the same hook on every rank, with the same options",
-        )
-        self.communicator.require_group()
-        self._has_compared = True
 
     def _mark_ready(self, step: Step, number: int) -> None:
         if number in step.ready:
