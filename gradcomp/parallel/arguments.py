@@ -1,11 +1,14 @@
 """What the constructor is given: options that are refused, the ranks, the module and where it lies."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from gradcomp.reducer.parameters import require_plain
 
 
 def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -17,6 +20,31 @@ def refuse(**options: tuple[Any, str]) -> None:
     for name, (value, alternative) in options.items():
         if value is not None:
             raise NotImplementedError(f"gradcomp's DistributedDataParallel has no {name}: use {alternative}")
+
+
+def warn_of_deprecated(
+    check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> None:
+    """Warn as torch's constructor does, where that is called."""
+    messages = []
+    if broadcast_buffers is not None and forward_sync_buffers is not None:
+        messages.append(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and "
+            "its value is ignored when `forward_sync_buffers` is provided."
+        )
+    elif broadcast_buffers is not None:
+        messages.append(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on buffers "
+            "NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until "
+            "`init_sync_buffers` is available."
+        )
+    if check_reduction:
+        messages.append(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."
+        )
+    for message in messages:
+        warnings.warn(message, FutureWarning, stacklevel=3)
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
@@ -38,9 +66,12 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.
 
 
 def check_module(
-    params: list[torch.Tensor], device_ids: list[Any] | None, output_device: Any
+    named: Mapping[str, torch.Tensor], device_ids: list[Any] | None, output_device: Any
 ) -> list[int] | None:
-    """The device index of inputs, or None. Raises as torch's constructor does."""
+    """The device index of inputs, or None. Raises as torch's constructor does, and TypeError for DTensors."""
+    params = list(named.values())
+    for name, param in named.items():
+        require_plain(name, param)
     if any(isinstance(param, nn.parameter.UninitializedParameter) for param in params):
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "

@@ -13,12 +13,20 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from gradcomp.hooks import default_hooks
-from gradcomp.reducer import GradBucket, Reducer, broadcast_coalesced
+from gradcomp.hooks.comparison import require_same_on_all_ranks
+from gradcomp.reducer import GradBucket, Reducer, RepeatedBroadcast, broadcast_coalesced
+from gradcomp.reducer.communicator import require_callable
 
-from .arguments import check_module, group_of, named_parameters, refuse
+from .arguments import (
+    check_module,
+    group_of,
+    named_parameters,
+    refuse,
+    warn_of_deprecated,
+)
 from .containers import through_sink, to_device
+from .end_of_backward import EndOfBackward
 from .join import DDPJoinHook, highest_rank, will_average
-from .optimizers_in_backward import take_over
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -29,14 +37,20 @@ class DistributedDataParallel(nn.Module, Joinable):
     module: the same on every rank; rank 0's parameters and buffers become everybody's (init_sync).
     device_ids: None, or the one GPU the module is on, to which inputs are then moved. output_device, dim,
         check_reduction: accepted, as torch's are, without effect.
-    broadcast_buffers (forward_sync_buffers): rank 0's buffers become everybody's before every forward.
+    forward_sync_buffers (or broadcast_buffers, its deprecated name): rank 0's buffers become everybody's before every
+        forward.
     process_group or device_mesh (of one dimension): the ranks; None for the default group.
     bucket_cap_mb: MiB per bucket; None for 25 and a first bucket of 1.
     find_unused_parameters, gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params: see Reducer.
-    batched_grad_copy: accepted; a bucket is always filled in one launch.
+    batched_grad_copy, lazy_bucket_allocation: accepted; a bucket is always filled in one launch, and allocated once.
+    require_manual_backward_finalization: accepted; gradients are averaged when backward returns, and
+        finalize_backward() finds nothing left to do.
+
+    With init_sync the ranks compare their models and options, and a difference is a RuntimeError on every rank. Without,
+    options and hooks are compared in the first step.
 
     Raises as torch's does for a module without trainable parameters, on several kinds of devices, or uninitialised;
-    NotImplementedError for options that this one does not take: mixed_precision (use torch.autocast or a
+    TypeError for what is no module, and for DTensors; NotImplementedError for options that this one does not take: mixed_precision (use torch.autocast or a
     compress hook), delay_all_reduce_named_params and param_to_hook_all_reduce (use a Reducer of your own for those
     parameters), bucket_cap_mb_list (use bucket_cap_mb).
     """
@@ -63,6 +77,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        require_manual_backward_finalization: bool = False,
     ):
         super().__init__()
         Joinable.__init__(self)
@@ -78,36 +94,48 @@ class DistributedDataParallel(nn.Module, Joinable):
             ),
             bucket_cap_mb_list=(bucket_cap_mb_list, "bucket_cap_mb"),
         )
-        if check_reduction:
-            warnings.warn(
-                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
-                "Please avoid using it.",
-                FutureWarning,
-                stacklevel=2,
+        warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"DistributedDataParallel takes a module, got {type(module).__name__}: pass the model itself"
             )
         self.process_group = group_of(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh  # as torch's, which has no such attribute otherwise
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = dict(named_parameters(module, self.parameters_to_ignore))
-        self.device_ids = check_module(list(named.values()), device_ids, output_device)
+        self.device_ids = check_module(named, device_ids, output_device)
         self.output_device = self.device_ids[0] if self.device_ids else None
         self.module, self.dim = module, dim
         self.device = next(iter(named.values())).device
         self.device_type = self.device.type
         # As torch: broadcast_buffers=False leaves buffers alone at construction, too; the newer name does not.
         sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
-        sync = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.broadcast_buffers = sync is not False
+        if forward_sync_buffers is None:
+            forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
+        self.forward_sync_buffers = forward_sync_buffers
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.require_manual_backward_finalization = require_manual_backward_finalization
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._make_reducer(verify=init_sync)
         if init_sync:
+            self._verify(sync_buffers_now)
             self.sync_module(src=0, buffers=sync_buffers_now)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The deprecated name of forward_sync_buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -139,43 +167,68 @@ class DistributedDataParallel(nn.Module, Joinable):
             **caps,
         )
         self.reducer.only_prepared = True
-        self._has_looked_for_optimizers = False
+        named = named_parameters(self.module, self.parameters_to_ignore)
+        averaged = [param for _, param in named if param.requires_grad]
+        self._end_of_backward = EndOfBackward(self, averaged, self.parameters_to_ignore)
+        self.reducer.at_end = self._end_of_backward
+        self._broadcast_buffers = RepeatedBroadcast()
+        self._has_run = False
+
+    def _verify(self, sync_buffers_now: bool) -> None:
+        """Raise RuntimeError on every rank unless all ranks synchronise the same buffers at the same times."""
+        is_any = sync_buffers_now or self.forward_sync_buffers
+        named = [each for each in self.module.named_buffers() if each[0] not in self.parameters_to_ignore]
+        require_same_on_all_ranks(
+            "what DistributedDataParallel was given",
+            {
+                "forward_sync_buffers (broadcast_buffers)": bool(self.forward_sync_buffers),
+                "synchronising buffers at construction": sync_buffers_now,
+                "buffers": [(n, tuple(b.shape), b.dtype) for n, b in named] if is_any else [],
+            },
+            self.process_group,
+            self.device,
+            "Build the same model on every rank, and wrap it with the same options",
+        )
 
     # --- forward ---
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._before_forward()
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
-            inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
-        outputs = self.module(*inputs, **kwargs)
-        is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = is_synced
-        if not is_synced:
-            return outputs
-        if self.find_unused_parameters and not self.static_graph:
-            outputs = through_sink(outputs)
-        self.reducer.prepare_for_backward(outputs)
-        return outputs
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            self._before_forward()
+            if self.device_ids:
+                device = torch.device(self.device_type, self.device_ids[0])
+                inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
+            return self._after_forward(self.module(*inputs, **kwargs))
 
     def _before_forward(self) -> None:
+        self._has_run = True
         if torch.is_grad_enabled():
             self.reducer.expect_finished()
-        if not self._has_looked_for_optimizers:
-            self._has_looked_for_optimizers = True
-            self.reducer.after_step = take_over(self.module.parameters())
+            self._end_of_backward.take_over_optimizers()
         work = Join.notify_join_context(self)
         self.reducer.communicator.divisor = self.process_group.size()
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
             # The host has to know: how many ranks still have input, which torch's asks in every such step, too.
             self.reducer.communicator.divisor = int(work.get_future().wait()[0].item())
-        if self.will_sync_buffers():
+        if buffers := self.buffers_before_forward():
             # Rank 0's; where ranks may run out of input, those of the last that has not.
             is_uneven = self._join_config.enable
-            self.sync_buffers(highest_rank(self.process_group, self.device, True) if is_uneven else 0)
+            src = highest_rank(self.process_group, self.device, True) if is_uneven else 0
+            self.sync_buffers(buffers, src)
         if self._join_config.enable:
             will_average(self.process_group, self.device, self.require_backward_grad_sync)
+
+    def _after_forward(self, outputs: Any) -> Any:
+        is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = is_synced
+        if is_synced:
+            if self.find_unused_parameters and not self.static_graph:
+                outputs = through_sink(outputs)
+            self.reducer.prepare_for_backward(outputs)
+        elif torch.is_grad_enabled():
+            self.reducer.expect_accumulation()
+        return outputs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -186,6 +239,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether finalize_backward() has to come after the end of backward: always, here."""
+        return True
+
+    def finalize_backward(self) -> None:
+        """Raise RuntimeError if the last backward did not reach all parameters; otherwise gradients are averaged already."""
+        self.reducer.expect_finished()
+
     def train(self, mode: bool = True) -> "DistributedDataParallel":
         super().train(mode)
         return self
@@ -194,8 +256,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Average buckets with hook(state, bucket). Once. Raises as torch's does for a hook of another signature."""
-        if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
+        require_callable(state, hook)
         signature = inspect.signature(hook)
         annotation = signature.parameters["bucket"].annotation
         if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
@@ -212,7 +273,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
 
     def _set_static_graph(self) -> None:
-        """As static_graph=True at construction. Before the first forward."""
+        """As static_graph=True at construction. Raises RuntimeError after the first forward."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self._has_run:
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed."
+            )
         self.static_graph = True
         self.reducer.close()
         self._make_reducer(verify=False)
@@ -223,24 +292,30 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def sync_module(self, src: int, buffers: bool) -> None:
         """Parameters and buffers of one of the group's ranks for all of them."""
-        states = [p.detach() for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        states = [param for _, param in named_parameters(self.module, self.parameters_to_ignore)]
         if buffers:
-            states += [buffer.detach() for buffer in self._buffers_to_sync()]
+            states += self._buffers_to_sync()
         broadcast_coalesced(states, src, self.process_group)
 
     def _buffers_to_sync(self) -> list[torch.Tensor]:
         # Asked for every time: a module may have put others in their places.
-        named = self.module.named_buffers()
-        return [buffer for name, buffer in named if name not in self.parameters_to_ignore]
+        if self.parameters_to_ignore:
+            named = self.module.named_buffers()
+            return [buffer for name, buffer in named if name not in self.parameters_to_ignore]
+        # Without their names, which take most of the time that Module.buffers() takes.
+        unique = {id(buffer): buffer for each in self.module.modules() for buffer in each._buffers.values()}
+        return [buffer for buffer in unique.values() if buffer is not None]
 
-    def will_sync_buffers(self) -> bool:
-        return self.require_forward_param_sync and self.broadcast_buffers and bool(self._buffers_to_sync())
+    def buffers_before_forward(self) -> list[torch.Tensor]:
+        """Those that this forward synchronises."""
+        return (
+            self._buffers_to_sync() if self.require_forward_param_sync and self.forward_sync_buffers else []
+        )
 
-    def sync_buffers(self, src: int) -> None:
-        buffers = [buffer.detach() for buffer in self._buffers_to_sync()]
+    def sync_buffers(self, buffers: list[torch.Tensor], src: int) -> None:
         # A forward before this one may still need them for its backward.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-            broadcast_coalesced(buffers, src, self.process_group)
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+            self._broadcast_buffers(buffers, src, self.process_group)
 
     # --- uneven inputs ---
 
@@ -279,11 +354,13 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "when you have called init_process_group and have not passed process_group argument to DDP constructor"
             )
         state = copy.copy(self.__dict__)
-        del state["process_group"], state["reducer"]
+        for name in ("process_group", "reducer", "_end_of_backward", "_broadcast_buffers"):
+            del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__.setdefault("forward_sync_buffers", self.__dict__.pop("broadcast_buffers", True))
         self.process_group = group_of(None, None)
         hooks, self._comm_hooks = self._comm_hooks, []
         self._make_reducer(verify=False)

@@ -18,15 +18,15 @@ class DDPJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
-        if ddp.will_sync_buffers():
-            ddp.sync_buffers(highest_rank(ddp.process_group, ddp.device, is_candidate=False))
+        if buffers := ddp.buffers_before_forward():
+            ddp.sync_buffers(buffers, highest_rank(ddp.process_group, ddp.device, is_candidate=False))
         ddp.require_forward_param_sync = bool(will_average(ddp.process_group, ddp.device, False).item())
         if ddp.require_forward_param_sync:
             ddp.reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         src = highest_rank(self.ddp.process_group, self.ddp.device, is_last_joiner)
-        self.ddp.sync_module(src, self.ddp.broadcast_buffers)
+        self.ddp.sync_module(src, self.ddp.forward_sync_buffers)
 
 
 def highest_rank(group: dist.ProcessGroup, device: torch.device, is_candidate: bool) -> int:

@@ -7,8 +7,8 @@ import torch.distributed.nn.functional  # noqa: F401
 
 from gradcomp.hooks.grad_bucket import GradBucket
 
-from .agreement import broadcast_coalesced
 from .average import average_
+from .broadcast import RepeatedBroadcast, broadcast_coalesced
 from .core import Reducer
 
-__all__ = ["GradBucket", "Reducer", "average_", "broadcast_coalesced"]
+__all__ = ["GradBucket", "Reducer", "RepeatedBroadcast", "average_", "broadcast_coalesced"]

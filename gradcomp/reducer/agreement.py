@@ -1,13 +1,24 @@
-"""What all ranks take from one of them: the values of tensors, the order of the buckets."""
+"""What all ranks take from one of them, the order of the buckets, and what they must have in common: the hook."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-BROADCAST_BYTES = 250 << 20
+from gradcomp.hooks.comparison import require_same_on_all_ranks
+
+from . import errors
+from .parameters import shapes_of
+
+# Those for which the state None means the default group. Another hook may find its group where it likes.
+_ALL_REDUCE_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+
+_UNNAMED = re.compile(r"(functools\.partial\(|<[\w.]+ object at ).*(?=\))")
 
 
 def agree_on_order(order: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[int]:
@@ -19,25 +30,73 @@ def agree_on_order(order: Sequence[int], device: torch.device, group: dist.Proce
     return result
 
 
-def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
-    """Copy the tensors of the group's rank src to all its ranks, in place, in few broadcasts of bytes."""
-    chunk: list[torch.Tensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        if chunk and (num_bytes + tensor.nbytes > BROADCAST_BYTES or tensor.device != chunk[0].device):
-            _broadcast(chunk, src, group)
-            chunk, num_bytes = [], 0
-        chunk.append(tensor)
-        num_bytes += tensor.nbytes
-    if chunk:
-        _broadcast(chunk, src, group)
+class Agreement:
+    """What the ranks compare: parameters and options at construction, options and hooks in the first step.
+
+    options: names and values of what every rank was given. device: the parameters', where the group takes tensors.
+    """
+
+    def __init__(self, options: dict[str, Any], group: dist.ProcessGroup, device: torch.device):
+        self._options, self._group, self._device = options, group, device
+        self._is_reached = False
+
+    def verify(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError on every rank unless all have the same parameters and options."""
+        parameters = {"parameters that require gradients": shapes_of(names, params)}
+        whose = "the ranks have different models: what they average"
+        self._require_same(whose, parameters, "Build the same model on every rank")
+        self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
+
+    def renew(self) -> None:
+        """Compare again in the next step."""
+        self._is_reached = False
+
+    def require(self, state: Any, hook: Any) -> None:
+        """In the first step: raise RuntimeError on every rank unless all have the same hook, options and groups."""
+        if self._is_reached:
+            return
+        group = _group_of(state, hook)
+        is_group = state is None or isinstance(state, dist.ProcessGroup)
+        values = self._options | {
+            "hook": None if hook is None else _name_of(hook),
+            "the state's type": None if is_group else _name_of(type(state)),
+            "the state's process group": None
+            if group is None
+            else f"ranks {dist.get_process_group_ranks(group)}",
+        }
+        advice = "Register the same hook on every rank, with the same options"
+        self._require_same("what the Reducer averages with", values, advice)
+        if group is not None and group is not self._group:
+            ranks, others = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
+            if sorted(ranks) != sorted(others):
+                raise RuntimeError(errors.other_group(_name_of(hook), others, ranks))
+        self._is_reached = True
+
+    def _require_same(self, whose: str, values: dict[str, Any], advice: str) -> None:
+        require_same_on_all_ranks(whose, values, self._group, self._device, advice)
 
 
-@torch.no_grad()
-def _broadcast(tensors: list[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    together = torch.cat(flat)
-    dist.broadcast(together, dist.get_global_rank(group, src), group=group)
-    for tensor, part in zip(tensors, together.split([len(each) for each in flat]), strict=True):
-        # A copy, for a part need not lie where its dtype may.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+def _group_of(state: Any, hook: Any) -> dist.ProcessGroup | None:
+    """The process group that the hook averages over, as far as its state tells."""
+    if hook is None:
+        return None
+    if isinstance(state, dist.ProcessGroup):
+        return state
+    if state is None:
+        tells = _name_of(hook).endswith(_ALL_REDUCE_HOOKS) and "default_hooks" in _name_of(hook)
+    else:
+        tells = hasattr(state, "process_group")
+    group = getattr(state, "process_group", None) or dist.group.WORLD
+    return group if tells and isinstance(group, dist.ProcessGroup) else None
+
+
+def _name_of(function: Any) -> str:
+    """A name that is the same in all processes: no address, and no difference between who started whom."""
+    if isinstance(function, partial):
+        return f"partial of {_name_of(function.func)}"
+    if not hasattr(function, "__qualname__"):
+        return f"an instance of {_name_of(type(function))}"
+    # A spawned process has what its parent calls __main__ under another name.
+    module = "__main__" if function.__module__ == "__mp_main__" else function.__module__
+    # Around a hook without a name, that of a compress wrapper has the hook's repr, with addresses.
+    return f"{module}.{_UNNAMED.sub('...', function.__qualname__)}"

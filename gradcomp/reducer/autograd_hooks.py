@@ -1,14 +1,15 @@
-"""How a reducer learns from autograd: hooks on parameters, and a call at the end of a backward."""
+"""How a reducer learns from autograd: hooks on parameters and on outputs, and a call at the end of a backward."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from .unused import reached
+from . import errors
+from .unused import reached, tensors_in
 
 Owner = TypeVar("Owner")
 
@@ -20,8 +21,15 @@ class AccumulateGradHooks:
     owner weakly, and the nodes, which live for as long as somebody does.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], owner: Owner, on_ready: Callable[[Owner, int], None]):
-        self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in params]
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        owner: Owner,
+        on_ready: Callable[[Owner, int], None],
+    ):
+        self._params, self._names = params, names
+        self._nodes = _accumulators(params)
         living = weakref.ref(owner)
         self._handles = [
             node.register_hook(_hook(living, on_ready, number)) for number, node in enumerate(self._nodes)
@@ -32,9 +40,41 @@ class AccumulateGradHooks:
         numbers = {node: number for number, node in enumerate(self._nodes)}
         return set(range(len(self._nodes))) - reached(outputs, numbers)
 
+    def require_attached(self, numbers: Iterable[int]) -> None:
+        """Raise RuntimeError if autograd accumulates the gradient of one of these parameters past its hook.
+
+        A parameter that is moved or converted gets another AccumulateGrad node. One that is frozen has none to miss.
+        """
+        numbers = [number for number in numbers if self._params[number].requires_grad]
+        nodes = _accumulators([self._params[number] for number in numbers])
+        lost = [
+            self._names[number]
+            for number, node in zip(numbers, nodes, strict=True)
+            if node is not self._nodes[number]
+        ]
+        if lost:
+            raise RuntimeError(errors.converted(lost))
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class _Join(torch.autograd.Function):
+    """A node behind which the inputs' nodes lie: to ask for all of them at once."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+
+def _accumulators(params: Sequence[torch.Tensor]) -> list[Any]:
+    """The AccumulateGrad nodes of leaves that require gradients."""
+    if not params:
+        return []
+    with torch.enable_grad():
+        joined = _Join.apply(*params)  # type: ignore[no-untyped-call]
+    return [node for node, _ in joined.grad_fn.next_functions]
 
 
 def _hook(
@@ -47,6 +87,31 @@ def _hook(
             on_ready(living, number)
 
     return hook
+
+
+def call_when_backward_starts(
+    outputs: Any, owner: Owner, function: Callable[[Owner, Any], None], argument: Any
+) -> bool:
+    """Call function(owner, argument) whenever a backward comes through one of these outputs. False if none has a graph.
+
+    Holds the owner weakly. The hooks are the nodes', not the tensors': they stay where an output is changed in place.
+    """
+    nodes: set[Any] = set()
+    for tensor in tensors_in(outputs):
+        nodes.add(tensor.grad_fn)
+        # A view that is changed in place gets another node, behind which its base's is left.
+        nodes.add(None if tensor._base is None else tensor._base.grad_fn)
+    nodes.discard(None)
+    living = weakref.ref(owner)
+
+    def hook(*_: Any) -> None:
+        owner = living()
+        if owner is not None:
+            function(owner, argument)
+
+    for node in nodes:
+        node.register_prehook(hook)
+    return bool(nodes)
 
 
 def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> None:

@@ -117,6 +117,10 @@ class Bucket:
             if gradient is None:
                 gradient = torch.empty_like(self.views[place], memory_format=torch.preserve_format)
                 self.parameters[place].grad = gradient
+            elif gradient.requires_grad:
+                # With create_graph its graph is that of this rank's gradient, not of the average.
+                gradient = gradient.detach()
+                self.parameters[place].grad = gradient
             if not self._holds(place, gradient):
                 outside.append(place)
                 gradients.append(gradient)

@@ -36,7 +36,7 @@ class BucketCommunicator:
     ):
         self._params, self._names = params, names
         self._group, self._caps, self._as_view = group, caps_bytes, as_view
-        self._hook: tuple[Any, Hook] | None = None
+        self.hook: tuple[Any, Hook] | None = None
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
@@ -60,11 +60,10 @@ class BucketCommunicator:
                 bucket.fill(1.0)
 
     def register(self, state: Any, hook: Hook) -> None:
-        if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
-        if self._hook is not None:
+        require_callable(state, hook)
+        if self.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._hook = (state, hook)
+        self.hook = (state, hook)
 
     def begin(self) -> None:
         """Begin a step: no parameter is ready."""
@@ -75,13 +74,13 @@ class BucketCommunicator:
     def start(self, index: int) -> Pending:
         """Fill a bucket and start its averaging. Raises RuntimeError for a gradient that doesn't fit it."""
         bucket = self.buckets[index]
-        if self._hook is None:
+        if self.hook is None:
             # The division comes first: the sum may not fit the dtype where the mean does.
             bucket.fill(1 / self.divisor)
             # Not dist.all_reduce: after a large copy its Python, cold by then, takes longer than the rest of this.
             return self._group.allreduce([bucket.buffer])
         bucket.fill(1.0)
-        state, hook = self._hook
+        state, hook = self.hook
         is_last = index == len(self.buckets) - 1
         return checked_future(hook(state, GradBucket(index, bucket.buffer, bucket.parameters, is_last)), hook)
 
@@ -99,10 +98,17 @@ class BucketCommunicator:
 
     def _take(self, bucket: Bucket, pending: Pending) -> None:
         """Bring the average into the buffer."""
-        if self._hook is None:
+        if self.hook is None:
             pending.wait()  # averaged in place
             return
         buffer = as_real(bucket.buffer)
-        result = result_of(pending, self._hook[1], buffer)
+        result = result_of(pending, self.hook[1], buffer)
         if result.data_ptr() != buffer.data_ptr():
             buffer.copy_(result)
+
+
+def require_callable(state: Any, hook: Any) -> None:
+    """Raise TypeError for a hook that can't be called."""
+    if not callable(hook):
+        swapped = "" if not callable(state) else " register_comm_hook takes (state, hook), got them swapped."
+        raise TypeError(f"Communication hook must be callable.{swapped}")

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 def marked_twice(name: str) -> str:
     return (
         f"Expected to mark a variable ready only once: parameter {name} became ready twice in one backward. Likely "
-        "causes: the parameter is used outside of the forward that was prepared; several backward passes in one step "
-        "(call all but the last in no_sync()); reentrant activation checkpointing of the same parameters; an exception "
+        "causes: the parameter is used outside of the forward that was prepared; several backward passes of one forward, "
+        "each of which reaches a part of the model (add the losses up and call backward once, or let the wrapper have "
+        "find_unused_parameters=True); several backward passes in one step (call all but the last in no_sync()); reentrant activation checkpointing of the same parameters; an exception "
         "that broke off the backward before this one, after which the next one starts afresh. If the graph is the same "
         "in every step, static_graph=True allows it"
     )
@@ -23,11 +24,16 @@ def graph_changed(name: str, num_uses: int) -> str:
 
 
 def unfinished(names: Sequence[str], missing: Sequence[int], rank: int) -> str:
+    if not missing:
+        return (
+            "Expected to have finished reduction in the prior iteration before starting a new one. Backward reached all "
+            "parameters, but did not come to its end: an exception broke it off"
+        )
     return (
         "Expected to have finished reduction in the prior iteration before starting a new one. Backward did not reach "
         f"{len(missing)} parameters: {', '.join(names[number] for number in missing)}. Likely causes: the loss does "
         "not depend on all outputs, or not all `forward` function outputs participate in calculating loss; a branch "
-        "left layers out. If that is meant, enable unused parameter detection by passing the keyword argument "
+        "left layers out; parameters were frozen or replaced after construction. If that is meant, enable unused parameter detection by passing the keyword argument "
         "`find_unused_parameters=True`. Parameter indices which did not receive grad for rank "
         f"{rank}: {' '.join(map(str, missing))}"
     )
@@ -37,6 +43,36 @@ def not_averaged(index: int, rank: int, error: Exception) -> str:
     return (
         f"rank {rank} could not average bucket {index}: {error}. If nothing is wrong on this rank, another one has ended, "
         "raised an error, or left this backward out"
+    )
+
+
+def converted(names: Sequence[str]) -> str:
+    return (
+        f"{_some(names)} no longer where gradients are averaged: autograd accumulates theirs elsewhere since they were "
+        "moved or converted (.to(), .double(), .cuda(), other .data). Give the module its dtype and device before it is "
+        "wrapped, and before a Reducer is constructed"
+    )
+
+
+def not_averaged_parameters(names: Sequence[str]) -> str:
+    return (
+        f"{_some(names)} not averaged, and have gradients of this rank's own: they were added, replaced or unfrozen "
+        "(requires_grad_, load_state_dict(assign=True), a new layer) after the module was wrapped. Wrap the module again "
+        "after such a change; for parameters that are meant to stay each rank's own, call "
+        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) before"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"parameters {shown} are"
+
+
+def other_group(hook: str, ranks: Sequence[int], expected: Sequence[int]) -> str:
+    return (
+        f"the communication hook {hook} averages over the ranks {list(ranks)}, but the parameters are averaged over "
+        f"{list(expected)}. Give the hook's state the process group that DistributedDataParallel or the Reducer has; None "
+        "means the default group"
     )
 
 

@@ -1,57 +1,77 @@
-"""The reducer's parameters: which they are, that all ranks have the same, and what gradients they may have."""
+"""The reducer's parameters: which they are, how all ranks' are compared, and what gradients they may have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
 
 def named_parameters(
     params: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[list[str], list[torch.Tensor]]:
-    """Names and tensors of those that require gradients, each once. Raises ValueError if there are none."""
+    """Names and tensors of those that require gradients, each once.
+
+    Raises TypeError for what is no iterable of parameters, or of (name, parameter) pairs; ValueError if there are none.
+    """
+    if isinstance(params, nn.Module | torch.Tensor | Mapping):
+        raise TypeError(_near_miss(params))
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     seen: set[int] = set()
     for number, item in enumerate(params):
-        name, param = item if isinstance(item, tuple) else (f"number {number}", item)
+        name, param = item if isinstance(item, tuple) and len(item) == 2 else (f"number {number}", item)
         if not isinstance(param, torch.Tensor):
             raise TypeError(
                 f"Reducer takes parameters, or (name, parameter) pairs, got {type(param).__name__}"
             )
+        require_plain(name, param)
         if param.requires_grad and id(param) not in seen:
+            if not param.is_leaf:
+                raise ValueError(
+                    f"Reducer averages what backward accumulates, but {name} is computed from other tensors "
+                    f"({param.grad_fn}) and has no .grad: pass the parameters that it is computed from"
+                )
             seen.add(id(param))
             names.append(name)
             tensors.append(param)
     if not tensors:
-        raise ValueError("Reducer got no parameter that requires gradients")
+        raise ValueError(
+            "Reducer got no parameter that requires gradients. If it was given model.parameters(), that may have been "
+            "used up by an optimizer: call it again"
+        )
     return names, tensors
 
 
-def verify_parameters(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], group: dist.ProcessGroup
-) -> None:
-    """Raise RuntimeError on every rank unless all have parameters of the same number, names, shapes and dtypes."""
-    mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in zip(names, parameters, strict=True)]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        if len(theirs) != len(first):
-            raise RuntimeError(
-                f"the ranks have different models: rank 0 has {len(first)} parameters that require gradients, "
-                f"rank {rank} has {len(theirs)}. Build the same model on every rank"
-            )
-        for number, (ours, other) in enumerate(zip(first, theirs, strict=True)):
-            if ours != other:
-                raise RuntimeError(
-                    f"the ranks have different models: parameter {number} is {ours[0]}, {list(ours[1])} in "
-                    f"{ours[2]}, on rank 0, but {other[0]}, {list(other[1])} in {other[2]}, on rank {rank}. Build "
-                    "the same model on every rank"
-                )
+def _near_miss(params: Any) -> str:
+    if isinstance(params, nn.Module):
+        return "Reducer takes model.parameters() or model.named_parameters(), got the module itself"
+    if isinstance(params, torch.Tensor):
+        return "Reducer takes several parameters, got one tensor: pass it in a list"
+    return "Reducer takes parameters, or (name, parameter) pairs, got a dict: pass its items()"
+
+
+def require_plain(name: str, param: torch.Tensor) -> None:
+    """Raise TypeError for a DTensor."""
+    # Nobody has one who has not imported its module, which takes long.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(param, module.DTensor):
+        raise TypeError(
+            f"parameter {name} is a DTensor. Models of FSDP2 (fully_shard) and tensor parallelism average their own "
+            "gradients: leave DistributedDataParallel and the Reducer out, or shard such a model over a 2-D mesh"
+        )
+
+
+def shapes_of(
+    names: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """What the ranks compare of tensors: names, shapes, dtypes."""
+    return [
+        (name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in zip(names, tensors, strict=True)
+    ]
 
 
 Kind = tuple[torch.layout, torch.dtype, torch.device]

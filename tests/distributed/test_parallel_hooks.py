@@ -200,6 +200,8 @@ def quantized(cls, rank, name, like_nccl):
 
 def gather_like_nccl(gather, *arguments, **options):
     work = gather(*arguments, **options)
+    if work is None:
+        return None  # the Reducer's own, which waits
     nested = work.get_future().then(lambda future: [torch.stack(future.value())])
     return SimpleNamespace(get_future=lambda: nested)
 

@@ -30,6 +30,21 @@ def test_join():
         assert torch.equal(first, second)
 
 
+def without_any(cls, rank):
+    """Rank 0 has no input at all, and takes part in what the others compare in their first step."""
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model)
+    with ddp.join():
+        for step in range(2 * rank):
+            loss_of(ddp(batch_of(model, rank, step))).backward()
+    return flat(model)
+
+
+def test_join_of_a_rank_without_input():
+    assert_alike(without_any, 2)
+
+
 def without_warnings(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -96,13 +96,6 @@ def one_without_grad_between(ddp, x):
     sum(first).backward()
 
 
-def one_under_no_sync_between(ddp, x):
-    first = ddp(x, "ab")
-    with ddp.no_sync():
-        sum(ddp(x, "ab")).backward()
-    sum(first).backward()
-
-
 def half_a_backward(ddp, x):
     ddp(x, "ab")[0].backward()
     sum(ddp(x, "ab")).backward()
@@ -120,7 +113,6 @@ ROWS = (
     both_in_one_backward,
     the_first_one_only,
     one_without_grad_between,
-    one_under_no_sync_between,
     half_a_backward,
     half_a_backward_then_no_sync,
 )

@@ -5,6 +5,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.reducer_models import MLP, Branches, Embeddings, loss_of, make_reducer
@@ -32,13 +33,19 @@ def test_ranks_with_different_models():
     first, second = run_ranks(different_models, 2)
     assert first == second
     number, shape, dtype, frozen = first
-    assert "rank 0 has 6 parameters that require gradients, rank 1 has 8" in number
-    assert (
-        "2.weight, [64, 64] in torch.float32, on rank 0, but 2.weight, [64, 65] in torch.float32, on rank 1"
-        in shape
-    )
-    assert "0.weight, [64, 20] in torch.float32, on rank 0, but 0.weight, [64, 20] in torch.float64" in dtype
-    assert "parameter 0 is 1.weight, [8, 8] in torch.float32, on rank 0, but 0.weight, [8, 8]" in frozen
+    for message in first:
+        assert message.startswith("the ranks have different models: ")
+        assert message.endswith("Build the same model on every rank")
+    parameters = "parameters that require gradients"
+    assert f"the number of {parameters} is 6 on rank 0 and 8 on rank 1" in number
+    of_rank = '["{}", {}, "torch.{}"] on rank {}'.format
+    two, zero = f"{parameters}[2] is ", f"{parameters}[0] is "
+    wide, narrow = of_rank("2.weight", [64, 64], "float32", 0), of_rank("2.weight", [64, 65], "float32", 1)
+    assert f"{two}{wide} and {narrow}" in shape
+    single, double = of_rank("0.weight", [64, 20], "float32", 0), of_rank("0.weight", [64, 20], "float64", 1)
+    assert f"{zero}{single} and {double}" in dtype
+    one, other = of_rank("1.weight", [8, 8], "float32", 0), of_rank("0.weight", [8, 8], "float32", 1)
+    assert f"{zero}{one} and {other}" in frozen
 
 
 def unfinished(rank):
@@ -228,6 +235,22 @@ def arguments(rank):
         Reducer(frozen.parameters())
     with pytest.raises(TypeError, match="got str"):
         Reducer(["weight"])
+    model = MLP()
+    for wrong, message in [
+        (model, r"takes model\.parameters\(\) or model\.named_parameters\(\), got the module itself"),
+        (dict(model.named_parameters()), r"got a dict: pass its items\(\)"),
+        (model[0].weight, "got one tensor: pass it in a list"),
+        ([(param, name) for name, param in model.named_parameters()], "pairs, got str"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            Reducer(wrong)
+    with pytest.raises(ValueError, match="number 0 is computed from other tensors"):
+        Reducer([model[0].weight * 2])
+    with pytest.raises(ValueError, match=r"used up by an optimizer: call it again"):
+        Reducer(iter([]))
+    reducer = Reducer(model.parameters())
+    with pytest.raises(TypeError, match=r"must be callable\. register_comm_hook takes \(state, hook\)"):
+        reducer.register_comm_hook(default_hooks.allreduce_hook, None)
     for cap in (None, "25", -1, float("nan")):
         with pytest.raises(ValueError, match=f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}"):
             Reducer(MLP().parameters(), bucket_cap_mb=cap)

@@ -1,0 +1,111 @@
+"""One rank's tensors for all ranks: of every kind, and in few operators."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradcomp
+from gradcomp.reducer import RepeatedBroadcast, broadcast, broadcast_coalesced
+from tests.distributed.ranks import run_ranks
+
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16, torch.uint8)
+
+
+def tensors_of_every_kind(seed):
+    """0-dim, empty, of a prime's length, non-contiguous, channels-last; the dtypes in turn."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(*shape):
+        return torch.randn(*shape, generator=generator) * 9
+
+    made = []
+    for dtype in DTYPES:
+        flat = [values(()), values(0), values(7), values(3, 0), values(2, 3)]
+        flat += [values(4, 5).t(), values(10)[::3], values(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+        made.append([each.abs().to(dtype) for each in flat])
+    # Two of every other dtype are nowhere near their own dtype's neighbours.
+    return [each for several in zip(*made, strict=True) for each in several]
+
+
+def broadcast_all(rank, chunk_bytes):
+    """Twice with the same object, of other values; once by the function."""
+    broadcast.BROADCAST_BYTES = chunk_bytes
+    repeated = RepeatedBroadcast()
+    results = []
+    for seed, copy_all in ((0, repeated), (10, repeated), (20, broadcast_coalesced)):
+        tensors = tensors_of_every_kind(seed + rank)
+        strides = [each.stride() for each in tensors]
+        copy_all(tensors, 1, dist.group.WORLD)
+        assert [each.stride() for each in tensors] == strides
+        results.append(tensors)
+    fewer = tensors_of_every_kind(30 + rank)[::2]  # others than the object has seen
+    repeated(fewer, 1, dist.group.WORLD)
+    return [*results, fewer]
+
+
+@pytest.mark.parametrize("chunk_bytes", [250 << 20, 100, 1])
+def test_tensors_of_every_kind(chunk_bytes):
+    ranks = run_ranks(broadcast_all, 2, chunk_bytes)
+    for number, seed in enumerate((0, 10, 20, 30)):
+        expected = tensors_of_every_kind(seed + 1)[:: 2 if seed == 30 else 1]
+        for results in ranks:
+            for got, want in zip(results[number], expected, strict=True):
+                assert got.dtype == want.dtype
+                assert torch.equal(got, want)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class ManyBuffers(nn.Module):
+    """159 buffers of two dtypes, as ResNet-50 has."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        for number in range(53):
+            self.register_buffer(f"mean_{number}", torch.zeros(3))
+            self.register_buffer(f"variance_{number}", torch.ones(3))
+            self.register_buffer(f"count_{number}", torch.tensor(0))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def operators_per_forward(rank):
+    model = ManyBuffers()
+    ddp = gradcomp.DistributedDataParallel(model)
+    ddp(torch.ones(3))
+    with torch.no_grad():
+        for each in model.buffers():
+            each.add_(rank + 1)
+    versions = [each._version for each in model.buffers()]
+    x = torch.ones(3)
+    with Operators() as seen:
+        ddp(x)
+    assert [
+        each._version for each in model.buffers()
+    ] == versions  # an earlier forward may need them in backward
+    other = copy.deepcopy(ddp)
+    return seen.names, list(model.buffers()), len(list(other.buffers()))
+
+
+def test_buffers_take_a_few_operators_per_forward():
+    for rank, (names, buffers, copied) in enumerate(run_ranks(operators_per_forward, 2)):
+        names = [name for name in names if not name.startswith("_record_function")]  # a profiler's label
+        assert sorted(names) == sorted(
+            ["mul.Tensor", "broadcast_.default", *["_foreach_copy_.default"] * 2]
+        ), rank
+        assert len(buffers) == copied == 159
+        assert [each.tolist() for each in buffers] == [[1.0] * 3, [2.0] * 3, 1] * 53

@@ -1,0 +1,96 @@
+"""Where numpy is absent, everything that runs in training runs: only torch and triton are required."""
+
+import subprocess
+import sys
+
+from tests.programs import ROOT, users_environment
+
+SCRIPT = """
+import io, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import gradcomp
+from gradcomp.hooks import default_hooks, powerSGD_hook
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+
+def saved_and_loaded(value, **options):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+def main():
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
+    hooks = [
+        None,
+        (None, default_hooks.fp16_compress_hook),
+        (None, default_hooks.bf16_compress_hook),
+        (state, powerSGD_hook.powerSGD_hook),
+    ]
+    for hook in hooks:
+        for options in ({}, {"find_unused_parameters": True}):
+            torch.manual_seed(rank)
+            model = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20), nn.Linear(20, 3))
+            ddp = gradcomp.DistributedDataParallel(model, **options)
+            if hook is not None:
+                ddp.register_comm_hook(*hook)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            with ddp.join():
+                for _ in range(3 + rank):
+                    optimizer.zero_grad()
+                    ddp(torch.randn(5, 30)).square().mean().backward()
+                    optimizer.step()
+            ddp.load_state_dict(saved_and_loaded(ddp.state_dict()))
+            ddp = saved_and_loaded(ddp, weights_only=False)
+            ddp(torch.randn(5, 30)).square().mean().backward()
+    kept = saved_and_loaded(state.state_dict() if hasattr(state, "state_dict") else state)
+    torch.manual_seed(rank)
+    model = nn.Linear(30, 20)
+    reducer = gradcomp.Reducer(model.named_parameters())
+    reducer.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(3):
+        model(torch.randn(5, 30)).square().mean().backward()
+    gathered = [torch.empty_like(model.weight.grad) for _ in range(2)]
+    dist.all_gather(gathered, model.weight.grad)
+    assert torch.equal(*gathered)
+    gradcomp.average_([torch.ones(3)])
+
+
+main()
+dist.destroy_process_group()
+assert "numpy" not in sys.modules
+print("done")
+"""
+
+
+def test_training_without_numpy(tmp_path):
+    (tmp_path / "numpy").mkdir()
+    # What Python raises where there is none. torch's own import of it takes this error, and no other.
+    absent = 'raise ModuleNotFoundError("No module named \'numpy\'", name="numpy")'
+    (tmp_path / "numpy" / "__init__.py").write_text(absent)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = users_environment(
+        PYTHONPATH=f"{tmp_path}:{ROOT}", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "train.py", str(rank), tmp_path / "store"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output, errors = rank.communicate(timeout=90)
+            assert output == "done\n", errors
+    finally:
+        for rank in ranks:
+            rank.kill()
