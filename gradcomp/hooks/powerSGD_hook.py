@@ -185,14 +185,14 @@ class PowerSGDState:
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add to the error what a hook has given as a parameter's average, and nobody has used.
 
-        average: of the parameter's shape. For reducers that find out after a step that no rank has used the parameter, and
+        average: flat, as in the bucket. For reducers that find out after a step that no rank has used the parameter, and
         leave its gradient as it is: what was given out of the error would be lost.
         """
         found = self._memories.memory_of(parameter)
         plan, offset = (found[0].plan, found[1]) if found else (None, 0)
         if plan is not None:
             real = torch.view_as_real(average) if average.is_complex() else average
-            plan.add_to_error(offset, real.flatten().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+            plan.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
     def _compare(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
         """In the state's first step: raise RuntimeError on every rank unless all have the same options and bucket."""

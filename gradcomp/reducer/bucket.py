@@ -103,6 +103,13 @@ class Bucket:
         for run in _runs(outside):
             self._gather(outside[run], gradients[run], scale)
 
+    def average_beyond(self, place: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """A parameter's part of the buffer less this gradient, flat, as it lies there; None counts as zeros."""
+        view = self.views[place]
+        beyond = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+        torch.sub(view, 0 if gradient is None else gradient, out=beyond)
+        return beyond.as_strided((view.numel(),), (1,))
+
     def give(self, places: Iterable[int]) -> None:
         """Make these parameters' gradients the buffer's parts: views of it, or in the memory that they have."""
         if self._as_view:

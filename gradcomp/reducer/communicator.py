@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,9 +84,13 @@ class BucketCommunicator:
         is_last = index == len(self.buckets) - 1
         return checked_future(hook(state, GradBucket(index, bucket.buffer, bucket.parameters, is_last)), hook)
 
-    def finish(self, index: int, pending: Pending, kept: set[int]) -> None:
+    def finish(
+        self, index: int, pending: Pending, kept: set[int], gradients_before: Mapping[int, torch.Tensor]
+    ) -> None:
         """Wait for a bucket's average and make it the gradients of its parameters, but for those kept.
 
+        The averages of those kept go back to the hook's state if it has a method take_back(parameter, flat), less what
+        this rank had put into the bucket: gradients_before, where that was in the bucket's own memory.
         Raises RuntimeError if it could not be averaged.
         """
         bucket = self.buckets[index]
@@ -94,6 +98,12 @@ class BucketCommunicator:
             self._take(bucket, pending)
         except RuntimeError as error:
             raise RuntimeError(errors.not_averaged(index, self._group.rank(), error)) from error
+        take_back = getattr(self.hook[0], "take_back", None) if self.hook else None
+        for place, number in enumerate(bucket.numbers):
+            if take_back is not None and number in kept:
+                parameter = bucket.parameters[place]
+                before = gradients_before.get(number, None if self._as_view else parameter.grad)
+                take_back(parameter, bucket.average_beyond(place, before))
         bucket.give(place for place, number in enumerate(bucket.numbers) if number not in kept)
 
     def _take(self, bucket: Bucket, pending: Pending) -> None:

@@ -341,7 +341,7 @@ class Reducer:
         if self._static:
             self._static_unused = kept
         for index, pending in step.averages.items():
-            self.communicator.finish(index, pending, kept)
+            self.communicator.finish(index, pending, kept, step.unused_before)
         for number in kept.intersection(step.unused_before):
             self._params[number].grad.copy_(step.unused_before[number])  # type: ignore[union-attr]
         for number in sorted(self._sparse - kept):
