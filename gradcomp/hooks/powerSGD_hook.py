@@ -17,6 +17,7 @@ from gradcomp.layout import LowRankLayout
 from . import powersgd_transfer
 from .default_hooks import allreduce_hook
 from .exchange import group_of, in_stream_order, require_dense_floats
+from .grad_bucket import require_bucket
 from .powersgd_memory import BucketMemories, Share
 from .powersgd_transfer import average_errors
 
@@ -260,7 +261,7 @@ def powerSGD_hook(  # noqa: N802
     A step with inf or NaN gives inf or NaN on every rank; the matrices it touched start afresh in the next.
     On CUDA: six kernel launches a bucket and step, and nothing waits for the host.
 
-    Raises TypeError for a state of another kind, or a bucket that is not floating-point.
+    Raises TypeError for a state of another kind, for what is no bucket, and for one that is not floating-point.
 
     Example::
 
@@ -279,7 +280,7 @@ def batched_powerSGD_hook(  # noqa: N802
     loses more: a bucket cut into rows of equal length has little of its layers' structure. Prefer
     powerSGD_hook, which costs no more here.
 
-    Raises TypeError for a state of another kind, or a bucket that is not floating-point.
+    Raises TypeError for a state of another kind, for what is no bucket, and for one that is not floating-point.
 
     Example::
 
@@ -292,6 +293,7 @@ def batched_powerSGD_hook(  # noqa: N802
 def _low_rank_hook(
     name: str, state: PowerSGDState, bucket: dist.GradBucket, square: bool
 ) -> torch.futures.Future[torch.Tensor]:
+    require_bucket(name, bucket)
     if not isinstance(state, PowerSGDState):
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
