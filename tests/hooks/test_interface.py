@@ -97,9 +97,10 @@ def test_power_sgd_types_make_their_state(name):
     assert registered is hook
     assert (state.process_group, state.matrix_approximation_rank) == (None, rank)
     assert state.start_powerSGD_iter == 1_000
-    DDPCommHookType[name].value(model=model, state="group", start_powerSGD_iter=7)
+    group = dist.ProcessGroup(0, 1)
+    DDPCommHookType[name].value(model=model, state=group, start_powerSGD_iter=7)
     state, _ = model.registered
-    assert (state.process_group, state.start_powerSGD_iter) == ("group", 7)
+    assert (state.process_group, state.start_powerSGD_iter) == (group, 7)
 
 
 def test_wrapping_the_plain_hook_is_the_compress_hook():

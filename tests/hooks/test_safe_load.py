@@ -1,6 +1,7 @@
 """What a file can do under torch.load's safe default with the globals that gradcomp declares safe: make a state, no more."""
 
 import io
+import pickle
 import sys
 import zipfile
 from collections import OrderedDict
@@ -134,3 +135,62 @@ def test_a_file_cannot_run_a_hook(hook):
     assert given.tolist() == [1.0] * 6
     with pytest.raises(TypeError):
         load(Call(hook))
+
+
+ODD = [
+    *[
+        (),
+        (None, 0),
+        (None, 1, 1),
+        (None, float("nan")),
+        ("gloo",),
+        (-100,),
+        (torch.ones(2),),
+        (None, None, None),
+    ],
+    *[({},), (None, {}, {}), (None, 1, 1000, float("nan")), (None, *[2] * 9), (None, *[2] * 20)],
+]
+
+
+@pytest.mark.usefixtures("nothing_communicates")
+@pytest.mark.parametrize("arguments", ODD, ids=str)
+def test_a_file_cannot_make_an_odd_state(arguments):
+    with pytest.raises((TypeError, ValueError)):
+        load(Call(STATE, *arguments))
+
+
+def good_state_dict():
+    return STATE(None).state_dict()
+
+
+HOSTILE = [
+    *[None, [], {}, "state", 7, {"iter": 3}, OrderedDict(), ({}, {"process_group": None})],
+    *[{"__class__": "x"}, {"process_group": "gloo"}, {"load_state_dict": None}],
+    *[{**good_state_dict(), name: []} for name in good_state_dict()],
+    {**good_state_dict(), "process_group": None},
+    {**good_state_dict(), "_memories": {}},
+    {**good_state_dict(), "buckets": {0: {}}},
+]
+
+
+@pytest.mark.usefixtures("nothing_communicates")
+@pytest.mark.parametrize("state", HOSTILE, ids=lambda each: str(each)[-60:])
+def test_a_file_cannot_build_an_odd_state(state):
+    """BUILD: the state of an object that is made already, by its constructor (REDUCE) or without it (NEWOBJ)."""
+    built = pickle.dumps(state, 2)[2:-1] + b"b."
+    for opcode, arguments in ((b"R", (None,)), (b"\x81", ())):
+        made = b"\x80\x02cgradcomp.hooks.powerSGD_hook\nPowerSGDState\n"
+        made += pickle.dumps(arguments, 2)[2:-1] + opcode
+        with pytest.raises((TypeError, ValueError, KeyError)):
+            load_raw(made + built)
+    with pytest.raises(pickle.UnpicklingError, match="Can only build"):
+        load_raw(b"\x80\x02cgradcomp.hooks.powerSGD_hook\npowerSGD_hook\n" + built)
+
+
+@pytest.mark.usefixtures("nothing_communicates")
+@pytest.mark.parametrize(
+    "name", ["from_torch", "load_from_dcp", "consolidated_state_dict", "average_errors", "logger", "dist"]
+)
+def test_a_file_cannot_name_anything_else(name):
+    with pytest.raises(pickle.UnpicklingError, match="was not an allowed global by default"):
+        load_raw(f"\x80\x02cgradcomp.hooks.powerSGD_hook\n{name}\n.".encode("latin-1"))
