@@ -20,13 +20,21 @@ from .grad_bucket import require_bucket
 from .powersgd_memory import BucketMemories, Share
 from .powersgd_options import OPTIONS, PROGRESS, checked_options, options_of, require_process_group
 from .powersgd_options import plain as _plain
-from .powersgd_transfer import average_errors
+from .powersgd_transfer import (
+    average_errors,
+    consolidated_state_dict,
+    load_from_dcp,
+    per_rank_state_dict,
+)
 
 __all__ = [
     "PowerSGDState",
     "average_errors",
     "batched_powerSGD_hook",
+    "consolidated_state_dict",
     "from_torch",
+    "load_from_dcp",
+    "per_rank_state_dict",
     "powerSGD_hook",
 ]
 
