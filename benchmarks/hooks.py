@@ -23,39 +23,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Case, Setup, elementwise_error, frobenius_error, rounding_error
 from gradcomp.hooks import default_hooks
+from gradcomp.hooks.grad_bucket import GradBucket
 
 # A 25 MiB bucket of a transformer with 1024 features.
 SHAPES = [(1024, 1024)] * 6 + [(256, 1024)]
 
-Hook = Callable[[object, "FakeBucket"], "torch.futures.Future[torch.Tensor]"]
+Hook = Callable[[object, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
-class FakeBucket:
-    """A bucket with GradBucket's methods, which torch does not let Python construct."""
+class FakeBucket(GradBucket):
+    """The step's last bucket, with random gradients of these shapes."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device, index: int = 0):
-        self._index = index
-        self._parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-        self._buffer = torch.randn(sum(p.numel() for p in self._parameters), device=device)
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        parts = self._buffer.split([p.numel() for p in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self._parameters)
-
-    def is_last(self) -> bool:
-        return True
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
+        parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        buffer = torch.randn(sum(p.numel() for p in parameters), device=device)
+        super().__init__(index, buffer, parameters, is_last=True)
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -135,7 +117,7 @@ def _training() -> Setup:
     )
 
 
-def call(hook: Hook, bucket: FakeBucket, state: object = None) -> list[torch.Tensor]:
+def call(hook: Hook, bucket: GradBucket, state: object = None) -> list[torch.Tensor]:
     """Call the hook and let the current stream (on CPU: the caller) wait for its result."""
     return [hook(state, bucket).wait()]
 

@@ -27,9 +27,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from benchmarks import models
 from benchmarks.harness import Case, Setup, frobenius_error
-from benchmarks.hooks import FakeBucket, call, join_group_of_one
+from benchmarks.hooks import call, join_group_of_one
 from gradcomp import ops
 from gradcomp.hooks import powerSGD_hook as power_sgd
+from gradcomp.hooks.grad_bucket import GradBucket
 from gradcomp.layout import LowRankLayout
 
 CPU_BUCKETS = {
@@ -84,15 +85,12 @@ class Problem:
         return [torch.randn(numel, device=self.device).to(self.dtype) for numel in numels]
 
 
-class Bucket(FakeBucket):
+class Bucket(GradBucket):
     """A bucket that is given its buffer. Its parameters have shapes only."""
 
     def __init__(self, shapes: Sequence[models.Shape], buffer: torch.Tensor, index: int, is_last: bool):
-        self._index, self._buffer, self._is_last = index, buffer, is_last
-        self._parameters = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-
-    def is_last(self) -> bool:
-        return self._is_last
+        parameters = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+        super().__init__(index, buffer, parameters, is_last)
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:

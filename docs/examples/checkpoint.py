@@ -1,85 +1,65 @@
-"""Save and load a model with its PowerSGD hook: the example of PyTorch's documentation, with gradcomp's import.
+"""Train with PowerSGD on two ranks, save one file for all, and continue from it on one.
 
-Runs on two CPU processes with gloo: python docs/examples/checkpoint.py
+Runs on CPU processes with gloo: python docs/examples/checkpoint.py
 """
 
-import os
 import tempfile
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn as nn
-import torch.optim as optim
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook as powerSGD
 
 
-class SimpleModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1 = nn.Linear(24, 24)
-        self.relu = nn.ReLU()
-        self.fc2 = nn.Linear(24, 12)
+def train(rank, world_size, folder, resume):
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store-{world_size}", rank=rank, world_size=world_size
+    )
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = powerSGD.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+    model.register_comm_hook(state, powerSGD.powerSGD_hook)
 
-    def forward(self, x):
-        return self.fc2(self.relu(self.fc1(x)))
+    if resume:
+        # Before the model's first step. The file is the same on all ranks, whatever their number.
+        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu")
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        state.load_state_dict(checkpoint["powersgd"])
 
+    data = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+    target = data.roll(1, dims=1)
+    for step in range(state.iter, state.iter + 100):
+        batch = torch.randperm(512, generator=torch.Generator().manual_seed(step))[rank::world_size]
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(data[batch]), target[batch])
+        loss.backward()
+        optimizer.step()
 
-def setup(rank, world_size, folder):
-    # initialize the process group
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-
-
-def cleanup():
+    # Every rank takes part: what PowerSGD holds back differs between them, and the file has the mean.
+    powersgd = powerSGD.consolidated_state_dict(state)
+    if rank == 0:
+        rate = state.compression_stats()[0]
+        print(
+            f"world size {world_size}, step {state.iter}: loss {loss.item():.4f}, compression {rate:.1f}",
+            flush=True,
+        )
+        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": powersgd}
+        torch.save(checkpoint, f"{folder}/checkpoint.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def run_demo(demo_fn, world_size):
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(demo_fn, args=(world_size, folder), nprocs=world_size, join=True)
-
-
-def demo_serialization(rank, world_size, folder):
-    setup(rank, world_size, folder)
-
-    CHECKPOINT = folder + "/checkpoint.pt"  # noqa: N806
-
-    model = SimpleModel()
-    ddp_model = DistributedDataParallel(model)
-
-    powersgd_hook = powerSGD.powerSGD_hook
-    powersgd_state = powerSGD.PowerSGDState(process_group=None)
-
-    optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)  # noqa: F841
-    ddp_model.register_comm_hook(powersgd_state, powersgd_hook)
-
-    state = {
-        "state_dict": ddp_model.state_dict(),
-        "comm_hook": powersgd_hook,
-        "comm_hook_state": powersgd_state,
-    }
-
+def run(rank, folder):
+    train(rank, 2, folder, resume=False)
     if rank == 0:
-        torch.save(state, CHECKPOINT)
-
-    dist.barrier()
-    checkpoint = torch.load(CHECKPOINT)
-
-    new_ddp_model = DistributedDataParallel(SimpleModel())
-    new_ddp_model.load_state_dict(checkpoint["state_dict"])
-    powersgd_hook = checkpoint["comm_hook"]
-    powersgd_state = checkpoint["comm_hook_state"]
-
-    new_ddp_model.register_comm_hook(powersgd_state, powersgd_hook)
-
-    if rank == 0:
-        os.remove(CHECKPOINT)
-
-    cleanup()
+        train(rank, 1, folder, resume=True)
 
 
 if __name__ == "__main__":
-    world_size = 2
-    run_demo(demo_serialization, world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, args=(folder,), nprocs=2)

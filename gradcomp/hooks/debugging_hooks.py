@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .grad_bucket import require_bucket
+
 __all__ = ["noop_hook"]
 
 
@@ -14,10 +16,13 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     A step with this hook costs what a step would cost if communication were free: the most that any
     compression can save. Replicas drift apart; don't train with it.
 
+    Raises TypeError for what is no bucket.
+
     Example::
 
         ddp_model.register_comm_hook(None, debugging_hooks.noop_hook)
     """
+    require_bucket("noop_hook", bucket)
     buffer = bucket.buffer()
     future: torch.futures.Future[torch.Tensor] = (
         torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()

@@ -20,6 +20,7 @@ from .exchange import (
     require_dense_floats,
     take_wire,
 )
+from .grad_bucket import require_bucket
 
 __all__ = [
     "allreduce_hook",
@@ -41,12 +42,13 @@ def allreduce_hook(
 
     On the wire: the bucket. State: the process group, or None for the default one.
 
-    Raises TypeError for a bucket that is neither floating-point nor complex.
+    Raises TypeError for what is no bucket, and for one that is neither floating-point nor complex.
 
     Example::
 
         ddp_model.register_comm_hook(None, default_hooks.allreduce_hook)
     """
+    require_bucket("allreduce_hook", bucket)
     group = group_of("allreduce_hook", process_group)
     buffer = bucket.buffer()
     if not (buffer.is_floating_point() or buffer.is_complex()):
@@ -71,7 +73,7 @@ def fp16_compress_hook(
     Only the average has to fit float16 (±65504), not the gradient before division. On the wire: 2 bytes
     per element. State: the process group, or None for the default one.
 
-    Raises TypeError for a bucket that is not floating-point.
+    Raises TypeError for what is no bucket, and for one that is not floating-point.
 
     Example::
 
@@ -88,8 +90,8 @@ def bf16_compress_hook(
     The steps of fp16_compress_hook with bfloat16 in float16's place. Runs on every backend that
     all-reduces bfloat16: NCCL, and gloo too.
 
-    Raises TypeError for a bucket that is not floating-point, RuntimeError when the backend does not
-    all-reduce bfloat16.
+    Raises TypeError for what is no bucket, and for one that is not floating-point, RuntimeError when the
+    backend does not all-reduce bfloat16.
 
     Example::
 
@@ -105,6 +107,7 @@ bf16_compress_hook.__name__ = "gradcomp_bf16_compress_hook"
 def _compress_hook(
     name: str, dtype: torch.dtype, process_group: Any, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
+    require_bucket(name, bucket)
     group = group_of(name, process_group)
     buffer = bucket.buffer()
     require_dense_floats(name, buffer)
@@ -133,7 +136,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
     On the wire: what the hook sends for a float16 bucket. State: the hook's own.
     ``fp16_compress_wrapper(allreduce_hook)`` is fp16_compress_hook.
 
-    Raises TypeError if the hook is not callable or, in backward, for a bucket that is not
+    Raises TypeError if the hook is not callable or, in backward, for what is no bucket or not
     floating-point.
 
     Example::
@@ -166,6 +169,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         raise TypeError(f"{name} wraps a communication hook, got {hook!r}")
 
     def compress_wrapper_hook(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        require_bucket(name, bucket)
         buffer = bucket.buffer()
         require_dense_floats(name, buffer)
 

@@ -5,7 +5,6 @@ implemented, and how it differs from torch's.
 """
 
 import logging
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -14,49 +13,36 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.layout import LowRankLayout
 
-from . import powersgd_transfer
+from . import powersgd_checkpoint, powersgd_transfer
 from .comparison import require_same_group, require_same_on_all_ranks
 from .default_hooks import allreduce_hook
 from .exchange import group_of, in_stream_order, require_dense_floats
+from .grad_bucket import require_bucket
 from .powersgd_memory import BucketMemories, Share
-from .powersgd_transfer import average_errors
+from .powersgd_options import OPTIONS, PROGRESS, checked_options, options_of, require_process_group
+from .powersgd_options import plain as _plain
+from .powersgd_transfer import (
+    average_errors,
+    consolidated_state_dict,
+    load_from_dcp,
+    per_rank_state_dict,
+)
 
 __all__ = [
     "PowerSGDState",
     "average_errors",
     "batched_powerSGD_hook",
+    "consolidated_state_dict",
     "from_torch",
+    "load_from_dcp",
+    "per_rank_state_dict",
     "powerSGD_hook",
 ]
 
 logger = logging.getLogger(__name__)
 
-_HYPERPARAMETERS = (
-    "matrix_approximation_rank",
-    "start_powerSGD_iter",
-    "min_compression_rate",
-    "use_error_feedback",
-    "warm_start",
-    "orthogonalization_epsilon",
-    "random_seed",
-    "compression_stats_logging_frequency",
-    "batch_tensors_with_same_shape",
-)
-# What the ranks' factors and collectives depend on.
-_COMPARED = ("iter", *_HYPERPARAMETERS[:7])
-_PROGRESS = (
-    "iter",
-    "total_numel_before_compression",
-    "total_numel_after_compression",
-    "next_stats_report",
-)
-
-
-def _plain(value: Any) -> Any:
-    """A number of Python's for one of numpy's, which torch.load refuses."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
+# What the ranks' factors and collectives don't depend on.
+_MAY_DIFFER = ("compression_stats_logging_frequency", "batch_tensors_with_same_shape")
 
 
 class PowerSGDState:
@@ -76,12 +62,26 @@ class PowerSGDState:
     compression_stats_logging_frequency: steps between log lines with compression_stats().
     batch_tensors_with_same_shape: accepted, and needless: all matrices are compressed together anyway.
 
-    Raises ValueError for a start_powerSGD_iter that is too early, a rank that isn't an int of at least 1, or a random_seed that isn't an
-    int between 0 and 2**32 - 1.
+    Raises ValueError for an option that cannot be, and for a start_powerSGD_iter that is too early; TypeError for a
+    process_group that is none. So does an assignment to the attribute.
 
-    Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
-    load_state_dict(). Every rank has errors of its own: save one per rank to continue exactly.
+    Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and load_state_dict(). Every
+    rank has errors of its own: save one per rank to continue exactly, or consolidated_state_dict(state) for all ranks.
     """
+
+    matrix_approximation_rank: int
+    start_powerSGD_iter: int  # noqa: N815
+    min_compression_rate: float
+    use_error_feedback: bool
+    warm_start: bool
+    orthogonalization_epsilon: float
+    random_seed: int
+    compression_stats_logging_frequency: int
+    batch_tensors_with_same_shape: bool
+    iter: int
+    total_numel_before_compression: int
+    total_numel_after_compression: int
+    next_stats_report: int
 
     def __init__(
         self,
@@ -96,40 +96,29 @@ class PowerSGDState:
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ):
-        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
-            raise ValueError(
-                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
-                "because PowerSGD can only be applied after the first two iterations in DDP. "
-                f"Got {start_powerSGD_iter}."
-            )
-        matrix_approximation_rank = _plain(matrix_approximation_rank)
-        if not isinstance(matrix_approximation_rank, int) or matrix_approximation_rank < 1:
-            raise ValueError(
-                f"matrix_approximation_rank is {matrix_approximation_rank!r}, but must be an int and at least 1"
-            )
-        random_seed = _plain(random_seed)
-        if not isinstance(random_seed, int) or not 0 <= random_seed < 2**32:
-            raise ValueError(f"random_seed is {random_seed!r}, but must be an int between 0 and 2**32 - 1")
+        options = checked_options(
+            {
+                "matrix_approximation_rank": matrix_approximation_rank,
+                "start_powerSGD_iter": start_powerSGD_iter,
+                "min_compression_rate": min_compression_rate,
+                "use_error_feedback": use_error_feedback,
+                "warm_start": warm_start,
+                "orthogonalization_epsilon": orthogonalization_epsilon,
+                "random_seed": random_seed,
+                "compression_stats_logging_frequency": compression_stats_logging_frequency,
+                "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
+            }
+        )
         self.process_group = process_group
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powerSGD_iter = start_powerSGD_iter
-        self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = use_error_feedback
-        self.warm_start = warm_start
-        self.orthogonalization_epsilon = orthogonalization_epsilon
-        self.random_seed = random_seed
-        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
-        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        self.iter = 0
-        self.total_numel_before_compression = 0
-        self.total_numel_after_compression = 0
-        self.next_stats_report = 0
+        vars(self).update(options, **dict.fromkeys(PROGRESS, 0))
         self._memories = BucketMemories()
         # Memories taken over from torch, by their bucket's index, which is all that torch knows of them.
         self._from_torch: dict[int, dict[str, Any]] = {}
         self._waits_for_buckets = False
         self._is_compared = False
-        values = "; ".join(f"{name} = {getattr(self, name)}" for name in _HYPERPARAMETERS)
+        # Whose errors were loaded, until it is known who uses them.
+        self._errors_of: dict[str, Any] | None = None
+        values = "; ".join(f"{name} = {value}" for name, value in options.items())
         logger.info("PowerSGD config: %s", values)
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -145,42 +134,71 @@ class PowerSGDState:
             if self.iter == self.start_powerSGD_iter:
                 logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "process_group":
+            require_process_group(value)
+        if name in OPTIONS:
+            value = checked_options({**options_of(self), name: value})[name]
+            self._is_compared = False
+        super().__setattr__(name, value)
+
     def state_dict(self) -> dict[str, Any]:
         """All but the process group, in plain types and tensors of its own.
 
-        "buckets" maps a bucket's index to its "shapes" and "parameters" (numbers, in the order in which the
-        hook first saw them), and, once it has been compressed, to the "error" (this rank's, flat as the bucket) and the
-        "directions" (the Q [cols, rank] that the next step projects on; the same on all ranks).
+        "version": of this format. The options and the progress, by name. "buckets" maps a bucket's index to its "shapes"
+        and "parameters" (numbers, in the order in which the hook first saw them), and, once it has been compressed, to the
+        "error" (this rank's, flat as the bucket) and the "directions" (the Q [cols, rank] that the next step projects on;
+        the same on all ranks). "from_torch": torch's memories that have not found their bucket yet. "errors_of": whose
+        errors they are, {"rank", "world_size"}. "contents": the indices in "buckets" and "from_torch".
         """
-        values = {name: _plain(getattr(self, name)) for name in (*_HYPERPARAMETERS, *_PROGRESS)}
-        return values | {"buckets": self._memories.state_dict(), "from_torch": dict(self._from_torch)}
+        errors_of = self._errors_of or powersgd_checkpoint.owner_of(self.process_group)
+        buckets, from_torch = self._memories.state_dict(), dict(self._from_torch)
+        return powersgd_checkpoint.to_state_dict(self, errors_of, buckets, from_torch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state_dict, hyperparameters included; the process group stays.
+        """Continue from a state_dict, options included; the process group stays.
 
         The memory goes to the parameters that it was saved for, in whatever buckets a new model's first step
-        brings them. Where that cannot be, it starts afresh, with a log line. Raises KeyError for a state_dict
-        that lacks something.
+        brings them. Where that cannot be, it starts afresh, with a log line; errors of another rank's get one too.
+
+        Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown version or with
+        anything that doesn't fit (sizes, dtypes, values that aren't finite, options that cannot be), TypeError for
+        something else. Then the state is as it was.
         """
-        for name in (*_HYPERPARAMETERS, *_PROGRESS):
-            setattr(self, name, state_dict[name])
-        self._memories.load_state_dict(state_dict["buckets"])
+        self._take(powersgd_checkpoint.checked(state_dict))
+        if (group := powersgd_checkpoint.joined_group(self.process_group)) is not None:
+            self._say_whose_errors(group)
+
+    def _take(self, checked: dict[str, Any]) -> None:
+        """Continue from a state_dict that has been checked."""
+        self._memories.load_state_dict(checked["buckets"])
+        vars(self).update({name: checked[name] for name in (*OPTIONS, *PROGRESS)})
+        self._from_torch = checked["from_torch"]
         self._is_compared = False
-        self._from_torch = dict(state_dict["from_torch"])
         self._waits_for_buckets = bool(self._from_torch)
+        self._errors_of = checked["errors_of"] if powersgd_checkpoint.has_errors(checked) else None
+
+    def _say_whose_errors(self, group: dist.ProcessGroup) -> None:
+        """Warn, once, where the errors that were loaded are another rank's."""
+        warning = powersgd_checkpoint.anothers_errors(self._errors_of, group)
+        self._errors_of = None
+        if warning is not None:
+            logger.warning(warning)
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        checked = powersgd_checkpoint.checked(state)
         logger.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). If a different group is "
             "desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = dist.group.WORLD if dist.is_initialized() else None
         self._memories = BucketMemories()
-        self.load_state_dict(state)
+        # The group may still be set to another: whose errors these are is asked in the first compressed step.
+        self._take(checked)
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add to the error what a hook has given as a parameter's average, and nobody has used.
@@ -197,8 +215,9 @@ class PowerSGDState:
     def _compare(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
         """In the state's first step: raise RuntimeError on every rank unless all have the same options and bucket."""
         self._is_compared = True
-        values = {name: _plain(getattr(self, name)) for name in _COMPARED}
-        values |= {
+        options = options_of(self)
+        values = {name: value for name, value in options.items() if name not in _MAY_DIFFER} | {
+            "iter": self.iter,
             "hook": hook_name,
             "world size": group.size(),
             "dtype of the bucket": bucket.buffer().dtype,
@@ -308,7 +327,7 @@ def powerSGD_hook(  # noqa: N802
     A step with inf or NaN gives inf or NaN on every rank; the matrices it touched start afresh in the next.
     On CUDA: six kernel launches a bucket and step, and nothing waits for the host.
 
-    Raises TypeError for a state of another kind, or a bucket that is not floating-point.
+    Raises TypeError for a state of another kind, for what is no bucket, and for one that is not floating-point.
 
     Example::
 
@@ -327,7 +346,7 @@ def batched_powerSGD_hook(  # noqa: N802
     loses more: a bucket cut into rows of equal length has little of its layers' structure. Prefer
     powerSGD_hook, which costs no more here.
 
-    Raises TypeError for a state of another kind, or a bucket that is not floating-point.
+    Raises TypeError for a state of another kind, for what is no bucket, and for one that is not floating-point.
 
     Example::
 
@@ -340,6 +359,7 @@ def batched_powerSGD_hook(  # noqa: N802
 def _low_rank_hook(
     name: str, state: PowerSGDState, bucket: dist.GradBucket, square: bool
 ) -> torch.futures.Future[torch.Tensor]:
+    require_bucket(name, bucket)
     if not isinstance(state, PowerSGDState):
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
@@ -351,6 +371,8 @@ def _low_rank_hook(
     if state.iter < state.start_powerSGD_iter or state._waits_for_buckets:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(group, bucket)
+    if state._errors_of is not None:
+        state._say_whose_errors(group)
     work = [
         # A step ends by choosing what the next one projects on.
         (share, state._plan_of(share, buffer.device, group), state._seed(share.memory.index, state.iter + 1))
@@ -407,10 +429,9 @@ def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
     """
     if not hasattr(state, "q_memory_dict"):
         raise TypeError(f"from_torch takes a PowerSGDState of torch's, got {type(state).__name__}")
-    names = set(_HYPERPARAMETERS) - {"random_seed"}
+    names = set(OPTIONS) - {"random_seed"}
     ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in names})
-    for name in _PROGRESS:
-        setattr(ours, name, getattr(state, name))
+    vars(ours).update({name: rule(name, getattr(state, name)) for name, rule in PROGRESS.items()})
     ours._from_torch = powersgd_transfer.memories_of(state)
     ours._waits_for_buckets = wait_for_buckets
     return ours

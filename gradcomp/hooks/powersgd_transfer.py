@@ -1,24 +1,38 @@
-"""PowerSGD's memory from elsewhere: from torch's hook, and from a run with another number of ranks."""
+"""PowerSGD's memory from elsewhere: from torch's hook, from a run with another number of ranks, through torch's
+distributed checkpoints.
+"""
 
 import math
+import os
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradcomp import ops
 
+from .comparison import require_same_on_all_ranks
+from .exchange import group_of
+from .powersgd_checkpoint import checked
 from .powersgd_memory import Memory
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 
 def memories_of(state: Any) -> dict[int, dict[str, Any]]:
-    """{index of a bucket: {"error", "directions"}} of torch's PowerSGDState, flat as it has them, or None."""
+    """{index of a bucket: {"error", "directions"}} of torch's PowerSGDState, flat as it has them, or None.
+
+    Copies, as torch goes on writing to its own; what isn't finite, and would stay so in torch's, is zero.
+    """
+    theirs = {"error": state.error_dict, "directions": state.q_memory_dict}
     return {
         index: {
-            # Copies: torch goes on writing to its own.
-            "error": state.error_dict[index].clone() if index in state.error_dict else None,
-            "directions": state.q_memory_dict[index].clone() if index in state.q_memory_dict else None,
+            name: each[index].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if index in each else None
+            for name, each in theirs.items()
         }
-        for index in {*state.error_dict, *state.q_memory_dict}
+        for index in sorted({*state.error_dict, *state.q_memory_dict})
     }
 
 
@@ -54,32 +68,160 @@ def _split(flat: torch.Tensor, memory: Memory) -> list[torch.Tensor]:
     return [part.view(cols, rank) for part, (cols, rank, is_matrix) in parts if is_matrix]
 
 
-def average_errors(state_dicts: list[dict[str, Any]]) -> dict[str, Any]:
+def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """One state_dict from those of all ranks of a run, for every rank of a run with any number of ranks.
 
     What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
-    mean is the same. Raises ValueError for an empty list, for state_dicts of different steps or buckets, or for
-    memories just taken over from torch; TypeError for states in place of their state_dicts.
+    mean is the same. state_dicts: a list, or an iterator that loads one after another: each is needed only until the next.
+
+    Raises ValueError for none at all and for state_dicts of different steps or buckets, and what load_state_dict does for
+    something else.
     """
-    if not state_dicts:
-        raise ValueError("average_errors takes the state_dicts of all ranks, got none")
-    for each in state_dicts:
-        if not isinstance(each, dict):
-            raise TypeError(f"average_errors takes what state_dict() gives, got {type(each).__name__}")
-    if state_dicts[0]["from_torch"]:
-        raise ValueError("average_errors: a state from from_torch has to make a compressed step first")
-    saved = [(state_dict["iter"], sorted(state_dict["buckets"])) for state_dict in state_dicts]
-    for rank, (step, buckets) in enumerate(saved):
-        if (step, buckets) != saved[0]:
+    merged: dict[str, Any] = {}
+    dtypes, num_ranks = [], 0
+    for rank, given in enumerate(state_dicts):
+        state_dict, num_ranks = _on_cpu(checked(given)), rank + 1
+        if not merged:
+            merged, dtypes = state_dict, [error.dtype for error in _errors(state_dict)]
+        elif (expected := _outline(merged)) != (found := _outline(state_dict)):
             raise ValueError(
-                "average_errors takes what all ranks saved in one step, but number 0 is of step {}, with buckets {}, "
-                "and number {} of step {}, with buckets {}".format(*saved[0], rank, step, buckets)
+                f"average_errors takes what all ranks saved in one step, but number 0 has {expected} and number {rank} "
+                f"has {found}"
             )
-    merged = {**state_dicts[0], "buckets": {}}
-    for index, bucket in state_dicts[0]["buckets"].items():
-        errors = [state_dict["buckets"][index]["error"] for state_dict in state_dicts]
-        mean = errors[0]
-        if mean is not None:
-            mean = (sum(error.cpu().double() for error in errors) / len(errors)).to(mean)
-        merged["buckets"][index] = {**bucket, "error": mean}
-    return merged
+        for memory, error in zip(_with_errors(merged), _errors(state_dict), strict=True):
+            memory["error"] = error.double() + (memory["error"] if rank else 0)
+    if not merged:
+        raise ValueError("average_errors takes the state_dicts of all ranks, got none")
+    for memory, dtype in zip(_with_errors(merged), dtypes, strict=True):
+        memory["error"] = (memory["error"] / num_ranks).to(dtype)
+    return merged | {"errors_of": {"rank": None, "world_size": num_ranks}}
+
+
+def consolidated_state_dict(state: Any) -> dict[str, Any]:
+    """A PowerSGDState's state_dict with the mean of all ranks' errors, on the CPU: one file for all ranks, of any run.
+
+    A collective: every rank of the state's process group calls it, after the same step, and gets the same. It averages
+    bucket after bucket, in float64. See average_errors for what the mean means.
+
+    Raises RuntimeError where there is no process group, and on every rank where the ranks' steps or buckets differ.
+
+    Example::
+
+        state_dict = powerSGD_hook.consolidated_state_dict(state)
+        if dist.get_rank() == 0:
+            torch.save(state_dict, path)
+        ...
+        state.load_state_dict(torch.load(path))
+    """
+    group = _group(consolidated_state_dict, state)
+    merged: dict[str, Any] = _on_cpu(state.state_dict())
+    device = torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    advice = "Call consolidated_state_dict on every rank, after the same step."
+    require_same_on_all_ranks("PowerSGD's state", _outline(merged), group, device, advice)
+    for memory in _with_errors(merged):
+        total = memory["error"].to(device, torch.float64, copy=True)
+        dist.all_reduce(total, group=group)
+        memory["error"] = (total / group.size()).to("cpu", memory["error"].dtype)
+    return merged | {"errors_of": {"rank": None, "world_size": group.size()}}
+
+
+def per_rank_state_dict(state: Any) -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves of a PowerSGDState: {"rank 0 of 2": its state_dict, on the CPU}.
+
+    torch.distributed.checkpoint keeps one of several ranks' entries of one name, so every rank's has a name of its own. It
+    takes dicts and lists apart, makes their keys strings, and loads only what the target has already; what is in a tuple
+    stays whole. Where several process groups have states of their own, give each a key of its own.
+
+    Example::
+
+        dcp.save({"model": model.state_dict(), "powersgd": powerSGD_hook.per_rank_state_dict(state)}, checkpoint_id=path)
+    """
+    group = _group(per_rank_state_dict, state)
+    return {_name(group.rank(), group.size()): (_on_cpu(state.state_dict()),)}
+
+
+def load_from_dcp(
+    state: Any, checkpoint_id: str | os.PathLike[str], key: str = "powersgd", *, storage_reader: Any = None
+) -> None:
+    """Load what per_rank_state_dict gave to torch.distributed.checkpoint into a PowerSGDState.
+
+    A collective: every rank calls it. With as many ranks as saved it each gets its own errors, with another number all get
+    the mean of the saved ones, which are read one rank after another.
+
+    checkpoint_id: the checkpoint's folder. key: the entry's, with those around it: "app.powersgd". storage_reader: a
+    reader of that checkpoint, where torch's FileSystemReader is not the one. Only load files you trust:
+    torch.distributed.checkpoint unpickles without torch.load's safe default.
+
+    Raises KeyError where the checkpoint has no such entry, and what load_state_dict raises.
+    """
+    import torch.distributed.checkpoint as dcp  # takes half a second
+
+    group = _group(load_from_dcp, state)
+    reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
+    names = list(reader.read_metadata().state_dict_metadata)
+    pattern = re.compile(re.escape(key) + r"\.rank \d+ of (\d+)")
+    saved = [found for found in map(pattern.fullmatch, names) if found]
+    if not saved:
+        raise KeyError(
+            f"the checkpoint {checkpoint_id} has no '{key}.{_name(0, group.size())}': save "
+            f"{{{key!r}: per_rank_state_dict(state)}} with torch.distributed.checkpoint. It has {', '.join(names[:8])}"
+        )
+
+    world_size = int(saved[0][1])
+
+    def read(rank: int) -> Any:
+        name = f"{key}.{_name(rank, world_size)}"
+        target: dict[str, Any] = {name: None}
+        dcp.load(target, storage_reader=reader, process_group=state.process_group)
+        return target[name][0]
+
+    if world_size == group.size():
+        state.load_state_dict(read(group.rank()))
+    else:
+        state.load_state_dict(average_errors(map(read, range(world_size))))
+
+
+def _name(rank: int, world_size: int) -> str:
+    return f"rank {rank} of {world_size}"
+
+
+def _group(function: Any, state: Any) -> dist.ProcessGroup:
+    if not hasattr(state, "process_group"):
+        raise TypeError(f"{function.__name__} takes a PowerSGDState, got {type(state).__name__}")
+    return group_of(function.__name__, state.process_group, of="state.process_group")
+
+
+def _with_errors(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    """The memories that have an error, in the same order on all ranks."""
+    parts = (sorted(state_dict[name].items()) for name in ("buckets", "from_torch"))
+    return [memory for part in parts for _, memory in part if memory["error"] is not None]
+
+
+def _errors(state_dict: dict[str, Any]) -> list[torch.Tensor]:
+    return [memory["error"] for memory in _with_errors(state_dict)]
+
+
+def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What has to be the same on all ranks for their errors to be averaged."""
+    return {
+        "step": state_dict["iter"],
+        "buckets": [
+            [index, memory["shapes"], memory["parameters"], memory["error"] is not None]
+            for index, memory in sorted(state_dict["buckets"].items())
+        ],
+        "torch's buckets": [
+            [index, 0 if memory["error"] is None else memory["error"].numel()]
+            for index, memory in sorted(state_dict["from_torch"].items())
+        ],
+    }
+
+
+def _on_cpu(value: Any) -> Any:
+    """The same dicts, lists and tensors, the latter on the CPU, where every rank can load them."""
+    if isinstance(value, dict):
+        return {key: _on_cpu(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_on_cpu(each) for each in value]
+    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_d
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import debugging_hooks, default_hooks
+from gradcomp.hooks.grad_bucket import GradBucket
 from tests.distributed.ranks import RankError, device_of_rank, run_ranks
 from tests.tolerances import average
 
@@ -238,24 +239,12 @@ def test_training_reaches_the_loss_of_no_hook(hook):
         assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
 
 
-class Bucket:
-    """One gradient as the hooks see it, with GradBucket's public methods."""
+class Bucket(GradBucket):
+    """The bucket of one gradient, of whatever dtype: a complex one isn't made real."""
 
     def __init__(self, buffer: torch.Tensor):
-        self._buffer = buffer
-        self._parameters = [torch.empty_like(buffer)]
-
-    def index(self):
-        return 0
-
-    def buffer(self):
-        return self._buffer
-
-    def set_buffer(self, buffer):
-        self._buffer = buffer
-
-    def parameters(self):
-        return self._parameters
+        super().__init__(0, buffer, [torch.empty_like(buffer)], is_last=True)
+        self.set_buffer(buffer)
 
 
 def overlap(rank, hook_name, store_path):

@@ -19,7 +19,7 @@ assert not any("gloo" in name for name in threads), f"left behind: {threads}"
 
 
 def run(*command, tmp_path):
-    python_path = str(EXAMPLES.parents[1])
+    python_path = f"{tmp_path}:{EXAMPLES.parents[1]}"
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         env=users_environment(PYTHONPATH=python_path, TMPDIR=str(tmp_path), OMP_NUM_THREADS="1"),
@@ -46,3 +46,15 @@ def test_the_reducers_loop(tmp_path):
     loss, rate = (float(part.split()[-1]) for part in printed.split(","))
     assert loss < 1.0
     assert rate > 2
+
+
+def test_the_checkpoint_example_where_there_is_no_numpy(tmp_path):
+    """One file for all ranks, and a changed number of them, with what gradcomp itself requires."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('there is no numpy')")
+    printed = run(EXAMPLES / "checkpoint.py", tmp_path=tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in printed] == [
+        "world size 2, step 100",
+        "world size 1, step 200",
+    ]
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in printed]
+    assert losses[1] < 0.6 * losses[0]

@@ -29,13 +29,13 @@ DIFFERENT = [
         {"min_compression_rate": 1.5},
         PLAIN,
         [(6, 4)],
-        "min_compression_rate is 2 on ranks 0, 2 and 1.5 on rank 1",
+        "min_compression_rate is 2.0 on ranks 0, 2 and 1.5 on rank 1",
     ),
     (
         {"orthogonalization_epsilon": 1e-8},
         PLAIN,
         [(6, 4)],
-        "orthogonalization_epsilon is 0 on ranks 0, 2 and 1e-08",
+        "orthogonalization_epsilon is 0.0 on ranks 0, 2 and 1e-08",
     ),
     (
         {"use_error_feedback": False},

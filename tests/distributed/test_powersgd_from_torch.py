@@ -73,11 +73,16 @@ def take_over(rank, saved):
         torch_powersgd.powerSGD_hook(theirs, bucket).wait()
     ours = powerSGD_hook.from_torch(pickle.loads(pickle.dumps(theirs)) if saved else copy.deepcopy(theirs))
     facts = [(getattr(ours, name), getattr(theirs, name)) for name in COMMON]
-    again = new_state()
+    again, later = new_state(), new_state()
     again.load_state_dict(reload(ours.state_dict()))
+    once_more = powerSGD_hook.from_torch(copy.deepcopy(theirs))
+    run_steps(once_more, rank, [48])
+    later.load_state_dict(reload(once_more.state_dict()))
+    with Messages():
+        whole = reload(ours)
     with Messages() as said:
         # The first one is a plain all-reduce.
-        outputs = [run_steps(each, rank, [49, 50, 51])[1:] for each in (ours, again)]
+        outputs = [run_steps(each, rank, [49, 50, 51])[1:] for each in (ours, again, later, whole)]
     gradient = random_gradient(FEW_SHAPES, rank, 50)
     expected = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient, FEW_SHAPES)).wait()
     return facts, said, outputs, expected
@@ -88,8 +93,29 @@ def test_from_torch(saved):
     for facts, said, outputs, expected in run_ranks(take_over, 2, saved):
         assert all(ours == theirs for ours, theirs in facts)
         assert said == []
-        assert equal(*outputs), "not the same through a state_dict"
+        assert all(equal(each, outputs[0]) for each in outputs), "not the same through a state_dict"
         assert relative(outputs[0][0], expected) <= 10 * MEAN_ERROR
+
+
+def consolidate_torchs(rank):
+    """The errors of torch's state, and those in one state_dict for all ranks, made in both ways."""
+    theirs = torch_powersgd.PowerSGDState(None, 2, START)
+    for step in range(START + 3):
+        bucket = Bucket(random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES)
+        torch_powersgd.powerSGD_hook(theirs, bucket).wait()
+    ours = powerSGD_hook.from_torch(theirs)
+    consolidated = powerSGD_hook.consolidated_state_dict(ours)
+    return theirs.error_dict[0], ours.state_dict(), consolidated
+
+
+def test_torchs_errors_are_averaged_before_their_first_compressed_step():
+    ranks = run_ranks(consolidate_torchs, 2)
+    mean = torch.stack([error.double() for error, *_ in ranks]).mean(0)
+    averaged = powerSGD_hook.average_errors([state_dict for _, state_dict, _ in ranks])
+    for merged in (averaged, *(consolidated for *_, consolidated in ranks)):
+        assert relative(merged["from_torch"][0]["error"], mean) <= MEAN_ERROR
+        directions = ranks[0][1]["from_torch"][0]["directions"]
+        assert equal(merged["from_torch"][0]["directions"], directions)
 
 
 def from_torch_twice(rank):

@@ -16,6 +16,7 @@ from gradcomp.hooks import (
     powerSGD_hook,
     register_ddp_comm_hook,
 )
+from gradcomp.hooks.grad_bucket import GradBucket
 
 TORCH_NAMES = {"default_hooks": "default", "debugging_hooks": "debugging", "powerSGD_hook": "powerSGD"}
 MODULES = ["default_hooks", "debugging_hooks", "powerSGD_hook"]
@@ -95,9 +96,10 @@ def test_power_sgd_types_make_their_state(name):
     assert registered is hook
     assert (state.process_group, state.matrix_approximation_rank) == (None, rank)
     assert state.start_powerSGD_iter == 1_000
-    DDPCommHookType[name].value(model=model, state="group", start_powerSGD_iter=7)
+    group = dist.ProcessGroup(0, 1)
+    DDPCommHookType[name].value(model=model, state=group, start_powerSGD_iter=7)
     state, _ = model.registered
-    assert (state.process_group, state.start_powerSGD_iter) == ("group", 7)
+    assert (state.process_group, state.start_powerSGD_iter) == (group, 7)
 
 
 def test_wrapping_the_plain_hook_is_the_compress_hook():
@@ -110,10 +112,29 @@ def test_wrapping_the_plain_hook_is_the_compress_hook():
 
 @pytest.mark.parametrize("hook", HOOKS[:3], ids=lambda hook: hook.__qualname__)
 def test_a_state_that_is_no_process_group_is_shown(hook):
+    bucket = GradBucket(0, torch.zeros(6), [torch.zeros(6)], True)
     with pytest.raises(TypeError, match=f"{hook.__qualname__} takes a process group or None.*got 'nccl'"):
-        hook("nccl", bucket=None)
+        hook("nccl", bucket)
     with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group first"):
-        hook(None, bucket=None)
+        hook(None, bucket)
+
+
+class Duck:
+    """What has a bucket's methods and is none; nobody may come so far as to call them."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"the hook used its {name}")
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
+def test_what_is_no_bucket_is_refused_before_anything_else(hook):
+    """Whatever the state, which would be refused too."""
+    for state in (None, "nccl", powerSGD_hook.PowerSGDState(None)):
+        for bucket in (None, torch.ones(4), Duck()):
+            with pytest.raises(
+                TypeError, match=r"takes a torch\.distributed\.GradBucket or a gradcomp\.reducer"
+            ):
+                hook(state, bucket)
 
 
 def test_a_wrapped_hook_that_is_not_callable_is_shown():

@@ -1,0 +1,202 @@
+"""What load_state_dict and torch.load refuse of PowerSGD's memory, with what is wrong; and that they refuse all or nothing."""
+
+import copy
+
+import pytest
+import torch
+
+from gradcomp import ops
+from gradcomp.hooks.powerSGD_hook import PowerSGDState
+from tests.distributed.powersgd_runs import START, Messages, equal, new_state, reload, run_steps
+
+NUMEL = 64 * 48 + 7 + 40 * 90 + 64 * 48 + 9
+NOT_THROUGH_DCP = "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict"
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """The state_dict of a state with an error and directions, in this process."""
+    from benchmarks.hooks import join_group_of_one
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_INTERPRETED", False)
+        join_group_of_one(torch.device("cpu"))
+        state = new_state()
+        run_steps(state, 0, range(START + 2))
+        saved = state.state_dict()
+        torch.distributed.destroy_process_group()
+    return saved
+
+
+def of_bucket(**changes):
+    def change(state_dict):
+        state_dict["buckets"][0].update(changes)
+
+    return change
+
+
+def of_kind(**changes):
+    def change(state_dict):
+        state_dict["buckets"][0]["kind"].update(changes)
+
+    return change
+
+
+def of_all(**changes):
+    return lambda state_dict: state_dict.update(changes)
+
+
+def of_error(function):
+    def change(state_dict):
+        state_dict["buckets"][0]["error"] = function(state_dict["buckets"][0]["error"])
+
+    return change
+
+
+def of_directions(function):
+    def change(state_dict):
+        state_dict["buckets"][0]["directions"] = function(state_dict["buckets"][0]["directions"])
+
+    return change
+
+
+def with_nan(tensor):
+    tensor[5] = torch.nan
+    return tensor
+
+
+def like_dcp(state_dict):
+    """As torch.distributed.checkpoint fills the state_dict of a fresh state."""
+    state_dict["buckets"] = {}
+
+
+def like_dcp_with_strings(state_dict):
+    state_dict["buckets"] = {"0": state_dict["buckets"][0]}
+
+
+MISFITS = {
+    "error cut short": (
+        of_error(lambda e: e[:-1]),
+        rf"bucket 0: the error is \[{NUMEL - 1}\] .* \[{NUMEL}\]",
+    ),
+    "error of one element": (of_error(lambda e: e[:1]), r"bucket 0: the error is \[1\]"),
+    "error of NaN": (of_error(with_nan), "bucket 0: the error has values that aren't finite"),
+    "error of inf": (of_error(lambda e: e / 0), "bucket 0: the error has values that aren't finite"),
+    "error of ints": (of_error(lambda e: e.int()), r"of torch\.int32, but must be .* of torch\.float32"),
+    "error in 2-D": (of_error(lambda e: e.view(1, -1)), rf"the error is \[1, {NUMEL}\]"),
+    "error of floats": (of_error(lambda e: e.tolist()), "the error is a list, but must be a tensor"),
+    "sparse error": (of_error(lambda e: e.to_sparse()), r"the error is torch\.sparse_coo on cpu"),
+    "error without values": (of_error(lambda e: e.to("meta")), "on meta, but must be dense and have values"),
+    "no error": (of_error(lambda e: None), "bucket 0 has directions but no error"),
+    "directions too few": (of_directions(lambda d: d[:-1]), "has 2 directions for 3 matrices"),
+    "directions of one row": (of_directions(lambda d: [e[:1] for e in d]), r"a direction is \[1, 2\]"),
+    "directions of NaN": (
+        of_directions(lambda d: [e / 0 for e in d]),
+        "a direction has values that aren't finite",
+    ),
+    "directions in fp16": (of_directions(lambda d: [e.half() for e in d]), "a direction is .*float16"),
+    "directions as a tensor": (of_directions(lambda d: d[0]), "directions is a Tensor, but must be a list"),
+    "shapes too few": (of_bucket(shapes=[(64, 48)]), "has 1 shapes for 5 parameters"),
+    "a negative shape": (of_bucket(shapes=[(-1,)] * 5), "a shape is -1, but must be a whole number"),
+    "a shape of strings": (of_bucket(shapes=["ab"] * 5), "a shape is a str, but must be a list"),
+    "parameters of strings": (of_bucket(parameters=list("abcde")), "parameters is 'a', but must be"),
+    "a rank of 0": (of_kind(rank=0), "bucket 0: rank is 0, but must be an int and at least 1"),
+    "a rate of NaN": (of_kind(min_compression_rate=torch.nan), "min_compression_rate is nan"),
+    "another dtype": (of_kind(dtype=torch.float64), r"but must be .* of torch\.float64"),
+    "a dtype of ints": (
+        of_kind(dtype=torch.int64),
+        "dtype is torch.int64, but must be a floating-point dtype",
+    ),
+    "another rank": (of_kind(rank=3), r"a direction is \[48, 2\] .* \[48, 3\]"),
+    "a square": (of_kind(square=True), "has 3 directions for 1 matrices"),
+    "a future version": (of_all(version=2), "version is 2, but this gradcomp reads 1"),
+    "a version of True": (of_all(version=True), "version is True, but this gradcomp reads 1"),
+    "a version of None": (of_all(version=None), "version is None, but this gradcomp reads 1"),
+    "an owner of no world": (
+        of_all(errors_of={"rank": 0, "world_size": 0}),
+        r"errors_of\['world_size'\] is 0",
+    ),
+    "an owner outside": (
+        of_all(errors_of={"rank": 2, "world_size": 2}),
+        "errors_of is rank 2 of a world size of 2",
+    ),
+    "an owner by name": (of_all(errors_of="rank 0"), "errors_of is a str, but must be a dict"),
+    "buckets as a list": (of_all(buckets=[]), "buckets is a list, but must be a dict"),
+    "torch's error in 2-D": (
+        of_all(from_torch={0: {"error": torch.zeros(2, 2), "directions": None}}),
+        r"torch's bucket 0: the error is \[2, 2\] .* \['any length'\]",
+    ),
+    "filled by DCP": (like_dcp, rf"should hold .* but holds .*{NOT_THROUGH_DCP}"),
+    "filled by DCP with strings": (like_dcp_with_strings, rf"has the key '0'.*{NOT_THROUGH_DCP}"),
+}
+KEYS = {
+    "a missing key": (lambda d: d.pop("warm_start"), "the state_dict lacks warm_start"),
+    "missing keys": (lambda d: [d.pop("iter"), d.pop("buckets")], "the state_dict lacks iter, buckets"),
+    "an unknown key": (of_all(warmstart=True), "the state_dict has the unknown 'warmstart'"),
+    "both": (lambda d: d.update(a=d.pop("iter")), "the state_dict lacks iter and has the unknown 'a'"),
+    "of a bucket": (lambda d: d["buckets"][0].pop("error"), "bucket 0 lacks error"),
+    "of a kind": (lambda d: d["buckets"][0]["kind"].pop("rank"), "bucket 0: kind lacks rank"),
+    "new ones without a version": (lambda d: d.pop("version"), "has the unknown 'errors_of', 'contents'"),
+}
+
+
+def refuse(saved, change, error, match):
+    """Loading it raises and leaves a state with memory, a fresh one and one yet without attributes as they were."""
+    broken = copy.deepcopy(saved)
+    change(broken)
+    used, fresh, bare = new_state(random_seed=9), new_state(), PowerSGDState.__new__(PowerSGDState)
+    used.load_state_dict(saved | {"random_seed": 9})
+    for state in (used, fresh, bare):
+        attributes = dict(vars(state))
+        before = state.state_dict() if attributes else None
+        for load in (state.load_state_dict, state.__setstate__):
+            with pytest.raises(error, match=match):
+                load(broken)
+            assert vars(state) == attributes
+            assert before is None or equal(state.state_dict(), before)
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_state_that_does_not_fit_is_refused(saved, name):
+    refuse(saved, MISFITS[name][0], ValueError, MISFITS[name][1])
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_missing_and_unknown_keys_are_named(saved, name):
+    refuse(saved, KEYS[name][0], KeyError, KEYS[name][1])
+
+
+@pytest.mark.parametrize("given", [None, [], "state", torch.ones(3)], ids=str)
+def test_what_is_no_state_dict_is_refused(given):
+    for load in (new_state().load_state_dict, new_state().__setstate__):
+        with pytest.raises(TypeError, match=r"expected what state_dict\(\) gives, got "):
+            load(given)
+
+
+def test_a_state_dict_loads_what_it_saves(saved):
+    state = new_state()
+    state.load_state_dict(reload(saved))
+    assert equal(state.state_dict(), saved)
+    assert saved["version"] == 1
+    assert saved["errors_of"] == {"rank": 0, "world_size": 1}
+    assert saved["contents"] == {"buckets": [0], "from_torch": []}
+
+
+def test_a_state_dict_without_a_version_loads(saved):
+    """As the first checkpoints were."""
+    first = {name: value for name, value in saved.items() if name not in ("version", "errors_of", "contents")}
+    state = new_state(random_seed=9)
+    with Messages() as said:
+        state.load_state_dict(reload(first))
+    assert said == []
+    # Nobody knows whose errors those were.
+    assert equal(state.state_dict(), saved | {"errors_of": None})
+
+
+def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
+    """As it does in the next step; what is saved has to load again."""
+    state, broken, expected = new_state(), copy.deepcopy(saved["buckets"]), copy.deepcopy(saved)
+    with_nan(broken[0]["error"])
+    monkeypatch.setattr(state._memories, "state_dict", lambda: broken)
+    expected["buckets"][0]["error"][5] = 0
+    assert equal(state.state_dict()["buckets"], expected["buckets"])

@@ -1,0 +1,196 @@
+"""What a file can do under torch.load's safe default with the globals that gradcomp declares safe: make a state, no more."""
+
+import io
+import pickle
+import sys
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradcomp.hooks import debugging_hooks, default_hooks, exchange, powerSGD_hook
+
+HOOKS = [
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+    debugging_hooks.noop_hook,
+    powerSGD_hook.powerSGD_hook,
+    powerSGD_hook.batched_powerSGD_hook,
+]
+COLLECTIVES = [
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier"),
+    *(
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "new_group",
+        "reduce",
+        "reduce_scatter",
+    ),
+    *("scatter", "scatter_object_list", "send", "recv", "init_process_group", "destroy_process_group"),
+]
+STATE = powerSGD_hook.PowerSGDState
+
+
+@pytest.fixture
+def nothing_communicates(monkeypatch, group_of_one):
+    """In a process group, where every collective fails the test and is noted, as its error may be caught."""
+    called = []
+
+    def note(name):
+        def refuse(*_, **__):
+            called.append(name)
+            raise AssertionError(f"a file called {name}")
+
+        return refuse
+
+    for name in COLLECTIVES:
+        for module in (dist, dist.distributed_c10d):
+            monkeypatch.setattr(module, name, note(name))
+    wires, safe, random = len(exchange._wires), _safe_globals(), torch.get_rng_state()
+    loggers = [module.logger.level for module in (powerSGD_hook,)]
+    yield
+    monkeypatch.undo()
+    assert called == []
+    assert (len(exchange._wires), _safe_globals()) == (wires, safe)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.logger.level for module in (powerSGD_hook,)] == loggers
+
+
+def _safe_globals():
+    return {
+        f"{each.__module__}.{each.__qualname__}"
+        for each in torch.serialization.get_safe_globals()
+        if not isinstance(each, tuple) and each.__module__.startswith("gradcomp")
+    }
+
+
+class Call:
+    """Pickled as the call of a function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+class Built(OrderedDict):
+    """Pickled as an OrderedDict with attributes of the file's choice."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.chosen = attributes
+
+    def __reduce__(self):
+        return OrderedDict, (), self.chosen
+
+
+def load(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def load_raw(opcodes):
+    """The stream of these opcodes, in the container that torch.save writes."""
+    file, archive = io.BytesIO(), io.BytesIO()
+    torch.save(None, file)
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(archive, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, opcodes if name.endswith("/data.pkl") else old.read(name))
+    archive.seek(0)
+    return torch.load(archive, weights_only=True)
+
+
+def test_what_is_safe():
+    """Only these: whatever is added has to be looked at here first."""
+    importable = {f"{each.__module__}.{each.__qualname__}" for each in (STATE, *HOOKS)}
+    assert _safe_globals() == importable
+    for name in importable:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(sys.modules[module], attribute) in (STATE, *HOOKS)
+
+
+@pytest.mark.usefixtures("nothing_communicates")
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
+def test_a_file_cannot_run_a_hook(hook):
+    """Not with a bucket of its own making either: an OrderedDict's attributes are the file's to choose."""
+    given = torch.ones(6)
+    methods = {
+        "buffer": torch.FloatTensor,
+        "parameters": torch.Size,
+        "index": OrderedDict,
+        "is_last": OrderedDict,
+    }
+    for state in (None, torch.ones(1), Call(STATE, None, 1, 0, 2, False, False)):
+        for bucket in (given, None, OrderedDict(buffer=given), Built(**methods), Call(STATE, None)):
+            with pytest.raises(TypeError, match=r"takes a torch\.distributed\.GradBucket"):
+                load(Call(hook, state, bucket))
+    assert given.tolist() == [1.0] * 6
+    with pytest.raises(TypeError):
+        load(Call(hook))
+
+
+ODD = [
+    *[
+        (),
+        (None, 0),
+        (None, 1, 1),
+        (None, float("nan")),
+        ("gloo",),
+        (-100,),
+        (torch.ones(2),),
+        (None, None, None),
+    ],
+    *[({},), (None, {}, {}), (None, 1, 1000, float("nan")), (None, *[2] * 9), (None, *[2] * 20)],
+]
+
+
+@pytest.mark.usefixtures("nothing_communicates")
+@pytest.mark.parametrize("arguments", ODD, ids=str)
+def test_a_file_cannot_make_an_odd_state(arguments):
+    with pytest.raises((TypeError, ValueError)):
+        load(Call(STATE, *arguments))
+
+
+def good_state_dict():
+    return STATE(None).state_dict()
+
+
+HOSTILE = [
+    *[None, [], {}, "state", 7, {"iter": 3}, OrderedDict(), ({}, {"process_group": None})],
+    *[{"__class__": "x"}, {"process_group": "gloo"}, {"load_state_dict": None}],
+    *[{**good_state_dict(), name: []} for name in good_state_dict()],
+    {**good_state_dict(), "process_group": None},
+    {**good_state_dict(), "_memories": {}},
+    {**good_state_dict(), "buckets": {0: {}}},
+]
+
+
+@pytest.mark.usefixtures("nothing_communicates")
+@pytest.mark.parametrize("state", HOSTILE, ids=lambda each: str(each)[-60:])
+def test_a_file_cannot_build_an_odd_state(state):
+    """BUILD: the state of an object that is made already, by its constructor (REDUCE) or without it (NEWOBJ)."""
+    built = pickle.dumps(state, 2)[2:-1] + b"b."
+    for opcode, arguments in ((b"R", (None,)), (b"\x81", ())):
+        made = b"\x80\x02cgradcomp.hooks.powerSGD_hook\nPowerSGDState\n"
+        made += pickle.dumps(arguments, 2)[2:-1] + opcode
+        with pytest.raises((TypeError, ValueError, KeyError)):
+            load_raw(made + built)
+    with pytest.raises(pickle.UnpicklingError, match="Can only build"):
+        load_raw(b"\x80\x02cgradcomp.hooks.powerSGD_hook\npowerSGD_hook\n" + built)
+
+
+@pytest.mark.usefixtures("nothing_communicates")
+@pytest.mark.parametrize(
+    "name", ["from_torch", "load_from_dcp", "consolidated_state_dict", "average_errors", "logger", "dist"]
+)
+def test_a_file_cannot_name_anything_else(name):
+    with pytest.raises(pickle.UnpicklingError, match="was not an allowed global by default"):
+        load_raw(f"\x80\x02cgradcomp.hooks.powerSGD_hook\n{name}\n.".encode("latin-1"))
