@@ -136,7 +136,7 @@ def _require_sound(name: str, workload: Workload, run: Run, first_step: int) -> 
     except PropertyFailure as error:  # what went in at this step isn't finite: not the same failure
         raise PropertyFailure(f"{error} after {workload.poison}") from None
     if run.errors:
-        errors = Run(run.errors, [], [], [])
+        errors = Run(run.errors, [], [], [], [])
         try:
             require_finite(f"{name}: errors in the state", workload, errors, first_step)
         except PropertyFailure as error:

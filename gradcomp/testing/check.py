@@ -12,8 +12,9 @@ from hypothesis.errors import Flaky, NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
 from gradcomp.testing.cases import CASES, Case, Drawn
-from gradcomp.testing.claims import PROBED_STEPS, Claims, claims_of
+from gradcomp.testing.claims import Claims
 from gradcomp.testing.failure import PropertyFailure
+from gradcomp.testing.inference import PROBED_STEPS, claims_of
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.report import Failure, Report, Verdict
 from gradcomp.testing.run import Hook, MakeState, Ranks

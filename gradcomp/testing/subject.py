@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Protocol, TypeVar
 
-from gradcomp.testing.claims import Claims, claims_of
+from gradcomp.testing.claims import Claims
+from gradcomp.testing.inference import claims_of
 from gradcomp.testing.run import Hook, MakeState, Ranks, Run, run_hook
 from gradcomp.testing.workload import Workload
 

@@ -69,9 +69,11 @@ def test_our_kernels_too(name):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workload = Workload(((9, 8), (3,)), steps=4, noise=1.0, drift=0.5, device=device)
     hook, make_state = OURS[name]
+    claims = claims_of(hook, make_state, device)
     for each in only:
-        getattr(properties, each)(hook, make_state, workload)
-    check_hook(hook, make_state, max_examples=2, only=only[:1], device=device).raise_if_failed()
+        getattr(properties, each)(hook, make_state, workload, claims=claims)
+    options = {"max_examples": 2, "only": only[:1], "device": device, "claims": claims}
+    check_hook(hook, make_state, **options).raise_if_failed()
 
 
 @pytest.mark.usefixtures("plain_torch")

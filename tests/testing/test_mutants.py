@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import gradcomp.ops
 from gradcomp.hooks import default_hooks, powerSGD_hook
-from gradcomp.testing import NonFiniteFailure, Workload, check_hook, claims_of, properties
+from gradcomp.testing import NonFiniteFailure, Tolerance, Workload, check_hook, claims_of, properties
 from tests.testing import mutants
 
 
@@ -35,7 +35,9 @@ TOP_K = Sound(mutants.hook, mutants.TopK, {"bucket_insensitive": True})
 # With two ranks sums are the same in any order.
 TOP_K_OF_THREE = Sound(mutants.hook, mutants.TopK, world_size=3)
 RANDOM_K = Sound(mutants.hook, mutants.RandomK)
-QUANTISER = Sound(mutants.hook, mutants.Quantiser, {"unbiased": True})
+# Its state keeps tensors that look like errors, and are zero.
+QUANTISER = Sound(mutants.hook, mutants.Quantiser, {"unbiased": True, "error_feedback": False})
+INT8 = Sound(mutants.hook, mutants.Int8)
 
 # Bugs in ours: a function replaced by what one of these makes of it.
 
@@ -115,6 +117,13 @@ PLANTED = [
     (FP16, ("gradcomp.hooks.default_hooks.wire_of", one_wire_for_all_buckets), "averages"),
     (TOP_K, mutants.ErrorDropped, "held_back_comes_out"),
     (TOP_K, mutants.ErrorTwice, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorTimes999, "held_back_comes_out"),
+    (INT8, mutants.Int8WithoutErrors, "held_back_comes_out"),
+    (INT8, mutants.Int8HalfTheError, "held_back_comes_out"),
+    (INT8, mutants.Int8ErrorSubtracted, "held_back_comes_out"),
+    (INT8, mutants.Int8ErrorTimes999, "held_back_comes_out"),
+    (INT8, mutants.Int8ErrorForgotten, "held_back_comes_out"),
+    (INT8, mutants.Int8ErrorsIn16Bits, "held_back_comes_out"),
     (TOP_K, mutants.ErrorOfTheGradient, "held_back_comes_out"),
     (TOP_K, mutants.ErrorOfTheAverage, "held_back_comes_out"),
     (TOP_K, mutants.ErrorKeptNan, "nonfinite_seen_by_all"),
@@ -141,10 +150,10 @@ def _plain_torch(monkeypatch):
     monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
 
 
-def check(sound, only, max_examples=10):
+def check(sound, only, **options):
     """As someone checks a hook who doesn't know of a bug: what isn't claimed explicitly is inferred."""
     claims = replace(claims_of(sound.hook, sound.make_state), **sound.claims)
-    options = {"world_size": sound.world_size, "max_examples": max_examples, "claims": claims, "only": only}
+    options |= {"world_size": sound.world_size, "claims": claims, "only": only}
     return check_hook(sound.hook, sound.make_state, **options)
 
 
@@ -196,3 +205,22 @@ def test_without_a_bug_all_holds(name):
     finders = {by for sound, _, by in PLANTED if sound == SOUND[name]}
     report = check(SOUND[name], finders, max_examples=5)
     assert {by for by, verdict in report.verdicts.items() if verdict.outcome == "holds"} == finders, report
+
+
+def test_an_int8_hook_with_error_feedback_passes():
+    report = check_hook(mutants.hook, mutants.Int8)
+    report.raise_if_failed()
+    assert report.claims.tolerance == Tolerance.levels(8)
+    assert {report.verdicts[name].outcome for name in ("averages", "held_back_comes_out")} == {"holds"}
+
+
+def test_what_is_kept_and_is_no_error():
+    """The claims say so; and how precise the errors are that a state keeps."""
+    for mutant, said in (
+        (mutants.Quantiser, {"error_feedback": False}),
+        (mutants.Int8ErrorsIn16Bits, {"feedback_precision": torch.bfloat16}),
+    ):
+        for claims, ok in (({}, False), (said, True)):
+            sound = Sound(mutants.hook, mutant, claims)
+            report = check(sound, ["held_back_comes_out"], max_examples=10)
+            assert report.ok == ok, report
