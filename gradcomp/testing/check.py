@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from hypothesis import Phase, Verbosity, find, settings
@@ -71,6 +71,7 @@ def check_hook(
         for strategy in case.workloads(drawn):
             if search.failure is None:
                 search.run(strategy, max(2, math.ceil(max_examples * case.share)))
+        search.try_each(case.listed(drawn))
         report.verdicts[case.name] = search.verdict()
         if search.failure is not None:
             report.failures.append(search.failure)
@@ -148,6 +149,12 @@ class _Search:
                 self.failure = Failure(
                     self.case.name, self.failure.counterexample, self.failure.message + note
                 )
+
+    def try_each(self, workloads: Iterable[Workload]) -> None:
+        """Until one fails. After what is drawn, for of that the smallest counter-example is found."""
+        for workload in workloads:
+            if self.failure is not None or self._fails(workload):
+                return
 
     def _fails(self, workload: Workload) -> bool:
         try:

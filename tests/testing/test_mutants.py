@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pydoc import locate
 
 import pytest
@@ -29,7 +30,14 @@ def power_sgd(process_group):
     return powerSGD_hook.PowerSGDState(process_group, 2, start_powerSGD_iter=2, min_compression_rate=0.01)
 
 
+def power_sgd_of_rank(rank):
+    """It compresses matrices that are worth it."""
+    make_state = partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return Sound(powerSGD_hook.powerSGD_hook, make_state)
+
+
 POWER_SGD = Sound(powerSGD_hook.powerSGD_hook, power_sgd)
+RANK_1, RANK_4, RANK_16 = map(power_sgd_of_rank, (1, 4, 16))
 FP16 = Sound(default_hooks.fp16_compress_hook, None)
 TOP_K = Sound(mutants.hook, mutants.TopK, {"bucket_insensitive": True})
 # With two ranks sums are the same in any order.
@@ -81,6 +89,16 @@ def stale_p(reconstruct):
     return replacement
 
 
+def stale_p_where_rows_are_odd(reconstruct):
+    stale = stale_p(reconstruct)
+
+    def replacement(stack, buffer):
+        rows = stack.p.shape[-2]
+        (stale if rows > 16 and rows % 2 else reconstruct)(stack, buffer)
+
+    return replacement
+
+
 def last_row_missing(product):
     def replacement(stack, which, out):
         product(stack, which, out)
@@ -112,6 +130,9 @@ PLANTED = [
     (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
     (POWER_SGD, (f"{PLAN}.orthonormalise", not_orthonormal), "contraction"),
     (POWER_SGD, (f"{STACK}.reconstruct", stale_p), "held_back_comes_out"),
+    (RANK_1, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
+    (RANK_4, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
+    (RANK_16, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "contraction"),
     (POWER_SGD, (f"{STACK}._product", last_row_missing), "exact_up_to_rank"),
     (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
     (FP16, ("gradcomp.hooks.default_hooks.wire_of", one_wire_for_all_buckets), "averages"),
@@ -191,6 +212,9 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
 
 SOUND = {
     "powerSGD": POWER_SGD,
+    "powerSGD r=1": RANK_1,
+    "powerSGD r=4": RANK_4,
+    "powerSGD r=16": RANK_16,
     "fp16": FP16,
     "top k": TOP_K,
     "top k of three": TOP_K_OF_THREE,
