@@ -75,6 +75,18 @@ class Drawn:
         steps = st.integers(0, self.claims.start + 1)
         return self.any(poison=poisons(steps, self.world_size))
 
+    def every_poison(self) -> Iterator[Workload]:
+        """inf, −inf and NaN on every rank, in a plain step, the first compressed one, and the last.
+
+        In a matrix that is compressed, and in the vector beside it.
+        """
+        matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
+        workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
+        steps = sorted({0, self.claims.start, self.claims.start + 1})
+        values = (math.inf, -math.inf, math.nan)
+        for poison in product(steps, range(self.world_size), range(2), values):
+            yield replace(workload, poison=poison)
+
     def rearranged(self) -> SearchStrategy[Workload]:
         """Buckets that are others from the second step on."""
         return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
@@ -240,6 +252,7 @@ CASES = (
     Case(
         properties.nonfinite_seen_by_all,
         workloads=lambda drawn: [drawn.poisoned()],
+        listed=lambda drawn: drawn.every_poison(),
     ),
     Case(
         properties.checkpoint_round_trip,

@@ -1,5 +1,6 @@
 """The kit's teeth: planted bugs, each caught by a property, and what they were planted in, which holds."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -99,6 +100,21 @@ def stale_p_where_rows_are_odd(reconstruct):
     return replacement
 
 
+def swallowed_by_rank_1(value):
+    def swallowed(project):
+        def replacement(plan, buffer, scale):
+            if dist.get_rank() == 1:
+                buffer[buffer.isnan() if math.isnan(value) else buffer == value] = 0
+            project(plan, buffer, scale)
+
+        return replacement
+
+    return swallowed
+
+
+nan_swallowed, minus_inf_swallowed = map(swallowed_by_rank_1, (math.nan, -math.inf))
+
+
 def last_row_missing(product):
     def replacement(stack, which, out):
         product(stack, which, out)
@@ -133,6 +149,8 @@ PLANTED = [
     (RANK_1, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
     (RANK_4, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
     (RANK_16, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "contraction"),
+    (RANK_1, (f"{PLAN}.project", nan_swallowed), "nonfinite_seen_by_all"),
+    (RANK_1, (f"{PLAN}.project", minus_inf_swallowed), "nonfinite_seen_by_all"),
     (POWER_SGD, (f"{STACK}._product", last_row_missing), "exact_up_to_rank"),
     (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
     (FP16, ("gradcomp.hooks.default_hooks.wire_of", one_wire_for_all_buckets), "averages"),
