@@ -94,9 +94,9 @@ def averages(subject: Subject, workload: Workload) -> float | None:
         where = place(workload, step, rank, number)
         allowed = allowed_error(workload, step, number, tolerance)
         require_finite("averages", workload, run)
-        ratio = require_close(
-            "averages", where, workload.mean(step)[number], output, allowed, "the float64 mean"
-        )
+        mean = workload.mean(step)[number]
+        with subject.naming_multiples(workload, mean, output):
+            ratio = require_close("averages", where, mean, output, allowed, "the float64 mean")
         worst = max(worst or 0.0, ratio)
     return worst
 
@@ -132,7 +132,9 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
         mean, where = workload.mean(step)[number], place(workload, step, rank, number)
         allowed = roundings * norm_of(workload, step, number) + underflow(claims, workload, number)
         whose = f"the mean, of rank ≤ {claims.exact_rank},"
-        worst = max(worst, require_close_in_norm("exact_up_to_rank", where, mean, output, allowed, whose))
+        with subject.naming_multiples(workload, mean, output):
+            ratio = require_close_in_norm("exact_up_to_rank", where, mean, output, allowed, whose)
+        worst = max(worst, ratio)
     return worst
 
 
@@ -174,10 +176,11 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
                 allowed = (math.sqrt(1 - least) + 4 * claims.unit_roundoff(workload.dtype)) * size
                 if lost > allowed + (steps.rounding[i + 1] if size else 0.0):
                     found = 1 - (lost / size) ** 2 if size else -math.inf
+                    summed = steps.means.sum(0), steps.outputs.sum(0)
                     raise PropertyFailure(
                         f"contraction: step {step}, rank {rank}, bucket {bucket} with tensors {list(numbers)}: expected "
                         f"‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², ‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
-                        f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}"
+                        f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}{subject.multiple(workload, *summed)}"
                     )
                 if size > steps.rounding[i + 1]:
                     smallest = min(1 - (lost / size) ** 2, 1.0 if smallest is None else smallest)
@@ -261,6 +264,6 @@ def unbiased(subject: Subject, workload: Workload) -> float | None:
         i = int(draws.mean(0).abs().argmax())
         raise PropertyFailure(
             f"unbiased: over {NUM_DRAWS} steps with the same gradients, element {i} of all: expected {mean[i]:.6g} (the float64 "
-            f"mean) on average, got {average[i]:.6g}; all elements: t = {t:.3g}, allowed {limit:.3g}"
+            f"mean) on average, got {average[i]:.6g}; all elements: t = {t:.3g}, allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
         )
     return t

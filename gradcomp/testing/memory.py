@@ -101,6 +101,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
                         f"held_back_comes_out: step {workload.num_steps - 1}, rank {rank}, bucket {bucket} with tensors "
                         f"{list(numbers)}: before {num_steps} steps with zero gradients ‖Σ mean gradients − Σ outputs‖ was "
                         f"{norms[-1 - num_steps]:.6g}; expected at most {allowed:.6g} after them, got {after:.6g}"
+                        f"{subject.multiple(workload, steps.means.sum(0), steps.outputs.sum(0))}"
                     )
             if before > rounding:
                 worst = max(worst or 0.0, after / before)

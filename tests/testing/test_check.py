@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, check_hook, claims_of, properties
 from gradcomp.testing.__main__ import OURS, TORCHS, table
 from gradcomp.testing.cases import CASES
+from tests.testing import mutants
 
 DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
 PROPERTIES = {"NonFiniteFailure", "PropertyFailure"} ^ set(properties.__all__)
@@ -152,6 +154,44 @@ def scaled_mean(factor):
         return done(bucket.buffer())
 
     return hook
+
+
+SUMS = [
+    # Of what the claims make of it, another property finds a sum.
+    (None, Claims(Tolerance.rounding(torch.float32), torch.float32), "averages"),
+    (None, None, "unbiased"),
+    (mutants.Int8, None, "held_back_comes_out"),
+    (mutants.TopK, None, "held_back_comes_out"),
+]
+
+
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize(("state", "claims", "by"), SUMS)
+def test_a_sum_is_called_a_multiple_of_the_mean(state, claims, by):
+    def hook(state, bucket, factor=2.0):
+        if state is None or isinstance(state, dist.ProcessGroup):
+            return scaled_mean(factor)(state, bucket)
+        return mutants.hook(state, bucket).then(lambda future: future.value() * factor)
+
+    for factor, said in ((2.0, "the output is 2.0 × the mean"), (0.9, "the output is 0.9 × the mean")):
+        (failure,) = check_hook(
+            partial(hook, factor=factor), state, claims=claims, only=[by], max_examples=6
+        ).failures
+        assert failure.message.endswith(said)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_what_is_no_multiple_of_the_mean_is_not_called_one():
+    claims = Claims(Tolerance.rounding(torch.float32), torch.float32)
+    for hook in (debugging_hooks.noop_hook, first_element_lost, eight_bits):
+        (failure,) = check_hook(hook, claims=claims, only=["averages"], max_examples=6).failures
+        assert "× the mean" not in failure.message
+
+
+def first_element_lost(state, bucket):
+    average = scaled_mean(1.0)(state, bucket).value()
+    average[0] = 0
+    return done(average)
 
 
 def eight_bits(state, bucket):
