@@ -1,6 +1,7 @@
 """One call checks a hook: ours hold what they claim, torch's defects are found, the documentation's example runs."""
 
 import importlib.util
+import io
 import re
 import subprocess
 import sys
@@ -137,6 +138,24 @@ def test_the_report_and_that_it_repeats():
 def test_hooks_that_do_not_average_are_told_so():
     report = check_hook(debugging_hooks.noop_hook, max_examples=6, only=["replicas_identical", "unbiased"])
     assert [failure.property for failure in report.failures] == ["replicas_identical", "unbiased"]
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    options = {"max_examples": 2, "only": ["completes", "averages"]}
+    check_hook(default_hooks.allreduce_hook, **options)
+    assert capsys.readouterr() == ("", "")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    check_hook(default_hooks.allreduce_hook, **options)
+    lines = terminal.getvalue().split("\r")
+    assert "allreduce_hook: 2 of 2, averages, example 2" in [line.strip() for line in lines]
+    assert "\n" not in terminal.getvalue()
+    assert max(map(len, lines)) < 80
+    # The last line is overwritten with blanks, from whose beginning the next output goes on.
+    assert (lines[-3].strip() != "", lines[-2].strip(), lines[-1]) == (True, "", "")
+    assert len(lines[-2]) >= len(lines[-3].rstrip())
 
 
 # Claims.
