@@ -17,7 +17,7 @@ import gradcomp.ops
 from gradcomp.hooks import debugging_hooks, default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, check_hook, claims_of, properties
-from gradcomp.testing.__main__ import OURS, TORCHS, table
+from gradcomp.testing.__main__ import OURS, TORCHS, main, table
 from gradcomp.testing.cases import CASES
 from tests.testing import mutants
 
@@ -156,6 +156,27 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     # The last line is overwritten with blanks, from whose beginning the next output goes on.
     assert (lines[-3].strip() != "", lines[-2].strip(), lines[-1]) == (True, "", "")
     assert len(lines[-2]) >= len(lines[-3].rstrip())
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_the_command_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "usage: python -m gradcomp.testing" in capsys.readouterr().out
+    for arguments, said in (
+        (["many"], "argument max_examples: expected a number of at least 1, got 'many'"),
+        (["0"], "at least 1, got '0'"),
+        (["--only", "convergence"], "argument --only: invalid choice: 'convergence'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+    main(["2", "--only", "averages", "--only", "contraction", "--hooks", "gradcomp"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["### gradcomp", ""]
+    assert [line.split("|")[1].strip() for line in lines[4:-1]] == ["averages", "contraction"]
 
 
 # Claims.
