@@ -60,7 +60,7 @@ def test_our_hooks_hold_what_they_claim(name):
     "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
 )  # numpy's, of inf
 @pytest.mark.parametrize("name", OURS)
-def test_our_kernels_too(name):
+def test_our_kernels_too(name, monkeypatch):
     """Under the interpreter, or on the GPU: few and small."""
     only = [
         "averages",
@@ -72,7 +72,9 @@ def test_our_kernels_too(name):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workload = Workload(((9, 8), (3,)), steps=4, noise=1.0, drift=0.5, device=device)
     hook, make_state = OURS[name]
-    claims = claims_of(hook, make_state, device)
+    with monkeypatch.context() as plain_torch:  # the probe is no test of kernels
+        plain_torch.setattr(gradcomp.ops, "_INTERPRETED", False)
+        claims = claims_of(hook, make_state, device)
     for each in only:
         getattr(properties, each)(hook, make_state, workload, claims=claims)
     options = {"max_examples": 2, "only": only[:1], "device": device, "claims": claims}

@@ -38,7 +38,7 @@ def power_sgd_of_rank(rank):
 
 
 POWER_SGD = Sound(powerSGD_hook.powerSGD_hook, power_sgd)
-RANK_1, RANK_4, RANK_16 = map(power_sgd_of_rank, (1, 4, 16))
+RANK_1, RANK_16 = map(power_sgd_of_rank, (1, 16))
 FP16 = Sound(default_hooks.fp16_compress_hook, None)
 TOP_K = Sound(mutants.hook, mutants.TopK, {"bucket_insensitive": True})
 # With two ranks sums are the same in any order.
@@ -147,7 +147,6 @@ PLANTED = [
     (POWER_SGD, (f"{PLAN}.orthonormalise", not_orthonormal), "contraction"),
     (POWER_SGD, (f"{STACK}.reconstruct", stale_p), "held_back_comes_out"),
     (RANK_1, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
-    (RANK_4, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
     (RANK_16, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "contraction"),
     (RANK_1, (f"{PLAN}.project", nan_swallowed), "nonfinite_seen_by_all"),
     (RANK_1, (f"{PLAN}.project", minus_inf_swallowed), "nonfinite_seen_by_all"),
@@ -231,7 +230,6 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
 SOUND = {
     "powerSGD": POWER_SGD,
     "powerSGD r=1": RANK_1,
-    "powerSGD r=4": RANK_4,
     "powerSGD r=16": RANK_16,
     "fp16": FP16,
     "top k": TOP_K,
