@@ -1,8 +1,8 @@
-"""The verdicts on gradcomp's hooks and torch's, in Markdown: python -m gradcomp.testing [max_examples]"""
+"""The verdicts on gradcomp's hooks and torch's, in Markdown: python -m gradcomp.testing --help"""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
+from gradcomp.testing.cases import CASES
 from gradcomp.testing.check import check_hook
 from gradcomp.testing.report import Report
 from gradcomp.testing.run import Hook, MakeState
@@ -62,15 +63,56 @@ def table(reports: dict[str, Report]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def main(arguments: Sequence[str]) -> None:
-    max_examples = int(arguments[0]) if arguments else 25
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
     for title, hooks in (("gradcomp", OURS), ("torch", TORCHS)):
-        reports = {name: check_hook(*hooks[name], max_examples=max_examples) for name in hooks}
+        if options.hooks not in (None, title):
+            continue
+        checked = {
+            "max_examples": options.max_examples,
+            "world_size": options.world_size,
+            "only": options.only,
+        }
+        reports = {name: check_hook(*hooks[name], **checked) for name in hooks}
         print(f"### {title}\n\n{table(reports)}\n")
         for name, report in reports.items():
             for failure in report.failures:
                 print(f"**{name}**: {failure}\n")
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradcomp.testing",
+        description="Check gradcomp's hooks and torch's on simulated ranks, and print the verdicts as tables in Markdown.",
+    )
+    parser.add_argument(
+        "max_examples",
+        nargs="?",
+        type=_positive,
+        default=25,
+        help="workloads that are drawn for each property (default: 25)",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        choices=[case.name for case in CASES],
+        metavar="PROPERTY",
+        help="check this property only; can be given several times: "
+        + ", ".join(case.name for case in CASES),
+    )
+    parser.add_argument("--hooks", choices=("gradcomp", "torch"), help="check these hooks only")
+    parser.add_argument(
+        "--world-size", type=_positive, default=2, metavar="N", help="number of ranks (default: 2)"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import NormalDist
 
 import torch
@@ -30,6 +31,8 @@ ROUNDINGS_OF_FACTORS = {
     torch.float16: 2.0**8,
     torch.bfloat16: 2.0**6,
 }
+# Rounding errors of a step: of M = gradient + error, of the output, of error = M − output, and of the wire.
+ROUNDINGS_OF_A_STEP = 8
 # Steps of `unbiased`.
 NUM_DRAWS = 512
 # The probability that `unbiased` fails a hook that is unbiased.
@@ -60,6 +63,11 @@ def norm_of(workload: Workload, step: int, number: int) -> float:
     return float(workload.stacked(step)[number].flatten(1).norm(dim=1).max())
 
 
+def norm_of_bucket(workload: Workload, step: int, numbers: tuple[int, ...]) -> float:
+    """The same of a bucket's tensors together, at most."""
+    return math.hypot(*(norm_of(workload, step, number) for number in numbers))
+
+
 @property_of
 def averages(subject: Subject, workload: Workload) -> float | None:
     """Every output is the float64 mean of the ranks' gradients.
@@ -86,9 +94,9 @@ def averages(subject: Subject, workload: Workload) -> float | None:
         where = place(workload, step, rank, number)
         allowed = allowed_error(workload, step, number, tolerance)
         require_finite("averages", workload, run)
-        ratio = require_close(
-            "averages", where, workload.mean(step)[number], output, allowed, "the float64 mean"
-        )
+        mean = workload.mean(step)[number]
+        with subject.naming_multiples(workload, mean, output):
+            ratio = require_close("averages", where, mean, output, allowed, "the float64 mean")
         worst = max(worst or 0.0, ratio)
     return worst
 
@@ -124,7 +132,9 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
         mean, where = workload.mean(step)[number], place(workload, step, rank, number)
         allowed = roundings * norm_of(workload, step, number) + underflow(claims, workload, number)
         whose = f"the mean, of rank ≤ {claims.exact_rank},"
-        worst = max(worst, require_close_in_norm("exact_up_to_rank", where, mean, output, allowed, whose))
+        with subject.naming_multiples(workload, mean, output):
+            ratio = require_close_in_norm("exact_up_to_rank", where, mean, output, allowed, whose)
+        worst = max(worst, ratio)
     return worst
 
 
@@ -140,36 +150,74 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
 
     The definition of a δ-contraction, which error feedback needs (Karimireddy et al., Error Feedback Fixes SignSGD, ICML
     2019, assumption A). All ranks are given the same gradients: then M is the mean and C(M) the output, whether a
-    hook compresses every rank's gradient or their sum. One step from a fresh state, after the plain ones. δ is
-    claims.contraction; with 0, an output is no farther from the gradient than zero is, which random compressors, for
-    whom δ is an expectation, keep to in every step. Rounding of M and C(M) adds (4 u ‖M‖)².
+    hook compresses every rank's gradient or their sum. In every compressed step; with error feedback M is the gradient and
+    what is held back (see `BucketSteps`), which is known where ranks are alike: else only the first of these steps counts.
+    δ is claims.contraction; with 0, an output is no farther from the gradient than zero is, which random compressors, for
+    whom δ is an expectation, keep to in every step. Rounding: as for what is held back, and 4 u ‖M‖.
 
     Returns the smallest δ found; None without claims.contraction.
     """
     claims = subject.claims
     if claims.contraction is None:
         return None
-    workload = replace(workload, noise=0.0, steps=claims.start + 1)
+    alone = claims.error_feedback and not claims.rank_symmetric
+    num_steps = claims.start + 1 if alone else max(workload.steps, claims.start + 1)
+    workload = replace(workload, noise=0.0, zero_steps=0, steps=num_steps)
     run = subject.run(workload)
     require_finite("contraction", workload, run)
-    smallest = None
+    least, smallest = claims.contraction, None
     for bucket, numbers in enumerate(workload.buckets):
-        given = joined(workload.mean(claims.start), numbers)
-        size, lost = float(given.norm()), float("nan")
-        least = claims.contraction
-        slack = (4 * claims.unit_roundoff(workload.dtype) * size) ** 2
-        slack += sum(underflow(claims, workload, number) for number in numbers) ** 2 if size else 0.0
         for rank in range(workload.world_size):
-            lost = float((given - joined(run.outputs[claims.start][rank], numbers)).norm())
-            if lost**2 > (1 - least) * size**2 + slack:
-                found = 1 - (lost / size) ** 2 if size else -math.inf
-                raise PropertyFailure(
-                    f"contraction: step {claims.start}, rank {rank}, bucket {bucket} with tensors {list(numbers)}: expected "
-                    f"‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², ‖M‖ = {size:.6g}; got ‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}"
-                )
-        if size:
-            smallest = min(1 - (lost / size) ** 2, 1.0 if smallest is None else smallest)
+            steps = BucketSteps.of(claims, workload, run, numbers, rank)
+            for step in range(claims.start, num_steps):
+                i = step - claims.start
+                given = steps.means[i] + (steps.held[i] if claims.error_feedback else 0.0)
+                size, lost = float(given.norm()), float((given - steps.outputs[i]).norm())
+                allowed = (math.sqrt(1 - least) + 4 * claims.unit_roundoff(workload.dtype)) * size
+                if lost > allowed + (steps.rounding[i + 1] if size else 0.0):
+                    found = 1 - (lost / size) ** 2 if size else -math.inf
+                    summed = steps.means.sum(0), steps.outputs.sum(0)
+                    raise PropertyFailure(
+                        f"contraction: step {step}, rank {rank}, bucket {bucket} with tensors {list(numbers)}: expected "
+                        f"‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², ‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
+                        f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}{subject.multiple(workload, *summed)}"
+                    )
+                if size > steps.rounding[i + 1]:
+                    smallest = min(1 - (lost / size) ** 2, 1.0 if smallest is None else smallest)
     return smallest
+
+
+@dataclass(frozen=True)
+class BucketSteps:
+    """A bucket on a rank, from the first compressed step on.
+
+    means, outputs: [step, element], the ranks' mean gradients and what the hook made of them. held[i]: Σ means − Σ outputs
+    before that step, at the end after the last: with error feedback, the mean of the ranks' errors. rounding[i]: how far
+    rounding may have taken its norm: in every step 8 u times the norms of the largest gradient and of what is held before and
+    after it.
+    """
+
+    means: Tensor
+    outputs: Tensor
+    held: Tensor
+    rounding: list[float]
+
+    @classmethod
+    def of(
+        cls, claims: Claims, workload: Workload, run: Run, numbers: tuple[int, ...], rank: int
+    ) -> BucketSteps:
+        steps = range(claims.start, workload.num_steps)
+        means = torch.stack([joined(workload.mean(step), numbers) for step in steps])
+        outputs = torch.stack([joined(run.outputs[step][rank], numbers) for step in steps])
+        missing = means - outputs
+        held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
+        roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
+        lost_below = sum(underflow(claims, workload, number) for number in numbers)
+        rounding = [0.0]
+        for step, (before, after) in zip(steps, pairwise(held.norm(dim=1).tolist()), strict=True):
+            size = norm_of_bucket(workload, step, numbers) + before + after
+            rounding.append(rounding[-1] + roundings * size + lost_below)
+        return cls(means, outputs, held, rounding)
 
 
 def joined(tensors: list[Tensor], numbers: tuple[int, ...]) -> Tensor:
@@ -212,9 +260,10 @@ def unbiased(subject: Subject, workload: Workload) -> float | None:
     z = NormalDist().inv_cdf(1 - FALSE_ALARM)
     limit = z + (z**3 + z) / (4 * (n - 1))
     if t > limit:
+        average = mean + draws.mean(0) * unit
         i = int(draws.mean(0).abs().argmax())
         raise PropertyFailure(
             f"unbiased: over {NUM_DRAWS} steps with the same gradients, element {i} of all: expected {mean[i]:.6g} (the float64 "
-            f"mean) on average, got {mean[i] + draws.mean(0)[i] * unit[i]:.6g}; all elements: t = {t:.3g}, allowed {limit:.3g}"
+            f"mean) on average, got {average[i]:.6g}; all elements: t = {t:.3g}, allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
         )
     return t

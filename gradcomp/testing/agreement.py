@@ -14,7 +14,7 @@ from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure, place, r
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import Hook, Run
 from gradcomp.testing.subject import Subject, property_of
-from gradcomp.testing.workload import Workload
+from gradcomp.testing.workload import Poison, Workload
 
 SCHEDULES = (0, 1, 2, 3)
 # Steps after an inf or NaN.
@@ -112,22 +112,30 @@ def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     """
     claims = subject.claims
     poison = workload.poison or (claims.start, workload.world_size - 1, 0, math.inf)
-    step, _, number, value = poison
-    workload = replace(workload, poison=None, zero_steps=0, steps=max(workload.steps, step + 1 + AFTERWARDS))
-    require_finite("nonfinite_seen_by_all", workload, subject.run(workload))
-    poisoned = replace(workload, poison=poison)
+    steps = max(workload.steps, poison[0] + 1 + AFTERWARDS)
+    poisoned = replace(workload, poison=poison, zero_steps=0, steps=steps)
     try:
-        run = subject.run(poisoned, errors_of=claims.errors_of)
+        _require_seen_and_gone(subject, poisoned, poison)
+    except PropertyFailure:
+        sound = replace(poisoned, poison=None)
+        require_finite("nonfinite_seen_by_all", sound, subject.run(sound))  # else that is what fails
+        raise
+
+
+def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison) -> None:
+    step, source, number, value = poison
+    try:
+        run = subject.run(workload, errors_of=subject.claims.errors_of)
     except RankError as error:
         raise PropertyFailure(f"nonfinite_seen_by_all: with {value} in step {step}: {error}") from error
-    numbers = poisoned.buckets[poisoned.bucket_of(number)]
+    numbers = workload.buckets[workload.bucket_of(number)]
     for rank, outputs in enumerate(run.outputs[step]):
         if all(bool(outputs[n].isfinite().all()) for n in numbers):
             raise PropertyFailure(
-                f"nonfinite_seen_by_all: {place(poisoned, step, rank, number)}: expected inf or NaN somewhere in its bucket, as "
-                f"rank {poison[1]} has {value} there; got finite averages"
+                f"nonfinite_seen_by_all: {place(workload, step, rank, number)}: expected inf or NaN somewhere in its bucket, as "
+                f"rank {source} has {value} there; got finite averages"
             )
-    _require_sound("nonfinite_seen_by_all", poisoned, run, step + 1)
+    _require_sound("nonfinite_seen_by_all", workload, run, step + 1)
 
 
 def _require_sound(name: str, workload: Workload, run: Run, first_step: int) -> None:
@@ -136,7 +144,7 @@ def _require_sound(name: str, workload: Workload, run: Run, first_step: int) -> 
     except PropertyFailure as error:  # what went in at this step isn't finite: not the same failure
         raise PropertyFailure(f"{error} after {workload.poison}") from None
     if run.errors:
-        errors = Run(run.errors, [], [], [])
+        errors = Run(run.errors, [], [], [], [])
         try:
             require_finite(f"{name}: errors in the state", workload, errors, first_step)
         except PropertyFailure as error:

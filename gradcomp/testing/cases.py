@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -22,12 +22,17 @@ from gradcomp.testing.workload import Shape, Workload
 __all__ = ["CASES", "Case", "Drawn"]
 
 
+# Beyond DIMS: where only larger matrices are compressed.
+LARGER_DIMS = range(96, 2049, 32)
+
+
 @dataclass(frozen=True)
 class Case:
     """How a property is searched for a counter-example.
 
     unclaimed(claims): why it doesn't apply, or "". workloads(drawn): of which kinds. measure: what it returns; worst: of
     several. share: of max_examples, for the expensive ones. explains: what other properties raise for want of this one.
+    listed(drawn): workloads that are tried whatever is drawn.
     """
 
     check: Callable[..., Any]
@@ -37,6 +42,7 @@ class Case:
     worst: Callable[[float, float], float] = max
     share: float = 1.0
     explains: tuple[type[AssertionError], ...] = ()
+    listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
 
     @property
     def name(self) -> str:
@@ -69,6 +75,18 @@ class Drawn:
         steps = st.integers(0, self.claims.start + 1)
         return self.any(poison=poisons(steps, self.world_size))
 
+    def every_poison(self) -> Iterator[Workload]:
+        """inf, −inf and NaN on every rank, in a plain step, the first compressed one, and the last.
+
+        In a matrix that is compressed, and in the vector beside it.
+        """
+        matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
+        workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
+        steps = sorted({0, self.claims.start, self.claims.start + 1})
+        values = (math.inf, -math.inf, math.nan)
+        for poison in product(steps, range(self.world_size), range(2), values):
+            yield replace(workload, poison=poison)
+
     def rearranged(self) -> SearchStrategy[Workload]:
         """Buckets that are others from the second step on."""
         return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
@@ -90,26 +108,63 @@ class Drawn:
             num_tensors=(2, 2), same_shapes=st.just(True), noises=(0.0,), drifts=(0.1, 1.0), **options
         )
         different = self.any(num_tensors=(1, 1), noises=(1.0, 10.0), **options)
-        # (1 - δ)^(K/2) ≤ 1/4, and (1 - δ)^(K/2) · 2/δ ≤ 1/4
         return (
-            self.any(extra_steps=6, noises=(0.0,), zero_steps=16, rearranged=st.booleans()),
-            alike.map(lambda workload: self._with_zeros(workload, lambda delta: 4.0)),
-            different.map(lambda workload: self._with_zeros(workload, lambda delta: 8 / delta)),
+            self.any(extra_steps=6, noises=(0.0,), zero_steps=self._few, rearranged=st.booleans()),
+            alike.map(self._with_zeros),
+            different.map(self._with_zeros),
         )
 
-    def _with_zeros(self, workload: Workload, decay: Callable[[float], float]) -> Workload:
+    @property
+    def _few(self) -> int:
+        """Zero steps: of a hook that averages, which is soon down to numbers that its levels can't divide, not many."""
+        return 16 if self.claims.element_error >= 1 else 4
+
+    def _with_zeros(self, workload: Workload) -> Workload:
+        """Until what is held is at most a quarter of the largest gradient; with ranks alike, twice half of itself."""
         numel = max(sum(math.prod(workload.shapes[n]) for n in numbers) for numbers in workload.buckets)
-        delta = self.claims.delta(numel)
-        return replace(workload, zero_steps=math.ceil(2 / delta * math.log(decay(delta))))
+        if workload.noise:
+            zero_steps = self.claims.steps_until(1 / 4 / max(1.0, self.claims.largest_error(numel)), numel)
+        else:
+            zero_steps = 2 * self.claims.steps_until(1 / 2, numel)
+        return replace(workload, zero_steps=max(self._few, zero_steps))
+
+    def odd(self) -> Iterator[Workload]:
+        """Matrices that are compressed, each with an odd number of rows or columns between 16 and 64."""
+        for shape in self._odd_shapes():
+            yield self._listed((shape,), steps=self.claims.start + 3)
+
+    def _listed(self, shapes: tuple[Shape, ...], steps: int) -> Workload:
+        return Workload(
+            shapes,
+            world_size=self.world_size,
+            steps=steps,
+            dtype=self.dtypes[0],
+            noise=1.0,
+            drift=0.5,
+            device=self.device,
+        )
 
     def _shapes(self) -> SearchStrategy[Shape]:
         """As often as not one that the hook compresses: of a high rank, few are."""
-        is_exact = self.claims.exact_shapes
-        if is_exact is None:
-            return shapes()
-        small = [shape for shape in product(DIMS, DIMS) if not is_exact(shape)]
-        large = ((side, side) for side in range(96, 2049, 32) if not is_exact((side, side)))
-        return shapes() | st.sampled_from(small or [next(large, (1, 1))])
+        return shapes() | st.sampled_from(self._compressed_shapes()) if self.claims.exact_shapes else shapes()
+
+    def _compressed_shapes(self) -> list[Shape]:
+        """Matrices that the hook compresses: all of DIMS and, of a high rank, larger ones."""
+        small = [shape for shape in product(DIMS, DIMS) if self._is_compressed(shape)]
+        large = [(side, side) for side in LARGER_DIMS if self._is_compressed((side, side))]
+        return [*(small or large[:1] or [(1, 1)]), *self._odd_shapes()]
+
+    def _odd_shapes(self) -> list[Shape]:
+        """For every odd side between 16 and 64, the smallest matrices with so many rows, and columns, that are compressed."""
+        columns = (*DIMS, *LARGER_DIMS)
+        found: list[Shape] = []
+        for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):
+            found += [(side, other) for other in columns if self._is_compressed((side, other))][:1]
+            found += [(other, side) for other in columns if self._is_compressed((other, side))][:1]
+        return found
+
+    def _is_compressed(self, shape: Shape) -> bool:
+        return self.claims.exact_shapes is None or not self.claims.exact_shapes(shape)
 
     def _scales(self) -> tuple[int, int]:
         """Exponents that leave room for elements 2^8 times the rms, and for 2^8 more than the smallest normal ones."""
@@ -144,11 +199,13 @@ CASES = (
     Case(
         properties.exact_up_to_rank,
         lambda claims: _of_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"),
+        listed=lambda drawn: drawn.odd(),
         measure="error / tolerance ≤",
     ),
     Case(
         properties.contraction,
         lambda claims: _of_lossy(claims) or ("no contraction" if claims.contraction is None else ""),
+        listed=lambda drawn: drawn.odd(),
         measure="δ ≥",
         worst=min,
     ),
@@ -192,7 +249,11 @@ CASES = (
         lambda claims: "" if claims.bucket_insensitive else "depends on buckets",
         measure="difference / tolerance ≤",
     ),
-    Case(properties.nonfinite_seen_by_all, workloads=lambda drawn: [drawn.poisoned()]),
+    Case(
+        properties.nonfinite_seen_by_all,
+        workloads=lambda drawn: [drawn.poisoned()],
+        listed=lambda drawn: drawn.every_poison(),
+    ),
     Case(
         properties.checkpoint_round_trip,
         lambda claims: "" if claims.checkpoint else "no state that can be saved",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from hypothesis import Phase, Verbosity, find, settings
@@ -12,8 +12,10 @@ from hypothesis.errors import Flaky, NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
 from gradcomp.testing.cases import CASES, Case, Drawn
-from gradcomp.testing.claims import PROBED_STEPS, Claims, claims_of
+from gradcomp.testing.claims import Claims
 from gradcomp.testing.failure import PropertyFailure
+from gradcomp.testing.inference import PROBED_STEPS, claims_of
+from gradcomp.testing.progress import Progress
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.report import Failure, Report, Verdict
 from gradcomp.testing.run import Hook, MakeState, Ranks
@@ -44,7 +46,7 @@ def check_hook(
 
     The same call draws the same workloads; a counter-example is the smallest that Hypothesis finds. Where a hook raises
     in some workloads, or makes NaN of finite gradients, `completes` and `finite_in_finite_out` say so, and the others
-    pass over these workloads.
+    pass over these workloads. Where standard error is a terminal, a line there tells which property is being checked.
     """
     name = getattr(hook, "__qualname__", repr(hook))
     if make_state is not None and not callable(make_state):
@@ -54,27 +56,35 @@ def check_hook(
     searched = [case for case in CASES if not only or case.name in only]
     if unknown := set(only) - {case.name for case in CASES}:
         raise ValueError(f"no properties {sorted(unknown)}; there are {[case.name for case in CASES]}")
-    try:
-        claims = claims or claims_of(hook, make_state, device, ranks)
-    except RankError:
-        return _not_complete(name, hook, make_state, world_size, max_examples, ranks, device)
-    report = Report(name, claims)
-    drawn = Drawn(claims, world_size, dtypes, device)
-    known: list[type[AssertionError]] = []
-    for case in searched:
-        why = case.unclaimed(claims)
-        if why:
-            report.verdicts[case.name] = Verdict("not claimed", note=why)
-            continue
-        search = _Search(case, hook, make_state, claims, ranks, tuple(known))
-        for strategy in case.workloads(drawn):
-            if search.failure is None:
-                search.run(strategy, max(2, math.ceil(max_examples * case.share)))
-        report.verdicts[case.name] = search.verdict()
-        if search.failure is not None:
-            report.failures.append(search.failure)
-            known += case.explains
+    with Progress() as progress:
+        progress.show(f"{name}: what it claims")
+        try:
+            claims = claims or claims_of(hook, make_state, device, ranks)
+        except RankError:
+            return _not_complete(name, hook, make_state, world_size, max_examples, ranks, device, progress)
+        report = Report(name, claims)
+        drawn = Drawn(claims, world_size, dtypes, device)
+        known: list[type[AssertionError]] = []
+        for number, case in enumerate(searched, 1):
+            why = case.unclaimed(claims)
+            if why:
+                report.verdicts[case.name] = Verdict("not claimed", note=why)
+                continue
+            show = _shower(progress, f"{name}: {number} of {len(searched)}, {case.name}")
+            search = _Search(case, hook, make_state, claims, ranks, tuple(known), show)
+            for strategy in case.workloads(drawn):
+                if search.failure is None:
+                    search.run(strategy, max(2, math.ceil(max_examples * case.share)))
+            search.try_each(case.listed(drawn))
+            report.verdicts[case.name] = search.verdict()
+            if search.failure is not None:
+                report.failures.append(search.failure)
+                known += case.explains
     return report
+
+
+def _shower(progress: Progress, what: str) -> Callable[[int], None]:
+    return lambda num_examples: progress.show(f"{what}, example {num_examples}")
 
 
 def _not_complete(
@@ -85,10 +95,12 @@ def _not_complete(
     max_examples: int,
     ranks: Ranks,
     device: str,
+    progress: Progress,
 ) -> Report:
     """The report on a hook that fails in the probe."""
     report = Report(name, None)
-    search = _Search(CASES[0], hook, make_state, Claims(), ranks, ())
+    show = _shower(progress, f"{name}: fails in the probe, {CASES[0].name}")
+    search = _Search(CASES[0], hook, make_state, Claims(), ranks, (), show)
     search.run(
         workloads(world_sizes=st.just(world_size), steps=st.integers(1, PROBED_STEPS), device=device),
         max(max_examples, PROBED_STEPS),
@@ -120,8 +132,10 @@ class _Search:
         claims: Claims,
         ranks: Ranks,
         known: tuple[type[AssertionError], ...],
+        show: Callable[[int], None],
     ):
         self.case, self.known = case, known
+        self._show, self._num_tried = show, 0
         self._arguments = (hook, make_state)
         self._options = {"claims": claims, "ranks": ranks}
         self.failure: Failure | None = None
@@ -148,7 +162,15 @@ class _Search:
                     self.case.name, self.failure.counterexample, self.failure.message + note
                 )
 
+    def try_each(self, workloads: Iterable[Workload]) -> None:
+        """Until one fails. After what is drawn, for of that the smallest counter-example is found."""
+        for workload in workloads:
+            if self.failure is not None or self._fails(workload):
+                return
+
     def _fails(self, workload: Workload) -> bool:
+        self._num_tried += 1
+        self._show(self._num_tried)
         try:
             measured = self.case.check(*self._arguments, workload, **self._options)
         except self.known:

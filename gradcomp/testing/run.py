@@ -26,6 +26,8 @@ Hook = Callable[[Any, Any], Any]
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
+# Of one rank: outputs, errors, bytes and elements of the state, bytes on the wire.
+_Step = tuple[list[Tensor], list[Tensor], int, int, int]
 
 
 class CheckpointError(RuntimeError):
@@ -38,13 +40,14 @@ class Run:
 
     outputs[step][rank][number]: the averages, in the tensors' shapes. errors[step][rank][number]: the hook's errors
     after a step, if it was run with errors_of. state_bytes[step][rank]: of the tensors that the state holds after
-    a step. wire_bytes[step][rank]: of the tensors that a rank gave to collectives in a step; 0 on gloo, where
-    nobody counts.
+    a step; state_numels[step][rank]: the elements of those of floating point. wire_bytes[step][rank]: of the tensors that a
+    rank gave to collectives in a step; 0 on gloo, where nobody counts.
     """
 
     outputs: list[list[list[Tensor]]]
     errors: list[list[list[Tensor]]]
     state_bytes: list[list[int]]
+    state_numels: list[list[int]]
     wire_bytes: list[list[int]]
 
     def mean_error(self, step: int) -> list[Tensor]:
@@ -82,7 +85,7 @@ def run_hook(
     per_step = [
         list(zip(*(rank[step] for rank in by_rank), strict=True)) for step in range(workload.num_steps)
     ]
-    return Run(*([list(step[part]) for step in per_step] for part in range(4)))
+    return Run(*([list(step[part]) for step in per_step] for part in range(5)))
 
 
 def _steps(
@@ -94,12 +97,12 @@ def _steps(
     checkpoint_at: int | None,
     safe_checkpoint: bool,
     errors_of: ErrorsOf | None,
-) -> list[tuple[list[Tensor], list[Tensor], int, int]]:
-    """A rank's steps: (outputs, errors, bytes of the state, bytes on the wire) of each."""
+) -> list[_Step]:
+    """A rank's steps."""
     state = process_group if make_state is None else make_state(process_group)
     zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
     parameters = [torch.nn.Parameter(zero) for zero in zeros]
-    steps: list[tuple[list[Tensor], list[Tensor], int, int]] = []
+    steps: list[_Step] = []
     for step in range(workload.num_steps):
         buckets = workload.buckets_in(step)
         if step == 0 or buckets != workload.buckets_in(step - 1):
@@ -116,9 +119,12 @@ def _steps(
             futures.append(hook(state, bucket))
         averages = [_value(future, buffer) for future, buffer in zip(futures, buffers, strict=True)]
         errors = _by_number(workload, buckets, _all_errors(errors_of(state), buffers)) if errors_of else []
-        state_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(state))
+        kept = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(state)]
+        state_bytes = sum(num_bytes for _, num_bytes in kept)
+        state_numel = sum(num_bytes // each.itemsize for each, num_bytes in kept if each.is_floating_point())
         sent_bytes = _sent_bytes(process_group) - sent_before
-        steps.append((_by_number(workload, buckets, averages), errors, state_bytes, sent_bytes))
+        outputs = _by_number(workload, buckets, averages)
+        steps.append((outputs, errors, state_bytes, state_numel, sent_bytes))
     return steps
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, Protocol, TypeVar
 
-from gradcomp.testing.claims import Claims, claims_of
+import torch
+from torch import Tensor
+
+from gradcomp.testing.claims import Claims
+from gradcomp.testing.failure import PropertyFailure
+from gradcomp.testing.inference import AVERAGES_WITHIN, claims_of
+from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import Hook, MakeState, Ranks, Run, run_hook
 from gradcomp.testing.workload import Workload
 
@@ -33,6 +41,61 @@ class Subject:
     def run(self, workload: Workload, **options: Any) -> Run:
         """The hook on this workload; options as those of run_hook."""
         return run_hook(self.hook, self.make_state, workload, ranks=self.ranks, **options)
+
+    def multiple(self, workload: Workload, mean: Tensor, output: Tensor) -> str:
+        """What a message says of an output that is a multiple of the mean, as a hook's that sums: the factor. Else "".
+
+        Within 5 %, as of hooks that average; and also of all gradients together in a run of the hook on this many ranks,
+        as every output of one element is a multiple. Of sums over steps, where error feedback has delivered all it held.
+        """
+        if not _factor(mean, output):
+            return ""
+        larger = Workload(
+            ((8, 9), (5,)),
+            world_size=workload.world_size,
+            steps=self.claims.start + 4,
+            dtype=workload.dtype,
+            noise=1.0,
+            drift=0.5,
+            zero_steps=16,
+            device=workload.device,
+        )
+        try:
+            run = self.run(larger)
+        except RankError:
+            return ""
+        steps = range(self.claims.start, larger.num_steps)
+        given = torch.stack([_flat(larger.mean(step)) for step in steps])
+        got = torch.stack([_flat(run.outputs[step][0]) for step in steps])
+        factor = _factor(given.sum(0), got.sum(0))
+        return f"; the output is {factor} × the mean" if factor else ""
+
+    @contextmanager
+    def naming_multiples(self, workload: Workload, mean: Tensor, output: Tensor) -> Iterator[None]:
+        """Within it, a PropertyFailure also says of which multiple of the mean the output is."""
+        try:
+            yield
+        except PropertyFailure as failure:
+            raise PropertyFailure(f"{failure}{self.multiple(workload, mean, output)}") from None
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+def _factor(mean: Tensor, output: Tensor) -> float | None:
+    """The c for which output = c · mean, to 2 digits if they are enough, else 4; None where there is no such c but 1.
+
+    What is left over is at most 5 % of the output, and a tenth of what differs from the mean.
+    """
+    mean, output = mean.double().flatten(), output.double().flatten()
+    square = float(mean.square().sum())
+    factor = float(mean @ output) / square if square else math.nan
+    left = float((output - factor * mean).norm()) / math.sqrt(square) if square else math.nan
+    if not left <= min(AVERAGES_WITHIN * abs(factor), abs(factor - 1) / 10):
+        return None
+    shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
+    return next((each for each in shown if abs(factor - each) <= abs(factor - 1) / 10 and each != 1), None)
 
 
 class Property(Protocol[Measured]):

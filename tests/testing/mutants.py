@@ -108,6 +108,15 @@ class Quantiser(Compressor):
         return (values + torch.rand(values.shape)).floor()
 
 
+class Int8(Compressor):
+    """127 levels on either side of zero, up to a tensor's largest value; to the nearest one."""
+
+    def compress(self, total):
+        level = total.abs().amax() / 127 if total.numel() else total.sum()
+        sent = torch.where(level == 0, total, (total / level).round() * level)
+        return self.mean(sent.clone()), sent
+
+
 # Errors.
 
 
@@ -119,6 +128,49 @@ class ErrorDropped(TopK):
 class ErrorTwice(TopK):
     def total(self, gradient, error):
         return gradient + 2 * error
+
+
+class ErrorTimes999(TopK):
+    def total(self, gradient, error):
+        return gradient + 0.999 * error
+
+
+class Int8WithoutErrors(Int8):
+    """Keeps what was left out, and never adds it."""
+
+    def total(self, gradient, error):
+        return gradient.clone()
+
+
+class Int8HalfTheError(Int8):
+    def total(self, gradient, error):
+        return gradient + error / 2
+
+
+class Int8ErrorSubtracted(Int8):
+    def total(self, gradient, error):
+        return gradient - error
+
+
+class Int8ErrorTimes999(Int8):
+    """What is lost in a step is a few millionths of the gradient."""
+
+    def total(self, gradient, error):
+        return gradient + 0.999 * error
+
+
+class Int8ErrorsIn16Bits(Int8):
+    """What is rounded off an error is lost."""
+
+    def sound(self, error):
+        return super().sound(error).bfloat16()
+
+
+class Int8ErrorForgotten(Int8):
+    """Every few steps."""
+
+    def total(self, gradient, error):
+        return super().total(gradient, torch.zeros_like(error) if self.step % 5 == 4 else error)
 
 
 class ErrorOfTheGradient(TopK):

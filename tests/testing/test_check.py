@@ -1,10 +1,12 @@
 """One call checks a hook: ours hold what they claim, torch's defects are found, the documentation's example runs."""
 
 import importlib.util
+import io
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ import gradcomp.ops
 from gradcomp.hooks import debugging_hooks, default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, check_hook, claims_of, properties
-from gradcomp.testing.__main__ import OURS, TORCHS, table
+from gradcomp.testing.__main__ import OURS, TORCHS, main, table
 from gradcomp.testing.cases import CASES
+from tests.testing import mutants
 
 DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
 PROPERTIES = {"NonFiniteFailure", "PropertyFailure"} ^ set(properties.__all__)
@@ -57,7 +60,7 @@ def test_our_hooks_hold_what_they_claim(name):
     "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
 )  # numpy's, of inf
 @pytest.mark.parametrize("name", OURS)
-def test_our_kernels_too(name):
+def test_our_kernels_too(name, monkeypatch):
     """Under the interpreter, or on the GPU: few and small."""
     only = [
         "averages",
@@ -69,9 +72,13 @@ def test_our_kernels_too(name):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workload = Workload(((9, 8), (3,)), steps=4, noise=1.0, drift=0.5, device=device)
     hook, make_state = OURS[name]
+    with monkeypatch.context() as plain_torch:  # the probe is no test of kernels
+        plain_torch.setattr(gradcomp.ops, "_INTERPRETED", False)
+        claims = claims_of(hook, make_state, device)
     for each in only:
-        getattr(properties, each)(hook, make_state, workload)
-    check_hook(hook, make_state, max_examples=2, only=only[:1], device=device).raise_if_failed()
+        getattr(properties, each)(hook, make_state, workload, claims=claims)
+    options = {"max_examples": 2, "only": only[:1], "device": device, "claims": claims}
+    check_hook(hook, make_state, **options).raise_if_failed()
 
 
 @pytest.mark.usefixtures("plain_torch")
@@ -135,6 +142,45 @@ def test_hooks_that_do_not_average_are_told_so():
     assert [failure.property for failure in report.failures] == ["replicas_identical", "unbiased"]
 
 
+@pytest.mark.usefixtures("plain_torch")
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    options = {"max_examples": 2, "only": ["completes", "averages"]}
+    check_hook(default_hooks.allreduce_hook, **options)
+    assert capsys.readouterr() == ("", "")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    check_hook(default_hooks.allreduce_hook, **options)
+    lines = terminal.getvalue().split("\r")
+    assert "allreduce_hook: 2 of 2, averages, example 2" in [line.strip() for line in lines]
+    assert "\n" not in terminal.getvalue()
+    assert max(map(len, lines)) < 80
+    # The last line is overwritten with blanks, from whose beginning the next output goes on.
+    assert (lines[-3].strip() != "", lines[-2].strip(), lines[-1]) == (True, "", "")
+    assert len(lines[-2]) >= len(lines[-3].rstrip())
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_the_command_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "usage: python -m gradcomp.testing" in capsys.readouterr().out
+    for arguments, said in (
+        (["many"], "argument max_examples: expected a number of at least 1, got 'many'"),
+        (["0"], "at least 1, got '0'"),
+        (["--only", "convergence"], "argument --only: invalid choice: 'convergence'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+    main(["2", "--only", "averages", "--only", "contraction", "--hooks", "gradcomp"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["### gradcomp", ""]
+    assert [line.split("|")[1].strip() for line in lines[4:-1]] == ["averages", "contraction"]
+
+
 # Claims.
 
 
@@ -150,6 +196,44 @@ def scaled_mean(factor):
         return done(bucket.buffer())
 
     return hook
+
+
+SUMS = [
+    # Of what the claims make of it, another property finds a sum.
+    (None, Claims(Tolerance.rounding(torch.float32), torch.float32), "averages"),
+    (None, None, "unbiased"),
+    (mutants.Int8, None, "held_back_comes_out"),
+    (mutants.TopK, None, "held_back_comes_out"),
+]
+
+
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize(("state", "claims", "by"), SUMS)
+def test_a_sum_is_called_a_multiple_of_the_mean(state, claims, by):
+    def hook(state, bucket, factor=2.0):
+        if state is None or isinstance(state, dist.ProcessGroup):
+            return scaled_mean(factor)(state, bucket)
+        return mutants.hook(state, bucket).then(lambda future: future.value() * factor)
+
+    for factor, said in ((2.0, "the output is 2.0 × the mean"), (0.9, "the output is 0.9 × the mean")):
+        (failure,) = check_hook(
+            partial(hook, factor=factor), state, claims=claims, only=[by], max_examples=6
+        ).failures
+        assert failure.message.endswith(said)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_what_is_no_multiple_of_the_mean_is_not_called_one():
+    claims = Claims(Tolerance.rounding(torch.float32), torch.float32)
+    for hook in (debugging_hooks.noop_hook, first_element_lost, eight_bits):
+        (failure,) = check_hook(hook, claims=claims, only=["averages"], max_examples=6).failures
+        assert "× the mean" not in failure.message
+
+
+def first_element_lost(state, bucket):
+    average = scaled_mean(1.0)(state, bucket).value()
+    average[0] = 0
+    return done(average)
 
 
 def eight_bits(state, bucket):

@@ -1,7 +1,9 @@
 """The kit's teeth: planted bugs, each caught by a property, and what they were planted in, which holds."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pydoc import locate
 
 import pytest
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 import gradcomp.ops
 from gradcomp.hooks import default_hooks, powerSGD_hook
-from gradcomp.testing import NonFiniteFailure, Workload, check_hook, claims_of, properties
+from gradcomp.testing import NonFiniteFailure, Tolerance, Workload, check_hook, claims_of, properties
 from tests.testing import mutants
 
 
@@ -29,13 +31,22 @@ def power_sgd(process_group):
     return powerSGD_hook.PowerSGDState(process_group, 2, start_powerSGD_iter=2, min_compression_rate=0.01)
 
 
+def power_sgd_of_rank(rank):
+    """It compresses matrices that are worth it."""
+    make_state = partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return Sound(powerSGD_hook.powerSGD_hook, make_state)
+
+
 POWER_SGD = Sound(powerSGD_hook.powerSGD_hook, power_sgd)
+RANK_1, RANK_16 = map(power_sgd_of_rank, (1, 16))
 FP16 = Sound(default_hooks.fp16_compress_hook, None)
 TOP_K = Sound(mutants.hook, mutants.TopK, {"bucket_insensitive": True})
 # With two ranks sums are the same in any order.
 TOP_K_OF_THREE = Sound(mutants.hook, mutants.TopK, world_size=3)
 RANDOM_K = Sound(mutants.hook, mutants.RandomK)
-QUANTISER = Sound(mutants.hook, mutants.Quantiser, {"unbiased": True})
+# Its state keeps tensors that look like errors, and are zero.
+QUANTISER = Sound(mutants.hook, mutants.Quantiser, {"unbiased": True, "error_feedback": False})
+INT8 = Sound(mutants.hook, mutants.Int8)
 
 # Bugs in ours: a function replaced by what one of these makes of it.
 
@@ -79,6 +90,31 @@ def stale_p(reconstruct):
     return replacement
 
 
+def stale_p_where_rows_are_odd(reconstruct):
+    stale = stale_p(reconstruct)
+
+    def replacement(stack, buffer):
+        rows = stack.p.shape[-2]
+        (stale if rows > 16 and rows % 2 else reconstruct)(stack, buffer)
+
+    return replacement
+
+
+def swallowed_by_rank_1(value):
+    def swallowed(project):
+        def replacement(plan, buffer, scale):
+            if dist.get_rank() == 1:
+                buffer[buffer.isnan() if math.isnan(value) else buffer == value] = 0
+            project(plan, buffer, scale)
+
+        return replacement
+
+    return swallowed
+
+
+nan_swallowed, minus_inf_swallowed = map(swallowed_by_rank_1, (math.nan, -math.inf))
+
+
 def last_row_missing(product):
     def replacement(stack, which, out):
         product(stack, which, out)
@@ -110,11 +146,22 @@ PLANTED = [
     (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
     (POWER_SGD, (f"{PLAN}.orthonormalise", not_orthonormal), "contraction"),
     (POWER_SGD, (f"{STACK}.reconstruct", stale_p), "held_back_comes_out"),
+    (RANK_1, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
+    (RANK_16, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "contraction"),
+    (RANK_1, (f"{PLAN}.project", nan_swallowed), "nonfinite_seen_by_all"),
+    (RANK_1, (f"{PLAN}.project", minus_inf_swallowed), "nonfinite_seen_by_all"),
     (POWER_SGD, (f"{STACK}._product", last_row_missing), "exact_up_to_rank"),
     (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
     (FP16, ("gradcomp.hooks.default_hooks.take_wire", one_wire_for_all_buckets), "averages"),
     (TOP_K, mutants.ErrorDropped, "held_back_comes_out"),
     (TOP_K, mutants.ErrorTwice, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorTimes999, "held_back_comes_out"),
+    (INT8, mutants.Int8WithoutErrors, "held_back_comes_out"),
+    (INT8, mutants.Int8HalfTheError, "held_back_comes_out"),
+    (INT8, mutants.Int8ErrorSubtracted, "held_back_comes_out"),
+    (INT8, mutants.Int8ErrorTimes999, "held_back_comes_out"),
+    (INT8, mutants.Int8ErrorForgotten, "held_back_comes_out"),
+    (INT8, mutants.Int8ErrorsIn16Bits, "held_back_comes_out"),
     (TOP_K, mutants.ErrorOfTheGradient, "held_back_comes_out"),
     (TOP_K, mutants.ErrorOfTheAverage, "held_back_comes_out"),
     (TOP_K, mutants.ErrorKeptNan, "nonfinite_seen_by_all"),
@@ -141,10 +188,10 @@ def _plain_torch(monkeypatch):
     monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
 
 
-def check(sound, only, max_examples=10):
+def check(sound, only, **options):
     """As someone checks a hook who doesn't know of a bug: what isn't claimed explicitly is inferred."""
     claims = replace(claims_of(sound.hook, sound.make_state), **sound.claims)
-    options = {"world_size": sound.world_size, "max_examples": max_examples, "claims": claims, "only": only}
+    options |= {"world_size": sound.world_size, "claims": claims, "only": only}
     return check_hook(sound.hook, sound.make_state, **options)
 
 
@@ -182,6 +229,8 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
 
 SOUND = {
     "powerSGD": POWER_SGD,
+    "powerSGD r=1": RANK_1,
+    "powerSGD r=16": RANK_16,
     "fp16": FP16,
     "top k": TOP_K,
     "top k of three": TOP_K_OF_THREE,
@@ -196,3 +245,22 @@ def test_without_a_bug_all_holds(name):
     finders = {by for sound, _, by in PLANTED if sound == SOUND[name]}
     report = check(SOUND[name], finders, max_examples=5)
     assert {by for by, verdict in report.verdicts.items() if verdict.outcome == "holds"} == finders, report
+
+
+def test_an_int8_hook_with_error_feedback_passes():
+    report = check_hook(mutants.hook, mutants.Int8)
+    report.raise_if_failed()
+    assert report.claims.tolerance == Tolerance.levels(8)
+    assert {report.verdicts[name].outcome for name in ("averages", "held_back_comes_out")} == {"holds"}
+
+
+def test_what_is_kept_and_is_no_error():
+    """The claims say so; and how precise the errors are that a state keeps."""
+    for mutant, said in (
+        (mutants.Quantiser, {"error_feedback": False}),
+        (mutants.Int8ErrorsIn16Bits, {"feedback_precision": torch.bfloat16}),
+    ):
+        for claims, ok in (({}, False), (said, True)):
+            sound = Sound(mutants.hook, mutant, claims)
+            report = check(sound, ["held_back_comes_out"], max_examples=10)
+            assert report.ok == ok, report

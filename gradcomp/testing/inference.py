@@ -1,0 +1,224 @@
+"""What is expected of a hook that says nothing: from its state, and from a probe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.hooks import powerSGD_hook
+from gradcomp.testing.claims import (
+    LARGEST_OF_LOSSY,
+    LARGEST_OF_LOSSY_FP16,
+    Claims,
+    Tolerance,
+    unit_roundoff,
+)
+from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.run import CheckpointError, Hook, MakeState, Ranks, reload, run_hook
+from gradcomp.testing.workload import Shape, Workload
+
+__all__ = ["claims_of"]
+
+# Steps of the probe: compression that starts later has to be claimed.
+PROBED_STEPS = 8
+LONGEST_START = 16
+# The relative error, in norm, up to which a hook is one that averages.
+AVERAGES_WITHIN = 0.05
+# Ours takes squares in float64 only: its factors have to fit.
+LARGEST_OF_OURS = 2.0**100
+
+
+def claims_of(
+    hook: Hook, make_state: MakeState = None, device: str = "cpu", ranks: Ranks = "simulated"
+) -> Claims:
+    """What to expect of a hook, from its state if that is gradcomp's or torch's PowerSGDState, and from a probe.
+
+    The probe is eight steps of random gradients, on this device, on two ranks of this kind. A hook whose averages are within 5 % averages:
+    it is held to the tightest tolerance that fits (float32, float16, bfloat16, 8 bits, or twice what was measured).
+    Any other is lossy: it compresses from the first step on that isn't exact, and has to make up for it. With a state: it
+    claims contraction and error feedback, without which a biased compressor need not converge (Karimireddy et
+    al., "Error Feedback Fixes SignSGD", ICML 2019). Without: that it is unbiased.
+    A hook that averages claims error feedback, too, if its state keeps tensors of the gradients' size (floating-point
+    tensors of at least as many elements as the probe's matrix), to the gradients' precision unless it is wrapped in
+    fp16_compress_wrapper or bf16_compress_wrapper.
+
+    What it gets wrong, give as `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
+    Raises ValueError for a state that starts to compress after more than 16 steps, RankError where the hook fails.
+    """
+    state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
+    is_power_sgd = all(hasattr(state, name) for name in ("matrix_approximation_rank", "start_powerSGD_iter"))
+    start: int | None = getattr(state, "start_powerSGD_iter", None)
+    if start is not None and start > LONGEST_START:
+        raise ValueError(
+            f"start_powerSGD_iter is {start}: every example would run that many plain steps first. Test with a state that "
+            "starts earlier, start_powerSGD_iter=2 say"
+        )
+    claims = _probed(hook, make_state, start, device, ranks)
+    if make_state is not None:
+        # Beside errors, wires and scratch.
+        memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
+        claims = replace(claims, checkpoint=checkpoint, memory=memory)
+    return _of_power_sgd(claims, hook, state) if is_power_sgd else claims
+
+
+def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
+    """A new state, and how it comes back from a checkpoint."""
+    state = make_state(process_group)
+    for kind in ("safe", "any"):
+        try:
+            reload(state, make_state, process_group, safe=kind == "safe")
+            return state, kind
+        except CheckpointError:
+            pass
+    return state, None
+
+
+def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, ranks: Ranks) -> Claims:
+    workload = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, seed=7, device=device)
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    outputs = run.outputs
+    keeps_errors = make_state is not None and max(run.state_numels[-1]) >= math.prod(workload.shapes[0])
+    feedback: dict[str, Any] = {}
+    if keeps_errors:
+        feedback = {"error_feedback": True, "feedback_precision": _wrapped_in(hook)}
+    plain = [torch.float32, torch.float16, torch.bfloat16]
+    fits = [
+        next((d for d in plain if _error(workload, outputs, s, Tolerance.rounding(d)) <= 1), None)
+        for s in range(PROBED_STEPS)
+    ]
+    if start is None:
+        start = next((step for step, dtype in enumerate(fits) if dtype is None), 0)
+    seen = [dtype for dtype in fits[: start or None] if dtype]
+    precision = max([*seen, _wrapped_in(hook)], key=unit_roundoff)
+    if None not in fits:
+        return replace(_averaging(precision, Tolerance.rounding(precision)), **feedback)
+    errors = [
+        _error(workload, outputs, step, Tolerance(0.5 / workload.world_size, of="bucket"))
+        for step in range(PROBED_STEPS)
+    ]
+    relative = (
+        max(
+            float(
+                sum((o.double() - m).square().sum() for o, m in zip(out[0], workload.mean(step), strict=True))
+            )
+            / float(sum(m.square().sum() for m in workload.mean(step)))
+            for step, out in enumerate(outputs)
+        )
+        ** 0.5
+    )
+    precision = torch.float32 if precision == torch.float64 else precision
+    if relative <= AVERAGES_WITHIN:
+        eight_bits = Tolerance.levels(8)
+        is_eight_bits = max(_error(workload, outputs, step, eight_bits) for step in range(PROBED_STEPS)) <= 1
+        measured = Tolerance(max(errors) / workload.world_size, of="bucket")
+        if keeps_errors:
+            # What a 16-bit hook feeds back of another step is more than rounding of a small element in this one.
+            start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
+            precision = fits[start] or precision
+        claims = _averaging(precision, eight_bits if is_eight_bits else measured)
+        return replace(claims, start=start, **feedback)
+    has_state = make_state is not None
+    return Claims(
+        precision=precision,
+        start=start,
+        contraction=0.0 if has_state else None,
+        error_feedback=has_state,
+        unbiased=not has_state,
+        scale_equivariant="rounding",
+        rank_symmetric=has_state,
+        max_magnitude=_largest_of_lossy(precision),
+    )
+
+
+def _averaging(precision: torch.dtype, tolerance: Tolerance) -> Claims:
+    return Claims(
+        tolerance=tolerance,
+        precision=precision,
+        scale_equivariant="bitwise"
+        if precision == torch.float32 and tolerance.of == "element"
+        else "rounding",
+        rank_symmetric=True,
+        bucket_insensitive=True,
+        max_magnitude=torch.finfo(precision).max * 0.99
+        if tolerance.of == "element"
+        else _largest_of_lossy(precision),
+    )
+
+
+def _largest_of_lossy(precision: torch.dtype) -> float:
+    return LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
+
+
+def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tolerance: Tolerance) -> float:
+    """The worst |output − mean| over its tolerance."""
+    worst = 0.0
+    largest = max(float(t.abs().max()) for t in workload.stacked(step))
+    for out, stacked in zip(outputs[step][0], workload.stacked(step), strict=True):
+        magnitude = stacked.abs().amax(0) if tolerance.of == "element" else largest
+        allowed = 2 * workload.world_size * (tolerance.relative * magnitude + tolerance.absolute)
+        worst = max(
+            worst, float(((out.double() - stacked.mean(0)).abs() / allowed).nan_to_num(math.inf).max())
+        )
+    return worst
+
+
+def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
+    """gradcomp's or torch's: what follows from its hyperparameters."""
+    rank, rate = state.matrix_approximation_rank, state.min_compression_rate
+    is_batched = "batched" in _names(hook)
+    is_exact = not state.orthogonalization_epsilon
+    keeps_error = state.use_error_feedback
+    ours = isinstance(state, powerSGD_hook.PowerSGDState)
+    largest = LARGEST_OF_OURS if ours else LARGEST_OF_LOSSY
+    return replace(
+        claims,
+        tolerance=None,
+        start=state.start_powerSGD_iter,  # the probe's matrix may be too small to be compressed
+        exact_rank=rank if is_exact and not is_batched else None,
+        exact_shapes=None if is_batched else partial(_is_not_compressed, rank, rate),
+        contraction=0.0,
+        error_feedback=keeps_error,
+        errors_of=(_our_errors if ours else _torch_errors) if keeps_error else None,
+        unbiased=False,
+        scale_equivariant="rounding" if is_exact else None,
+        rank_symmetric=True,
+        bucket_insensitive=False,  # random projections differ from bucket to bucket
+        max_magnitude=LARGEST_OF_LOSSY_FP16 if claims.precision == torch.float16 else largest,
+        checkpoint="safe",  # as both projects document it
+        # The error, and factors, wires and double-precision scratch of (n + m) · r elements, less than n · m / 2 where
+        # min_compression_rate is 2.
+        memory=6.0,
+    )
+
+
+def _is_not_compressed(rank: int, min_compression_rate: float, shape: Shape) -> bool:
+    rows, cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
+    return not (rows + cols) * min(rows, cols, rank) * min_compression_rate < rows * cols
+
+
+def _our_errors(state: Any) -> dict[int, Tensor]:
+    kept = {index: each["error"] for index, each in state.state_dict()["buckets"].items()}
+    return {index: error for index, error in kept.items() if error is not None}
+
+
+def _torch_errors(state: Any) -> dict[int, Tensor]:
+    return dict(state.error_dict)
+
+
+def _wrapped_in(hook: Any) -> torch.dtype:
+    """The dtype to which a wrapper rounds a hook's gradients; float64 without one."""
+    wrappers = {"fp16_compress_wrapper": torch.float16, "bf16_compress_wrapper": torch.bfloat16}
+    dtypes = [dtype for name, dtype in wrappers.items() if name in _names(hook)]
+    return max(dtypes, key=unit_roundoff, default=torch.float64)
+
+
+def _names(hook: Any) -> str:
+    """Of a hook and of those it wraps."""
+    inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return " ".join([getattr(hook, "__qualname__", ""), *(_names(each) for each in inner if callable(each))])
