@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.demo.__main__ import descendants, is_running
-from benchmarks.demo.measure import WireMeter
+from benchmarks.demo.measure import WireMeter, check_replicas
+from tests.distributed.ranks import run_ranks
 from tests.programs import users_environment
 
 ROOT = Path(__file__).parents[1]
@@ -161,3 +162,20 @@ def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):
         assert meter.num_bytes == 4020
     finally:
         dist.destroy_process_group()
+
+
+def check_different_replicas(rank, capabilities):
+    """What the demo's check says of parameters that differ in one element."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capabilities[rank])
+        check_replicas([torch.ones(3), torch.zeros(2)])
+        with pytest.raises(RuntimeError, match="1 of 5 parameters differ between the ranks") as raised:
+            check_replicas([torch.ones(3), torch.tensor([0.0, rank * 1e-8])])
+    return str(raised.value)
+
+
+def test_replicas_that_differ_are_explained():
+    for message in run_ranks(check_different_replicas, 2, ["AVX2", "AVX2"]):
+        assert message.endswith("the hook has given the ranks different gradients")
+    for message in run_ranks(check_different_replicas, 2, ["AVX2", "AVX512"]):
+        assert 'unlike CPUs, whose sums differ in the last bit (CPU capability is "AVX2" on rank 0' in message

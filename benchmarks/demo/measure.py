@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradcomp.hooks.comparison import require_same_on_all_ranks
+
 WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, allocators and caches settle
 LAST_STEPS = 10  # the reported training loss is the mean over these
 
@@ -136,7 +138,11 @@ def check_replicas(parameters: list[Tensor]) -> None:
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     if differing := int((lowest != highest).sum()):
+        notes = {"CPU capability": torch.backends.cpu.get_cpu_capability()}
+        unlike = require_same_on_all_ranks("", {}, dist.group.WORLD, bits.device, "", notes)
+        cause = "the hook has given the ranks different gradients"
+        if unlike and bits.device.type == "cpu":
+            cause = f"the ranks run on unlike CPUs, whose sums differ in the last bit ({unlike}): docs/powersgd.md"
         raise RuntimeError(
-            f"{differing} of {bits.numel()} parameters differ between the ranks after training: "
-            "the hook has given the ranks different gradients"
+            f"{differing} of {bits.numel()} parameters differ between the ranks after training: {cause}"
         )

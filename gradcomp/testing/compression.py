@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradcomp.hooks import powerSGD_hook
 from gradcomp.testing.oracle import matrix_shape
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import Hook, MakeState, run_hook
@@ -155,6 +156,8 @@ def _run_bucket(
         state: Any = process_group if make_state is None else make_state(process_group)
         if hasattr(state, "start_powerSGD_iter"):
             state.iter = max(state.iter, state.start_powerSGD_iter)
+        if isinstance(state, powerSGD_hook.PowerSGDState):
+            state._is_compared = True  # what a first step sends besides is no part of a step
         return state
 
     workload = RecordedWorkload.of(gradients)
