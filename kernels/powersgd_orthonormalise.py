@@ -83,7 +83,7 @@ def triangle(products, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr
         combination = tl.sum(tl.where(row == j, transform, 0.0), axis=0)
         remaining = tl.sum(tl.where(offs == j, of_row, 0.0), axis=0)
         before = tl.sum(tl.where(offs == j, own, 0.0), axis=0)
-        keep = remaining > DEPENDENT * before
+        keep = remaining > before * DEPENDENT
         safe = tl.where(keep, remaining, 1.0)
         inverse = tl.where(keep, 1.0 / (tl.sqrt(safe) + epsilon), 0.0)
         smallest = tl.where(keep, tl.minimum(smallest, remaining / tl.where(keep, before, 1.0)), smallest)
