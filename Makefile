@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Other Tritons than torch's that the kernels are tested under: that of torch 2.11, and one that is newer.
+# Other Tritons than the pinned torch's that the kernels are tested under: those that torch 2.11 and 2.15 require.
 OTHER_TRITONS := 3.6.0 3.9.0
 
 # Tests at a time. Most of their time they wait, for other ranks or for programs that they start.

@@ -283,6 +283,6 @@ def project(
             SPLIT=block_cols // cols,
             FEEDBACK=feedback,
             num_warps=DOT_WARPS if is_dot and block_rows == 64 else NUM_WARPS,
-            maxnreg=MAX_REGISTERS if rank == 32 else None,
+            maxnreg=MAX_REGISTERS if rank in (8, 32) else None,
             enable_fp_fusion=True,
         )
