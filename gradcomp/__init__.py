@@ -1,7 +1,14 @@
 """Gradient compression for data-parallel PyTorch."""
 
+from importlib import metadata
+
 from . import hooks
 from .parallel import DistributedDataParallel
 from .reducer import Reducer, average_
 
-__all__ = ["DistributedDataParallel", "Reducer", "average_", "hooks"]
+__all__ = ["DistributedDataParallel", "Reducer", "__version__", "average_", "hooks"]
+
+try:
+    __version__ = metadata.version("gradcomp")
+except metadata.PackageNotFoundError:  # a checkout that isn't installed
+    __version__ = "0+unknown"

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import copy_tile
+from .tile import COPY_REGISTERS, copy_tile
 
 BLOCK = 4096  # elements a program copies: 8 wide fp32 loads in flight for each of 128 threads
 NUM_WARPS = 4
@@ -109,6 +109,7 @@ def _launch(
         TO_FLAT=to_flat,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
+        maxnreg=COPY_REGISTERS,
         enable_fp_fusion=False,
     )
 

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from .powersgd_tile import (
     MAX_FMA_RANK,
+    MAX_REGISTERS,
     P_PANEL,
     P_STRIDE,
     dot_rank_block,
@@ -181,6 +182,7 @@ def back_project(
     if len(work):
         is_dot = rank > MAX_FMA_RANK.value
         rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
+        is_plain_dot = is_dot and not feedback and block_cols == 64
         _back_project_kernel[(len(work),)](
             source,
             p,
@@ -193,6 +195,7 @@ def back_project(
             BLOCK_COLS=block_cols,
             SPLIT=block_rows // rows,
             FEEDBACK=feedback,
-            num_warps=PLAIN_DOT_WARPS if is_dot and not feedback and block_cols == 64 else NUM_WARPS,
+            num_warps=PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS,
+            maxnreg=MAX_REGISTERS if is_plain_dot else None,
             enable_fp_fusion=True,
         )

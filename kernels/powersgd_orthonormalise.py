@@ -4,16 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .powersgd_tile import MATRIX_FIELDS, MATRIX_RANK, P_PANEL, P_STRIDE, P_WIRE, ROWS
+from .powersgd_tile import MATRIX_FIELDS, MATRIX_RANK, MAX_REGISTERS, P_PANEL, P_STRIDE, P_WIRE, ROWS
 
 # A column is dependent when Gram–Schmidt leaves less than this part of its squared length. What fp32 arithmetic
 # leaves of a dependent column is about 1e-14, and a condition number of 1e6 leaves 1e-12.
 DEPENDENT = tl.constexpr(1e-13)
 # In fp64 the Gram matrix itself can't tell less than about 1e-15 from nothing.
 DEPENDENT_FP64 = tl.constexpr(1e-14)
-# All that there are: with a program per matrix, more of them on a multiprocessor gain nothing. Not told so, ptxas
-# makes room for two by spilling.
-MAX_REGISTERS = 255
 # One pass leaves ‖PᵀP−I‖ of about 3e-14 / remaining part: a second one when that may exceed 3e-7.
 AGAIN = tl.constexpr(1e-7)
 
@@ -83,7 +80,7 @@ def triangle(products, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr
         combination = tl.sum(tl.where(row == j, transform, 0.0), axis=0)
         remaining = tl.sum(tl.where(offs == j, of_row, 0.0), axis=0)
         before = tl.sum(tl.where(offs == j, own, 0.0), axis=0)
-        keep = remaining > DEPENDENT * before
+        keep = remaining > before * DEPENDENT
         safe = tl.where(keep, remaining, 1.0)
         inverse = tl.where(keep, 1.0 / (tl.sqrt(safe) + epsilon), 0.0)
         smallest = tl.where(keep, tl.minimum(smallest, remaining / tl.where(keep, before, 1.0)), smallest)
@@ -271,7 +268,8 @@ def launch_shape(rank: int, itemsize: int) -> tuple[int, int]:
     """
     if rank <= 4:
         return min(8192 // (rank * rank), 1024), 8
-    return (64 if rank == 8 or rank > 32 else 16384 // itemsize // rank), 8
+    # At rank 32, 128 rows spill where products in fp64 are FMAs (sm_100 and sm_120, Triton 3.7).
+    return (16384 // itemsize // rank if rank == 16 else 64), 8
 
 
 def orthonormalise(
@@ -292,6 +290,7 @@ def orthonormalise(
     if not len(matrices):
         return
     block, num_warps = launch_shape(rank, out.itemsize)
+    # With a program per matrix, more of them on a multiprocessor would gain nothing.
     options = {"num_warps": num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": True}
     arguments = (wire, out, matrices, epsilon)
     if rank <= 32:

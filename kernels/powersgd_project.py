@@ -8,6 +8,7 @@ from .powersgd_tile import (
     FIRST_NORM,
     MAX_FMA_RANK,
     MAX_NORMS,
+    MAX_REGISTERS,
     NUM_NORMS,
     P_PANEL,
     P_STRIDE,
@@ -25,8 +26,6 @@ from .tile import round_to
 
 NUM_WARPS = 8  # with 4, some ranks spill
 DOT_WARPS = 4  # what the 64 rows of a tile keep busy: more would only multiply the same once more
-# All that there are, for rank 32. Not told so, ptxas makes room for one program more by spilling (fp16, sm_100).
-MAX_REGISTERS = 255
 # A dot product over more columns at once takes more registers than there are.
 DOT_COLS = 32
 # Of Q's columns: below a length of 1e-30 its inverse nears the end of fp32.
@@ -284,6 +283,6 @@ def project(
             SPLIT=block_cols // cols,
             FEEDBACK=feedback,
             num_warps=DOT_WARPS if is_dot and block_rows == 64 else NUM_WARPS,
-            maxnreg=MAX_REGISTERS if rank == 32 else None,
+            maxnreg=MAX_REGISTERS if rank in (8, 32) else None,
             enable_fp_fusion=True,
         )

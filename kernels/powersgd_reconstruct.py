@@ -10,6 +10,7 @@ from .powersgd_tile import (
     MATRIX_FIELDS,
     MATRIX_RANK,
     MAX_FMA_RANK,
+    MAX_REGISTERS,
     NEXT_Q,
     P_PANEL,
     P_STRIDE,
@@ -205,5 +206,6 @@ def reconstruct(
             COPY_BLOCK=COPY_BLOCK,
             WARM_START=warm_start,
             num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS if rank == 32 else None,
             enable_fp_fusion=True,
         )

@@ -30,6 +30,9 @@ WORK_FIELDS = tl.constexpr(6)
 MAX_NORMS = tl.constexpr(32)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
+# All the registers that a thread can have. Where a launch doesn't say so, ptxas makes room for one program more on a
+# multiprocessor, if need be by spilling.
+MAX_REGISTERS = 255
 
 # Kinds of work, in the first column of a program's row: of _pack_kernel, and of _reconstruct_kernel.
 REDUCE = tl.constexpr(0)

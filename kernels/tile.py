@@ -4,6 +4,9 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# Of a thread of the copying kernels: 12 warps fit a multiprocessor. Not told so, ptxas makes room for more by spilling
+# (fp16 to fp32, sm_120).
+COPY_REGISTERS = 168
 
 
 @triton.jit

@@ -13,16 +13,11 @@ from tests.programs import ROOT, run_module
 CPU = torch.device("cpu")
 
 
-def test_gpu_check_without_a_gpu_says_so():
-    done = run_module("benchmarks.gpu_check")
-    assert done.returncode == 2
-    assert "no CUDA GPU is available" in done.stdout
-
-
-def test_stream_check_without_a_gpu_says_so():
-    done = run_module("benchmarks.stream_check")
-    assert done.returncode == 2
-    assert "no CUDA GPU is available" in done.stdout
+@pytest.mark.parametrize("main", [lambda: gpu_check.main([]), stream_check.main], ids=["gpu", "stream"])
+def test_a_check_without_a_gpu_says_so(main, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main() == 2
+    assert "no CUDA GPU is available" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ddp_check.HOOKS)
@@ -171,23 +166,17 @@ miserly = HookCheck(lambda: gives_nothing, make_state=lambda: state(Miser))
 
 def test_ddp_with_a_broken_hook_fails(tmp_path):
     (tmp_path / "broken_hooks.py").write_text(BROKEN)
-    hooks = ["broken_hooks:skips_a_bucket", "broken_hooks:forgets_to_divide", "allreduce_hook"]
+    # Those with error feedback, the last three, are judged by sums over the steps.
+    names = ("skips_a_bucket", "forgets_to_divide", "forgetful", "differing", "miserly")
+    broken = [f"broken_hooks:{name}" for name in names]
     command = ["benchmarks.ddp_check", "--device", "cpu"]
-    arguments = [argument for hook in hooks for argument in ("--hook", hook)]
+    arguments = [argument for hook in (*broken, "allreduce_hook") for argument in ("--hook", hook)]
     done = run_module(*command, *arguments, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    assert f"{hooks[0]:<24} FAILED" in done.stdout
-    assert f"{hooks[1]:<24} FAILED" in done.stdout
-    assert f"{hooks[2]:<24} ok" in done.stdout  # one broken hook hides nothing about the next
-    assert "the replicas differ" in done.stdout
-
-    # Hooks with error feedback are judged by sums over the steps.
-    hooks = ["broken_hooks:forgetful", "broken_hooks:differing", "broken_hooks:miserly"]
-    arguments = [argument for hook in hooks for argument in ("--hook", hook)]
-    done = run_module(*command, *arguments, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    for hook in hooks:
+    for hook in broken:
         assert f"{hook:<24} FAILED" in done.stdout
+    assert f"{'allreduce_hook':<24} ok" in done.stdout  # a broken hook hides nothing about the next
+    assert "the replicas differ" in done.stdout
 
     done = run_module(*command, "--hook", "broken_hooks:raises", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1

@@ -14,7 +14,8 @@ from . import errors
 from .bucket import Bucket, assign_buckets
 from .exchange import checked_future, result_of
 
-Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+# Any: hooks that are written for torch say that they take torch.distributed.GradBucket.
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook; of an all-reduce
 
 

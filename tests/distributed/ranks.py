@@ -8,18 +8,22 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 90
-# Ranks fork from a clean process that has imported what takes seconds to import.
+# Ranks fork from a clean process that has imported what takes seconds to import. Triton reads TRITON_INTERPRET when it
+# is imported: ranks that interpret fork from another one.
+SERVERS = {interpret: forkserver.ForkServer() for interpret in (False, True)}
 PRELOADED = ["torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "gradcomp", "pytest"]
 
 
@@ -57,19 +61,20 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        context = _context(interpret)
         pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(sender, folder, backend, rank, world_size, function, arguments),
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+        # This process interprets unless there is a GPU, and then no rank does.
+        with _forking_from_clean_process(interpret and os.environ.get("TRITON_INTERPRET") == "1") as context:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main,
+                    args=(sender, folder, backend, rank, world_size, function, arguments),
+                    daemon=True,
+                )
+                process.start()
+                sender.close()
+                pipes.append(receiver)
+                processes.append(process)
         try:
             outcomes = _collect(pipes, time.monotonic() + timeout_s)
             if any(outcome is None for outcome in outcomes):
@@ -81,19 +86,20 @@ def run_ranks(
         return [_result(rank, outcomes, folder) for rank in range(world_size)]
 
 
-def _context(interpret: bool) -> Any:
-    """How ranks start. Triton reads TRITON_INTERPRET when it is imported: the clean process has done that
-    without, as a user's would; ranks that interpret (as this process does, without a GPU) start from nothing.
-    """
-    if interpret and os.environ.get("TRITON_INTERPRET") == "1":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    chosen = os.environ.pop("TRITON_INTERPRET", None)
-    forkserver.ensure_running()
-    if chosen is not None:
-        os.environ["TRITON_INTERPRET"] = chosen
-    return context
+@contextmanager
+def _forking_from_clean_process(interpret: bool) -> Iterator[Any]:
+    """The context whose processes fork from SERVERS[interpret]; multiprocessing itself knows one server only."""
+    server = SERVERS[interpret]
+    server.set_forkserver_preload(PRELOADED)
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+    ):
+        os.environ.pop("TRITON_INTERPRET", None)
+        if interpret:
+            os.environ["TRITON_INTERPRET"] = "1"
+        server.ensure_running()
+        yield multiprocessing.get_context("forkserver")
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any] | None]:

@@ -17,6 +17,12 @@ def rank_and_sum(rank):
     return rank, tensor.item()
 
 
+def interprets(rank):
+    from gradcomp import ops
+
+    return ops.runs_triton(torch.device("cpu"))
+
+
 def raise_on_rank_1(rank):
     if rank == 1:
         raise ValueError("a bad day")
@@ -36,6 +42,12 @@ def wait_in_vain(rank):
 
 def test_results_come_back_by_rank():
     assert run_ranks(rank_and_sum, 3) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+
+
+def test_ranks_interpret_when_asked_to():
+    without_gpu = not torch.cuda.is_available()
+    for interpret in (False, True, False):
+        assert run_ranks(interprets, 2, interpret=interpret) == [interpret and without_gpu] * 2
 
 
 def test_a_rank_that_raises_is_reported():

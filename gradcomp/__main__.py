@@ -1,0 +1,70 @@
+"""Print the versions, devices and backends that gradcomp finds, and what computes on which tensors."""
+
+import argparse
+import platform
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import triton
+
+from . import __version__, ops
+
+
+def versions() -> dict[str, str]:
+    return {
+        "gradcomp": __version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "Triton": triton.__version__,
+    }
+
+
+def devices() -> Iterator[tuple[str, str]]:
+    """(name, description) of the CPU and of each CUDA device."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "cpu", f"{platform.machine()} with {capability}, {torch.get_num_threads()} threads"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        memory = f"{found.total_memory / 2**30:.0f} GiB"
+        yield f"cuda:{index}", f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
+
+
+def backends() -> list[str]:
+    """The backends that a process group can have here."""
+    return [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
+
+
+def computed_by(device_type: str) -> str:
+    """What computes gradcomp's operations on tensors of this device type."""
+    if not ops.runs_triton(torch.device(device_type)):
+        return "plain torch"
+    if triton.knobs.runtime.interpret:
+        return "Triton's interpreter, which is for tests (TRITON_INTERPRET is set)"
+    return "Triton kernels"
+
+
+def report() -> str:
+    """All of it, as lines of text."""
+    computing = {"CPU tensors": computed_by("cpu"), "CUDA tensors": computed_by("cuda")}
+    if not torch.cuda.is_available():
+        computing["CUDA tensors"] += ", but no CUDA device is available"
+    sections = {
+        "Versions": versions(),
+        "Devices": dict(devices()),
+        "Process groups": {"backends": ", ".join(backends())},
+        "Computed by": computing,
+    }
+    lines = []
+    for title, rows in sections.items():
+        lines += [title, *(f"  {name:<14}{value}" for name, value in rows.items())]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(prog="python -m gradcomp", description=__doc__).parse_args(arguments)
+    print(report())
+
+
+if __name__ == "__main__":
+    main()
