@@ -29,20 +29,19 @@ SHORTEST = 1e-30
 
 
 def fit_float16(error: torch.Tensor) -> None:
-    """Cut the error [rows, cols] of a matrix in float16 where the next step's factors might not fit float16.
+    """Shorten the error [rows, cols] of a matrix in float16 where the next step's factors might not fit float16.
 
-    No element of M Q or Mᵀ P, Q and P orthonormal, is larger than the longest row or column of M. An error of half of
-    float16's largest leaves room for the gradient; where a step of gradients near float16's end leaves more, its elements are
-    cut so that rows and columns are at most a quarter of that.
+    No element of M Q or Mᵀ P, with Q and P orthonormal, is larger than the longest row or column of M. Where that nears
+    float16's largest after a step of gradients that do, the error is halved or less, which leaves room for the gradients.
     """
-    longest = torch.finfo(error.dtype).max / 2
-    side = math.sqrt(max(error.shape))
+    largest = torch.finfo(error.dtype).max
     low, high = error.aminmax()
-    if max(-float(low), float(high)) * side <= longest:
+    if max(-float(low), float(high)) * math.sqrt(max(error.shape)) <= 0.75 * largest:
         return
     norms = (torch.linalg.vector_norm(error, dim=dim, dtype=torch.float32).max() for dim in (0, 1))
-    if max(map(float, norms)) > longest:
-        error.clamp_(-longest / 4 / side, longest / 4 / side)
+    longest = max(map(float, norms))
+    if longest > 0.75 * largest:
+        error.mul_(0.5 * largest / longest)
 
 
 def row_blocks(tensor: torch.Tensor) -> torch.Tensor:
