@@ -18,6 +18,7 @@ pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp
 from benchmarks.accuracy import report
 from benchmarks.accuracy.__main__ import parse
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
+from gradcomp.hooks.comparison import MESSAGE_BYTES
 from tests.programs import users_environment
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,8 @@ def test_a_whole_run(tmp_path):
         assert power_sgd["start_powerSGD_iter"] == 6
         compressed = power_sgd["bytes_per_step"]
         assert compressed < none["bytes_per_step"] / 4
-        assert power_sgd["sent_bytes"] == told + 6 * none["bytes_per_step"] + 54 * compressed
+        compared = 2 * MESSAGE_BYTES  # the options of both ranks, in the first step
+        assert power_sgd["sent_bytes"] == told + compared + 6 * none["bytes_per_step"] + 54 * compressed
         # The same weights and data; compression shows after the sixth step.
         start, *_, end = none["validation_losses"]
         assert power_sgd["validation_losses"][:2] == none["validation_losses"][:2]

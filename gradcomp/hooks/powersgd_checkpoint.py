@@ -128,6 +128,11 @@ def checked(state_dict: Any) -> dict[str, Any]:
             for index, memory in _indexed("from_torch", state_dict["from_torch"])
         },
     }
+    parameters = [number for memory in parts["buckets"].values() for number in memory["parameters"]]
+    if len(parameters) != len(set(parameters)):
+        raise ValueError(
+            f"the state_dict has parameters in several places of its buckets: {sorted(parameters)}"
+        )
     contents = {name: list(part) for name, part in parts.items()}
     if state_dict.get("contents", contents) != contents:
         raise ValueError(

@@ -114,10 +114,13 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
         state.load_state_dict(torch.load(path))
     """
     group = _group(consolidated_state_dict, state)
-    merged: dict[str, Any] = _on_cpu(state.state_dict())
+    mine = state.state_dict()
+    merged: dict[str, Any] = _on_cpu(mine)
     device = torch.device("cpu")
     if dist.get_backend(group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
+        # Where the model is, which need not be the current device.
+        on_cuda = (error.device for error in _errors(mine) if error.is_cuda)
+        device = next(on_cuda, None) or torch.device("cuda", torch.cuda.current_device())
     advice = "Call consolidated_state_dict on every rank, after the same step."
     require_same_on_all_ranks("PowerSGD's state", _outline(merged), group, device, advice)
     for memory in _with_errors(merged):

@@ -100,6 +100,7 @@ MISFITS = {
     "a negative shape": (of_bucket(shapes=[(-1,)] * 5), "a shape is -1, but must be a whole number"),
     "a shape of strings": (of_bucket(shapes=["ab"] * 5), "a shape is a str, but must be a list"),
     "parameters of strings": (of_bucket(parameters=list("abcde")), "parameters is 'a', but must be"),
+    "a parameter twice": (of_bucket(parameters=[0, 1, 1, 3, 4]), r"in several places .*\[0, 1, 1, 3, 4\]"),
     "a rank of 0": (of_kind(rank=0), "bucket 0: rank is 0, but must be an int and at least 1"),
     "a rate of NaN": (of_kind(min_compression_rate=torch.nan), "min_compression_rate is nan"),
     "another dtype": (of_kind(dtype=torch.float64), r"but must be .* of torch\.float64"),
