@@ -290,8 +290,9 @@ def orthonormalise(
     if not len(matrices):
         return
     block, num_warps = launch_shape(rank, out.itemsize)
-    # With a program per matrix, more of them on a multiprocessor would gain nothing.
-    options = {"num_warps": num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": True}
+    # With a program per matrix, more of them on a multiprocessor would gain nothing. Up to rank 8, several lanes compute
+    # the same element and all of them store it: fused differently, they would differ in the last bit.
+    options = {"num_warps": num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": rank > 8}
     arguments = (wire, out, matrices, epsilon)
     if rank <= 32:
         _orthonormalise_kernel[(len(matrices),)](*arguments, RANK=rank, BLOCK=block, **options)

@@ -11,13 +11,14 @@ import importlib
 import json
 import pkgutil
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ POWERSGD = [
 EVERY = list(product((FP32, BF16, FP16, FP64), (1, 2, 4, 8, 16, 32, 64, 96), (True, False)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """One way in which a launcher launches a kernel."""
 
@@ -151,14 +152,22 @@ def is_kernel(name: str) -> bool:
     return name.startswith("_") and name.endswith("_kernel")
 
 
-def compile_for(variant: Variant, architecture: int) -> dict[str, Any]:
+def compile_for(variants: Iterable[Variant], architecture: int) -> dict[str, dict[str, Any]]:
+    """What the compiler makes of each variant, by its name."""
     target = GPUTarget("cuda", architecture, 32)
-    compiled = triton.compile(variant.source, target=target, options=variant.options)
+    compiled = {each: triton.compile(each.source, target=target, options=each.options) for each in variants}
+    instructions = disassemble([code_of(kernel.asm["cubin"]) for kernel in compiled.values()], architecture)
+    return {
+        variant.name: facts_of(variant, kernel, assembly)
+        for (variant, kernel), assembly in zip(compiled.items(), instructions, strict=True)
+    }
+
+
+def facts_of(variant: Variant, compiled: Any, assembly: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         usage = _run("cuobjdump", "-res-usage", cubin.name)
-        assembly = _run("nvdisasm", "-c", "-ndf", cubin.name)
     constants = {p.name: variant.arguments[p.name] for p in variant.kernel.params if p.is_constexpr}
     pointers = (value for value in variant.arguments.values() if torch.is_tensor(value))
     tile_bytes = (
@@ -175,6 +184,36 @@ def compile_for(variant: Variant, architecture: int) -> dict[str, Any]:
     }
 
 
+def code_of(cubin: bytes) -> bytes:
+    """The machine code of a kernel in a cubin, an ELF file: its one section .text.<kernel>."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    entry_size, num_entries, names_index = struct.unpack_from("<HHH", cubin, 58)
+    # Of each section: the place of its name, type, flags, address, place and size.
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(num_entries)]
+    names_at = sections[names_index][4]
+    (code,) = (
+        cubin[at : at + size]
+        for name, _, _, _, at, size in sections
+        if cubin.startswith(b".text.", names_at + name)
+    )
+    return code
+
+
+def disassemble(codes: Sequence[bytes], architecture: int) -> list[str]:
+    """The instructions of each kernel's machine code. All go through one nvdisasm, which takes long to start."""
+    with tempfile.NamedTemporaryFile() as binary:
+        binary.write(b"".join(codes))
+        binary.flush()
+        feature = "a" if architecture >= 90 else ""
+        listing = _run("nvdisasm", "--binary", f"SM{architecture}{feature}", "-ndf", binary.name)
+    lines = [(int(line[1], 16), line[0]) for line in re.finditer(r"^\s*/\*([0-9a-f]+)\*/.*", listing, re.M)]
+    ends = list(accumulate(map(len, codes)))
+    return [
+        "\n".join(text for address, text in lines if end - len(code) <= address < end)
+        for code, end in zip(codes, ends, strict=True)
+    ]
+
+
 def _run(binary: str, *arguments: str) -> str:
     command = [str(BINARIES / binary), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -182,4 +221,4 @@ def _run(binary: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     architecture, chosen = int(sys.argv[1]), EVERY if "--every" in sys.argv else POWERSGD
-    print(json.dumps({variant.name: compile_for(variant, architecture) for variant in variants(chosen)}))
+    print(json.dumps(compile_for(variants(chosen), architecture)))
