@@ -30,7 +30,7 @@ lint: $(VENV)/ready      ## check style and types; edits nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --project pyproject.toml
 
 format: $(VENV)/ready    ## sort imports and format
 	$(BIN)/ruff check --fix .
