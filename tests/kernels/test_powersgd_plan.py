@@ -131,6 +131,24 @@ def test_another_plan_continues_from_what_is_saved(device):
     assert relative(again.double(), grad.double()) <= STEP[FP32]
 
 
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("plan_class", [LowRankPlan, cpu.LowRankPlan], ids=["kernels", "plain"])
+def test_what_is_added_to_the_error_lies_where_its_parameter_does(plan_class, square, device):
+    """A compressed matrix has it added; what isn't compressed has no error."""
+    device = device if plan_class is LowRankPlan else torch.device("cpu")
+    numels = [torch.Size(shape).numel() for shape in SHAPES]
+    layout = LowRankLayout.square(sum(numels), 2) if square else LowRankLayout(SHAPES, 2, 1.1)
+    plan = plan_class(layout, FP32, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)
+    step_of(plan, random_grads(layout, FP32, device, 0)[0])
+    for number in (3, 1):
+        before, start, values = plan.error(), sum(numels[:number]), torch.ones(numels[number], device=device)
+        plan.add_to_error(start, values)
+        expected = before.clone()
+        if square or number == 3:
+            expected[start : start + len(values)] += values
+        assert torch.allclose(plan.error(), expected, rtol=0, atol=1e-6)
+
+
 def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
     """What fits only once it is divided by the number of ranks doesn't overflow."""
     (plan,) = plans_of([(16, 64), (3,)], 1, FP16, device)
