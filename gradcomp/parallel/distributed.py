@@ -43,8 +43,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     bucket_cap_mb: MiB per bucket; None for 25 and a first bucket of 1.
     find_unused_parameters, gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params: see Reducer.
     batched_grad_copy, lazy_bucket_allocation: accepted; a bucket is always filled in one launch, and allocated once.
-    require_manual_backward_finalization: accepted; gradients are averaged when backward returns, and
-        finalize_backward() finds nothing left to do.
+
+    The attribute require_manual_backward_finalization (of torch 2.15) may be set: gradients are averaged when backward returns
+    all the same, and finalize_backward() finds nothing left to do.
 
     With init_sync the ranks compare their models and options, and a difference is a RuntimeError on every rank. Without,
     options and hooks are compared in the first step.
@@ -78,7 +79,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
-        require_manual_backward_finalization: bool = False,
     ):
         super().__init__()
         Joinable.__init__(self)
@@ -119,7 +119,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.require_manual_backward_finalization = require_manual_backward_finalization
+        self.require_manual_backward_finalization = False
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
@@ -241,8 +241,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether finalize_backward() has to come after the end of backward: always, here."""
-        return True
+        """Whether finalize_backward() has to come after the end of backward: always, where it has to come at all."""
+        return self.require_manual_backward_finalization
 
     def finalize_backward(self) -> None:
         """Raise RuntimeError if the last backward did not reach all parameters; otherwise gradients are averaged already."""

@@ -151,10 +151,9 @@ def newer_arguments(rank):
     """A loop of a newer torch, which ends a backward itself."""
     torch.manual_seed(0)
     model = MLP()
-    ddp = gradcomp.DistributedDataParallel(
-        model, lazy_bucket_allocation=True, require_manual_backward_finalization=True
-    )
-    assert ddp.require_manual_backward_finalization
+    ddp = gradcomp.DistributedDataParallel(model, lazy_bucket_allocation=True)
+    assert not ddp.should_finalize_after_backward
+    ddp.require_manual_backward_finalization = True
     loss = loss_of(ddp(batch_of(model, rank, 0)))
     assert ddp.should_finalize_after_backward
     loss.backward()
