@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 # Other Tritons than the pinned torch's that the kernels are tested under: those that torch 2.11 and 2.15 require.
 OTHER_TRITONS := 3.6.0 3.9.0
 
-# Tests at a time. Most of their time they wait, for other ranks or for programs that they start.
-WORKERS ?= 2
+# Tests at a time: more than cores, as most of their time they wait, for other ranks or for programs that they start.
+WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo accuracy test test-other-tritons lint format bench gpu-check clean help
