@@ -6,14 +6,13 @@ fills only what the target has already.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradcomp.layout import LowRankLayout
-
+from .powersgd_memory import layout_of
 from .powersgd_options import (
     COUNT,
     EPSILON,
@@ -198,7 +197,7 @@ def _bucket(what: str, memory: Any) -> dict[str, Any]:
     if error is not None:
         error = _tensor(f"{what}: the error", error, (sum(map(math.prod, shapes)),), kind["dtype"])
     if directions is not None:
-        given, matrices = _list(f"{what}: directions", directions), _layout(kind, shapes).matrices
+        given, matrices = _list(f"{what}: directions", directions), layout_of(kind, shapes).matrices
         if len(given) != len(matrices):
             raise ValueError(f"{what} has {len(given)} directions for {len(matrices)} matrices")
         wide = torch.promote_types(kind["dtype"], torch.float32)
@@ -208,12 +207,6 @@ def _bucket(what: str, memory: Any) -> dict[str, Any]:
         ]
     checked = {"kind": kind, "shapes": shapes, "parameters": parameters}
     return checked | {"error": error, "directions": directions}
-
-
-def _layout(kind: Mapping[str, Any], shapes: list[tuple[int, ...]]) -> LowRankLayout:
-    if kind["square"]:
-        return LowRankLayout.square(sum(map(math.prod, shapes)), kind["rank"])
-    return LowRankLayout(shapes, kind["rank"], kind["min_compression_rate"])
 
 
 def _from_torch(what: str, memory: Any) -> dict[str, Any]:

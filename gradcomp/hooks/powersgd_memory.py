@@ -33,6 +33,13 @@ from gradcomp.layout import LowRankLayout
 ByParameter = dict[int, torch.Tensor]
 
 
+def layout_of(kind: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> LowRankLayout:
+    """Which tensors of a bucket with these shapes are compressed; kind as in Memory."""
+    if kind["square"]:
+        return LowRankLayout.square(sum(map(math.prod, shapes)), kind["rank"])
+    return LowRankLayout(shapes, kind["rank"], kind["min_compression_rate"])
+
+
 @dataclass
 class Memory:
     """What is remembered of one bucket.
@@ -67,9 +74,7 @@ class Memory:
 
     @property
     def layout(self) -> LowRankLayout:
-        if self.kind["square"]:
-            return LowRankLayout.square(sum(map(math.prod, self.shapes)), self.kind["rank"])
-        return LowRankLayout(self.shapes, self.kind["rank"], self.kind["min_compression_rate"])
+        return layout_of(self.kind, self.shapes)
 
     @property
     def offsets(self) -> dict[int, int]:
