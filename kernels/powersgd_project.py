@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .powersgd_tile import (
+    COLS,
     FIRST_NORM,
     MAX_FMA_RANK,
     MAX_NORMS,
@@ -15,6 +16,7 @@ from .powersgd_tile import (
     Q_PANEL,
     Q_STRIDE,
     RANDOM_PANEL,
+    ROWS,
     dot_rank_block,
     gradient_tile,
     lies_on_16_bytes,
@@ -30,6 +32,8 @@ DOT_WARPS = 4  # what the 64 rows of a tile keep busy: more would only multiply 
 DOT_COLS = 32
 # Of Q's columns: below a length of 1e-30 its inverse nears the end of fp32.
 SHORTEST_SQUARED = tl.constexpr(1e-60)
+# How long a row or a column of an error in float16 may be: this leaves room for the gradients.
+LIMIT_FLOAT16 = tl.constexpr(0.75 * 65504)
 
 
 @triton.jit
@@ -48,7 +52,38 @@ def direction(q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK
 
 
 @triton.jit
-def add_error(gradient, exists, memory_ptrs, memory_mask, approximation, TYPE: tl.constexpr):
+def shortening(norms, length, BLOCK: tl.constexpr):
+    """What to multiply each row of a tile by, in a matrix in float16 with rows of this length; or each column.
+
+    norms: of the rows within the tile. Each tile of a row has the same share of LIMIT_FLOAT16. What is too long becomes
+    a third of that, so that it isn't too long again in the next step.
+    """
+    limit = LIMIT_FLOAT16 / tl.sqrt(tl.cdiv(length, BLOCK).to(tl.float32))
+    return tl.where(norms > limit, limit / tl.maximum(3 * norms, limit), 1.0)
+
+
+@triton.jit
+def fit_float16(error, matrix_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """A tile of the error, shortened where the factors of a matrix in float16 might not fit float16.
+
+    No element of M Q or Mᵀ P, with Q and P orthonormal, is larger than the longest row or column of M.
+    """
+    rows = tl.load(matrix_ptr + ROWS)
+    cols = tl.load(matrix_ptr + COLS)
+    # As long as no element is larger, no row or column is too long.
+    largest = LIMIT_FLOAT16 / tl.sqrt(tl.maximum(rows + BLOCK_ROWS, cols + BLOCK_COLS).to(tl.float32))
+    if tl.max(tl.abs(error)) > largest:
+        by_row = shortening(tl.sqrt(tl.sum(error * error, axis=1)), cols, BLOCK_COLS)
+        by_col = shortening(tl.sqrt(tl.sum(error * error, axis=0)), rows, BLOCK_ROWS)
+        error *= tl.minimum(by_row[:, None], by_col[None, :])
+    return error
+
+
+@triton.jit
+def add_error(
+    gradient, exists, memory_ptrs, memory_mask, approximation, matrix_ptr,
+    TYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
     """M = gradient + (M_prev − P_prev Q_prevᵀ), stored over M_prev; returns M as stored, not yet upcast.
 
     approximation: P_prev Q_prevᵀ. It is rounded to TYPE, the bucket's dtype, as it was for the output, so
@@ -59,6 +94,8 @@ def add_error(gradient, exists, memory_ptrs, memory_mask, approximation, TYPE: t
     previous = tl.load(memory_ptrs, mask=memory_mask, other=0.0).to(gradient.dtype)
     error = previous - round_to(approximation, TYPE).to(gradient.dtype)
     error = tl.where(exists & (tl.abs(error) < INFINITE), error, 0.0)
+    if TYPE == tl.float16:
+        error = fit_float16(error, matrix_ptr, BLOCK_ROWS, BLOCK_COLS)
     matrix = round_to(gradient + error, TYPE)
     tl.store(memory_ptrs, matrix, mask=memory_mask)
     return matrix
@@ -98,7 +135,9 @@ def project_fma(
                 p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row)
                 q = tl.load(q_panel + j * q_stride + offs_q)
                 approximation += p[:, None] * q[None, :]
-            matrix = add_error(matrix, exists, memory_ptrs, mask, approximation, TYPE).to(COMPUTE)
+            matrix = add_error(
+                matrix, exists, memory_ptrs, mask, approximation, matrix_ptr, TYPE, BLOCK_ROWS, BLOCK_COLS
+            ).to(COMPUTE)
         new = ()
         for j in tl.static_range(RANK):
             q = tl.load(q_hat[j] + offs_q) * factor[j]
@@ -156,8 +195,9 @@ def project_dot(
                             p, q, approximation, input_precision=PRECISION, out_dtype=COMPUTE
                         )
                     matrix = add_error(
-                        gradient.to(COMPUTE), grad_mask, memory_ptrs, mask, approximation, TYPE
-                    )
+                        gradient.to(COMPUTE), grad_mask, memory_ptrs, mask, approximation, matrix_ptr,
+                        TYPE, BLOCK_ROWS, BLOCK_COLS,
+                    )  # fmt: skip
                 else:
                     matrix = tl.load(memory_ptrs, mask=mask, other=0.0)
             else:
@@ -267,6 +307,8 @@ def project(
     if len(work):
         is_dot = rank > MAX_FMA_RANK.value
         cols = min(block_cols, DOT_COLS) if is_dot else block_cols
+        # These spill if they aren't given more.
+        takes_more = rank in (8, 32) or (rank in (2, 16) and feedback and grad.dtype == torch.float16)
         _project_kernel[(len(work),)](
             grad,
             memory,
@@ -283,6 +325,6 @@ def project(
             SPLIT=block_cols // cols,
             FEEDBACK=feedback,
             num_warps=DOT_WARPS if is_dot and block_rows == 64 else NUM_WARPS,
-            maxnreg=MAX_REGISTERS if rank in (8, 32) else None,
+            maxnreg=MAX_REGISTERS if takes_more else None,
             enable_fp_fusion=True,
         )

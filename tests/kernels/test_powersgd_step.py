@@ -23,6 +23,7 @@ from tests.kernels.powersgd_ranks import (
 from tests.tolerances import POWERSGD_STAGE as STAGE
 from tests.tolerances import POWERSGD_STAGE_DOT as STAGE_DOT
 from tests.tolerances import POWERSGD_STEP as STEP
+from tests.tolerances import UNIT_ROUNDOFF
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # One row, one column, primes, one element around a block's end in both directions, several chunks of a slim matrix.
@@ -224,6 +225,48 @@ def test_not_finite_everywhere_and_sound_again(rank, bad, feedback, device):
     assert all(plan.error().isfinite().all() for plan in plans)
     assert all(direction.isfinite().all() for direction in directions_of(plans[0]))
     check_step(plans, random_grads(layout, FP32, device, 2, world_size))
+
+
+# Of numpy, in the interpreter: the large step itself may overflow.
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
+@pytest.mark.parametrize(
+    ("rank", "shape", "kind"),
+    [(1, (64, 64), "signs"), (4, (40, 150), "signs"), (1, (40, 150), "uniform"), (16, (40, 150), "uniform")],
+)  # fmt: skip
+def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(rank, shape, kind, device):
+    """An error whose factors might not fit fp16 is shortened before it is used; what is used adds up."""
+    plans = plans_of([shape], rank, FP16, device, world_size=2)
+    generator = torch.Generator().manual_seed(0)
+
+    def mean(tensors):
+        return torch.stack([tensor.double().cpu().flatten() for tensor in tensors]).mean(0)
+
+    def ordinary():
+        return [(torch.randn(*shape, generator=generator) * 0.003).half().flatten().to(device) for _ in plans]
+
+    def large():
+        of_kind = {"signs": lambda: torch.randn(*shape, generator=generator).sign() * 16_384,
+                   "uniform": lambda: torch.rand(*shape, generator=generator) * 16_384}  # fmt: skip
+        return [of_kind[kind]().half().flatten().to(device) for _ in plans]
+
+    step(plans, ordinary())
+    step(plans, large())
+    for number in range(3):
+        gradients, before = ordinary(), [plan.error().double() for plan in plans]
+        outputs = [gradient.clone() for gradient in gradients]
+        step(plans, outputs)
+        assert outputs[0].isfinite().all()
+        assert torch.equal(*outputs)
+        sums = [plan._matrix(0).flatten() for plan in plans]
+        resolution = UNIT_ROUNDOFF[FP16] * max(float(each.abs().max()) for each in (*sums, *outputs))
+        lost = outputs[0].double().cpu() + mean(plan.error() for plan in plans) - mean(sums)
+        assert lost.abs().max() <= 4 * resolution
+        for used, gradient, error in zip(sums, gradients, before, strict=True):
+            used = used.double() - gradient.double()
+            cut = error - used
+            # Between nothing of it and all of it.
+            assert (torch.maximum(used.abs(), cut.abs()) <= error.abs() + 4 * resolution).all()
+            assert bool(cut.abs().max() > 4 * resolution) == (number == 0), "it is shortened once"
 
 
 def test_sixty_matrices(device):
