@@ -35,6 +35,7 @@ def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -
         tags_to_pg={},
         pg_to_tag={},
         pg_coalesce_state={},
+        pg_flight_recorder_hooks={},  # of torch 2.15
         comms=[],
         groups=[group],  # not of c10d: all that this rank is in
     )

@@ -296,13 +296,17 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _refuse(method: str) -> Callable[..., NoReturn]:
+    instead = "nor has gloo" if method in _NOT_OF_GLOO else "run with ranks='gloo'"
+
     def refused(self: SimulatedProcessGroup, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"simulated ranks have no {method}: run with ranks='gloo'")
+        raise NotImplementedError(f"simulated ranks have no {method}: {instead}")
 
     return refused
 
 
+_NOT_OF_GLOO = ("gather_single", "gather_into_tensor")  # torch 2.15 has them, for NCCL
 for _method in (
+    *_NOT_OF_GLOO,
     "send",
     "recv",
     "recv_anysource",
