@@ -29,8 +29,8 @@ from benchmarks import models
 from benchmarks.harness import Case, Setup, frobenius_error
 from benchmarks.hooks import call, join_group_of_one
 from gradcomp import ops
+from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
-from gradcomp.hooks.grad_bucket import GradBucket
 from gradcomp.layout import LowRankLayout
 
 CPU_BUCKETS = {

@@ -18,7 +18,7 @@ pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp
 from benchmarks.accuracy import report
 from benchmarks.accuracy.__main__ import parse
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
-from gradcomp.hooks.comparison import MESSAGE_BYTES
+from gradcomp.compress.consistency import MESSAGE_BYTES
 from tests.programs import users_environment
 
 ROOT = Path(__file__).parents[1]

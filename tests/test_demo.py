@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.demo.__main__ import descendants, is_running, parse
 from benchmarks.demo.measure import WireMeter, check_replicas
-from gradcomp.hooks.comparison import MESSAGE_BYTES
+from gradcomp.compress.consistency import MESSAGE_BYTES
 from tests.distributed.ranks import run_ranks
 from tests.programs import users_environment
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradcomp.hooks.comparison import require_same_on_all_ranks
+from gradcomp.compress.consistency import require_same_on_all_ranks
 
 WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, allocators and caches settle
 LAST_STEPS = 10  # the reported training loss is the mean over these

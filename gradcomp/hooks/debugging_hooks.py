@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .grad_bucket import require_bucket
+from gradcomp.compress.grad_bucket import require_bucket
+from gradcomp.compress.streams import completed
 
 __all__ = ["noop_hook"]
 
@@ -24,8 +25,4 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     """
     require_bucket("noop_hook", bucket)
     buffer = bucket.buffer()
-    future: torch.futures.Future[torch.Tensor] = (
-        torch.futures.Future(devices=[buffer.device]) if buffer.is_cuda else torch.futures.Future()
-    )
-    future.set_result(buffer)
-    return future
+    return completed(buffer.device, lambda: buffer)

@@ -4,23 +4,17 @@ Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``: same 
 results (the 16-bit hooks round once, after dividing, where torch rounds twice and overflows first).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-
-from .exchange import (
-    all_reduce_between,
-    group_of,
-    in_stream_order,
-    keep_wire,
-    require_dense_floats,
-    take_wire,
-)
-from .grad_bucket import require_bucket
+from gradcomp.compress.grad_bucket import require_bucket
+from gradcomp.compress.hook import Hook, checked_future, require_dense_floats
+from gradcomp.compress.process_group import resolve_group
+from gradcomp.compress.streams import around_all_reduce, around_hook
+from gradcomp.compress.wires import keep_wire, take_wire
 
 __all__ = [
     "allreduce_hook",
@@ -29,8 +23,6 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
 ]
-
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def allreduce_hook(
@@ -49,11 +41,11 @@ def allreduce_hook(
         ddp_model.register_comm_hook(None, default_hooks.allreduce_hook)
     """
     require_bucket("allreduce_hook", bucket)
-    group = group_of("allreduce_hook", process_group)
+    group = resolve_group("allreduce_hook", process_group, "state")
     buffer = bucket.buffer()
     if not (buffer.is_floating_point() or buffer.is_complex()):
         raise TypeError(f"allreduce_hook averages floating-point buckets, got {buffer.dtype}")
-    return all_reduce_between(
+    return around_all_reduce(
         buffer.device,
         group,
         compress=lambda: buffer.div_(group.size()),
@@ -108,7 +100,7 @@ def _compress_hook(
     name: str, dtype: torch.dtype, process_group: Any, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     require_bucket(name, bucket)
-    group = group_of(name, process_group)
+    group = resolve_group(name, process_group, "state")
     buffer = bucket.buffer()
     require_dense_floats(name, buffer)
 
@@ -123,7 +115,7 @@ def _compress_hook(
         keep_wire(first, name, wire)
         return buffer
 
-    return all_reduce_between(buffer.device, group, compress, decompress)
+    return around_all_reduce(buffer.device, group, compress, decompress)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -174,36 +166,25 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         require_dense_floats(name, buffer)
 
         first = bucket.parameters()[0]
+        wire: torch.Tensor
 
-        def compress_and_run() -> tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]:
+        def start() -> torch.futures.Future[torch.Tensor]:
+            nonlocal wire
             wire = take_wire(bucket, name, dtype)
             bucket.set_buffer(ops.compress_cast(buffer, out=wire))
             try:
-                future = hook(hook_state, bucket)
-                if not isinstance(future, torch._C.Future):
-                    raise TypeError(f"{name}: the hook returned {future!r}, not a torch.futures.Future")
+                return checked_future(hook(hook_state, bucket), hook)
             except BaseException:
                 bucket.set_buffer(buffer)
                 raise
-            return wire, future
 
-        def decompress(wire: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        def finish(result: torch.Tensor) -> torch.Tensor:
             bucket.set_buffer(buffer)
             ops.decompress_cast(result, out=buffer)
             keep_wire(first, name, wire)
             return buffer
 
-        def sequence() -> torch.Tensor:
-            wire, future = compress_and_run()
-            result = future.wait()  # makes the side stream wait, not the host
-            # But gloo's futures know no streams: what they promise is done on the default one.
-            torch.cuda.current_stream(buffer.device).wait_stream(torch.cuda.default_stream(buffer.device))
-            return decompress(wire, result)
-
-        if buffer.is_cuda:
-            return in_stream_order(buffer.device, sequence)
-        wire, future = compress_and_run()
-        return future.then(lambda done: decompress(wire, done.value()))
+        return around_hook(buffer.device, start, finish)
 
     compress_wrapper_hook.__qualname__ = f"{name}({getattr(hook, '__qualname__', hook)})"
     return compress_wrapper_hook

@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.compress.consistency import require_same_group, require_same_on_all_ranks
+from gradcomp.compress.grad_bucket import require_bucket
+from gradcomp.compress.hook import require_dense_floats
+from gradcomp.compress.process_group import joined_group, require_group, resolve_group
+from gradcomp.compress.streams import in_order
 from gradcomp.layout import LowRankLayout
 
 from . import powersgd_checkpoint, powersgd_transfer
-from .comparison import require_same_group, require_same_on_all_ranks
 from .default_hooks import allreduce_hook
-from .exchange import group_of, in_stream_order, require_dense_floats
-from .grad_bucket import require_bucket
 from .powersgd_memory import BucketMemories, Share
-from .powersgd_options import OPTIONS, PROGRESS, checked_options, options_of, require_process_group
+from .powersgd_options import OPTIONS, PROGRESS, checked_options, options_of
 from .powersgd_options import plain as _plain
 from .powersgd_transfer import (
     average_errors,
@@ -136,7 +138,7 @@ class PowerSGDState:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "process_group":
-            require_process_group(value)
+            require_group("PowerSGDState", value)
         if name in OPTIONS:
             value = checked_options({**options_of(self), name: value})[name]
             self._is_compared = False
@@ -166,7 +168,7 @@ class PowerSGDState:
         something else. Then the state is as it was.
         """
         self._take(powersgd_checkpoint.checked(state_dict))
-        if (group := powersgd_checkpoint.joined_group(self.process_group)) is not None:
+        if (group := joined_group(self.process_group)) is not None:
             self._say_whose_errors(group)
 
     def _take(self, checked: dict[str, Any]) -> None:
@@ -363,7 +365,7 @@ def _low_rank_hook(
     if not isinstance(state, PowerSGDState):
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
-    group, buffer = group_of(name, state.process_group, of="state.process_group"), bucket.buffer()
+    group, buffer = resolve_group(name, state.process_group, "state.process_group"), bucket.buffer()
     require_dense_floats(name, buffer)
     if not state._is_compared:
         state._compare(name, bucket, group)
@@ -386,12 +388,7 @@ def _low_rank_hook(
             share.scatter(flat, buffer)
         return buffer
 
-    if buffer.is_cuda:
-        future = in_stream_order(buffer.device, sequence)
-    else:
-        # Straight through: a collective issued from a callback would come in another order on every rank.
-        future = torch.futures.Future()
-        future.set_result(sequence())
+    future = in_order(buffer.device, sequence)
     state._count([plan.layout for _, plan, _ in work], bucket)
     state.maybe_increase_iter(bucket)
     return future

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.compress.process_group import joined_group
+
 from .powersgd_memory import layout_of
 from .powersgd_options import (
     COUNT,
@@ -68,11 +70,6 @@ def to_state_dict(
         "buckets": buckets,
         "from_torch": from_torch,
     }
-
-
-def joined_group(process_group: Any) -> dist.ProcessGroup | None:
-    """The process group that a state's process_group stands for, as far as there is one yet."""
-    return dist.group.WORLD if process_group is None else process_group
 
 
 def owner_of(process_group: Any) -> dict[str, Any] | None:

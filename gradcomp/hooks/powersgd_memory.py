@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
+from gradcomp.compress.grad_bucket import real_shape
 from gradcomp.layout import LowRankLayout
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -179,8 +180,7 @@ class BucketMemories:
     def shares(self, bucket: dist.GradBucket, kind: dict[str, Any]) -> tuple[list[Share], list[Memory]]:
         """(The parts of the bucket by memory, memories that had to go because shapes or options have changed)."""
         index, parameters = bucket.index(), bucket.parameters()
-        # DDP shows complex gradients as real ones.
-        shapes = [(*each.shape, 2) if each.is_complex() else tuple(each.shape) for each in parameters]
+        shapes = list(map(real_shape, parameters))
         memory = self._of_last_step.get(index)
         lost: list[Memory] = []
         if memory is None or (memory.kind, memory.shapes) != (kind, shapes) or not memory.is_for(parameters):

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-import torch.distributed as dist
-
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 
@@ -99,16 +97,3 @@ def options_of(state: Any) -> dict[str, Any]:
 def progress_of(state: Any) -> dict[str, int]:
     """How far a state has come: its step, and what it has counted."""
     return {name: getattr(state, name) for name in PROGRESS}
-
-
-def require_process_group(process_group: Any) -> None:
-    """Raise TypeError for anything but a process group and None, which means the default one."""
-    if process_group is None or isinstance(process_group, dist.ProcessGroup):
-        return
-    if type(process_group) is int and process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        cause = "this rank is not in the group that new_group made; only the group's ranks may use the state"
-    else:
-        cause = "another argument came first; process_group does, then matrix_approximation_rank"
-    raise TypeError(
-        f"PowerSGDState takes a process group or None as its process_group, got {process_group!r}. Likely cause: {cause}"
-    )

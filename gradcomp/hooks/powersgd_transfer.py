@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.compress.consistency import require_same_on_all_ranks
+from gradcomp.compress.process_group import resolve_group
 
-from .comparison import require_same_on_all_ranks
-from .exchange import group_of
 from .powersgd_checkpoint import checked
 from .powersgd_memory import Memory
 
@@ -193,7 +193,7 @@ def _name(rank: int, world_size: int) -> str:
 def _group(function: Any, state: Any) -> dist.ProcessGroup:
     if not hasattr(state, "process_group"):
         raise TypeError(f"{function.__name__} takes a PowerSGDState, got {type(state).__name__}")
-    return group_of(function.__name__, state.process_group, of="state.process_group")
+    return resolve_group(function.__name__, state.process_group, "state.process_group")
 
 
 def _with_errors(state_dict: dict[str, Any]) -> list[dict[str, Any]]:

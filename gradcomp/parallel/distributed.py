@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from gradcomp.compress.consistency import require_same_on_all_ranks
 from gradcomp.hooks import default_hooks
-from gradcomp.hooks.comparison import require_same_on_all_ranks
 from gradcomp.reducer import GradBucket, Reducer, RepeatedBroadcast, broadcast_coalesced
 from gradcomp.reducer.communicator import require_callable
 

@@ -5,7 +5,7 @@
 # Python shuts down may abort the process.
 import torch.distributed.nn.functional  # noqa: F401
 
-from gradcomp.hooks.grad_bucket import GradBucket
+from gradcomp.compress.grad_bucket import GradBucket
 
 from .average import average_
 from .broadcast import RepeatedBroadcast, broadcast_coalesced

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.hooks.comparison import require_same_on_all_ranks
+from gradcomp.compress.consistency import require_same_on_all_ranks
 
 from . import errors
 from .parameters import shapes_of

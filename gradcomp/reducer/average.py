@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
-from typing import Any, cast
+from collections.abc import Hashable, MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
+from gradcomp.compress.grad_bucket import GradBucket, as_real
+from gradcomp.compress.hook import Hook, result_of
+from gradcomp.compress.process_group import resolve_group
 from gradcomp.hooks import default_hooks
-from gradcomp.hooks.grad_bucket import GradBucket, as_real
 from gradcomp.layout import FlatLayout
-
-from .exchange import group_or_default, result_of
 
 
 @torch.no_grad()
 def average_(
     tensors: Sequence[torch.Tensor],
-    hook: Callable[..., torch.futures.Future[torch.Tensor]] | None = None,
+    hook: Hook | None = None,
     state: Any = None,
     process_group: dist.ProcessGroup | None = None,
     *,
@@ -53,11 +53,9 @@ def average_(
         raise ValueError(
             f"average_ takes one key per tensor, each another one: got {list(keys)} for {len(tensors)} tensors"
         )
+    chosen: Hook = default_hooks.allreduce_hook if hook is None else hook
     if hook is None:
-        hook, state = (
-            cast("Callable[..., Any]", default_hooks.allreduce_hook),
-            group_or_default(process_group),
-        )
+        state = resolve_group("average_", process_group)
     elif process_group is not None:
         raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -69,7 +67,7 @@ def average_(
         buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
         ops.gather(members, layout, out=_parts(buffer, members))
         bucket = GradBucket(index, buffer, parameters, is_last=index == len(kinds) - 1)
-        result = result_of(hook(state, bucket), hook, as_real(buffer))
+        result = result_of(chosen(state, bucket), chosen, as_real(buffer))
         if buffer.is_complex():
             as_real(buffer).copy_(result)
             result = buffer

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradcomp.hooks.grad_bucket import GradBucket, as_real
+from gradcomp.compress.grad_bucket import GradBucket, as_real
+from gradcomp.compress.hook import Hook, checked_future, result_of
 
 from . import errors
 from .bucket import Bucket, assign_buckets
-from .exchange import checked_future, result_of
 
-# Any: hooks that are written for torch say that they take torch.distributed.GradBucket.
-Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook; of an all-reduce
 
 

@@ -23,6 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.compress.hook import Hook
+from gradcomp.compress.process_group import resolve_group
+
 from . import errors
 from .agreement import Agreement, agree_on_order
 from .autograd_hooks import (
@@ -31,8 +34,7 @@ from .autograd_hooks import (
     call_when_backward_starts,
     is_within_another_backward,
 )
-from .communicator import BucketCommunicator, Hook, Pending
-from .exchange import group_or_default
+from .communicator import BucketCommunicator, Pending
 from .parameters import check_gradient, kind_of_gradient, named_parameters
 from .sparse import average_rows
 from .unused import UsedMap
@@ -94,7 +96,7 @@ class Reducer:
             if not isinstance(cap, int | float) or not cap >= 0:
                 raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}")
         self._names, self._params = named_parameters(params)
-        self.process_group = group_or_default(process_group)
+        self.process_group = resolve_group("Reducer", process_group)
         self._as_view, self._static = gradient_as_bucket_view, static_graph
         self._find_unused = find_unused_parameters and not static_graph
         self._skip_unused = skip_all_reduce_unused_params

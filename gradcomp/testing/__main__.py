@@ -17,12 +17,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 
+from gradcomp.compress.hook import Hook
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing.cases import CASES
 from gradcomp.testing.check import check_hook
 from gradcomp.testing.report import Report
-from gradcomp.testing.run import Hook, MakeState
+from gradcomp.testing.run import MakeState
 
 MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?"}
 

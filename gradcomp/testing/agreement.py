@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from gradcomp.compress.hook import Hook
 from gradcomp.testing.accuracy import each_output
 from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure, place, require_finite, require_same
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Hook, Run
+from gradcomp.testing.run import Run
 from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Poison, Workload
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky, NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
+from gradcomp.compress.hook import Hook
 from gradcomp.testing.cases import CASES, Case, Drawn
 from gradcomp.testing.claims import Claims
 from gradcomp.testing.failure import PropertyFailure
@@ -18,7 +19,7 @@ from gradcomp.testing.inference import PROBED_STEPS, claims_of
 from gradcomp.testing.progress import Progress
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.report import Failure, Report, Verdict
-from gradcomp.testing.run import Hook, MakeState, Ranks
+from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import workloads
 from gradcomp.testing.workload import Workload
 

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradcomp.compress.hook import Hook
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.testing.oracle import matrix_shape
 from gradcomp.testing.ranks import run_ranks
-from gradcomp.testing.run import Hook, MakeState, run_hook
+from gradcomp.testing.run import MakeState, run_hook
 from gradcomp.testing.workload import RecordedWorkload, Workload
 
 __all__ = ["CompressionReport", "Quality", "compression_report"]

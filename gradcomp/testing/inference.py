@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.compress.hook import Hook
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.testing.claims import (
     LARGEST_OF_LOSSY,
@@ -20,7 +21,7 @@ from gradcomp.testing.claims import (
     unit_roundoff,
 )
 from gradcomp.testing.ranks import run_ranks
-from gradcomp.testing.run import CheckpointError, Hook, MakeState, Ranks, reload, run_hook
+from gradcomp.testing.run import CheckpointError, MakeState, Ranks, reload, run_hook
 from gradcomp.testing.workload import Shape, Workload
 
 __all__ = ["claims_of"]

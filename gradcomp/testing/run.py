@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.hooks.grad_bucket import GradBucket
+from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.compress.hook import Hook, result_of
 from gradcomp.testing.collectives import SimulatedProcessGroup
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.workload import Workload
 
-__all__ = ["CheckpointError", "Hook", "MakeState", "Run", "reload", "run_hook", "tensors_in"]
+__all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors_in"]
 
-Hook = Callable[[Any, Any], Any]
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
@@ -117,7 +117,10 @@ def _steps(
             buffer.copy_(torch.cat([gradients[number].flatten() for number in numbers]))
             bucket = GradBucket(index, buffer, owned[index], is_last=index == len(buffers) - 1)
             futures.append(hook(state, bucket))
-        averages = [_value(future, buffer) for future, buffer in zip(futures, buffers, strict=True)]
+        averages = [
+            result_of(future, hook, buffer).detach().to(buffer.dtype)
+            for future, buffer in zip(futures, buffers, strict=True)
+        ]
         errors = _by_number(workload, buckets, _all_errors(errors_of(state), buffers)) if errors_of else []
         kept = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(state)]
         state_bytes = sum(num_bytes for _, num_bytes in kept)
@@ -126,18 +129,6 @@ def _steps(
         outputs = _by_number(workload, buckets, averages)
         steps.append((outputs, errors, state_bytes, state_numel, sent_bytes))
     return steps
-
-
-def _value(future: Any, buffer: Tensor) -> Tensor:
-    if not isinstance(future, torch._C.Future):
-        raise TypeError(f"the hook returned {future!r}, not a torch.futures.Future")
-    value = future.wait()
-    if isinstance(value, list | tuple) and len(value) == 1:  # DDP takes a list of one, too
-        value = value[0]
-    if not isinstance(value, Tensor) or value.numel() != buffer.numel():
-        shape = list(value.shape) if isinstance(value, Tensor) else value
-        raise ValueError(f"the hook's future holds {shape} for a bucket of {buffer.numel()} elements")
-    return value.detach().to(buffer.dtype).flatten()
 
 
 def _all_errors(errors: Mapping[int, Tensor], buffers: list[Tensor]) -> list[Tensor]:

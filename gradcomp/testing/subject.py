@@ -12,11 +12,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from gradcomp.compress.hook import Hook
 from gradcomp.testing.claims import Claims
 from gradcomp.testing.failure import PropertyFailure
 from gradcomp.testing.inference import AVERAGES_WITHIN, claims_of
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Hook, MakeState, Ranks, Run, run_hook
+from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
 from gradcomp.testing.workload import Workload
 
 __all__ = ["Property", "Subject", "property_of"]

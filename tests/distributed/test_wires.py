@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.compress.wires import _wires, keep_wire, take_wire
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
-from gradcomp.hooks.exchange import _wires, keep_wire, take_wire
-from gradcomp.hooks.grad_bucket import GradBucket
 from gradcomp.testing import run_ranks as run_simulated_ranks
 from tests.distributed.ranks import run_ranks
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks as torch_hooks
 
 from gradcomp import hooks
+from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.hooks import (
     DDPCommHookType,
     debugging_hooks,
@@ -16,7 +17,6 @@ from gradcomp.hooks import (
     powerSGD_hook,
     register_ddp_comm_hook,
 )
-from gradcomp.hooks.grad_bucket import GradBucket
 
 TORCH_NAMES = {"default_hooks": "default", "debugging_hooks": "debugging", "powerSGD_hook": "powerSGD"}
 MODULES = ["default_hooks", "debugging_hooks", "powerSGD_hook"]

@@ -15,12 +15,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": set(),
     "cpu": set(),
     "ops": {"kernels", "cpu"},
-    "hooks": {"ops", "layout"},
-    "reducer": {"ops", "layout", "hooks"},
-    "parallel": {"reducer", "hooks"},
-    "testing": {"hooks", "reducer"},
+    "compress": {"ops", "layout"},
+    "hooks": {"compress", "ops", "layout"},
+    "reducer": {"compress", "ops", "layout", "hooks"},
+    "parallel": {"compress", "reducer", "hooks"},
+    "testing": {"compress", "hooks", "reducer"},
 }
-MAY_USE_DISTRIBUTED = {"__main__", "hooks", "parallel", "reducer", "testing"}
+MAY_USE_DISTRIBUTED = {"__main__", "compress", "hooks", "parallel", "reducer", "testing"}
 
 
 def room_of(path: Path) -> str:

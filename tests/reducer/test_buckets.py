@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp.hooks.grad_bucket import GradBucket
+from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.reducer.bucket import Bucket, assign_buckets, is_same_memory
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import gradcomp.ops
+from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.hooks import default_hooks, powerSGD_hook
-from gradcomp.hooks.grad_bucket import GradBucket
 from gradcomp.testing.oracle import (
     BatchedPowerSGDOracle,
     PowerSGDOracle,

@@ -15,6 +15,11 @@ def as_real(buffer: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
+def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape in which hooks see a parameter's gradient: a complex one with a last dimension of 2."""
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
 class GradBucket:
     """A bucket as communication hooks see it, with the methods of ``torch.distributed.GradBucket``.
 
@@ -45,7 +50,7 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """The parts of the current buffer in the parameters' shapes."""
-        shapes = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in self._parameters]
+        shapes = list(map(real_shape, self._parameters))
         parts = self._buffer.split(list(map(math.prod, shapes)))
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

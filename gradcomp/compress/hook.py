@@ -1,34 +1,29 @@
-"""What a hook gives back, and the group it works in."""
+"""What a communication hook is given and what it gives back: the type, and the checks of both."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+# Any: hooks that are written for torch say that they take torch.distributed.GradBucket.
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default one for None.
-
-    Raises RuntimeError if there is none, TypeError for what is no group.
-    """
-    if process_group is None:
-        process_group = dist.group.WORLD
-    if process_group is None:
-        raise RuntimeError(
-            "there is no default process group: call torch.distributed.init_process_group first"
-        )
-    if not isinstance(process_group, dist.ProcessGroup):
+def require_dense_floats(hook_name: str, buffer: torch.Tensor) -> None:
+    """Raise TypeError for a bucket that is not floating-point, or not dense."""
+    if not buffer.is_floating_point():
+        raise TypeError(f"{hook_name} compresses floating-point buckets, got {buffer.dtype}")
+    if buffer.layout != torch.strided:
         raise TypeError(
-            f"process_group is {process_group!r}, but has to be a process group or None. Likely cause: new_group gives "
-            "that to a rank that is not in the group"
+            f"{hook_name} compresses dense buckets, got {buffer.layout}. Likely cause: nn.Embedding(sparse=True), for "
+            "which torch's DDP makes a sparse bucket; gradcomp's averages it apart from the hook"
         )
-    return process_group
 
 
 def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:
-    """A hook's result. Raises RuntimeError if it isn't a Future."""
+    """The result of a hook. Raises RuntimeError if it isn't a Future."""
     if not isinstance(future, torch._C.Future):  # of which what a collective gives is one, too
         raise RuntimeError(
             f"the communication hook {_name_of(hook)} returned {type(future).__name__}, but has to return a "

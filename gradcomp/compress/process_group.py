@@ -1,0 +1,40 @@
+"""The process group that an argument stands for."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+
+def require_group(whose: str, process_group: Any, argument: str = "process_group") -> None:
+    """Raise TypeError for anything but a process group and None, which means the default one."""
+    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+        return
+    if type(process_group) is int and process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        cause = "this rank is not in the group that new_group made; only the group's ranks may use it"
+    else:
+        cause = "another argument came first"
+    raise TypeError(
+        f"{whose} takes a process group or None as its {argument}, got {process_group!r}. Likely cause: {cause}"
+    )
+
+
+def resolve_group(whose: str, process_group: Any, argument: str = "process_group") -> dist.ProcessGroup:
+    """The process group given to `whose` as this argument, or the default group for None.
+
+    Raises RuntimeError if there is no default group, TypeError for anything that isn't a process group.
+    """
+    require_group(whose, process_group, argument)
+    group = joined_group(process_group)
+    if group is None:
+        raise RuntimeError(
+            f"{whose} has None as its {argument}, which means the default process group, but there is none: call "
+            "torch.distributed.init_process_group first"
+        )
+    return group
+
+
+def joined_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The process group, or for None the default group, as far as there is one yet."""
+    return dist.group.WORLD if process_group is None else process_group

@@ -1,0 +1,105 @@
+"""When a hook's work runs: in order on a side stream (CUDA), or around an asynchronous collective (CPU).
+
+A hook that compresses, all-reduces and decompresses a bucket must neither hold up backward nor let the
+order of collectives differ between ranks:
+
+    CUDA   current stream  ──gradients ready──▶ ...backward goes on...            ──▶ waits for event
+           side stream       └▶ compress ─ all-reduce ─ decompress ─ event ──────────┘
+
+    CPU    hook: compress, start the all-reduce, return      backward goes on
+           communication thread: all-reduce, decompress, complete the future
+
+On CUDA everything is enqueued by the thread that called the hook, bucket after bucket: no callback, and
+no wait on the host (but for backends that work on the host, such as gloo, which wait by their nature).
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+Future = torch.futures.Future[torch.Tensor]
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The process's one side stream on a CUDA device, hence one order of work for all hooks."""
+    return torch.cuda.Stream(device)
+
+
+def completed(device: torch.device, result: Callable[[], torch.Tensor]) -> Future:
+    """A future that already holds the result; whoever waits for it waits for what the current stream has done so far."""
+    future: Future = (
+        torch.futures.Future(devices=[device]) if device.type == "cuda" else torch.futures.Future()
+    )
+    future.set_result(result())
+    return future
+
+
+def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Future:
+    """A future that holds the result of a sequence of kernels and collectives.
+
+    On CUDA they are enqueued on the device's side stream, after its current stream, and whoever waits for the future makes
+    their stream wait for the event recorded here. On a CPU the sequence has run when this returns: a collective issued from
+    a callback would come in another order on every rank.
+    """
+    if device.type != "cuda":
+        return completed(device, sequence)
+    stream = side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        return completed(device, sequence)
+
+
+def around_hook(
+    device: torch.device, start: Callable[[], Future], finish: Callable[[torch.Tensor], torch.Tensor]
+) -> Future:
+    """A future that holds `finish(result)` of what the future of another hook, which `start()` calls, holds."""
+    if device.type != "cuda":
+        return start().then(lambda future: finish(future.value()))
+
+    def sequence() -> torch.Tensor:
+        result = start().wait()  # makes the side stream wait, not the host
+        # But gloo's futures know no streams: what they promise is done on the default one.
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+        return finish(result)
+
+    return in_order(device, sequence)
+
+
+def around_all_reduce(
+    device: torch.device,
+    group: dist.ProcessGroup,
+    compress: Callable[[], torch.Tensor],
+    decompress: Callable[[torch.Tensor], torch.Tensor],
+) -> Future:
+    """Sum `compress()` over the group, and complete a future with `decompress(sum)`.
+
+    The sum is formed in place. Raises RuntimeError when the backend refuses the tensor; an error of
+    the communication itself surfaces from whoever waits for the future.
+    """
+    if device.type != "cuda":
+        work = _all_reduce(compress(), group, async_op=True)
+        return work.get_future().then(lambda future: decompress(future.value()[0]))
+
+    def sequence() -> torch.Tensor:
+        wire = compress()
+        _all_reduce(wire, group, async_op=False)
+        return decompress(wire)
+
+    return in_order(device, sequence)
+
+
+def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work:
+    try:
+        work: dist.Work = dist.all_reduce(wire, group=group, async_op=async_op)
+        return work
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"backend {dist.get_backend(group)!r} did not all-reduce a {wire.dtype} tensor on "
+            f"{wire.device}: {error}. If it has no all-reduce for {wire.dtype}, register a hook that "
+            "sends another dtype"
+        ) from error
