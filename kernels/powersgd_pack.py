@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 
 from .powersgd_tile import REDUCE, WORK_FIELDS
+from .powersgd_work import COPY_BLOCK
 from .tile import copy_tile, round_to
 
-COPY_BLOCK = 2048  # as in gradcomp/layout/low_rank_work.py
 NUM_WARPS = 4
 
 

@@ -12,13 +12,14 @@ from .powersgd_pack import pack
 from .powersgd_project import SHORTEST_SQUARED, project
 from .powersgd_random import random_q
 from .powersgd_reconstruct import reconstruct
+from .powersgd_work import LowRankWork
 
 
 class LowRankPlan:
     """What ops.low_rank_plan describes, on a device that runs Triton.
 
-    layout: a LowRankLayout, which makes the tables. Everything is allocated here: the memory of M (as large as
-    the compressed gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing.
+    layout: a LowRankLayout. Everything is allocated here: the memory of M (as large as the compressed gradients, in
+    their dtype), the factors, partial sums and wires. A step allocates nothing.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class LowRankPlan:
         seed: int,
     ):
         self.layout = layout
-        self._work = work = layout.work(dtype.itemsize)
+        self._work = work = LowRankWork.of(layout, dtype.itemsize)
         self._feedback, self._warm_start, self._epsilon = error_feedback, warm_start, epsilon
         wide = torch.promote_types(dtype, torch.float32)
 

@@ -24,9 +24,9 @@ from .powersgd_tile import (
     lies_on_16_bytes,
     panel,
 )
+from .powersgd_work import COPY_BLOCK
 from .tile import copy_tile, round_to
 
-COPY_BLOCK = 2048  # as in gradcomp/layout/low_rank_work.py
 NUM_WARPS = 4
 
 

@@ -1,33 +1,40 @@
 """What PowerSGD's kernels share: the columns of their tables, and how they read a tile.
 
-The tables (int64) are built by gradcomp/layout/low_rank_work.py, which also says how the memory is laid out.
-Base addresses are 64 bits wide, offsets within a tile 32.
+powersgd_work.py builds the tables (int64), and says how the memory is laid out. Base addresses are 64 bits wide, offsets
+within a tile 32.
 """
 
 import triton
 import triton.language as tl
 
-# Columns of the table of matrices.
-GRADIENT = tl.constexpr(0)  # first element in the bucket
-ROWS = tl.constexpr(1)  # n
-COLS = tl.constexpr(2)  # m
-MATRIX_RANK = tl.constexpr(3)  # r
-NUMEL = tl.constexpr(4)  # elements that exist; those of the last rows may not
-MEMORY = tl.constexpr(5)  # first element in the memory
-MEMORY_COLS = tl.constexpr(6)  # m padded to 16 B
-P_PANEL = tl.constexpr(7)  # first element of P's panel
-P_STRIDE = tl.constexpr(8)  # elements from one of its columns to the next
-Q_PANEL = tl.constexpr(9)
-Q_STRIDE = tl.constexpr(10)
-RANDOM_PANEL = tl.constexpr(11)  # of the random Q, in the same tensor and with the same stride
-P_WIRE = tl.constexpr(12)  # first element of P on the wire
-Q_WIRE = tl.constexpr(13)
-FIRST_NORM = tl.constexpr(14)  # first of Q's partial norms
-NUM_NORMS = tl.constexpr(15)
-MATRIX_FIELDS = tl.constexpr(16)
-WORK_FIELDS = tl.constexpr(6)
+from . import powersgd_work
 
-MAX_NORMS = tl.constexpr(32)
+
+def _column(name: str) -> tl.constexpr:
+    return tl.constexpr(powersgd_work.MATRIX_FIELDS.index(name))
+
+
+# Columns of the table of matrices.
+GRADIENT = _column("gradient")  # first element in the bucket
+ROWS = _column("rows")  # n
+COLS = _column("cols")  # m
+MATRIX_RANK = _column("rank")  # r
+NUMEL = _column("numel")  # elements that exist; those of the last rows may not
+MEMORY = _column("memory")  # first element in the memory
+MEMORY_COLS = _column("memory_cols")  # m padded to 16 B
+P_PANEL = _column("p_panel")  # first element of P's panel
+P_STRIDE = _column("p_stride")  # elements from one of its columns to the next
+Q_PANEL = _column("q_panel")
+Q_STRIDE = _column("q_stride")
+RANDOM_PANEL = _column("random_panel")  # of the random Q, in the same tensor and with the same stride
+P_WIRE = _column("p_wire")  # first element of P on the wire
+Q_WIRE = _column("q_wire")
+FIRST_NORM = _column("first_norm")  # first of Q's partial norms
+NUM_NORMS = _column("num_norms")
+MATRIX_FIELDS = tl.constexpr(len(powersgd_work.MATRIX_FIELDS))
+WORK_FIELDS = tl.constexpr(powersgd_work.WORK_FIELDS)
+
+MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
 # All the registers that a thread can have. Where a launch doesn't say so, ptxas makes room for one program more on a
@@ -35,11 +42,11 @@ MAX_FMA_RANK = tl.constexpr(8)
 MAX_REGISTERS = 255
 
 # Kinds of work, in the first column of a program's row: of _pack_kernel, and of _reconstruct_kernel.
-REDUCE = tl.constexpr(0)
-COPY = tl.constexpr(1)
-NEXT_Q = tl.constexpr(0)
-TILES = tl.constexpr(1)
-UNPACK = tl.constexpr(2)
+REDUCE = tl.constexpr(powersgd_work.REDUCE)
+COPY = tl.constexpr(powersgd_work.COPY)
+NEXT_Q = tl.constexpr(powersgd_work.NEXT_Q)
+TILES = tl.constexpr(powersgd_work.TILES)
+UNPACK = tl.constexpr(powersgd_work.UNPACK)
 
 
 def dot_rank_block(rank: int) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from .flat import FlatLayout
-from .low_rank_work import LowRankWork
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,6 @@ class LowRankLayout:
         """Where P of a matrix crosses the wire."""
         ends = list(accumulate(matrix.rows * matrix.rank for matrix in self.matrices[: index + 1]))
         return slice(ends[-2] if index else 0, ends[-1])
-
-    def work(self, itemsize: int) -> LowRankWork:
-        """The kernels' tables for gradients of this many bytes per element."""
-        rank = max((matrix.rank for matrix in self.matrices), default=1)
-        return LowRankWork(self.matrices, self.rest, rank=rank, itemsize=itemsize)
 
     def __repr__(self) -> str:
         return f"LowRankLayout({len(self.matrices)} matrices, {len(self.rest)} other tensors)"

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
 from gradcomp.kernels.powersgd_orthonormalise import orthonormalise
+from gradcomp.kernels.powersgd_work import LowRankWork
 from gradcomp.layout import Matrix
-from gradcomp.layout.low_rank_work import LowRankWork
 from tests.tolerances import ORTHONORMAL, SPAN
 
 

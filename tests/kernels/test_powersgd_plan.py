@@ -9,8 +9,8 @@ from gradcomp.kernels.powersgd_back_project import back_project
 from gradcomp.kernels.powersgd_plan import LowRankPlan
 from gradcomp.kernels.powersgd_project import project
 from gradcomp.kernels.powersgd_reconstruct import reconstruct
+from gradcomp.kernels.powersgd_work import TILES, LowRankWork
 from gradcomp.layout import LowRankLayout, Matrix
-from gradcomp.layout.low_rank_work import TILES, LowRankWork
 from tests.kernels.compiled import is_kernel, kernel_modules
 from tests.kernels.powersgd_ranks import COMPRESS_ALL, plans_of, random_grads, relative, step
 from tests.tolerances import POWERSGD_STEP as STEP

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gradcomp.kernels.powersgd_random import random_q
+from gradcomp.kernels.powersgd_work import LowRankWork
 from gradcomp.layout import Matrix
-from gradcomp.layout.low_rank_work import LowRankWork
 
 # Of seed 3, row 100.
 GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620734p-5", "0x1.28f7a2p-4")]

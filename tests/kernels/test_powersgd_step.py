@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from gradcomp.layout import LowRankLayout, low_rank_work
+from gradcomp.kernels import powersgd_work
+from gradcomp.layout import LowRankLayout
 from tests.kernels.powersgd_ranks import (
     assert_padding_is_zero,
     directions_of,
@@ -36,7 +37,7 @@ MIXED = [(1,), (33, 67), (4,), (40, 72), (0,), (9, 20)]
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Every program walks through several tiles, as in a large bucket."""
-    monkeypatch.setattr(low_rank_work, "NUM_PROGRAMS", 4)
+    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 4)
 
 
 def condition(p: torch.Tensor) -> float:

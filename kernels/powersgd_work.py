@@ -1,4 +1,4 @@
-"""Where PowerSGD keeps what it knows about one bucket, and how its kernels share out the work.
+"""The tables of PowerSGD's kernels for one bucket: where everything lies, and which program works on what.
 
 Arithmetic on shapes alone: every rank that sees the same shapes gets the same tables. Paper letters:
 `M` n×m gradient matrix, `P` n×r, `Q` m×r, r = min(n, m, rank).
@@ -19,9 +19,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .low_rank import Matrix
+    from gradcomp.layout import LowRankLayout, Matrix
 
-# What stands here and in kernels/powersgd_tile.py: the columns of the tables, the kinds of work, MAX_NORMS.
+# The columns of matrix_table, which powersgd_tile.py describes.
 MATRIX_FIELDS = (
     "gradient", "rows", "cols", "rank", "numel", "memory", "memory_cols", "p_panel", "p_stride",
     "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "first_norm", "num_norms",
@@ -97,6 +97,12 @@ class LowRankWork:
         self.partial_numel = self.rank * max(
             len(self.project_work) * self.block_rows, len(self.back_project_work) * self.block_cols
         )
+
+    @classmethod
+    def of(cls, layout: LowRankLayout, itemsize: int) -> LowRankWork:
+        """The tables of a bucket with this layout."""
+        rank = max((matrix.rank for matrix in layout.matrices), default=1)
+        return cls(layout.matrices, layout.rest, rank=rank, itemsize=itemsize)
 
     def fields(self, index: int) -> dict[str, int]:
         """A matrix's row of matrix_table by name."""

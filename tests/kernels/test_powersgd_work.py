@@ -4,18 +4,15 @@ from collections import Counter
 
 import pytest
 
-from gradcomp.kernels import powersgd_pack, powersgd_reconstruct, powersgd_tile
-from gradcomp.layout import LowRankLayout, Matrix, low_rank_work
-from gradcomp.layout.low_rank_work import (
-    COPY_BLOCK,
-    MATRIX_FIELDS,
+from gradcomp.kernels import powersgd_work
+from gradcomp.kernels.powersgd_work import (
     MAX_NORMS,
     REDUCE,
     TILES,
-    WORK_FIELDS,
     LowRankWork,
     padded_rank,
 )
+from gradcomp.layout import LowRankLayout, Matrix
 
 SHAPES = [(1, 300), (300, 1), (31, 33), (32, 64), (33, 65), (10, 5000), (5000, 10), (257, 129)]
 OTHERS = [(7, 3), (400000, 5000)]
@@ -24,7 +21,7 @@ OTHERS = [(7, 3), (400000, 5000)]
 @pytest.fixture
 def few_programs(monkeypatch):
     """Every program walks through several tiles."""
-    monkeypatch.setattr(low_rank_work, "NUM_PROGRAMS", 3)
+    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 3)
 
 
 def work_of(rank: int, itemsize: int = 4) -> LowRankWork:
@@ -44,28 +41,11 @@ def test_what_is_worth_compressing(rate, compressed):
     assert len(layout.matrices) + len(layout.rest) == len(shapes)
 
 
-def test_the_kernels_name_the_same_columns():
-    names = {
-        "gradient": "GRADIENT", "rows": "ROWS", "cols": "COLS", "rank": "MATRIX_RANK", "numel": "NUMEL",
-        "memory": "MEMORY", "memory_cols": "MEMORY_COLS", "p_panel": "P_PANEL", "p_stride": "P_STRIDE",
-        "q_panel": "Q_PANEL", "q_stride": "Q_STRIDE", "random_panel": "RANDOM_PANEL", "p_wire": "P_WIRE",
-        "q_wire": "Q_WIRE", "first_norm": "FIRST_NORM", "num_norms": "NUM_NORMS",
-    }  # fmt: skip
-    assert tuple(names) == MATRIX_FIELDS
-    for column, name in enumerate(names.values()):
-        assert getattr(powersgd_tile, name).value == column
-    assert powersgd_tile.MATRIX_FIELDS.value == len(MATRIX_FIELDS)
-    assert powersgd_tile.WORK_FIELDS.value == WORK_FIELDS
-    for name in ("REDUCE", "COPY", "NEXT_Q", "TILES", "UNPACK", "MAX_NORMS"):
-        assert getattr(powersgd_tile, name).value == getattr(low_rank_work, name)
-    assert powersgd_pack.COPY_BLOCK == powersgd_reconstruct.COPY_BLOCK == COPY_BLOCK
-
-
 @pytest.mark.parametrize("rank", [1, 3, 8, 16, 32, 100])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("num_programs", [3, low_rank_work.NUM_PROGRAMS])
+@pytest.mark.parametrize("num_programs", [3, powersgd_work.NUM_PROGRAMS])
 def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch):
-    monkeypatch.setattr(low_rank_work, "NUM_PROGRAMS", num_programs)
+    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", num_programs)
     work = work_of(rank, itemsize)
     tiles = {
         (i, row, col)
@@ -169,7 +149,7 @@ def test_the_layout_and_its_work_agree():
     """On which rank a matrix has, and where the factors and the rest begin on the wires."""
     layout = LowRankLayout([(31, 33), (7,), (4, 300), (65, 2, 3), (31, 33)], 4, 0.5)
     assert [matrix.rank for matrix in layout.matrices] == [4, 4, 4, 4]
-    work = layout.work(4)
+    work = LowRankWork.of(layout, 4)
     assert work.ranks == tuple(matrix.rank for matrix in layout.matrices)
     assert (work.p_wire_numel, work.q_wire_numel) == (layout.wire_numel, layout.q_numel)
     assert work.uncompressed_start == layout.p_numel
