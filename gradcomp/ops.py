@@ -6,11 +6,9 @@ interpreter runs the kernels. Everything else goes to plain torch (cpu/).
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -39,37 +37,6 @@ __all__ = [
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_turn = threading.RLock()
-
-
-def _launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """For launches on a device: Triton launches on the current one.
-
-    Its interpreter keeps its state in globals, while hooks run on several threads.
-    """
-    return torch.cuda.device(device) if device.type == "cuda" else _turn
-
-
-class _KernelsPlan(powersgd_plan.LowRankPlan):
-    """The kernels' plan, wherever it is called from."""
-
-    def __init__(self, layout: LowRankLayout, dtype: torch.dtype, device: torch.device, **options: Any):
-        with _launching_on(device):
-            super().__init__(layout, dtype, device, **options)
-
-    def project(self, buffer: torch.Tensor, scale: float) -> None:
-        with _launching_on(buffer.device):
-            super().project(buffer, scale)
-
-    def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        with _launching_on(buffer.device):
-            super().back_project(buffer, scale)
-
-    def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
-        with _launching_on(buffer.device):
-            super().reconstruct(buffer, seed)
-
-
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -96,8 +63,7 @@ def compress_cast(buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0
         raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
     _check_cast("compress_cast", buffer, out)
     if runs_triton(out.device):
-        with _launching_on(out.device):
-            cast_kernel.cast(buffer, out=out, scale=scale)
+        cast_kernel.cast(buffer, out=out, scale=scale)
     else:
         cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale)
     return out
@@ -114,8 +80,7 @@ def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
     """
     _check_cast("decompress_cast", compressed, out)
     if runs_triton(out.device):
-        with _launching_on(out.device):
-            cast_kernel.cast(compressed, out=out)
+        cast_kernel.cast(compressed, out=out)
     else:
         cpu.decompress(compressed.view(-1), out=out.view(-1))
     return out
@@ -152,9 +117,8 @@ def flatten(
     """
     _check_list("flatten", tensors, layout, out)
     if runs_triton(out.device):
-        with _launching_on(out.device):
-            tables = _tables_of(layout, out.device, to_flat=True)
-            flatten_kernel.flatten(tensors, tables, out=out, scale=scale)
+        tables = _tables_of(layout, out.device, to_flat=True)
+        flatten_kernel.flatten(tensors, tables, out=out, scale=scale)
     else:
         cpu.flatten(tensors, out=out, scale=scale)
     return out
@@ -177,9 +141,8 @@ def unflatten(
     """
     _check_list("unflatten", out, layout, flat)
     if runs_triton(flat.device):
-        with _launching_on(flat.device):
-            tables = _tables_of(layout, flat.device, to_flat=False)
-            flatten_kernel.unflatten(flat, tables, out=out, scale=scale)
+        tables = _tables_of(layout, flat.device, to_flat=False)
+        flatten_kernel.unflatten(flat, tables, out=out, scale=scale)
     else:
         cpu.unflatten(flat, out=out, scale=scale)
     return out
@@ -305,7 +268,7 @@ def low_rank_plan(
     plan.error() and plan.directions() give what has to be kept across a restart, plan.load(error, directions)
     takes it back.
     """
-    plan = _KernelsPlan if runs_triton(device) else cpu_low_rank.LowRankPlan
+    plan = powersgd_plan.LowRankPlan if runs_triton(device) else cpu_low_rank.LowRankPlan
     return plan(
         layout,
         dtype,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launching_on
 from .tile import COPY_REGISTERS, copy_tile
 
 BLOCK = 4096  # elements a program copies: 8 wide fp32 loads in flight for each of 128 threads
@@ -31,13 +32,14 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
     numel = src.numel()
     if numel:
         grid = (triton.cdiv(numel, BLOCK),)
-        _cast_kernel[grid](
-            src,
-            out,
-            numel,
-            scale,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-            maxnreg=COPY_REGISTERS,
-            enable_fp_fusion=False,
-        )
+        with launching_on(out.device):
+            _cast_kernel[grid](
+                src,
+                out,
+                numel,
+                scale,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+                maxnreg=COPY_REGISTERS,
+                enable_fp_fusion=False,
+            )

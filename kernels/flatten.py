@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launching_on
 from .tile import COPY_REGISTERS, copy_tile
 
 BLOCK = 4096  # elements a program copies: 8 wide fp32 loads in flight for each of 128 threads
@@ -100,18 +101,19 @@ def _launch(
     grid = (len(tables.tiles),)
     if not grid[0]:
         return
-    _flatten_kernel[grid](
-        tables.pointers(tensors),
-        tables.tiles,
-        flat,
-        scale,
-        TENSOR_TYPE=_TRITON_DTYPES[tensors[0].dtype],
-        TO_FLAT=to_flat,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-        maxnreg=COPY_REGISTERS,
-        enable_fp_fusion=False,
-    )
+    with launching_on(flat.device):
+        _flatten_kernel[grid](
+            tables.pointers(tensors),
+            tables.tiles,
+            flat,
+            scale,
+            TENSOR_TYPE=_TRITON_DTYPES[tensors[0].dtype],
+            TO_FLAT=to_flat,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+            maxnreg=COPY_REGISTERS,
+            enable_fp_fusion=False,
+        )
 
 
 def flatten(

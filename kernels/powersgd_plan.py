@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .flatten import send
+from .launch import launching_on
 from .powersgd_back_project import back_project
 from .powersgd_orthonormalise import orthonormalise
 from .powersgd_pack import pack
@@ -55,65 +56,72 @@ class LowRankPlan:
             for name in ("project", "pack", "back_project", "reduce", "reconstruct")
         }
         self._blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
-        random_q(
-            self._matrices,
-            self._tables["reconstruct"],
-            out=self._q,
-            num_programs=work.num_norms,
-            seed=seed,
-            rank=work.rank,
-            block_cols=work.block_cols,
-        )
+        with launching_on(device):
+            random_q(
+                self._matrices,
+                self._tables["reconstruct"],
+                out=self._q,
+                num_programs=work.num_norms,
+                seed=seed,
+                rank=work.rank,
+                block_cols=work.block_cols,
+            )
 
     def project(self, buffer: torch.Tensor, scale: float) -> None:
         """M = gradient + error; p_wire = scale · (all M Q, then what isn't compressed). Two launches."""
-        project(
-            buffer,
-            self._memory,
-            self._p,
-            self._q,
-            self._norms,
-            self._matrices,
-            self._tables["project"],
-            out=self._partial,
-            feedback=self._feedback,
-            **self._blocks,
-        )
-        self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
+        with launching_on(buffer.device):
+            project(
+                buffer,
+                self._memory,
+                self._p,
+                self._q,
+                self._norms,
+                self._matrices,
+                self._tables["project"],
+                out=self._partial,
+                feedback=self._feedback,
+                **self._blocks,
+            )
+            self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
 
     def orthonormalise(self) -> None:
         """P = orthonormal bases of what p_wire has. One launch."""
-        orthonormalise(self.p_wire, self._matrices, out=self._p, rank=self._work.rank, epsilon=self._epsilon)
+        with launching_on(self.p_wire.device):
+            orthonormalise(
+                self.p_wire, self._matrices, out=self._p, rank=self._work.rank, epsilon=self._epsilon
+            )
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """P = orthonormalise(p_wire's); q_wire = scale · all Mᵀ P. Three launches."""
-        self.orthonormalise()
-        back_project(
-            self._memory if self._feedback else buffer,
-            self._p,
-            self._matrices,
-            self._tables["back_project"],
-            out=self._partial,
-            feedback=self._feedback,
-            **self._blocks,
-        )
-        self._pack(buffer, "reduce", self.q_wire, self._work.block_cols, scale)
+        with launching_on(buffer.device):
+            self.orthonormalise()
+            back_project(
+                self._memory if self._feedback else buffer,
+                self._p,
+                self._matrices,
+                self._tables["back_project"],
+                out=self._partial,
+                feedback=self._feedback,
+                **self._blocks,
+            )
+            self._pack(buffer, "reduce", self.q_wire, self._work.block_cols, scale)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """gradient = P Qᵀ and the averages of the rest; keeps Q for the next step. One launch."""
-        reconstruct(
-            self.p_wire,
-            self.q_wire,
-            self._p,
-            self._matrices,
-            self._tables["reconstruct"],
-            out=buffer,
-            q=self._q,
-            norms=self._norms,
-            seed=seed,
-            warm_start=self._warm_start,
-            **self._blocks,
-        )
+        with launching_on(buffer.device):
+            reconstruct(
+                self.p_wire,
+                self.q_wire,
+                self._p,
+                self._matrices,
+                self._tables["reconstruct"],
+                out=buffer,
+                q=self._q,
+                norms=self._norms,
+                seed=seed,
+                warm_start=self._warm_start,
+                **self._blocks,
+            )
 
     def _pack(self, buffer: torch.Tensor, table: str, out: torch.Tensor, block: int, scale: float) -> None:
         work = self._tables[table]
