@@ -10,19 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
-from gradcomp.compress.consistency import require_same_group, require_same_on_all_ranks
+from gradcomp.compress.bucket_memory import BucketMemories, BucketPart
+from gradcomp.compress.compressor import Compressor
 from gradcomp.compress.grad_bucket import require_bucket
-from gradcomp.compress.hook import require_dense_floats
-from gradcomp.compress.process_group import joined_group, require_group, resolve_group
-from gradcomp.compress.streams import in_order
-from gradcomp.layout import LowRankLayout
+from gradcomp.compress.powersgd import LowRankCompressor, LowRankOptions
+from gradcomp.compress.state import CompressorState, MakeCompressor
 
 from . import powersgd_checkpoint, powersgd_transfer
-from .default_hooks import allreduce_hook
-from .powersgd_memory import BucketMemories, Share
 from .powersgd_options import OPTIONS, PROGRESS, checked_options, options_of
-from .powersgd_options import plain as _plain
 from .powersgd_transfer import (
     average_errors,
     consolidated_state_dict,
@@ -47,7 +42,7 @@ logger = logging.getLogger(__name__)
 _MAY_DIFFER = ("compression_stats_logging_frequency", "batch_tensors_with_same_shape")
 
 
-class PowerSGDState:
+class PowerSGDState(CompressorState):
     """PowerSGD's hyperparameters, and what it remembers of every bucket. Arguments and meanings are torch's.
 
     process_group: None for the default one.
@@ -71,19 +66,14 @@ class PowerSGDState:
     rank has errors of its own: save one per rank to continue exactly, or consolidated_state_dict(state) for all ranks.
     """
 
+    algorithm = "PowerSGD"
     matrix_approximation_rank: int
     start_powerSGD_iter: int  # noqa: N815
     min_compression_rate: float
     use_error_feedback: bool
     warm_start: bool
     orthogonalization_epsilon: float
-    random_seed: int
-    compression_stats_logging_frequency: int
     batch_tensors_with_same_shape: bool
-    iter: int
-    total_numel_before_compression: int
-    total_numel_after_compression: int
-    next_stats_report: int
 
     def __init__(
         self,
@@ -111,34 +101,32 @@ class PowerSGDState:
                 "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
             }
         )
-        self.process_group = process_group
-        vars(self).update(options, **dict.fromkeys(PROGRESS, 0))
-        self._memories = BucketMemories()
+        super().__init__(process_group)
+        vars(self).update(options)
         # Memories taken over from torch, by their bucket's index, which is all that torch knows of them.
         self._from_torch: dict[int, dict[str, Any]] = {}
-        self._waits_for_buckets = False
-        self._is_compared = False
-        # Whose errors were loaded, until it is known who uses them.
-        self._errors_of: dict[str, Any] | None = None
         values = "; ".join(f"{name} = {value}" for name, value in options.items())
         logger.info("PowerSGD config: %s", values)
 
-    def compression_stats(self) -> tuple[float, int, int]:
-        """(compression rate, elements before compression, elements after), summed over the steps so far."""
-        before, after = self.total_numel_before_compression, self.total_numel_after_compression
-        return (before / after if after else 0), before, after
+    @property
+    def start_iter(self) -> int:  # type: ignore[override]
+        return self.start_powerSGD_iter
 
-    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count the step when its last bucket comes by."""
-        if bucket.is_last():
-            self._waits_for_buckets = False
-            self.iter += 1
-            if self.iter == self.start_powerSGD_iter:
-                logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
+    def compared_options(self) -> dict[str, Any]:
+        return {name: value for name, value in options_of(self).items() if name not in _MAY_DIFFER}
+
+    def compressor_options(self, *, square: bool) -> LowRankOptions:
+        """What the compressors of this state depend on."""
+        return LowRankOptions(
+            square=square,
+            rank=self.matrix_approximation_rank,
+            min_compression_rate=self.min_compression_rate,
+            error_feedback=self.use_error_feedback,
+            warm_start=self.warm_start,
+            epsilon=self.orthogonalization_epsilon,
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "process_group":
-            require_group("PowerSGDState", value)
         if name in OPTIONS:
             value = checked_options({**options_of(self), name: value})[name]
             self._is_compared = False
@@ -153,9 +141,9 @@ class PowerSGDState:
         the same on all ranks). "from_torch": torch's memories that have not found their bucket yet. "errors_of": whose
         errors they are, {"rank", "world_size"}. "contents": the indices in "buckets" and "from_torch".
         """
-        errors_of = self._errors_of or powersgd_checkpoint.owner_of(self.process_group)
-        buckets, from_torch = self._memories.state_dict(), dict(self._from_torch)
-        return powersgd_checkpoint.to_state_dict(self, errors_of, buckets, from_torch)
+        return powersgd_checkpoint.to_state_dict(
+            self, self._whose_errors(), self._memories.saved(), dict(self._from_torch)
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict, options included; the process group stays.
@@ -168,24 +156,16 @@ class PowerSGDState:
         something else. Then the state is as it was.
         """
         self._take(powersgd_checkpoint.checked(state_dict))
-        if (group := joined_group(self.process_group)) is not None:
-            self._say_whose_errors(group)
+        self._warn_of_another_ranks_errors()
 
     def _take(self, checked: dict[str, Any]) -> None:
         """Continue from a state_dict that has been checked."""
-        self._memories.load_state_dict(checked["buckets"])
+        self._memories.load(powersgd_checkpoint.memories_of(checked))
         vars(self).update({name: checked[name] for name in (*OPTIONS, *PROGRESS)})
         self._from_torch = checked["from_torch"]
         self._is_compared = False
         self._waits_for_buckets = bool(self._from_torch)
         self._errors_of = checked["errors_of"] if powersgd_checkpoint.has_errors(checked) else None
-
-    def _say_whose_errors(self, group: dist.ProcessGroup) -> None:
-        """Warn, once, where the errors that were loaded are another rank's."""
-        warning = powersgd_checkpoint.anothers_errors(self._errors_of, group)
-        self._errors_of = None
-        if warning is not None:
-            logger.warning(warning)
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
@@ -202,112 +182,18 @@ class PowerSGDState:
         # The group may still be set to another: whose errors these are is asked in the first compressed step.
         self._take(checked)
 
-    def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
-        """Add to the error what a hook has given as a parameter's average, and nobody has used.
-
-        average: flat, as in the bucket. For reducers that find out after a step that no rank has used the parameter, and
-        leave its gradient as it is: what was given out of the error would be lost.
-        """
-        found = self._memories.memory_of(parameter)
-        plan, offset = (found[0].plan, found[1]) if found else (None, 0)
-        if plan is not None:
-            real = torch.view_as_real(average) if average.is_complex() else average
-            plan.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
-
-    def _compare(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
-        """In the state's first step: raise RuntimeError on every rank unless all have the same options and bucket."""
-        self._is_compared = True
-        options = options_of(self)
-        values = {name: value for name, value in options.items() if name not in _MAY_DIFFER} | {
-            "iter": self.iter,
-            "hook": hook_name,
-            "world size": group.size(),
-            "dtype of the bucket": bucket.buffer().dtype,
-            "index of the bucket": bucket.index(),
-            "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
-            "directions": self._memories.digest_of_directions(),
-        }
-        require_same_group(f"{hook_name}'s state", group)
-        device = bucket.buffer().device
-        unlike = require_same_on_all_ranks(
-            f"{hook_name}'s state",
-            values,
-            group,
-            device,
-            "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of the same step",
-            notes={"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {},
-        )
-        if unlike:
-            logger.warning(
-                "PowerSGD: the ranks run on unlike CPUs, whose sums differ in the last bit: %s. Replicas will drift apart by "
-                "rounding errors; see docs/powersgd.md.",
-                unlike,
-            )
-
-    def _shares(self, bucket: dist.GradBucket, square: bool) -> list[Share]:
-        """The bucket, or what it consists of; logs what has no memory any more."""
-        kind = {
-            "dtype": bucket.buffer().dtype,
-            "square": square,
-            "rank": _plain(self.matrix_approximation_rank),
-            "min_compression_rate": _plain(self.min_compression_rate),
-            "error_feedback": self.use_error_feedback,
-            "warm_start": self.warm_start,
-            "epsilon": _plain(self.orthogonalization_epsilon),
-        }
-        shares, lost = self._memories.shares(bucket, kind)
-        for memory in lost:
-            what = "another layout" if memory.kind == kind else "other options"
-            now = "than its checkpoint" if memory.plan is None else "now"
-            logger.warning(
-                "PowerSGD: bucket %s has %s %s: its memory starts afresh.", memory.index, what, now
-            )
-        return shares
-
-    def _plan_of(self, share: Share, device: torch.device, group: dist.ProcessGroup) -> "ops.LowRankPlan":
-        """The share's plan: kept, made with the memory of a checkpoint, or made anew."""
-        memory = share.memory
-        if memory.plan is not None and memory.plan.p_wire.device == device:
-            return memory.plan
-        if memory.plan is not None:  # the model has moved
-            memory.saved = {"error": memory.plan.error(), "directions": memory.plan.directions()}
-        memory.plan = ops.low_rank_plan(
-            memory.layout,
-            memory.kind["dtype"],
-            device,
-            error_feedback=self.use_error_feedback,
-            warm_start=self.warm_start,
-            # P is averaged here where torch sums it.
-            epsilon=self.orthogonalization_epsilon / group.size(),
-            seed=self._seed(share.memory.index, self.iter),
-        )
-        if memory.saved is not None:
-            directions = memory.saved["directions"] or memory.plan.directions()
-            memory.plan.load(memory.saved["error"], directions)
-            memory.saved = None
-        elif memory.index in self._from_torch:
+    def _compressor_of(
+        self, part: BucketPart, device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
+    ) -> Compressor:
+        memory, is_new = part.memory, part.memory.is_empty
+        compressor = super()._compressor_of(part, device, group, make)
+        if is_new and memory.index in self._from_torch:
             theirs = self._from_torch.pop(memory.index)
-            if not powersgd_transfer.load(memory.plan, memory, theirs):
+            if not powersgd_transfer.load(compressor, memory, theirs):
                 logger.warning(
-                    "PowerSGD: bucket %s has another layout than torch's: starts afresh.", share.memory.index
+                    "PowerSGD: bucket %s has another layout than torch's: starts afresh.", memory.index
                 )
-        return memory.plan
-
-    def _seed(self, index: int, step: int) -> int:
-        """Of a bucket's random projection in a step, the same on every rank."""
-        return (self.random_seed * 1_000_003 + step * 8_191 + index) % 2**63
-
-    def _count(self, layouts: list[LowRankLayout], bucket: dist.GradBucket) -> None:
-        for layout in layouts:
-            self.total_numel_before_compression += layout.numel
-            self.total_numel_after_compression += layout.wire_numel + layout.q_numel
-        if bucket.is_last() and self.iter >= self.next_stats_report:
-            rate, before, after = self.compression_stats()
-            logger.info(
-                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
-                *(self.iter, before, after, rate),
-            )
-            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+        return compressor
 
 
 def powerSGD_hook(  # noqa: N802
@@ -365,51 +251,7 @@ def _low_rank_hook(
     if not isinstance(state, PowerSGDState):
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
-    group, buffer = resolve_group(name, state.process_group, "state.process_group"), bucket.buffer()
-    require_dense_floats(name, buffer)
-    if not state._is_compared:
-        state._compare(name, bucket, group)
-    shares = state._shares(bucket, square)
-    if state.iter < state.start_powerSGD_iter or state._waits_for_buckets:
-        state.maybe_increase_iter(bucket)
-        return allreduce_hook(group, bucket)
-    if state._errors_of is not None:
-        state._say_whose_errors(group)
-    work = [
-        # A step ends by choosing what the next one projects on.
-        (share, state._plan_of(share, buffer.device, group), state._seed(share.memory.index, state.iter + 1))
-        for share in shares
-    ]
-
-    def sequence() -> torch.Tensor:
-        for share, plan, seed in work:
-            flat = share.gather(buffer)
-            _compressed_average(plan, flat, seed, group, left_out=share.matrices_left_out(bucket))
-            share.scatter(flat, buffer)
-        return buffer
-
-    future = in_order(buffer.device, sequence)
-    state._count([plan.layout for _, plan, _ in work], bucket)
-    state.maybe_increase_iter(bucket)
-    return future
-
-
-def _compressed_average(
-    plan: "ops.LowRankPlan", flat: torch.Tensor, seed: int, group: dist.ProcessGroup, left_out: list[int]
-) -> None:
-    """The steps of powerSGD_hook on a flat bucket, in place.
-
-    left_out: matrices of which this rank sends no P. Where no rank sends any, nothing is taken out of the errors.
-    """
-    scale = 1 / group.size()
-    plan.project(flat, scale)
-    for index in left_out:
-        plan.p_wire[plan.layout.place_of_p(index)].zero_()
-    dist.all_reduce(plan.p_wire, group=group)
-    plan.back_project(flat, scale)
-    if plan.q_wire.numel():
-        dist.all_reduce(plan.q_wire, group=group)
-    plan.reconstruct(flat, seed)
+    return state.average(name, bucket, LowRankCompressor, state.compressor_options(square=square))
 
 
 def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:

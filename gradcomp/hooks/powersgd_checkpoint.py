@@ -7,14 +7,14 @@ fills only what the target has already.
 
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from gradcomp.compress.process_group import joined_group
+from gradcomp.compress.bucket_memory import Memory
+from gradcomp.compress.powersgd import LowRankOptions
 
-from .powersgd_memory import layout_of
 from .powersgd_options import (
     COUNT,
     EPSILON,
@@ -55,13 +55,10 @@ _NOT_THROUGH_DCP = (
 
 
 def to_state_dict(
-    state: Any, errors_of: dict[str, Any] | None, buckets: dict[int, Any], from_torch: dict[int, Any]
+    state: Any, errors_of: dict[str, Any] | None, memories: Iterable[Memory], from_torch: dict[int, Any]
 ) -> dict[str, Any]:
     """The state_dict of a state with these memories. errors_of: whose they are (see owner_of)."""
-    for memory in buckets.values():
-        if memory["error"] is not None:
-            # The next step does so: an error that isn't finite counts as zero.
-            memory["error"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    buckets = {number: _of_memory(memory) for number, memory in enumerate(memories)}
     values = {"version": VERSION} | options_of(state) | progress_of(state)
     return values | {
         "errors_of": errors_of,
@@ -72,26 +69,48 @@ def to_state_dict(
     }
 
 
-def owner_of(process_group: Any) -> dict[str, Any] | None:
-    """Whose errors a state in this process group has: {"rank", "world_size"}; None where there is no group yet.
+def _of_memory(memory: Memory) -> dict[str, Any]:
+    """What a state_dict has of a bucket: directions in the order of the layout's matrices."""
+    saved, options = memory.saved or {}, memory.options
+    error, directions = saved.get("error"), saved.get("directions")
+    if error is not None:
+        # The next step does so: an error that isn't finite counts as zero.
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    if isinstance(directions, list):
+        directions = [directions[tensor] for tensor in options.tensors_of_matrices(memory.shapes)]
+        if any(direction is None for direction in directions):  # of a memory that was put together
+            directions = None
+    elif directions is not None:
+        directions = [directions]
+    elif error is not None and options.square and not sum(memory.numels):
+        directions = []
+    return {
+        "kind": {"dtype": memory.dtype, **asdict(options)},
+        "shapes": list(memory.shapes),
+        "parameters": list(memory.numbers),
+        "error": error,
+        "directions": directions,
+    }
 
-    A rank of None stands for the mean of all ranks' errors.
-    """
-    group = joined_group(process_group)
-    return None if group is None else {"rank": group.rank(), "world_size": group.size()}
+
+def memories_of(state_dict: dict[str, Any]) -> list[Memory]:
+    """The memories that a checked state_dict has."""
+    return [_memory_of(index, saved) for index, saved in state_dict["buckets"].items()]
 
 
-def anothers_errors(errors_of: dict[str, Any] | None, group: dist.ProcessGroup) -> str | None:
-    """A warning where a rank of this group is about to use errors that another rank saved; None where all is well."""
-    here = owner_of(group)
-    if here is None or errors_of is None or errors_of["rank"] is None or errors_of == here:
-        return None
-    saved, now = (f"rank {each['rank']} of {each['world_size']}" for each in (errors_of, here))
-    return (
-        f"PowerSGD: the errors loaded on {now} are those of {saved}. Given to several ranks, they count several times, "
-        "and what the other ranks hold back is lost. Save one checkpoint per rank; or one for all, or for another world "
-        "size, with consolidated_state_dict(state)."
-    )
+def _memory_of(index: int, saved: dict[str, Any]) -> Memory:
+    options = LowRankOptions(**{name: value for name, value in saved["kind"].items() if name != "dtype"})
+    memory = Memory(options, saved["kind"]["dtype"], index, list(saved["shapes"]), list(saved["parameters"]))
+    if saved["error"] is None:
+        return memory
+    memory.saved = {"error": saved["error"]}
+    directions = saved["directions"]
+    if directions and options.square:
+        memory.saved["directions"] = directions[0]
+    elif directions is not None:
+        of_tensor = dict(zip(options.tensors_of_matrices(memory.shapes), directions, strict=True))
+        memory.saved["directions"] = [of_tensor.get(index) for index in range(len(memory.shapes))]
+    return memory
 
 
 def has_errors(state_dict: dict[str, Any]) -> bool:
@@ -194,7 +213,8 @@ def _bucket(what: str, memory: Any) -> dict[str, Any]:
     if error is not None:
         error = _tensor(f"{what}: the error", error, (sum(map(math.prod, shapes)),), kind["dtype"])
     if directions is not None:
-        given, matrices = _list(f"{what}: directions", directions), layout_of(kind, shapes).matrices
+        options = LowRankOptions(**{name: value for name, value in kind.items() if name != "dtype"})
+        given, matrices = _list(f"{what}: directions", directions), options.layout(shapes).matrices
         if len(given) != len(matrices):
             raise ValueError(f"{what} has {len(given)} directions for {len(matrices)} matrices")
         wide = torch.promote_types(kind["dtype"], torch.float32)

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
+from gradcomp.compress.bucket_memory import Memory
 from gradcomp.compress.consistency import require_same_on_all_ranks
 from gradcomp.compress.process_group import resolve_group
 
 from .powersgd_checkpoint import checked
-from .powersgd_memory import Memory
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -36,8 +35,9 @@ def memories_of(state: Any) -> dict[int, dict[str, Any]]:
     }
 
 
-def load(plan: "ops.LowRankPlan", memory: Memory, theirs: dict[str, Any]) -> bool:
-    """Have the plan of a bucket's memory continue from what memories_of gave for it; False if it doesn't fit."""
+def load(compressor: Any, memory: Memory, theirs: dict[str, Any]) -> bool:
+    """Have the compressor of a bucket's memory continue from what memories_of gave for it; False if it doesn't fit."""
+    plan = compressor.plan
     error = plan.error() if theirs["error"] is None else theirs["error"]
     directions = plan.directions()
     if theirs["directions"] is not None:
@@ -57,8 +57,8 @@ def _split(flat: torch.Tensor, memory: Memory) -> list[torch.Tensor]:
     groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
     for shape in memory.shapes:
         rows, cols = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
-        rank = min(rows, cols, memory.kind["rank"])
-        if (rows + cols) * rank * memory.kind["min_compression_rate"] < rows * cols:
+        rank = min(rows, cols, memory.options.rank)
+        if (rows + cols) * rank * memory.options.min_compression_rate < rows * cols:
             groups.setdefault((rows, cols), []).append((cols, rank, len(shape) > 1))
     theirs = [each for group in groups.values() for each in group]
     numels = [cols * rank for cols, rank, _ in theirs]

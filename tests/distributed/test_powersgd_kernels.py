@@ -31,8 +31,8 @@ def steps_on_kernels(rank, num_steps):
         output = powerSGD_hook.powerSGD_hook(state, bucket).wait()
         if step >= START:
             results.append((gradient, output.cpu(), memory_of(state)))
-    (share,) = state._shares(bucket, square=False)
-    return results, isinstance(share.memory.plan, powersgd_plan.LowRankPlan)
+    (memory, _) = state._memories.memory_of(bucket.parameters()[0])
+    return results, isinstance(memory.compressor.plan, powersgd_plan.LowRankPlan)
 
 
 def test_steps_as_the_oracles():

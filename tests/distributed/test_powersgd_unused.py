@@ -62,7 +62,7 @@ def sums(rank, kind, hook, every, set_to_none, as_view):
             given += torch.stack(local)
             out += torch.stack([torch.zeros(SIZE, SIZE) if w.grad is None else w.grad for w in weights])
     found = [state._memories.memory_of(weight) for weight in weights]
-    errors = [memory.plan.error()[start : start + SIZE * SIZE].view(SIZE, SIZE) for memory, start in found]
+    errors = [memory.state["error"][start : start + SIZE * SIZE].view(SIZE, SIZE) for memory, start in found]
     return given, out, torch.stack(errors)
 
 
@@ -117,7 +117,7 @@ def two_models(rank, is_wrapped):
             if step >= 2:
                 given[i] += x.flip(0).mT @ x
                 out[i] += model.weight.grad
-    errors = [state._memories.memory_of(model.weight)[0].plan.error() for model in models]
+    errors = [state._memories.memory_of(model.weight)[0].state["error"] for model in models]
     return given, out, torch.stack(errors).view(2, SIZE, SIZE)
 
 

@@ -196,8 +196,10 @@ def test_a_state_dict_without_a_version_loads(saved):
 
 def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
     """As it does in the next step; what is saved has to load again."""
-    state, broken, expected = new_state(), copy.deepcopy(saved["buckets"]), copy.deepcopy(saved)
-    with_nan(broken[0]["error"])
-    monkeypatch.setattr(state._memories, "state_dict", lambda: broken)
+    state, expected = new_state(), copy.deepcopy(saved)
+    state.load_state_dict(copy.deepcopy(saved))
+    (memory,) = broken = state._memories.saved()
+    with_nan(memory.saved["error"])
+    monkeypatch.setattr(state._memories, "saved", lambda: broken)
     expected["buckets"][0]["error"][5] = 0
     assert equal(state.state_dict()["buckets"], expected["buckets"])

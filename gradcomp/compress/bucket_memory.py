@@ -1,4 +1,4 @@
-"""What PowerSGD remembers of every bucket, and whose it is.
+"""What a state remembers of every bucket, and whose it is.
 
 DDP arranges its buckets anew after a model's first step, and a resumed run starts with a new model: all its gradients come
 in one bucket once, and then in the saved run's buckets. So a memory belongs to parameters, by number, in the order in which
@@ -16,7 +16,7 @@ import ctypes
 import hashlib
 import math
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -25,69 +25,57 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradcomp import ops
-from gradcomp.compress.grad_bucket import real_shape
-from gradcomp.layout import LowRankLayout
+from .compressor import Compressor, State
+from .grad_bucket import real_shape
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
-ByParameter = dict[int, torch.Tensor]
-
-
-def layout_of(kind: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> LowRankLayout:
-    """Which tensors of a bucket with these shapes are compressed; kind as in Memory."""
-    if kind["square"]:
-        return LowRankLayout.square(sum(map(math.prod, shapes)), kind["rank"])
-    return LowRankLayout(shapes, kind["rank"], kind["min_compression_rate"])
+Shape = tuple[int, ...]
+# By the name of a state's entry and the number of the parameter.
+ByParameter = dict[str, dict[int, torch.Tensor]]
 
 
 @dataclass
 class Memory:
     """What is remembered of one bucket.
 
-    kind: what its plan depends on, beside the shapes. index: the bucket's, on which its random projections depend. shapes,
-    numbers, parameters: of its parameters, in the bucket's order; parameters is None for a memory that was loaded and has not
-    met them yet. plan: from the first compressed step on. saved: "error" and "directions" for a plan yet to be made.
+    options, dtype: what its compressor depends on, beside the shapes. index: the bucket's, on which its random choices depend.
+    shapes, numbers, parameters: of its parameters, in the bucket's order; parameters is None for a memory that was loaded and
+    has not met them yet. compressor: from the first compressed step on, on this device. saved: the state of a compressor yet to be made.
     """
 
-    kind: dict[str, Any]
+    options: Any
+    dtype: torch.dtype
     index: int
-    shapes: list[tuple[int, ...]]
+    shapes: list[Shape]
     numbers: list[int]
     parameters: list[weakref.ref[torch.Tensor]] | None = None
-    plan: "ops.LowRankPlan | None" = None
-    saved: dict[str, Any] | None = None
+    compressor: Compressor | None = None
+    saved: State | None = None
+    device: torch.device | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        kept = {"error": None, "directions": None} if self.saved is None else self.saved
-        if self.plan is not None:
-            kept = {"error": self.plan.error(), "directions": self.plan.directions()}
-        return {
-            "kind": dict(self.kind),
-            "shapes": list(self.shapes),
-            "parameters": list(self.numbers),
-            **kept,
-        }
+    @property
+    def state(self) -> State | None:
+        """What its compressor has to keep, or would start from."""
+        return self.saved if self.compressor is None else self.compressor.state()
 
     @property
     def is_empty(self) -> bool:
-        return self.plan is None and self.saved is None
+        return self.compressor is None and self.saved is None
 
     @property
-    def layout(self) -> LowRankLayout:
-        return layout_of(self.kind, self.shapes)
+    def numels(self) -> list[int]:
+        return list(map(math.prod, self.shapes))
 
     @property
     def offsets(self) -> dict[int, int]:
         """Where each parameter, by its number, starts in the bucket."""
-        starts = accumulate(map(math.prod, self.shapes), initial=0)
-        return dict(zip(self.numbers, starts, strict=False))
+        return dict(zip(self.numbers, accumulate(self.numels, initial=0), strict=False))
 
     @property
-    def number_at(self) -> dict[int, int]:
-        """The number of the parameter that starts at a place of the bucket."""
-        sizes = dict(zip(self.numbers, map(math.prod, self.shapes), strict=True))
-        return {start: number for number, start in self.offsets.items() if sizes[number]}
+    def made_for(self) -> tuple[Any, ...]:
+        """What its compressor depends on."""
+        return self.options, self.dtype, self.shapes
 
     def is_for(self, parameters: Sequence[torch.Tensor]) -> bool:
         refs = self.parameters
@@ -102,99 +90,95 @@ class Memory:
         """Whether it has met its parameters, and they are no more."""
         return self.parameters is not None and all(ref() is None for ref in self.parameters)
 
-    def by_parameter(self) -> tuple[ByParameter, ByParameter]:
-        """(errors, directions of the matrices), by the parameter's number; a square view's directions are nobody's."""
-        kept = self.state_dict()
-        if kept["error"] is None:
-            return {}, {}
-        parts = kept["error"].split(list(map(math.prod, self.shapes)))
-        errors = dict(zip(self.numbers, parts, strict=True))
-        if self.kind["square"] or kept["directions"] is None:
-            return errors, {}
-        number_at = self.number_at
-        starts = (number_at[matrix.offset] for matrix in self.layout.matrices)
-        return errors, dict(zip(starts, kept["directions"], strict=True))
+    def is_elements(self, value: Any) -> bool:
+        """Whether an entry of a state has an element for each of the bucket's."""
+        return isinstance(value, torch.Tensor) and tuple(value.shape) == (sum(self.numels),)
 
-    def take(self, errors: ByParameter, directions: ByParameter) -> None:
-        """Continue from these. A parameter without an error has none; directions are taken if all are there."""
-        known = [errors[number] for number in self.numbers if number in errors]
-        if not known:
+    def by_parameter(self) -> tuple[ByParameter, ByParameter]:
+        """(Entries with an element per element, entries with a tensor per tensor) of the state, by the parameter's number."""
+        elements: ByParameter = {}
+        tensors: ByParameter = {}
+        for name, value in (self.state or {}).items():
+            if self.is_elements(value):
+                elements[name] = dict(zip(self.numbers, value.split(self.numels), strict=True))
+            elif isinstance(value, list):
+                pairs = zip(self.numbers, value, strict=True)
+                tensors[name] = {number: each for number, each in pairs if each is not None}
+        return elements, tensors
+
+    def take(self, elements: ByParameter, tensors: ByParameter) -> None:
+        """Continue from what by_parameter gave of other memories. What no memory has is zero, or None."""
+        saved: State = {}
+        for name, of_number in elements.items():
+            known = [of_number[number] for number in self.numbers if number in of_number]
+            if known:
+                pairs = zip(self.numbers, self.numels, strict=True)
+                parts = [of_number[n] if n in of_number else known[0].new_zeros(numel) for n, numel in pairs]
+                saved[name] = torch.cat(parts)
+        if not saved:
             return
-        sizes = dict(zip(self.numbers, map(math.prod, self.shapes), strict=True))
-        parts = [
-            errors[number] if number in errors else known[0].new_zeros(sizes[number])
-            for number in self.numbers
-        ]
-        self.saved = {"error": torch.cat(parts), "directions": None}
-        if not self.kind["square"]:
-            number_at = self.number_at
-            wanted = [number_at[matrix.offset] for matrix in self.layout.matrices]
-            if all(number in directions for number in wanted):
-                self.saved["directions"] = [directions[number] for number in wanted]
+        for name, of_number in tensors.items():
+            saved[name] = [of_number.get(number) for number in self.numbers]
+        self.saved = saved
 
 
 @dataclass
-class Share:
-    """The part of a bucket that belongs to a memory. places: of its tensors, if not the whole bucket in order."""
+class BucketPart:
+    """The part of a bucket that belongs to a memory. slices: of its tensors, if not the whole bucket in order."""
 
     memory: Memory
-    places: list[slice] | None = None
+    slices: list[slice] | None = None
 
-    def matrices_left_out(self, bucket: dist.GradBucket) -> list[int]:
-        """Which of the layout's matrices consist of parameters that this rank's backward has not used.
+    def unused(self, bucket: dist.GradBucket) -> list[int]:
+        """Its tensors, by index, that this rank's backward has not used, so far as a hook can know.
 
         torch's DDP calls a hook before it writes averages: a parameter without a gradient was not used. Our buckets don't
-        tell; the Reducer gives back what wasn't used when all ranks have told (PowerSGDState.take_back).
+        tell; the Reducer gives back what wasn't used when all ranks have told (CompressorState.take_back).
         """
         if not isinstance(bucket, dist.GradBucket) or all(p.grad is not None for p in bucket.parameters()):
             return []
         unused = {id(parameter) for parameter in bucket.parameters() if parameter.grad is None}
-        of_memory = zip(self.memory.numbers, self.memory.parameters or (), strict=True)
-        used = {number for number, ref in of_memory if id(ref()) not in unused}
-        if self.memory.kind["square"]:
-            return [] if used else list(range(len(self.memory.layout.matrices)))
-        number_at = self.memory.number_at
-        matrices = enumerate(self.memory.layout.matrices)
-        return [index for index, matrix in matrices if number_at[matrix.offset] not in used]
+        return [index for index, ref in enumerate(self.memory.parameters or ()) if id(ref()) in unused]
 
     def gather(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer if self.places is None else torch.cat([buffer[place] for place in self.places])
+        return buffer if self.slices is None else torch.cat([buffer[each] for each in self.slices])
 
     def scatter(self, flat: torch.Tensor, buffer: torch.Tensor) -> None:
-        if self.places is not None:
-            parts = flat.split([place.stop - place.start for place in self.places])
-            for place, part in zip(self.places, parts, strict=True):
-                buffer[place] = part
+        if self.slices is not None:
+            parts = flat.split([each.stop - each.start for each in self.slices])
+            for each, part in zip(self.slices, parts, strict=True):
+                buffer[each] = part
 
 
 class BucketMemories:
-    """The memories of all buckets that are registered with a state."""
+    """The memories of all buckets that come with a state."""
 
     def __init__(self) -> None:
         self._memories: dict[tuple[int, ...], Memory] = {}  # by the numbers of the parameters
         self._of_last_step: dict[int, Memory] = {}  # by the index of the bucket
         self._numbers: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
-        # Buckets that were worked on memory by memory: where one comes again, its memories become one.
-        self._shared_out: set[frozenset[int]] = set()
+        # Buckets that were averaged memory by memory: where one comes again, its memories become one.
+        self._divided_once: set[frozenset[int]] = set()
 
-    def shares(self, bucket: dist.GradBucket, kind: dict[str, Any]) -> tuple[list[Share], list[Memory]]:
+    def parts_of(self, bucket: dist.GradBucket, options: Any) -> tuple[list[BucketPart], list[Memory]]:
         """(The parts of the bucket by memory, memories that had to go because shapes or options have changed)."""
         index, parameters = bucket.index(), bucket.parameters()
-        shapes = list(map(real_shape, parameters))
+        dtype, shapes = bucket.buffer().dtype, list(map(real_shape, parameters))
         memory = self._of_last_step.get(index)
         lost: list[Memory] = []
-        if memory is None or (memory.kind, memory.shapes) != (kind, shapes) or not memory.is_for(parameters):
+        made_for = (options, dtype, shapes)
+        if memory is None or memory.made_for != made_for or not memory.is_for(parameters):
             numbers = self._numbers_of(parameters, index, shapes)
-            memory = Memory(kind, index, shapes, numbers, list(map(weakref.ref, parameters)))
+            memory = Memory(options, dtype, index, shapes, numbers, list(map(weakref.ref, parameters)))
             found = self._memories.get(tuple(numbers))
-            if found is not None and (found.kind, found.shapes) == (kind, shapes):
+            if found is not None and found.made_for == made_for:
                 found.index, found.parameters, memory = index, memory.parameters, found
             else:
-                parts, lost = self._parts_of(memory)
-                places = self._places(memory, parts)
-                if places and frozenset(numbers) not in self._shared_out:
-                    self._shared_out.add(frozenset(numbers))
-                    return places, lost
+                parts, lost = self._memories_of(memory)
+                divided = self._divided(memory, parts)
+                if divided and frozenset(numbers) not in self._divided_once:
+                    self._divided_once.add(frozenset(numbers))
+                    return divided, lost
                 self._take_over(memory, parts)
                 before = self._of_last_step.get(index)
                 is_unclaimed = before is not None and self._memories.get(tuple(before.numbers)) is before
@@ -204,7 +188,7 @@ class BucketMemories:
         if bucket.is_last():
             self._of_last_step = {i: kept for i, kept in self._of_last_step.items() if i <= index}
             self._forget_the_dead()
-        return [Share(memory)], lost
+        return [BucketPart(memory)], lost
 
     def memory_of(self, parameter: torch.Tensor) -> tuple[Memory, int] | None:
         """(The memory that a parameter belongs to, where it starts there)."""
@@ -231,7 +215,7 @@ class BucketMemories:
             self._numbers.update(zip(new, range(first, first + len(new)), strict=True))
         return [self._numbers[parameter] for parameter in parameters]
 
-    def _parts_of(self, memory: Memory) -> tuple[list[Memory], list[Memory]]:
+    def _memories_of(self, memory: Memory) -> tuple[list[Memory], list[Memory]]:
         """(The memories that its parameters belong to, those that are forgotten as they have other shapes or options)."""
         shape_of = dict(zip(memory.numbers, memory.shapes, strict=True))
         parts: list[Memory] = []
@@ -243,7 +227,7 @@ class BucketMemories:
                 continue
             # A loaded memory that is empty still tells how the saved run has arranged its buckets.
             is_needed = not other.is_empty or other.parameters is None
-            fits = other.kind == memory.kind and all(shapes[n] == shape_of[n] for n in common)
+            fits = other.made_for[:2] == memory.made_for[:2] and all(shapes[n] == shape_of[n] for n in common)
             if is_needed and fits:
                 parts.append(other)
                 continue
@@ -252,33 +236,35 @@ class BucketMemories:
                 lost.append(other)
         return parts, lost
 
-    def _places(self, memory: Memory, parts: list[Memory]) -> list[Share]:
+    def _divided(self, memory: Memory, parts: list[Memory]) -> list[BucketPart]:
         """The bucket's parts, if it consists of just these memories; else none."""
         if sorted(number for part in parts for number in part.numbers) != sorted(memory.numbers):
             return []
         offsets = memory.offsets
         refs = dict(zip(memory.numbers, memory.parameters or (), strict=True))
-        shares = []
+        divided = []
         for part in sorted(parts, key=lambda part: part.index):
             part.parameters = [refs[number] for number in part.numbers]
-            pairs = zip(part.numbers, part.shapes, strict=True)
-            places = [slice(offsets[number], offsets[number] + math.prod(shape)) for number, shape in pairs]
-            shares.append(Share(part, places))
-        return shares
+            pairs = zip(part.numbers, part.numels, strict=True)
+            slices = [slice(offsets[number], offsets[number] + numel) for number, numel in pairs]
+            divided.append(BucketPart(part, slices))
+        return divided
 
     def _take_over(self, memory: Memory, parts: list[Memory]) -> None:
         """Make it the memory of its parameters; what is left of the parts waits for the buckets of their others."""
-        errors: ByParameter = {}
-        directions: ByParameter = {}
+        elements: ByParameter = {}
+        tensors: ByParameter = {}
         for part in parts:
             del self._memories[tuple(part.numbers)]
             of_part = part.by_parameter()
-            errors.update(of_part[0])
-            directions.update(of_part[1])
+            for merged, given in zip((elements, tensors), of_part, strict=True):
+                for name, of_number in given.items():
+                    merged.setdefault(name, {}).update(of_number)
             left = [i for i, number in enumerate(part.numbers) if number not in memory.numbers]
             if left and not part.is_empty:
                 rest = Memory(
-                    part.kind,
+                    part.options,
+                    part.dtype,
                     part.index,
                     [part.shapes[i] for i in left],
                     [part.numbers[i] for i in left],
@@ -286,7 +272,7 @@ class BucketMemories:
                 )
                 rest.take(*of_part)
                 self._memories[tuple(rest.numbers)] = rest
-        memory.take(errors, directions)
+        memory.take(elements, tensors)
         self._memories[tuple(memory.numbers)] = memory
 
     def _forget_the_dead(self) -> None:
@@ -296,24 +282,28 @@ class BucketMemories:
         for key in dead:
             del self._memories[key]
 
-    def digest_of_directions(self) -> str:
-        """What tells whether other ranks have loaded the same directions, which every rank projects on."""
+    def digest_of_common(self) -> str:
+        """What tells whether other ranks have loaded the same, of what is the same on every rank."""
         digest = hashlib.sha256()
         for memory in self._memories.values():
-            for direction in (memory.saved or {}).get("directions") or ():
-                on_cpu = direction.detach().cpu().contiguous()
-                digest.update(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes))
+            for value in (memory.saved or {}).values():
+                if memory.is_elements(value):
+                    continue
+                for each in value if isinstance(value, list) else [value]:
+                    if each is not None:
+                        on_cpu = each.detach().cpu().contiguous()
+                        digest.update(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes))
         return digest.hexdigest()[:16]
 
-    def state_dict(self) -> dict[int, dict[str, Any]]:
+    def saved(self) -> list[Memory]:
+        """All memories without their compressors and parameters, in the order of their buckets."""
         ordered = sorted(self._memories.values(), key=lambda memory: memory.index)
-        return {number: memory.state_dict() for number, memory in enumerate(ordered)}
+        return [
+            Memory(each.options, each.dtype, each.index, each.shapes, each.numbers, saved=each.state)
+            for each in ordered
+        ]
 
-    def load_state_dict(self, state_dict: Mapping[int, dict[str, Any]]) -> None:
+    def load(self, memories: Iterable[Memory]) -> None:
         """Take the place of all memories. The parameters seen so far keep their numbers."""
-        self._memories, self._of_last_step, self._shared_out = {}, {}, set()
-        for index, saved in state_dict.items():
-            memory = Memory(dict(saved["kind"]), index, list(saved["shapes"]), list(saved["parameters"]))
-            if saved["error"] is not None:
-                memory.saved = {name: saved[name] for name in ("error", "directions")}
-            self._memories[tuple(memory.numbers)] = memory
+        self._of_last_step, self._divided_once = {}, set()
+        self._memories = {tuple(memory.numbers): memory for memory in memories}

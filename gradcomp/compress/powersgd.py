@@ -1,0 +1,112 @@
+"""PowerSGD as a compressor: two all-reduces of thin factors in place of one of the bucket."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradcomp import ops
+from gradcomp.layout import LowRankLayout
+
+from .compressor import BucketSpec, Compressor, State
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+
+@dataclass(frozen=True)
+class LowRankOptions:
+    """What PowerSGD's working set depends on, beside the bucket.
+
+    square: the whole bucket is one square matrix. epsilon: torch's, of a sum over the ranks. The others as in PowerSGDState.
+    """
+
+    square: bool
+    rank: int
+    min_compression_rate: float
+    error_feedback: bool
+    warm_start: bool
+    epsilon: float
+
+    def layout(self, shapes: Sequence[tuple[int, ...]]) -> LowRankLayout:
+        """Which tensors of a bucket with these shapes are compressed."""
+        if self.square:
+            return LowRankLayout.square(sum(map(math.prod, shapes)), self.rank)
+        return LowRankLayout(shapes, self.rank, self.min_compression_rate)
+
+    def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+        """Which tensor each of the layout's matrices is; none for a square view, which isn't a tensor's."""
+        if self.square:
+            return []
+        starts, start = {}, 0
+        for index, numel in enumerate(map(math.prod, shapes)):
+            if numel:
+                starts[start] = index
+            start += numel
+        return [starts[matrix.offset] for matrix in self.layout(shapes).matrices]
+
+
+class LowRankCompressor(Compressor):
+    """PowerSGD of one bucket (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2).
+
+    Its state: "error", this rank's, and "directions", the Q [cols, rank] that the next step projects each matrix on; for a
+    square view the one Q.
+    """
+
+    def __init__(self, bucket: BucketSpec, options: LowRankOptions):
+        self._num_tensors = len(bucket.shapes)
+        self._tensors = options.tensors_of_matrices(bucket.shapes)
+        self._is_square = options.square
+        self._left_out: list[int] = []
+        self.plan = ops.low_rank_plan(
+            options.layout(bucket.shapes),
+            bucket.dtype,
+            bucket.device,
+            error_feedback=options.error_feedback,
+            warm_start=options.warm_start,
+            # P is averaged here where torch sums it.
+            epsilon=options.epsilon / bucket.world_size,
+            seed=bucket.seed,
+        )
+        self.sent_numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
+
+    def leave_out(self, unused: Sequence[int]) -> None:
+        """Send no P of these tensors' matrices: where no rank sends any, nothing is taken out of the errors."""
+        if self._is_square:
+            is_unused = len(unused) == self._num_tensors
+            self._left_out = list(range(len(self.plan.layout.matrices))) if is_unused else []
+        else:
+            self._left_out = [index for index, tensor in enumerate(self._tensors) if tensor in unused]
+
+    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
+        """The steps of powerSGD_hook on a flat bucket, in place. seed: of what the next step projects on."""
+        plan, scale = self.plan, 1 / group.size()
+        plan.project(flat, scale)
+        for index in self._left_out:
+            plan.p_wire[plan.layout.place_of_p(index)].zero_()
+        dist.all_reduce(plan.p_wire, group=group)
+        plan.back_project(flat, scale)
+        if plan.q_wire.numel():
+            dist.all_reduce(plan.q_wire, group=group)
+        plan.reconstruct(flat, seed)
+
+    def state(self) -> State:
+        directions = self.plan.directions()
+        if self._is_square:
+            return {"error": self.plan.error(), **({"directions": directions[0]} if directions else {})}
+        by_tensor: list[torch.Tensor | None] = [None] * self._num_tensors
+        for tensor, direction in zip(self._tensors, directions, strict=True):
+            by_tensor[tensor] = direction
+        return {"error": self.plan.error(), "directions": by_tensor}
+
+    def load(self, state: State) -> None:
+        given, directions = state.get("directions"), self.plan.directions()
+        if given is not None:
+            of_matrices = [given] if self._is_square else [given[tensor] for tensor in self._tensors]
+            pairs = zip(of_matrices, directions, strict=True)
+            directions = [ours if theirs is None else theirs for theirs, ours in pairs]
+        self.plan.load(state["error"], directions)
+
+    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+        self.plan.add_to_error(offset, values)

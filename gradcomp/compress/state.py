@@ -1,0 +1,212 @@
+"""What a compressing hook is registered with: plain first steps, then a compressor for every bucket."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .bucket_memory import BucketMemories, BucketPart
+from .compressor import BucketSpec, Compressor
+from .consistency import require_same_group, require_same_on_all_ranks
+from .errors_of import another_ranks_errors, owner_of
+from .grad_bucket import require_bucket
+from .hook import require_dense_floats
+from .process_group import joined_group, require_group, resolve_group
+from .streams import Future, around_all_reduce, in_order
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+MakeCompressor = Callable[[BucketSpec, Any], Compressor]
+
+
+class CompressorState:
+    """What every compressing hook shares: plain first steps, memory by parameter, agreement of ranks, statistics.
+
+    algorithm: the name in messages and log lines. iter: steps so far; the first start_iter are plain all-reduces.
+    """
+
+    algorithm: str
+    start_iter: int
+    random_seed: int
+    compression_stats_logging_frequency: int
+    iter: int
+    total_numel_before_compression: int
+    total_numel_after_compression: int
+    next_stats_report: int
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.iter = self.next_stats_report = 0
+        self.total_numel_before_compression = self.total_numel_after_compression = 0
+        self._memories = BucketMemories()
+        self._waits_for_buckets = False
+        self._is_compared = False
+        # Whose errors were loaded, until it is known who uses them.
+        self._errors_of: dict[str, Any] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "process_group":
+            require_group(type(self).__name__, value)
+        super().__setattr__(name, value)
+
+    @property
+    def _logger(self) -> logging.Logger:
+        return logging.getLogger(type(self).__module__)
+
+    def compared_options(self) -> dict[str, Any]:
+        """The options that all ranks must have in common, by name."""
+        raise NotImplementedError
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(compression rate, elements before compression, elements after), summed over the steps so far."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0), before, after
+
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+        """Count the step when its last bucket comes by."""
+        if bucket.is_last():
+            self._waits_for_buckets = False
+            self.iter += 1
+            if self.iter == self.start_iter:
+                self._logger.info("Start to apply %s after %s iterations.", self.algorithm, self.iter)
+
+    def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
+        """Add to the error what a hook has given as a parameter's average, and nobody has used.
+
+        average: flat, as in the bucket. For reducers that find out after a step that no rank has used the parameter, and
+        leave its gradient as it is: what was given out of the error would be lost.
+        """
+        found = self._memories.memory_of(parameter)
+        compressor, offset = (found[0].compressor, found[1]) if found else (None, 0)
+        if compressor is not None:
+            real = torch.view_as_real(average) if average.is_complex() else average
+            compressor.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+
+    def average(self, hook_name: str, bucket: dist.GradBucket, make: MakeCompressor, options: Any) -> Future:
+        """What a hook does with a bucket: average it, plainly in the first steps, then with compressors.
+
+        hook_name: in messages. make(BucketSpec, options) makes a compressor. options: comparable by ==; a bucket's memory
+        starts afresh where they have changed.
+
+        Raises TypeError for what is no bucket, and for one that is not floating-point or not dense; in a state's first step
+        RuntimeError, on every rank, where the ranks differ.
+        """
+        require_bucket(hook_name, bucket)
+        buffer = bucket.buffer()
+        group = resolve_group(hook_name, self.process_group, "state.process_group")
+        require_dense_floats(hook_name, buffer)
+        self._compare_once(hook_name, bucket, group)
+        parts = self._parts_of(bucket, options)
+        if self.iter < self.start_iter or self._waits_for_buckets:
+            self.maybe_increase_iter(bucket)
+            return around_all_reduce(
+                buffer.device, group, lambda: buffer.div_(group.size()), lambda _: buffer
+            )
+        self._warn_of_another_ranks_errors(group)
+        compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
+        # A step ends by choosing what the next one projects on.
+        seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
+
+        def sequence() -> torch.Tensor:
+            for part, compressor, seed in zip(parts, compressors, seeds, strict=True):
+                flat = part.gather(buffer)
+                compressor.leave_out(part.unused(bucket))
+                compressor.average(flat, group, seed)
+                part.scatter(flat, buffer)
+            return buffer
+
+        future = in_order(buffer.device, sequence)
+        self._count(parts, compressors, bucket)
+        self.maybe_increase_iter(bucket)
+        return future
+
+    def _compare_once(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
+        """In the state's first step: raise RuntimeError on every rank unless all have the same options and bucket."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        values = self.compared_options() | {
+            "iter": self.iter,
+            "hook": hook_name,
+            "world size": group.size(),
+            "dtype of the bucket": bucket.buffer().dtype,
+            "index of the bucket": bucket.index(),
+            "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
+            "directions": self._memories.digest_of_common(),
+        }
+        require_same_group(f"{hook_name}'s state", group)
+        device = bucket.buffer().device
+        unlike = require_same_on_all_ranks(
+            f"{hook_name}'s state",
+            values,
+            group,
+            device,
+            "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of the same step",
+            notes={"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {},
+        )
+        if unlike:
+            self._logger.warning(
+                "%s: the ranks run on unlike CPUs, whose sums differ in the last bit: %s. Replicas will drift apart by "
+                "rounding errors; see docs/powersgd.md.",
+                self.algorithm,
+                unlike,
+            )
+
+    def _parts_of(self, bucket: dist.GradBucket, options: Any) -> list[BucketPart]:
+        """The bucket, or what it consists of; logs what has no memory any more."""
+        parts, lost = self._memories.parts_of(bucket, options)
+        for memory in lost:
+            is_alike = (memory.options, memory.dtype) == (options, bucket.buffer().dtype)
+            self._logger.warning(
+                "%s: bucket %s has %s %s: its memory starts afresh.",
+                self.algorithm,
+                memory.index,
+                "another layout" if is_alike else "other options",
+                "than its checkpoint" if memory.compressor is None else "now",
+            )
+        return parts
+
+    def _compressor_of(
+        self, part: BucketPart, device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
+    ) -> Compressor:
+        """The part's compressor: kept, made with the memory of a checkpoint, or made anew."""
+        memory = part.memory
+        if memory.compressor is not None and memory.device == device:
+            return memory.compressor
+        saved = memory.state  # of a checkpoint, or of a model that has moved
+        seed = self._seed(memory.index, self.iter)
+        spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), seed)
+        memory.compressor, memory.device, memory.saved = make(spec, memory.options), device, None
+        if saved is not None:
+            memory.compressor.load(saved)
+        return memory.compressor
+
+    def _seed(self, index: int, step: int) -> int:
+        """Of a bucket's random choices in a step, the same on every rank."""
+        return (self.random_seed * 1_000_003 + step * 8_191 + index) % 2**63
+
+    def _count(self, parts: list[BucketPart], compressors: list[Compressor], bucket: dist.GradBucket) -> None:
+        self.total_numel_before_compression += sum(sum(part.memory.numels) for part in parts)
+        self.total_numel_after_compression += sum(compressor.sent_numel for compressor in compressors)
+        if bucket.is_last() and self.iter >= self.next_stats_report:
+            rate, before, after = self.compression_stats()
+            self._logger.info(
+                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+                *(self.iter, before, after, rate),
+            )
+            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+    def _whose_errors(self) -> dict[str, Any] | None:
+        return self._errors_of or owner_of(self.process_group)
+
+    def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:
+        """Warn, once it is known who uses them, where the errors that were loaded are another rank's."""
+        group = group or joined_group(self.process_group)
+        if self._errors_of is None or group is None:
+            return
+        warning = another_ranks_errors(self.algorithm, self._errors_of, group)
+        self._errors_of = None
+        if warning is not None:
+            self._logger.warning(warning)
