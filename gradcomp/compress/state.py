@@ -1,4 +1,4 @@
-"""What a compressing hook is registered with: plain first steps, then a compressor for every bucket."""
+"""What compressing hooks are registered with: plain first steps, then a compressor for every bucket."""
 
 import logging
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from .bucket_memory import BucketMemories, BucketPart
 from .compressor import BucketSpec, Compressor
 from .consistency import require_same_group, require_same_on_all_ranks
-from .errors_of import another_ranks_errors, owner_of
 from .grad_bucket import require_bucket
 from .hook import require_dense_floats
+from .owner import another_ranks_errors, owner_of
 from .process_group import joined_group, require_group, resolve_group
 from .streams import Future, around_all_reduce, in_order
 
@@ -21,14 +21,12 @@ from .streams import Future, around_all_reduce, in_order
 MakeCompressor = Callable[[BucketSpec, Any], Compressor]
 
 
-class CompressorState:
-    """What every compressing hook shares: plain first steps, memory by parameter, agreement of ranks, statistics.
+class CompressedAveraging:
+    """What every compressing hook's state shares: plain first steps, memory by parameter, agreement of ranks, statistics.
 
-    algorithm: the name in messages and log lines. iter: steps so far; the first start_iter are plain all-reduces.
+    iter: steps so far; the first start_iter are plain all-reduces.
     """
 
-    algorithm: str
-    start_iter: int
     random_seed: int
     compression_stats_logging_frequency: int
     iter: int
@@ -50,6 +48,16 @@ class CompressorState:
         if name == "process_group":
             require_group(type(self).__name__, value)
         super().__setattr__(name, value)
+
+    @property
+    def algorithm(self) -> str:
+        """The name in messages and log lines."""
+        raise NotImplementedError
+
+    @property
+    def start_iter(self) -> int:
+        """Steps of plain all-reduce before compression starts."""
+        raise NotImplementedError
 
     @property
     def _logger(self) -> logging.Logger:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress.bucket_memory import BucketMemories, BucketPart
+from gradcomp.compress.checkpoint import PROGRESS, has_errors
 from gradcomp.compress.compressor import Compressor
 from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.powersgd import LowRankCompressor, LowRankOptions
-from gradcomp.compress.state import CompressorState, MakeCompressor
+from gradcomp.compress.state import CompressedAveraging, MakeCompressor
 
 from . import powersgd_checkpoint, powersgd_transfer
-from .powersgd_options import OPTIONS, PROGRESS, checked_options, options_of
+from .powersgd_options import OPTIONS, checked_options, options_of
 from .powersgd_transfer import (
     average_errors,
     consolidated_state_dict,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 _MAY_DIFFER = ("compression_stats_logging_frequency", "batch_tensors_with_same_shape")
 
 
-class PowerSGDState(CompressorState):
+class PowerSGDState(CompressedAveraging):
     """PowerSGD's hyperparameters, and what it remembers of every bucket. Arguments and meanings are torch's.
 
     process_group: None for the default one.
@@ -66,7 +67,6 @@ class PowerSGDState(CompressorState):
     rank has errors of its own: save one per rank to continue exactly, or consolidated_state_dict(state) for all ranks.
     """
 
-    algorithm = "PowerSGD"
     matrix_approximation_rank: int
     start_powerSGD_iter: int  # noqa: N815
     min_compression_rate: float
@@ -109,7 +109,11 @@ class PowerSGDState(CompressorState):
         logger.info("PowerSGD config: %s", values)
 
     @property
-    def start_iter(self) -> int:  # type: ignore[override]
+    def algorithm(self) -> str:
+        return "PowerSGD"
+
+    @property
+    def start_iter(self) -> int:
         return self.start_powerSGD_iter
 
     def compared_options(self) -> dict[str, Any]:
@@ -165,7 +169,7 @@ class PowerSGDState(CompressorState):
         self._from_torch = checked["from_torch"]
         self._is_compared = False
         self._waits_for_buckets = bool(self._from_torch)
-        self._errors_of = checked["errors_of"] if powersgd_checkpoint.has_errors(checked) else None
+        self._errors_of = checked["errors_of"] if has_errors(checked, ("buckets", "from_torch")) else None
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")

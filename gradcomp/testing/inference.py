@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.compress import CompressorState
 from gradcomp.compress.hook import Hook
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.testing.claims import (
@@ -54,18 +55,23 @@ def claims_of(
     """
     state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
     is_power_sgd = all(hasattr(state, name) for name in ("matrix_approximation_rank", "start_powerSGD_iter"))
-    start: int | None = getattr(state, "start_powerSGD_iter", None)
+    name = "start_powerSGD_iter" if is_power_sgd else "start_iter"
+    start: int | None = getattr(state, name, None)
     if start is not None and start > LONGEST_START:
         raise ValueError(
-            f"start_powerSGD_iter is {start}: every example would run that many plain steps first. Test with a state that "
-            "starts earlier, start_powerSGD_iter=2 say"
+            f"{name} is {start}: every example would run that many plain steps first. Test with a state that starts "
+            f"earlier, {name}=2 say"
         )
     claims = _probed(hook, make_state, start, device, ranks)
     if make_state is not None:
         # Beside errors, wires and scratch.
         memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
         claims = replace(claims, checkpoint=checkpoint, memory=memory)
-    return _of_power_sgd(claims, hook, state) if is_power_sgd else claims
+    if is_power_sgd:
+        return _of_power_sgd(claims, hook, state)
+    if isinstance(state, CompressorState) and start is not None and claims.error_feedback:
+        claims = replace(claims, start=start, errors_of=_our_errors)
+    return claims
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
@@ -204,7 +210,7 @@ def _is_not_compressed(rank: int, min_compression_rate: float, shape: Shape) -> 
 
 
 def _our_errors(state: Any) -> dict[int, Tensor]:
-    kept = {index: each["error"] for index, each in state.state_dict()["buckets"].items()}
+    kept = {index: each.get("error") for index, each in state.state_dict()["buckets"].items()}
     return {index: error for index, error in kept.items() if error is not None}
 
 

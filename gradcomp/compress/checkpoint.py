@@ -1,0 +1,246 @@
+"""What a state's checkpoint holds, and whether a given one may be loaded.
+
+A state_dict is checked as a whole before anything of it is used. It may come from a file that anybody wrote, from another
+version, or from a container that changes it on the way: torch.distributed.checkpoint makes strings of integer keys and
+fills only what the target has already.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import torch
+
+from .bucket_memory import Memory
+from .rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+VERSION = 1
+PROGRESS = dict.fromkeys(
+    ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report"), COUNT
+)
+DTYPE = Rule(
+    "a floating-point dtype", lambda value: isinstance(value, torch.dtype) and value.is_floating_point
+)
+NOT_THROUGH_DCP = (
+    "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict(state), and load it with "
+    "load_from_dcp"
+)
+# Of a state with any compressor, by name.
+SETTINGS = {"start_iter": WHOLE, "random_seed": SEED, "compression_stats_logging_frequency": FREQUENCY}
+_KEYS = ("version", "algorithm", "options", *SETTINGS, *PROGRESS, "errors_of", "contents", "buckets")
+_OF_BUCKET = ("kind", "shapes", "parameters")
+
+
+def progress_of(state: Any) -> dict[str, int]:
+    """How far a state has come: its step, and what it has counted."""
+    return {name: getattr(state, name) for name in PROGRESS}
+
+
+def to_state_dict(
+    state: Any, errors_of: Mapping[str, Any] | None, memories: Iterable[Memory]
+) -> dict[str, Any]:
+    """The state_dict of a state with any compressor. errors_of: whose errors they are (see owner_of)."""
+    buckets = {number: _of_memory(memory) for number, memory in enumerate(memories)}
+    values: dict[str, Any] = {
+        "version": VERSION,
+        "algorithm": state.algorithm,
+        "options": as_dict(state.options),
+    }
+    values |= {name: getattr(state, name) for name in SETTINGS} | progress_of(state)
+    return values | {"errors_of": errors_of, "contents": {"buckets": list(buckets)}, "buckets": buckets}
+
+
+def as_dict(options: Any) -> dict[str, Any]:
+    """A compressor's options by name; none for None."""
+    return asdict(options) if is_dataclass(options) and not isinstance(options, type) else {}
+
+
+def _of_memory(memory: Memory) -> dict[str, Any]:
+    return {
+        "kind": {"dtype": memory.dtype, **as_dict(memory.options)},
+        "shapes": list(memory.shapes),
+        "parameters": list(memory.numbers),
+        **finite(memory.saved or {}),
+    }
+
+
+def finite(saved: dict[str, Any]) -> dict[str, Any]:
+    """The same, where an error that isn't finite counts as zero."""
+    error = saved.get("error")
+    return saved if error is None else saved | {"error": error.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)}
+
+
+def memories_of(state_dict: dict[str, Any], make_options: Callable[[dict[str, Any]], Any]) -> list[Memory]:
+    """The memories that a checked state_dict has."""
+    memories = []
+    for index, saved in state_dict["buckets"].items():
+        kind = dict(saved["kind"])
+        dtype = kind.pop("dtype")
+        memory = Memory(make_options(kind), dtype, index, list(saved["shapes"]), list(saved["parameters"]))
+        memory.saved = {name: value for name, value in saved.items() if name not in _OF_BUCKET} or None
+        memories.append(memory)
+    return memories
+
+
+def has_errors(state_dict: dict[str, Any], parts: Iterable[str] = ("buckets",)) -> bool:
+    return any(memory.get("error") is not None for part in parts for memory in state_dict[part].values())
+
+
+def checked(state_dict: Any, algorithm: str, make_options: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """A state_dict of this version and algorithm, in plain types.
+
+    make_options: of an algorithm's options from their values by name; raises TypeError or ValueError for what cannot be.
+
+    Raises TypeError for what is no state_dict, KeyError for missing and unknown keys, ValueError for whatever doesn't fit.
+    """
+    require_version(state_dict)
+    require_keys("the state_dict", state_dict, _KEYS)
+    if state_dict["algorithm"] != algorithm:
+        raise ValueError(
+            f"the state_dict is of {state_dict['algorithm']!r}, but this state is of {algorithm!r}"
+        )
+    buckets = {
+        index: _bucket(f"bucket {index}", memory, make_options)
+        for index, memory in indexed("buckets", state_dict["buckets"])
+    }
+    require_contents(state_dict, {"buckets": buckets})
+    _options("the state_dict", state_dict["options"], make_options)
+    return {
+        **state_dict,
+        **{name: rule(name, state_dict[name]) for name, rule in (SETTINGS | PROGRESS).items()},
+        "errors_of": checked_owner(state_dict["errors_of"]),
+        "buckets": buckets,
+    }
+
+
+def require_version(state_dict: Any) -> None:
+    """Raise TypeError for what is no state_dict, ValueError for one of another version."""
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"expected what state_dict() gives, got {type(state_dict).__name__}")
+    version = state_dict.get("version", VERSION)
+    if type(version) is not int or version != VERSION:
+        raise ValueError(
+            f"the state_dict's version is {version!r}, but this gradcomp reads {VERSION}. Likely cause: a newer "
+            "gradcomp saved it"
+        )
+
+
+def require_contents(state_dict: dict[str, Any], parts: dict[str, dict[int, Any]]) -> None:
+    """Raise ValueError for parameters in several buckets, and where parts lack what the state_dict says they hold."""
+    parameters = [number for memory in parts["buckets"].values() for number in memory["parameters"]]
+    if len(parameters) != len(set(parameters)):
+        raise ValueError(
+            f"the state_dict has parameters in several places of its buckets: {sorted(parameters)}"
+        )
+    contents = {name: list(part) for name, part in parts.items()}
+    if state_dict.get("contents", contents) != contents:
+        raise ValueError(
+            f"the state_dict should hold {state_dict['contents']}, but holds {contents}. Likely cause: {NOT_THROUGH_DCP}"
+        )
+
+
+def _options(what: str, given: Any, make_options: Callable[[dict[str, Any]], Any]) -> Any:
+    if not isinstance(given, dict):
+        raise ValueError(f"{what}: options is a {type(given).__name__}, but must be a dict")
+    try:
+        return make_options(given)
+    except TypeError as error:
+        raise ValueError(f"{what} has options that cannot be: {error}") from error
+
+
+def _bucket(what: str, memory: Any, make_options: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    if not isinstance(memory, dict):
+        raise ValueError(f"{what} is a {type(memory).__name__}, but must be a dict")
+    state = {name: value for name, value in memory.items() if name not in _OF_BUCKET}
+    require_keys(what, {name: memory[name] for name in memory if name in _OF_BUCKET}, _OF_BUCKET)
+    kind, shapes, parameters = checked_outline(what, memory)
+    if not isinstance(kind, dict) or "dtype" not in kind:
+        raise ValueError(f"{what}: kind is {kind!r}, but must be a dict with a dtype")
+    dtype = DTYPE(f"{what}: dtype", kind["dtype"])
+    _options(what, {name: value for name, value in kind.items() if name != "dtype"}, make_options)
+    for name, value in state.items():
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and len(value) != len(shapes):
+            raise ValueError(f"{what}: {name} has {len(value)} entries for {len(shapes)} tensors")
+        for each in values:
+            if each is not None and (not isinstance(each, torch.Tensor) or each.is_floating_point()):
+                checked_tensor(f"{what}: {name}", each, getattr(each, "shape", None), None)
+    if state.get("error") is not None:
+        checked_tensor(f"{what}: the error", state["error"], (sum(map(math.prod, shapes)),), dtype)
+    return {"kind": dict(kind), "shapes": shapes, "parameters": parameters, **state}
+
+
+def checked_outline(what: str, memory: dict[str, Any]) -> tuple[Any, list[tuple[int, ...]], list[int]]:
+    """(kind, shapes, parameters) of a bucket's memory."""
+    shapes = [
+        tuple(counts(f"{what}: a shape", shape)) for shape in as_list(f"{what}: shapes", memory["shapes"])
+    ]
+    parameters = counts(f"{what}: parameters", memory["parameters"])
+    if len(parameters) != len(shapes):
+        raise ValueError(f"{what} has {len(shapes)} shapes for {len(parameters)} parameters")
+    return memory["kind"], shapes, parameters
+
+
+def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
+    if not isinstance(given, dict):
+        raise ValueError(f"{what} is a {type(given).__name__}, but must be a dict")
+    missing = [name for name in expected if name not in given]
+    unknown = [name for name in given if name not in expected]
+    if missing or unknown:
+        found = [f"lacks {', '.join(missing)}"] if missing else []
+        found += [f"has the unknown {', '.join(map(repr, unknown))}"] if unknown else []
+        raise KeyError(f"{what} {' and '.join(found)}")
+
+
+def indexed(name: str, part: Any) -> list[tuple[int, Any]]:
+    """The memories of one part of the state_dict, by the index of their bucket."""
+    if not isinstance(part, dict):
+        raise ValueError(f"{name} is a {type(part).__name__}, but must be a dict")
+    for index in part:
+        if type(index) is not int or index < 0:
+            raise ValueError(
+                f"{name} has the key {index!r}, but its keys must be ints. Likely cause: {NOT_THROUGH_DCP}"
+            )
+    return list(part.items())
+
+
+def checked_owner(errors_of: Any) -> dict[str, Any] | None:
+    if errors_of is None:
+        return None
+    require_keys("errors_of", errors_of, ("rank", "world_size"))
+    rank, world_size = errors_of["rank"], RANK("errors_of['world_size']", errors_of["world_size"])
+    if rank is not None and (rank := COUNT("errors_of['rank']", rank)) >= world_size:
+        raise ValueError(f"errors_of is rank {rank} of a world size of {world_size}")
+    return {"rank": rank, "world_size": world_size}
+
+
+def as_list(what: str, given: Any) -> list[Any]:
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{what} is a {type(given).__name__}, but must be a list")
+    return list(given)
+
+
+def counts(what: str, given: Any) -> list[int]:
+    return [COUNT(what, each) for each in as_list(what, given)]
+
+
+def checked_tensor(
+    what: str, given: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """The tensor, if it has this shape (None: flat), this dtype (None: any of floats) and finite values."""
+    if not isinstance(given, torch.Tensor):
+        raise ValueError(f"{what} is a {type(given).__name__}, but must be a tensor")
+    if given.layout != torch.strided or given.is_meta:
+        raise ValueError(f"{what} is {given.layout} on {given.device}, but must be dense and have values")
+    dtype_fits = given.dtype == dtype if dtype else given.is_floating_point()
+    if given.shape != (given.shape[:1] if shape is None else shape) or not dtype_fits:
+        raise ValueError(
+            f"{what} is {list(given.shape)} of {given.dtype}, but must be {list(shape or ['any length'])} of "
+            f"{dtype or 'a floating-point dtype'}"
+        )
+    if not given.isfinite().all():
+        raise ValueError(f"{what} has values that aren't finite")
+    return given.detach()

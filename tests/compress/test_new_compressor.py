@@ -1,0 +1,239 @@
+"""The compressor of docs/new_compressor.md is all that a stranger writes: everything else has to come with the state."""
+
+import copy
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradcomp
+from gradcomp.compress import Compressor, CompressorState, compress_hook
+from gradcomp.testing import check_hook
+from tests.distributed.powersgd_oracle import Bucket, random_gradient, starts
+from tests.distributed.powersgd_runs import equal, simulate
+from tests.distributed.ranks import RankError, run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "new_compressor.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+SHAPES = [(6, 5), (7,), (4, 3, 2), (5,)]
+START = 2
+
+
+def documented():
+    """What the page's first block defines, as a module would."""
+    names = {"__name__": "documented"}
+    exec(compile(BLOCKS[0], str(PAGE), "exec"), names)
+    return names["TopK"], names["TopKOptions"]
+
+
+TopK, TopKOptions = documented()
+
+
+def new_state(group=None, density=0.25, **settings):
+    return CompressorState(TopK, TopKOptions(density), group, **settings)
+
+
+def reload(state_dict):
+    """Through torch.save and torch.load with its safe default."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_it_is_short():
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) < 60
+
+
+def test_the_documented_check():
+    names = {"TopK": TopK, "TopKOptions": TopKOptions, "CompressorState": CompressorState}
+    exec(compile(BLOCKS[2], str(PAGE), "exec"), names | {"compress_hook": compress_hook})
+
+
+def test_it_is_held_to_error_feedback_in_other_buckets_and_after_a_restart():
+    report = check_hook(compress_hook, new_state)
+    report.raise_if_failed()
+    for name in ("held_back_comes_out", "error_feedback_identity", "checkpoint_round_trip"):
+        assert report.verdicts[name].outcome == "holds", name
+
+
+def runs(rank, kind):
+    """The last outputs of a run, and of one that is broken off, saved, loaded and resumed."""
+    results = []
+    for is_resumed in (False, True):
+        state = new_state()
+        outputs = []
+        for step in range(8):
+            if is_resumed and step == 5:
+                saved = reload(state.state_dict())
+                state = new_state(density=0.5)
+                state.load_state_dict(saved)
+                assert state.options.density == 0.25
+                assert equal(state.state_dict(), saved)
+            bucket = Bucket(random_gradient(SHAPES, rank, step), SHAPES)
+            outputs.append(compress_hook(state, bucket).wait())
+        results.append((outputs[5:], state.compression_stats()))
+    return results
+
+
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one():
+    for whole, resumed in simulate(runs, 2, None):
+        assert equal(whole, resumed)
+        (_, before, after) = whole[1]
+        assert (before, after) == (6 * 66, 6 * 2 * 17)
+
+
+def rearranged(rank):
+    """out + mean error − in, of steps in one bucket, then two in another order, then one again."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    state, total = new_state(), torch.zeros(starts(SHAPES)[-1])
+    for step in range(12):
+        gradients = random_gradient(SHAPES, rank, step).split([p.numel() for p in parameters])
+        arrangement = [[0, 1, 2, 3]] if step < 5 or step > 8 else [[3, 1], [2, 0]]
+        for index, chosen in enumerate(arrangement):
+            flat = torch.cat([gradients[i] for i in chosen])
+            bucket = gradcomp.reducer.GradBucket(
+                index, flat.clone(), [parameters[i] for i in chosen], index == len(arrangement) - 1
+            )
+            output = compress_hook(state, bucket).wait()
+            if step >= START:
+                parts = (output - flat).split([parameters[i].numel() for i in chosen])
+                for i, part in zip(chosen, parts, strict=True):
+                    total[starts(SHAPES)[i] : starts(SHAPES)[i + 1]] += part
+    (bucket,) = state.state_dict()["buckets"].values()
+    return total, bucket["error"]
+
+
+def test_errors_follow_their_parameters_into_other_buckets():
+    totals, errors = (
+        torch.stack(each).double().mean(0) for each in zip(*simulate(rearranged, 2), strict=True)
+    )
+    assert errors.abs().max() > 0.1
+    assert (totals + errors).abs().max() < 1e-5
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def train(rank, kind):
+    """The loss before and after, and the parameters, of training with the compressor on one of our ways."""
+    torch.manual_seed(0)
+    model = Net()
+    state, data = new_state(density=0.2), torch.randn(64, 12, generator=torch.Generator().manual_seed(rank))
+    wrapped, reducer = model, None
+    if kind == "torch":
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    elif kind == "gradcomp":
+        wrapped = gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    elif kind == "reducer":
+        reducer = gradcomp.Reducer(model.parameters(), bucket_cap_mb=0.001)
+    registered = {"torch": wrapped, "gradcomp": wrapped, "reducer": reducer}.get(kind)
+    if registered is not None:
+        registered.register_comm_hook(state, compress_hook)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = (wrapped(data) - data.roll(1, dims=1)).square().mean()
+        loss.backward()
+        if kind == "average_":
+            gradcomp.average_([p.grad for p in model.parameters()], compress_hook, state)
+        optimizer.step()
+        losses.append(float(loss))
+    assert state.iter == 40
+    assert state.compression_stats()[0] > 2
+    return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["torch", "gradcomp", "reducer", "average_"])
+def test_it_trains_everywhere(kind):
+    (first, last, one), (_, _, other) = run_ranks(train, 2, kind)
+    assert last < 0.95 * first
+    assert torch.equal(one, other)
+
+
+def other_options(rank, name):
+    values = {"density": 0.5 if rank else 0.25} if name == "density" else {name: 3 if rank else 2}
+    compress_hook(new_state(**values), Bucket(random_gradient(SHAPES, rank, 0), SHAPES)).wait()
+
+
+@pytest.mark.parametrize("name", ["density", "start_iter", "random_seed"])
+def test_ranks_with_other_options_are_told_so(name):
+    with pytest.raises(RankError, match=rf"{name} is [\d.]+ on rank 0 and [\d.]+ on rank 1"):
+        run_ranks(other_options, 2, name)
+
+
+def saved_state(rank):
+    state = new_state()
+    for step in range(4):
+        compress_hook(state, Bucket(random_gradient(SHAPES, rank, step), SHAPES)).wait()
+    return state.state_dict()
+
+
+MISFITS = {
+    "another compressor": (lambda d: d.update(algorithm="RandK"), "of 'RandK', but this state is of 'TopK'"),
+    "a density of 2": (lambda d: d["options"].update(density=2), "density is 2, but must be"),
+    "another option": (lambda d: d["options"].update(levels=2), "options that cannot be: .*levels"),
+    "a version": (lambda d: d.update(version=2), "version is 2"),
+    "no buckets": (lambda d: d.update(buckets={}), "should hold .* but holds"),
+    "an error too short": (
+        lambda d: d["buckets"][0].update(error=d["buckets"][0]["error"][1:]), r"the error is \[65\] .* \[66\]",
+    ),
+    "an error of NaN": (
+        lambda d: d["buckets"][0].update(error=d["buckets"][0]["error"] / 0), "error has values that aren't finite",
+    ),
+    "a start of 1.5": (lambda d: d.update(start_iter=1.5), "start_iter is 1.5, but must be a whole number"),
+    "an unknown key": (lambda d: d.update(speed=2), "unknown 'speed'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_does_not_fit_is_refused_as_a_whole(misfit):
+    (saved,) = simulate(saved_state, 1)
+    change, message = MISFITS[misfit]
+    broken, state = copy.deepcopy(saved), new_state()
+    state.load_state_dict(saved)
+    before = state.state_dict()
+    change(broken)
+    with pytest.raises((ValueError, KeyError), match=message):
+        state.load_state_dict(broken)
+    assert equal(state.state_dict(), before)
+
+
+class NotFrozen:
+    density = 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((TopK(type("B", (), {"numels": [4], "dtype": None, "device": "cpu"}), TopKOptions()),), TypeError, "a subclass of Compressor"),
+        ((Compressor, NotFrozen()), TypeError, "a frozen dataclass or None"),
+        ((TopK, TopKOptions(), "nccl"), TypeError, "a process group or None as its process_group, got 'nccl'"),
+    ],
+)  # fmt: skip
+def test_what_a_state_refuses(arguments, error, message):
+    with pytest.raises(error, match=message):
+        CompressorState(*arguments)
+
+
+def test_a_start_before_ddp_has_arranged_its_buckets_is_refused():
+    with pytest.raises(ValueError, match=r"start_iter is 1, but .* at least 2"):
+        new_state(start_iter=1)
+
+
+def test_another_state_is_refused():
+    assert not dist.is_initialized()
+    with pytest.raises(TypeError, match="takes a CompressorState as its state, got None"):
+        compress_hook(None, Bucket(torch.ones(3)))
