@@ -2,5 +2,14 @@
 
 from .compressor import BucketSpec, Compressor
 from .compressor_state import CompressorState, compress_hook
+from .transfer import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 
-__all__ = ["BucketSpec", "Compressor", "CompressorState", "compress_hook"]
+__all__ = [
+    "BucketSpec",
+    "Compressor",
+    "CompressorState",
+    "compress_hook",
+    "consolidated_state_dict",
+    "load_from_dcp",
+    "per_rank_state_dict",
+]

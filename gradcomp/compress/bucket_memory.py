@@ -299,7 +299,7 @@ class BucketMemories:
         """All memories without their compressors and parameters, in the order of their buckets."""
         ordered = sorted(self._memories.values(), key=lambda memory: memory.index)
         return [
-            Memory(each.options, each.dtype, each.index, each.shapes, each.numbers, saved=each.state)
+            Memory(each.options, each.dtype, each.index, each.shapes, each.numbers, saved=_copied(each.state))
             for each in ordered
         ]
 
@@ -307,3 +307,14 @@ class BucketMemories:
         """Take the place of all memories. The parameters seen so far keep their numbers."""
         self._of_last_step, self._divided_once = {}, set()
         self._memories = {tuple(memory.numbers): memory for memory in memories}
+
+
+def _copied(state: State | None) -> State | None:
+    """Tensors of its own: what was loaded may still wait for its compressor."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(copy, value))
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    return None if state is None else {name: copy(value) for name, value in state.items()}

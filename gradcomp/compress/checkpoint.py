@@ -243,4 +243,4 @@ def checked_tensor(
         )
     if not given.isfinite().all():
         raise ValueError(f"{what} has values that aren't finite")
-    return given.detach()
+    return given.detach().clone()

@@ -35,7 +35,8 @@ class CompressorState(CompressedAveraging):
 
     Raises TypeError for a compressor, options or a process group that are none, ValueError for a setting that cannot be.
 
-    Checkpoints: state_dict() and load_state_dict(), one per rank: every rank has errors of its own.
+    Checkpoints: state_dict() and load_state_dict(). Every rank has errors of its own: save one per rank to continue exactly,
+    or consolidated_state_dict(state) for all ranks; per_rank_state_dict and load_from_dcp for torch.distributed.checkpoint.
 
     Example::
 
@@ -111,8 +112,12 @@ class CompressorState(CompressedAveraging):
         Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown version, of another
         compressor, or with anything that doesn't fit, TypeError for something else. Then the state is as it was.
         """
-        self._take(checked(state_dict, self.algorithm, self._make_options))
+        self._take(self.checked(state_dict))
         self._warn_of_another_ranks_errors()
+
+    def checked(self, state_dict: Any) -> dict[str, Any]:
+        """A state_dict that may be loaded, in plain types. Raises what load_state_dict raises."""
+        return checked(state_dict, self.algorithm, self._make_options)
 
     def _take(self, state_dict: dict[str, Any]) -> None:
         self._memories.load(memories_of(state_dict, self._make_options))
@@ -136,7 +141,7 @@ class CompressorState(CompressedAveraging):
         group = joined_group(None) if dist.is_initialized() else None
         CompressorState.__init__(self, state["compressor"], state["options"], group)
         # The group may still be set to another: whose errors these are is asked in the first compressed step.
-        self._take(checked(state["state_dict"], self.algorithm, self._make_options))
+        self._take(self.checked(state["state_dict"]))
 
 
 def _is_frozen(options: Any) -> bool:

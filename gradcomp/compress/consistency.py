@@ -52,9 +52,18 @@ def require_same_on_all_ranks(
         texts = _all_gather(mine, max(lengths), group, device)
     by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
     values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
-    if differences := _differences(values_of_ranks):
+    ranks = _global_ranks(group)
+    if differences := _differences(values_of_ranks, ranks):
         raise RuntimeError(f"{whose} differs between the ranks: {differences}. {advice}")
-    return _differences(notes_of_ranks)
+    return _differences(notes_of_ranks, ranks)
+
+
+def _global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Of the group's ranks, in their order."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):  # a group that c10d does not know
+        return list(range(group.size()))
 
 
 _meetings: MutableMapping[dist.ProcessGroup, int] = WeakIdKeyDictionary()
@@ -88,7 +97,8 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
         found = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]
         raise RuntimeError(
             f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do so within the "
-            f"time-out: {'; '.join(found)}. Likely cause: the states have different process groups, or a rank has ended"
+            f"time-out: {'; '.join(found)}. Likely cause: the states have different process groups; only some ranks have "
+            "changed an option or loaded a checkpoint since the last step, or have this hook; or a rank has ended"
         ) from error
 
 
@@ -107,32 +117,32 @@ def _all_gather(
     return [bytes(each.tolist()) for each in torch.stack(everyone).cpu()]
 
 
-def _differences(by_rank: Sequence[Mapping[str, Any]]) -> str:
+def _differences(by_rank: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
     names = list(dict.fromkeys(name for values in by_rank for name in values))
-    found = [_difference(name, [values.get(name) for values in by_rank]) for name in names]
+    found = [_difference(name, [values.get(name) for values in by_rank], ranks) for name in names]
     return "; ".join(text for text in found if text)
 
 
-def _difference(name: str, values: Sequence[Any]) -> str:
+def _difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
     """How the ranks' values of this name differ, or ""; of lists, their lengths or the first items that differ."""
     if all(value == values[0] for value in values):
         return ""
     if all(isinstance(value, list) for value in values):
         lengths = [len(value) for value in values]
         if len(set(lengths)) > 1:
-            return _difference(f"the number of {name}", lengths)
+            return _difference(f"the number of {name}", lengths, ranks)
         items = list(zip(*values, strict=True))
         index = next(i for i, of_ranks in enumerate(items) if any(item != of_ranks[0] for item in of_ranks))
-        return f"{name}[{index}] is " + _by_value(items[index])
-    return f"{name} is " + _by_value(values)
+        return f"{name}[{index}] is " + _by_value(items[index], ranks)
+    return f"{name} is " + _by_value(values, ranks)
 
 
-def _by_value(values: Sequence[Any]) -> str:
+def _by_value(values: Sequence[Any], ranks: Sequence[int]) -> str:
     """'4 on ranks 0, 2 and 8 on rank 1'"""
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=True):
         ranks_of.setdefault(json.dumps(value), []).append(rank)
-    return " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+    return " and ".join(f"{value} on {_ranks(having)}" for value, having in ranks_of.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

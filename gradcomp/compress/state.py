@@ -47,6 +47,7 @@ class CompressedAveraging:
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "process_group":
             require_group(type(self).__name__, value)
+            self._is_compared = False
         super().__setattr__(name, value)
 
     @property
@@ -131,20 +132,22 @@ class CompressedAveraging:
         return future
 
     def _compare_once(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
-        """In the state's first step: raise RuntimeError on every rank unless all have the same options and bucket."""
+        """In the state's first step: raise RuntimeError on every rank unless all have the same options and buckets."""
         if self._is_compared:
             return
-        self._is_compared = True
+        self._is_compared = bucket.is_last()
         values = self.compared_options() | {
             "iter": self.iter,
             "hook": hook_name,
             "world size": group.size(),
             "dtype of the bucket": bucket.buffer().dtype,
             "index of the bucket": bucket.index(),
+            "whether the bucket is the last (bucket_cap_mb tells how many there are)": bucket.is_last(),
             "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
             "directions": self._memories.digest_of_common(),
         }
-        require_same_group(f"{hook_name}'s state", group)
+        if bucket.index() == 0:
+            require_same_group(f"{hook_name}'s state", group)
         device = bucket.buffer().device
         unlike = require_same_on_all_ranks(
             f"{hook_name}'s state",

@@ -5,26 +5,23 @@ implemented, and how it differs from torch's.
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gradcomp.compress import transfer
 from gradcomp.compress.bucket_memory import BucketMemories, BucketPart
 from gradcomp.compress.checkpoint import PROGRESS, has_errors
 from gradcomp.compress.compressor import Compressor
 from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.powersgd import LowRankCompressor, LowRankOptions
 from gradcomp.compress.state import CompressedAveraging, MakeCompressor
+from gradcomp.compress.transfer import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 
-from . import powersgd_checkpoint, powersgd_transfer
+from . import powersgd_checkpoint, powersgd_from_torch
 from .powersgd_options import OPTIONS, checked_options, options_of
-from .powersgd_transfer import (
-    average_errors,
-    consolidated_state_dict,
-    load_from_dcp,
-    per_rank_state_dict,
-)
 
 __all__ = [
     "PowerSGDState",
@@ -159,8 +156,13 @@ class PowerSGDState(CompressedAveraging):
         anything that doesn't fit (sizes, dtypes, values that aren't finite, options that cannot be), TypeError for
         something else. Then the state is as it was.
         """
-        self._take(powersgd_checkpoint.checked(state_dict))
+        self._take(self.checked(state_dict))
         self._warn_of_another_ranks_errors()
+
+    @staticmethod
+    def checked(state_dict: Any) -> dict[str, Any]:
+        """A state_dict that may be loaded, in plain types. Raises what load_state_dict raises."""
+        return powersgd_checkpoint.checked(state_dict)
 
     def _take(self, checked: dict[str, Any]) -> None:
         """Continue from a state_dict that has been checked."""
@@ -176,7 +178,7 @@ class PowerSGDState(CompressedAveraging):
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        checked = powersgd_checkpoint.checked(state)
+        checked = self.checked(state)
         logger.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). If a different group is "
             "desired, please set `self.process_group` after PowerSGD state is loaded."
@@ -193,7 +195,7 @@ class PowerSGDState(CompressedAveraging):
         compressor = super()._compressor_of(part, device, group, make)
         if is_new and memory.index in self._from_torch:
             theirs = self._from_torch.pop(memory.index)
-            if not powersgd_transfer.load(compressor, memory, theirs):
+            if not powersgd_from_torch.load(compressor, memory, theirs):
                 logger.warning(
                     "PowerSGD: bucket %s has another layout than torch's: starts afresh.", memory.index
                 )
@@ -258,6 +260,18 @@ def _low_rank_hook(
     return state.average(name, bucket, LowRankCompressor, state.compressor_options(square=square))
 
 
+def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One state_dict from those of all ranks of a run, for every rank of a run with any number of ranks.
+
+    What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
+    mean is the same. state_dicts: a list, or an iterator that loads one after another: each is needed only until the next.
+
+    Raises ValueError for none at all and for state_dicts of different steps or buckets, and what load_state_dict does for
+    something else.
+    """
+    return transfer.average_errors(state_dicts, powersgd_checkpoint.checked)
+
+
 def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
     """A PowerSGDState that continues from torch's: hyperparameters, progress, errors and factors.
 
@@ -275,6 +289,6 @@ def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
     names = set(OPTIONS) - {"random_seed"}
     ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in names})
     vars(ours).update({name: rule(name, getattr(state, name)) for name, rule in PROGRESS.items()})
-    ours._from_torch = powersgd_transfer.memories_of(state)
+    ours._from_torch = powersgd_from_torch.memories_of(state)
     ours._waits_for_buckets = wait_for_buckets
     return ours

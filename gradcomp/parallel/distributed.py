@@ -16,6 +16,7 @@ from gradcomp.compress.consistency import require_same_on_all_ranks
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import GradBucket, Reducer, RepeatedBroadcast, broadcast_coalesced
 from gradcomp.reducer.communicator import require_callable
+from gradcomp.reducer.parameters import require_plain
 
 from .arguments import (
     check_module,
@@ -105,6 +106,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = dict(named_parameters(module, self.parameters_to_ignore))
         self.device_ids = check_module(named, device_ids, output_device)
+        for name, buffer in module.named_buffers():
+            require_plain(name, buffer, "buffer")
         self.output_device = self.device_ids[0] if self.device_ids else None
         self.module, self.dim = module, dim
         self.device = next(iter(named.values())).device

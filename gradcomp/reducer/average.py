@@ -32,9 +32,9 @@ def average_(
     tensors: the same shapes and dtypes in the same order on every rank (pseudo-gradients, say); those of a dtype
     and device form one bucket. hook: None for an all-reduce. process_group: of that all-reduce; a hook has its own
     in its state.
-    keys: one per tensor, names say, by which the state's memory finds its tensor in every call, whatever the list's order.
-        None: a tensor that comes again is known by itself, and new tensors take the places of the others of their shape and
-        dtype, in the order of the list.
+    keys: one per tensor, names say, by which the state's memory finds its tensor in every call, whatever the list's order;
+        the same on every rank, each with the same repr. None: a tensor that comes again is known by itself, and from then on
+        has its place for itself; new tensors take the places of the others of their shape and dtype, in the order of the list.
 
     Raises TypeError for what isn't a floating-point or complex tensor, or a list of such; ValueError for keys that are not
     one per tensor or not distinct; RuntimeError for a hook that returns no Future, or one with another number of elements.
@@ -49,7 +49,7 @@ def average_(
         if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
-    if keys is not None and (len(keys) != len(tensors) or len(set(keys)) != len(keys)):
+    if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
         raise ValueError(
             f"average_ takes one key per tensor, each another one: got {list(keys)} for {len(tensors)} tensors"
         )
@@ -83,28 +83,35 @@ def _parts(buffer: torch.Tensor, members: list[torch.Tensor]) -> list[torch.Tens
 class _Place:
     """What a state knows a tensor by from call to call: a parameter without memory of its own.
 
-    number: places are numbered as they come. tensor: the one that was here last; stays: whether it had come before.
+    order: of the bucket, the same on every rank. tensor: the one that was here last. stays: whether it has come twice; then
+    the place is nobody else's.
     """
 
-    def __init__(self, tensor: torch.Tensor, number: int):
+    def __init__(self, tensor: torch.Tensor, order: tuple[int, str]):
         self.parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        self.number, self.tensor, self.stays = number, weakref.ref(tensor), False
+        self.order, self.tensor, self.stays = order, weakref.ref(tensor), False
 
     def suits(self, tensor: torch.Tensor) -> bool:
         return self.parameter.shape == tensor.shape and self.parameter.dtype == tensor.dtype
 
 
 class _Places:
-    """The places of all tensors that are averaged with a state."""
+    """The places of all tensors that are averaged with a state.
+
+    Which tensor has which place must not depend on what lives on a rank: garbage is collected at other times on others.
+    """
 
     def __init__(self) -> None:
         self._with_key: dict[Hashable, _Place] = {}
         self._without: list[_Place] = []
+        self._num_made = 0
 
     def of(self, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Place]:
         """Each tensor's place."""
         if keys is not None:
             return [self._of_key(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
+        # The memory of a tensor that is no more goes with it.
+        self._without = [place for place in self._without if not place.stays or place.tensor() is not None]
         owned = {id(place.tensor()): place for place in self._without if place.tensor() is not None}
         known = [place if (place := owned.get(id(t))) and place.suits(t) else None for t in tensors]
         taken = {id(place) for place in known if place is not None}
@@ -119,20 +126,17 @@ class _Places:
     def _of_key(self, tensor: torch.Tensor, key: Hashable) -> _Place:
         place = self._with_key.get(key)
         if place is None or not place.suits(tensor):
-            place = self._with_key[key] = self._new(tensor)
+            place = self._with_key[key] = _Place(tensor, (1, repr(key)))
         return place
 
     def _of_new(self, tensor: torch.Tensor, taken: set[int]) -> _Place:
         """The first free place that suits a tensor which comes for the first time."""
         for place in self._without:
-            is_free = id(place) not in taken and not (place.stays and place.tensor() is not None)
-            if is_free and place.suits(tensor):
+            if not place.stays and id(place) not in taken and place.suits(tensor):
                 return place
-        self._without.append(self._new(tensor))
+        self._num_made += 1
+        self._without.append(_Place(tensor, (0, f"{self._num_made:020}")))
         return self._without[-1]
-
-    def _new(self, tensor: torch.Tensor) -> _Place:
-        return _Place(tensor, len(self._with_key) + len(self._without))
 
 
 _places_of: MutableMapping[Any, _Places] = WeakIdKeyDictionary()
@@ -145,5 +149,5 @@ def _with_parameters(
     if state is None or isinstance(state, dist.ProcessGroup):
         return [(tensor, tensor) for tensor in tensors]
     places = _places_of.setdefault(state, _Places()).of(tensors, keys)
-    pairs = sorted(zip(places, tensors, strict=True), key=lambda pair: pair[0].number)
+    pairs = sorted(zip(places, tensors, strict=True), key=lambda pair: pair[0].order)
     return [(place.parameter, tensor) for place, tensor in pairs]

@@ -19,6 +19,11 @@ def named_parameters(
     """
     if isinstance(params, nn.Module | torch.Tensor | Mapping):
         raise TypeError(_near_miss(params))
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"Reducer takes parameters, or (name, parameter) pairs, got {type(params).__name__}: model.parameters() has "
+            "parentheses"
+        )
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     seen: set[int] = set()
@@ -54,13 +59,13 @@ def _near_miss(params: Any) -> str:
     return "Reducer takes parameters, or (name, parameter) pairs, got a dict: pass its items()"
 
 
-def require_plain(name: str, param: torch.Tensor) -> None:
+def require_plain(name: str, tensor: torch.Tensor, what: str = "parameter") -> None:
     """Raise TypeError for a DTensor."""
     # Nobody has one who has not imported its module, which takes long.
     module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and isinstance(param, module.DTensor):
+    if module is not None and isinstance(tensor, module.DTensor):
         raise TypeError(
-            f"parameter {name} is a DTensor. Models of FSDP2 (fully_shard) and tensor parallelism average their own "
+            f"{what} {name} is a DTensor. Models of FSDP2 (fully_shard) and tensor parallelism average their own "
             "gradients: leave DistributedDataParallel and the Reducer out, or shard such a model over a 2-D mesh"
         )
 

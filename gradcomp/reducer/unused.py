@@ -3,26 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+# What has no tensors of a forward in its attributes: modules have parameters there.
+_NOT_OUTPUTS = (
+    nn.Module,
+    type,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    str,
+    bytes,
+    int,
+    float,
+)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in any nesting of tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list | set | frozenset):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+    """All tensors in any nesting of containers and dataclasses; in other objects' attributes, all that have a graph.
+
+    Such an object may be a distribution, whose sample or likelihood is computed from its attributes when it is asked for.
+    """
+    waiting, seen = [(value, False)], {id(value): value}
+    while waiting:
+        item, is_attribute = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            if item.grad_fn is not None or not is_attribute:
+                yield item
+            continue
+        for inner, is_within in _held_by(item, is_attribute):
+            if id(inner) not in seen:
+                seen[id(inner)] = inner
+                waiting.append((inner, is_within))
+
+
+def _held_by(item: Any, is_attribute: bool) -> Iterator[tuple[Any, bool]]:
+    """What an output consists of, and whether it is an attribute of an object, or within one."""
+    if item is None or isinstance(item, _NOT_OUTPUTS):
+        return
+    if isinstance(item, Mapping):
+        yield from ((each, is_attribute) for each in item.values())
+    elif isinstance(item, tuple | list | set | frozenset | deque):
+        yield from ((each, is_attribute) for each in item)
+    elif dataclasses.is_dataclass(item):
+        fields = dataclasses.fields(item)
+        yield from ((getattr(item, field.name, None), is_attribute) for field in fields)
+    else:
+        slots = [name for base in type(item).__mro__ for name in _slots_of(base)]
+        held = [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
+        yield from ((each, True) for each in held)
+
+
+def _slots_of(base: type) -> tuple[str, ...]:
+    slots = base.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def reached(outputs: Any, accumulators: Mapping[Any, int]) -> set[int]:

@@ -125,7 +125,8 @@ def alternate(rank, keyed):
             given += values
             out += torch.stack(averages)
     (bucket,) = state.state_dict()["buckets"].values()
-    return given, out, bucket["error"].view(2, 40, 30)
+    owed = bucket["error"].view(2, 40, 30)
+    return given, out, owed.flip(0) if keyed else owed  # keys are in their own order
 
 
 @pytest.mark.parametrize("keyed", [False, True])
@@ -158,3 +159,57 @@ def test_keys_tell_lists_apart():
         # The gradient of rank 1 leaves nothing behind, and gets nothing of the other's.
         assert errors["first"].abs().max() < 1e-5
         assert errors["second"].abs().max() > 0.1
+
+
+def replaced(rank):
+    """Persistent tensors, some of which are replaced; rank 0 keeps what was there before."""
+    state = powerSGD_hook.PowerSGDState(None, 1, 100)
+    tensors, kept = [torch.empty(8, 8) for _ in range(4)], []
+    results = []
+    for step in range(6):
+        if step == 3:
+            if rank == 0:
+                kept.extend(tensors)
+            tensors = [torch.empty(8, 8) for _ in range(3)] + tensors[3:]
+        for number, tensor in enumerate(tensors):
+            tensor.fill_(10.0**number)
+        gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state)
+        results.append([tensor.unique().tolist() for tensor in tensors])
+    return results
+
+
+def test_what_else_lives_on_a_rank_does_not_matter():
+    for results in run_ranks(replaced, 2):
+        assert results == [[[1.0], [10.0], [100.0], [1000.0]]] * 6
+
+
+def keys_in_any_order(rank):
+    """Other orders on other ranks, and in a run that is resumed: (averages, the same resumed in two orders)."""
+    state = powerSGD_hook.PowerSGDState(None, 1, 2, min_compression_rate=1)
+
+    def average(state, values, order):
+        tensors = {key: value.clone() for key, value in values.items()}
+        gradcomp.average_([tensors[key] for key in order], powerSGD_hook.powerSGD_hook, state, keys=order)
+        return tensors
+
+    orders = [["a", "b"], ["b", "a"]]
+    generator = torch.Generator().manual_seed(rank)
+    plain = average(state, {"a": torch.ones(16, 16), "b": torch.full((16, 16), 10.0)}, orders[rank])
+    for _ in range(4):
+        values = {
+            key: size * torch.randn(16, 16, generator=generator) for key, size in (("a", 1), ("b", 100))
+        }
+        average(state, values, orders[rank])
+    resumed = []
+    for order in orders:
+        again = powerSGD_hook.PowerSGDState(None, 1, 2, min_compression_rate=1)
+        again.load_state_dict(state.state_dict())
+        resumed.append(average(again, dict.fromkeys("ab", torch.zeros(16, 16)), order))
+    return plain, resumed
+
+
+def test_keys_are_told_apart_in_any_order():
+    for plain, (one, other) in run_ranks(keys_in_any_order, 2):
+        assert (plain["a"].unique().tolist(), plain["b"].unique().tolist()) == ([1], [10])
+        assert all(torch.equal(one[key], other[key]) for key in "ab")
+        assert one["b"].norm() > 10 * one["a"].norm() > 0

@@ -1,6 +1,8 @@
 """gradcomp.DistributedDataParallel: whatever backward comes through it, gradients are averaged, or an error says why not."""
 
 import copy
+from collections import deque
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -102,10 +104,10 @@ def copied_in_between(model, x):
 
 
 class Opaque:
-    """Outputs of a class of the user's own, in which nobody looks for tensors."""
+    """Outputs of a class of the user's own, in which nobody finds tensors."""
 
     def __init__(self, losses):
-        self.losses = losses
+        self.losses = lambda: losses
 
 
 class HeadsOpaque(Heads):
@@ -115,8 +117,47 @@ class HeadsOpaque(Heads):
 
 def opaque_outputs(model, x):
     outputs = model(x)
-    sum(outputs.losses).backward(retain_graph=True)
-    sum(outputs.losses).backward()
+    sum(outputs.losses()).backward(retain_graph=True)
+    sum(outputs.losses()).backward()
+
+
+class Losses:
+    """Outputs in attributes, as a distribution has them."""
+
+    __slots__ = ("all", "others")
+
+    def __init__(self, losses):
+        self.all, self.others = deque(losses), None
+
+
+class HeadsInObject(Heads):
+    def forward(self, x):
+        losses = super().forward(x)
+        return Losses(losses), losses[0].detach()
+
+
+class HeadsAndDistribution(Heads):
+    """As an actor-critic's: a distribution, and a value."""
+
+    def forward(self, x):
+        losses = super().forward(x)
+        return torch.distributions.Normal(sum(losses), 1.0), losses[0]
+
+
+def in_an_object(model, x):
+    first, second = model(x)[0], model(2 * x)[0]
+    with getattr(model, "no_sync", nullcontext)():
+        model(x)
+    sum(second.all).backward()
+    sum(first.all).backward(retain_graph=True)
+    sum(first.all).backward()
+
+
+def of_a_distribution(model, x):
+    distribution, _ = model(x)
+    with getattr(model, "no_sync", nullcontext)():
+        model(x)
+    distribution.log_prob(torch.ones(())).sum().backward()
 
 
 AVERAGED = [
@@ -131,6 +172,8 @@ AVERAGED = [
     (raised_before_any_parameter, Heads, EVERY),
     (copied_in_between, Heads, EVERY),
     (opaque_outputs, HeadsOpaque, (PLAIN, STATIC)),
+    (in_an_object, HeadsInObject, EVERY),
+    (of_a_distribution, HeadsAndDistribution, EVERY),
 ]
 
 
@@ -378,3 +421,24 @@ def test_buckets_that_only_some_ranks_use_are_not_left_out(options):
                 assert torch.equal(our, their)
         assert torch.equal(ours[0], torch.full((3, 3), 0.5))
         assert torch.equal(ours[2], torch.full((3, 3), 1.0))
+
+
+def accumulate_in_an_object(rank):
+    """Whether ranks have the same gradients after a backward in no_sync(), and after the synchronised one."""
+    torch.manual_seed(0)
+    model = gradcomp.DistributedDataParallel(HeadsInObject())
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))
+    sum(model(x)[0].all).backward()
+    model.zero_grad()
+    with model.no_sync():
+        for _ in range(rank + 1):  # the ranks need not accumulate alike
+            sum(model(x)[0].all).backward()
+    local = [param.grad.clone() for param in model.parameters()]
+    sum(model(x)[0].all).backward()
+    return local, [param.grad.clone() for param in model.parameters()]
+
+
+def test_outputs_in_objects_are_left_alone_in_no_sync():
+    (local, averaged), (other_local, other_averaged) = run_ranks(accumulate_in_an_object, 2)
+    assert not any(map(torch.equal, local, other_local))
+    assert all(map(torch.equal, averaged, other_averaged))

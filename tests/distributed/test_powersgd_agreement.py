@@ -1,6 +1,7 @@
 """Ranks whose PowerSGD differs: an error on every rank, in the first step, that names what differs."""
 
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 import torch
@@ -126,6 +127,39 @@ def different_bucket_caps(rank):
 
 def test_different_bucket_caps_are_named_under_torchs_ddp():
     assert run_ranks(different_bucket_caps, 2) == [True, True]
+
+
+def different_later_buckets(rank, start):
+    """Bucket 0 is the same; torch does not arrange the buckets again where it finds unused parameters."""
+    sizes = [256, 256, 256, 512, 128]
+    layers = [nn.Linear(n, m, bias=False) for n, m in pairwise(sizes)]
+    ddp = DistributedDataParallel(
+        nn.Sequential(*layers), find_unused_parameters=True, bucket_cap_mb=0.3 if rank else 0.2
+    )
+    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=start), PLAIN)
+    with pytest.raises(RuntimeError, match=r"shapes in the bucket.* on rank 0 and .* on rank 1"):
+        ddp(torch.randn(2, 256)).sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("start", [2, 1000])
+def test_bucket_caps_that_differ_in_later_buckets_are_named_under_torchs_ddp(start):
+    assert run_ranks(different_later_buckets, 2, start) == [True, True]
+
+
+def different_ranks_of_a_subgroup(rank):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return ""
+    state = powerSGD_hook.PowerSGDState(group, rank, 2)
+    with pytest.raises(RuntimeError) as raised:
+        powerSGD_hook.powerSGD_hook(state, Bucket(torch.ones(4)))
+    return str(raised.value)
+
+
+def test_ranks_of_a_subgroup_are_named_as_everywhere():
+    for message in run_ranks(different_ranks_of_a_subgroup, 3)[1:]:
+        assert "matrix_approximation_rank is 1 on rank 1 and 2 on rank 2" in message
 
 
 def different_groups(rank):

@@ -203,3 +203,16 @@ def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
     monkeypatch.setattr(state._memories, "saved", lambda: broken)
     expected["buckets"][0]["error"][5] = 0
     assert equal(state.state_dict()["buckets"], expected["buckets"])
+
+
+def test_what_was_loaded_is_the_states_own(saved):
+    """Before its first compressed step, too; also where it was saved as an expanded tensor."""
+    state, given = new_state(), copy.deepcopy(saved)
+    given["buckets"][0]["error"] = torch.ones(1).expand(NUMEL)
+    state.load_state_dict(given)
+    expected = copy.deepcopy(state.state_dict())
+    for state_dict in (given, state.state_dict()):
+        state_dict["buckets"][0]["directions"][0].fill_(7)
+        if state_dict is not given:
+            state_dict["buckets"][0]["error"].fill_(7)
+        assert equal(state.state_dict(), expected)

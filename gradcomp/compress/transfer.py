@@ -1,78 +1,27 @@
-"""PowerSGD's memory from elsewhere: from torch's hook, from a run with another number of ranks, through torch's
-distributed checkpoints.
-"""
+"""A state's memory for a run with another number of ranks, and through torch's distributed checkpoints."""
 
-import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.bucket_memory import Memory
-from gradcomp.compress.consistency import require_same_on_all_ranks
-from gradcomp.compress.process_group import resolve_group
-
-from .powersgd_checkpoint import checked
+from .consistency import require_same_on_all_ranks
+from .process_group import resolve_group
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 
-def memories_of(state: Any) -> dict[int, dict[str, Any]]:
-    """{index of a bucket: {"error", "directions"}} of torch's PowerSGDState, flat as it has them, or None.
-
-    Copies, as torch goes on writing to its own; what isn't finite, and would stay so in torch's, is zero.
-    """
-    theirs = {"error": state.error_dict, "directions": state.q_memory_dict}
-    return {
-        index: {
-            name: each[index].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if index in each else None
-            for name, each in theirs.items()
-        }
-        for index in sorted({*state.error_dict, *state.q_memory_dict})
-    }
-
-
-def load(compressor: Any, memory: Memory, theirs: dict[str, Any]) -> bool:
-    """Have the compressor of a bucket's memory continue from what memories_of gave for it; False if it doesn't fit."""
-    plan = compressor.plan
-    error = plan.error() if theirs["error"] is None else theirs["error"]
-    directions = plan.directions()
-    if theirs["directions"] is not None:
-        directions = _split(theirs["directions"], memory)
-    expected = [(matrix.cols, matrix.rank) for matrix in plan.layout.matrices]
-    fits = error.numel() == plan.layout.numel and [tuple(each.shape) for each in directions] == expected
-    if fits:
-        plan.load(error, directions)
-    return fits
-
-
-def _split(flat: torch.Tensor, memory: Memory) -> list[torch.Tensor]:
-    """torch's q_memory_dict of a bucket as our directions; none if it is of another bucket.
-
-    torch has vectors in it too, as matrices of one column, where min_compression_rate lets it.
-    """
-    groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
-    for shape in memory.shapes:
-        rows, cols = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
-        rank = min(rows, cols, memory.options.rank)
-        if (rows + cols) * rank * memory.options.min_compression_rate < rows * cols:
-            groups.setdefault((rows, cols), []).append((cols, rank, len(shape) > 1))
-    theirs = [each for group in groups.values() for each in group]
-    numels = [cols * rank for cols, rank, _ in theirs]
-    if sum(numels) != flat.numel():
-        return []
-    parts = zip(flat.split(numels), theirs, strict=True)
-    return [part.view(cols, rank) for part, (cols, rank, is_matrix) in parts if is_matrix]
-
-
-def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def average_errors(
+    state_dicts: Iterable[dict[str, Any]], checked: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
     """One state_dict from those of all ranks of a run, for every rank of a run with any number of ranks.
 
     What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
     mean is the same. state_dicts: a list, or an iterator that loads one after another: each is needed only until the next.
+    checked: of a state, which checks a state_dict.
 
     Raises ValueError for none at all and for state_dicts of different steps or buckets, and what load_state_dict does for
     something else.
@@ -98,7 +47,7 @@ def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def consolidated_state_dict(state: Any) -> dict[str, Any]:
-    """A PowerSGDState's state_dict with the mean of all ranks' errors, on the CPU: one file for all ranks, of any run.
+    """A state's state_dict with the mean of all ranks' errors, on the CPU: one file for all ranks, of any run.
 
     A collective: every rank of the state's process group calls it, after the same step, and gets the same. It averages
     bucket after bucket, in float64. See average_errors for what the mean means.
@@ -107,7 +56,7 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
 
     Example::
 
-        state_dict = powerSGD_hook.consolidated_state_dict(state)
+        state_dict = consolidated_state_dict(state)
         if dist.get_rank() == 0:
             torch.save(state_dict, path)
         ...
@@ -122,7 +71,7 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
         on_cuda = (error.device for error in _errors(mine) if error.is_cuda)
         device = next(on_cuda, None) or torch.device("cuda", torch.cuda.current_device())
     advice = "Call consolidated_state_dict on every rank, after the same step."
-    require_same_on_all_ranks("PowerSGD's state", _outline(merged), group, device, advice)
+    require_same_on_all_ranks(f"{state.algorithm}'s state", _outline(merged), group, device, advice)
     for memory in _with_errors(merged):
         total = memory["error"].to(device, torch.float64, copy=True)
         dist.all_reduce(total, group=group)
@@ -131,7 +80,7 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
 
 
 def per_rank_state_dict(state: Any) -> dict[str, Any]:
-    """What torch.distributed.checkpoint saves of a PowerSGDState: {"rank 0 of 2": its state_dict, on the CPU}.
+    """What torch.distributed.checkpoint saves of a state: {"rank 0 of 2": its state_dict, on the CPU}.
 
     torch.distributed.checkpoint keeps one of several ranks' entries of one name, so every rank's has a name of its own. It
     takes dicts and lists apart, makes their keys strings, and loads only what the target has already; what is in a tuple
@@ -139,7 +88,7 @@ def per_rank_state_dict(state: Any) -> dict[str, Any]:
 
     Example::
 
-        dcp.save({"model": model.state_dict(), "powersgd": powerSGD_hook.per_rank_state_dict(state)}, checkpoint_id=path)
+        dcp.save({"model": model.state_dict(), "powersgd": per_rank_state_dict(state)}, checkpoint_id=path)
     """
     group = _group(per_rank_state_dict, state)
     return {_name(group.rank(), group.size()): (_on_cpu(state.state_dict()),)}
@@ -148,7 +97,7 @@ def per_rank_state_dict(state: Any) -> dict[str, Any]:
 def load_from_dcp(
     state: Any, checkpoint_id: str | os.PathLike[str], key: str = "powersgd", *, storage_reader: Any = None
 ) -> None:
-    """Load what per_rank_state_dict gave to torch.distributed.checkpoint into a PowerSGDState.
+    """Load what per_rank_state_dict gave to torch.distributed.checkpoint into a state.
 
     A collective: every rank calls it. With as many ranks as saved it each gets its own errors, with another number all get
     the mean of the saved ones, which are read one rank after another.
@@ -183,7 +132,7 @@ def load_from_dcp(
     if world_size == group.size():
         state.load_state_dict(read(group.rank()))
     else:
-        state.load_state_dict(average_errors(map(read, range(world_size))))
+        state.load_state_dict(average_errors(map(read, range(world_size)), state.checked))
 
 
 def _name(rank: int, world_size: int) -> str:
@@ -192,14 +141,16 @@ def _name(rank: int, world_size: int) -> str:
 
 def _group(function: Any, state: Any) -> dist.ProcessGroup:
     if not hasattr(state, "process_group"):
-        raise TypeError(f"{function.__name__} takes a PowerSGDState, got {type(state).__name__}")
+        raise TypeError(
+            f"{function.__name__} takes the state of a compressing hook, got {type(state).__name__}"
+        )
     return resolve_group(function.__name__, state.process_group, "state.process_group")
 
 
 def _with_errors(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
     """The memories that have an error, in the same order on all ranks."""
-    parts = (sorted(state_dict[name].items()) for name in ("buckets", "from_torch"))
-    return [memory for part in parts for _, memory in part if memory["error"] is not None]
+    parts = (sorted(state_dict.get(name, {}).items()) for name in ("buckets", "from_torch"))
+    return [memory for part in parts for _, memory in part if memory.get("error") is not None]
 
 
 def _errors(state_dict: dict[str, Any]) -> list[torch.Tensor]:
@@ -211,12 +162,12 @@ def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": state_dict["iter"],
         "buckets": [
-            [index, memory["shapes"], memory["parameters"], memory["error"] is not None]
+            [index, memory["shapes"], memory["parameters"], memory.get("error") is not None]
             for index, memory in sorted(state_dict["buckets"].items())
         ],
         "torch's buckets": [
             [index, 0 if memory["error"] is None else memory["error"].numel()]
-            for index, memory in sorted(state_dict["from_torch"].items())
+            for index, memory in sorted(state_dict.get("from_torch", {}).items())
         ],
     }
 

@@ -1,0 +1,58 @@
+"""PowerSGD's memory as torch's hook keeps it."""
+
+import math
+from typing import Any
+
+import torch
+
+from gradcomp.compress.bucket_memory import Memory
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+
+def memories_of(state: Any) -> dict[int, dict[str, Any]]:
+    """{index of a bucket: {"error", "directions"}} of torch's PowerSGDState, flat as it has them, or None.
+
+    Copies, as torch goes on writing to its own; what isn't finite, and would stay so in torch's, is zero.
+    """
+    theirs = {"error": state.error_dict, "directions": state.q_memory_dict}
+    return {
+        index: {
+            name: each[index].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if index in each else None
+            for name, each in theirs.items()
+        }
+        for index in sorted({*state.error_dict, *state.q_memory_dict})
+    }
+
+
+def load(compressor: Any, memory: Memory, theirs: dict[str, Any]) -> bool:
+    """Have the compressor of a bucket's memory continue from what memories_of gave for it; False if it doesn't fit."""
+    plan = compressor.plan
+    error = plan.error() if theirs["error"] is None else theirs["error"]
+    directions = plan.directions()
+    if theirs["directions"] is not None:
+        directions = _split(theirs["directions"], memory)
+    expected = [(matrix.cols, matrix.rank) for matrix in plan.layout.matrices]
+    fits = error.numel() == plan.layout.numel and [tuple(each.shape) for each in directions] == expected
+    if fits:
+        plan.load(error, directions)
+    return fits
+
+
+def _split(flat: torch.Tensor, memory: Memory) -> list[torch.Tensor]:
+    """torch's q_memory_dict of a bucket as our directions; none if it is of another bucket.
+
+    torch has vectors in it too, as matrices of one column, where min_compression_rate lets it.
+    """
+    groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
+    for shape in memory.shapes:
+        rows, cols = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
+        rank = min(rows, cols, memory.options.rank)
+        if (rows + cols) * rank * memory.options.min_compression_rate < rows * cols:
+            groups.setdefault((rows, cols), []).append((cols, rank, len(shape) > 1))
+    theirs = [each for group in groups.values() for each in group]
+    numels = [cols * rank for cols, rank, _ in theirs]
+    if sum(numels) != flat.numel():
+        return []
+    parts = zip(flat.split(numels), theirs, strict=True)
+    return [part.view(cols, rank) for part, (cols, rank, is_matrix) in parts if is_matrix]
