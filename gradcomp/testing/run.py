@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.compress.hook import Hook, result_of
-from gradcomp.testing.collectives import SimulatedProcessGroup
 from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
 from gradcomp.testing.workload import Workload
 
 __all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors_in"]

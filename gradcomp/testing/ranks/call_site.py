@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 
 import torch
 
-_GRADCOMP, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_GRADCOMP, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
 
 # Innermost first: each a function's code and a line number.
 CallSite = tuple[tuple[CodeType, int], ...]

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.testing.exchange import REDUCTIONS, Call
+from gradcomp.testing.ranks.transfer import REDUCTIONS, Call
 
 if TYPE_CHECKING:
-    from gradcomp.testing.simulation import Simulation
+    from gradcomp.testing.ranks.simulation import Simulation
 
 _REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGRAL = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from gradcomp.testing.errors import CollectiveMismatch, RankError
-from gradcomp.testing.processes import Pool
-from gradcomp.testing.simulation import Simulation
+from gradcomp.testing.ranks.processes import Pool
+from gradcomp.testing.ranks.rank_errors import CollectiveMismatch, RankError
+from gradcomp.testing.ranks.simulation import Simulation
 
 __all__ = ["CollectiveMismatch", "RankError", "run_ranks"]
 
@@ -27,7 +27,7 @@ def run_ranks(
     Within it, process_group is the default group, too, and torch's CPU generator is seeded with the rank. Simulated
     ranks share the arguments, processes have copies.
 
-    ranks: "simulated" ranks are threads of this process that take turns (see gradcomp.testing.simulation); the same
+    ranks: "simulated" ranks are threads of this process that take turns (see gradcomp.testing.ranks.simulation); the same
     schedule gives the same run, bit for bit. Schedule 0 lets collectives and callbacks happen as early as possible, any
     other number at random. "gloo" ranks are processes, kept from call to call; function and arguments have to be
     picklable, and the schedule is the machine's.

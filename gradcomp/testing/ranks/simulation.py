@@ -34,12 +34,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.testing import c10d
-from gradcomp.testing.call_site import CallSite, call_site, shown
-from gradcomp.testing.collectives import SimulatedProcessGroup, SimulatedWork
-from gradcomp.testing.errors import CollectiveMismatch, RankError
-from gradcomp.testing.exchange import Call, exchange, misfit
-from gradcomp.testing.turns import Task, Turns, is_taking_turns
+from gradcomp.testing.ranks import c10d
+from gradcomp.testing.ranks.call_site import CallSite, call_site, shown
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup, SimulatedWork
+from gradcomp.testing.ranks.rank_errors import CollectiveMismatch, RankError
+from gradcomp.testing.ranks.scheduler import Task, Turns, is_taking_turns
+from gradcomp.testing.ranks.transfer import Call, exchange, misfit
 
 _one_at_a_time = threading.Lock()  # a simulation takes the place of the process's default group
 _first_names = count(1_000_000, 1_000_000)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.testing.collectives import SimulatedProcessGroup
 from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
 
 # torch 2.13 has all_gather_single and reduce_scatter_single for these, and warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.testing.errors import RankError
+from gradcomp.testing.ranks.rank_errors import RankError
 
 _START_TIMEOUT_S = 120.0
 _LAST_WORDS_S = (

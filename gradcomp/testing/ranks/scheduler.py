@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradcomp.testing.call_site import CallSite, call_site, shown
-from gradcomp.testing.errors import RankError
+from gradcomp.testing.ranks.call_site import CallSite, call_site, shown
+from gradcomp.testing.ranks.rank_errors import RankError
 
 _here = threading.local()  # .task: what this thread runs
 

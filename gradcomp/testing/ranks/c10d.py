@@ -1,4 +1,4 @@
-"""Every private name of torch that simulated ranks rest on. tests/testing/test_simulation.py fails when torch changes one.
+"""Every private name of torch that simulated ranks rest on. tests/testing/ranks/test_simulation.py fails when torch changes one.
 
 Real ranks are processes: each has a default group and a random generator of its own, and waits in C++. Simulated ranks
 share a process, so these three are exchanged while they run.

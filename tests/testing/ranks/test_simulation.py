@@ -10,8 +10,7 @@ from torch.distributed import distributed_c10d
 
 import gradcomp
 from gradcomp import ops
-from gradcomp.testing import c10d
-from gradcomp.testing.ranks import RankError, run_ranks
+from gradcomp.testing.ranks import RankError, c10d, run_ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 SCHEDULES = range(12)
