@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 
 from gradcomp.testing import properties
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import NonFiniteFailure
+from gradcomp.testing.properties.failure import NonFiniteFailure
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.strategies import DIMS, poisons, shapes, workloads
 from gradcomp.testing.workload import Shape, Workload

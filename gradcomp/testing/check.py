@@ -14,9 +14,9 @@ from hypothesis.strategies import SearchStrategy
 from gradcomp.compress.hook import Hook
 from gradcomp.testing.cases import CASES, Case, Drawn
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import PropertyFailure
 from gradcomp.testing.inference import PROBED_STEPS, claims_of
 from gradcomp.testing.progress import Progress
+from gradcomp.testing.properties.failure import PropertyFailure
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.report import Failure, Report, Verdict
 from gradcomp.testing.run import MakeState, Ranks

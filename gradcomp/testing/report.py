@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import PropertyFailure
+from gradcomp.testing.properties.failure import PropertyFailure
 from gradcomp.testing.workload import Workload
 
 __all__ = ["Failure", "Report", "Verdict"]

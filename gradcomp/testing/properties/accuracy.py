@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from gradcomp.testing.claims import Claims, Tolerance
-from gradcomp.testing.failure import (
+from gradcomp.testing.properties.failure import (
     PropertyFailure,
     place,
     require_close,
     require_close_in_norm,
     require_finite,
 )
+from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.run import Run
-from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Rounding errors of a gradient of rank r recovered from factors, in roundings: P's condition number, up to 1000 for

@@ -14,21 +14,26 @@ doesn't claim isn't checked: then it returns None. claims: by default, what clai
 
 from __future__ import annotations
 
-from gradcomp.testing.accuracy import averages, contraction, exact_up_to_rank, unbiased
-from gradcomp.testing.agreement import (
-    completes,
-    finite_in_finite_out,
-    nonfinite_seen_by_all,
-    replicas_identical,
+from gradcomp.testing.properties.accuracy import averages, contraction, exact_up_to_rank, unbiased
+from gradcomp.testing.properties.failure import NonFiniteFailure, PropertyFailure
+from gradcomp.testing.properties.invariance import (
+    bucket_insensitive,
+    deterministic,
+    rank_permutation,
+    scale_equivariant,
 )
-from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure
-from gradcomp.testing.invariance import bucket_insensitive, deterministic, rank_permutation, scale_equivariant
-from gradcomp.testing.memory import (
+from gradcomp.testing.properties.memory import (
     bounded_memory,
     checkpoint_round_trip,
     error_feedback_identity,
     held_back_comes_out,
     no_error_where_exact,
+)
+from gradcomp.testing.properties.replicas import (
+    completes,
+    finite_in_finite_out,
+    nonfinite_seen_by_all,
+    replicas_identical,
 )
 
 __all__ = [

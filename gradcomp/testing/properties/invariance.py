@@ -6,10 +6,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from gradcomp.testing.accuracy import allowed_error, each_output, norm_of, underflow
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import place, require_close, require_close_in_norm, require_finite, require_same
-from gradcomp.testing.subject import Subject, property_of
+from gradcomp.testing.properties.accuracy import allowed_error, each_output, norm_of, underflow
+from gradcomp.testing.properties.failure import (
+    place,
+    require_close,
+    require_close_in_norm,
+    require_finite,
+    require_same,
+)
+from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Of two runs of a lossy hook that differ by rounding only, in units of the gradients' norm: half of the digits.

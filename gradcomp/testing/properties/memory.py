@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from gradcomp.testing.accuracy import (
+from gradcomp.testing.properties.accuracy import (
     ROUNDINGS_OF_A_STEP,
     BucketSteps,
     each_output,
@@ -13,15 +13,15 @@ from gradcomp.testing.accuracy import (
     norm_of_bucket,
     underflow,
 )
-from gradcomp.testing.failure import (
+from gradcomp.testing.properties.failure import (
     PropertyFailure,
     place,
     require_close_in_norm,
     require_finite,
     require_same,
 )
+from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Bytes per tensor and bucket that a state may hold whatever the size of the gradients.

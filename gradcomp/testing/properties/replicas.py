@@ -10,11 +10,17 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress.hook import Hook
-from gradcomp.testing.accuracy import each_output
-from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure, place, require_finite, require_same
+from gradcomp.testing.properties.accuracy import each_output
+from gradcomp.testing.properties.failure import (
+    NonFiniteFailure,
+    PropertyFailure,
+    place,
+    require_finite,
+    require_same,
+)
+from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import Run
-from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Poison, Workload
 
 SCHEDULES = (0, 1, 2, 3)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradcomp.compress.hook import Hook
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import PropertyFailure
 from gradcomp.testing.inference import AVERAGES_WITHIN, claims_of
+from gradcomp.testing.properties.failure import PropertyFailure
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
 from gradcomp.testing.workload import Workload
