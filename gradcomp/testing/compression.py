@@ -67,7 +67,7 @@ class CompressionReport:
 
     def __str__(self) -> str:
         columns = ["tensor", "error", "summed", "cosine", "energy", "best", "bytes", "sent", "rate"]
-        names = [f"{number} {list(each.shape)}" for number, each in enumerate(self.tensors)]
+        names = [f"{index} {list(each.shape)}" for index, each in enumerate(self.tensors)]
         rows = [_row(name, each) for name, each in zip(names, self.tensors, strict=True)]
         table = [columns, *rows, _row("all", self.overall)]
         hidden = {2} if self.steps == 1 else set()
@@ -102,7 +102,7 @@ def compression_report(
     world_size: 2 where the gradients don't tell. steps: how many the hook makes; with warm start the first is
         its worst, and with error feedback a later one also sends what earlier ones left out.
     rank: what best_energy is of; by default the state's matrix_approximation_rank if it has one.
-    buckets: the numbers of each bucket's tensors. By default each tensor has one to itself, so that what it
+    buckets: the indices of each bucket's tensors. By default each tensor has one to itself, so that what it
         costs can be told. Hooks that take a bucket as a whole (batched_powerSGD_hook) need the model's.
 
     Raises ValueError for no gradients, a world_size that they don't have, or buckets that don't hold each
@@ -115,22 +115,22 @@ def compression_report(
     """
     given = _of_steps(gradients, world_size, steps)
     if buckets is None:
-        alone = [(number,) for number in range(len(given[0][0]))]
+        alone = [(index,) for index in range(len(given[0][0]))]
         buckets = gradients.buckets if isinstance(gradients, Workload) else alone
-    if sorted(number for numbers in buckets for number in numbers) != list(range(len(given[0][0]))):
+    if sorted(index for indices in buckets for index in indices) != list(range(len(given[0][0]))):
         raise ValueError(f"buckets {buckets} don't hold each of {len(given[0][0])} tensors once")
     if rank is None and make_state is not None:
         (state,) = run_ranks(lambda _, process_group: make_state(process_group), 1)
         rank = getattr(state, "matrix_approximation_rank", None)
     found: dict[int, _Piece] = {}
     sent_bytes = 0
-    for numbers in buckets:
+    for indices in buckets:
         pieces, wire_bytes = _run_bucket(
-            hook, make_state, [[[g[number] for number in numbers] for g in step] for step in given]
+            hook, make_state, [[[g[index] for index in indices] for g in step] for step in given]
         )
-        found |= zip(numbers, pieces, strict=True)
+        found |= zip(indices, pieces, strict=True)
         sent_bytes += wire_bytes
-    pieces = [found[number] for number in sorted(found)]
+    pieces = [found[index] for index in sorted(found)]
     whole = _Piece(
         torch.cat([each.gradients.flatten(1) for each in pieces], dim=1),
         torch.cat([each.averages.flatten(1) for each in pieces], dim=1),
@@ -223,7 +223,7 @@ def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
 def _of_steps(
     gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]] | Workload, world_size: int | None, steps: int
 ) -> list[list[list[Tensor]]]:
-    """[step][rank][number]."""
+    """[step][rank][index]."""
     if isinstance(gradients, Workload):
         num_ranks = range(gradients.world_size)
         given = [

@@ -49,15 +49,15 @@ def buckets_of(
     """Tensors 0 … num_tensors − 1 in this order, or from the last to the first as in DDP, cut where `cuts` says so."""
     order = list(range(num_tensors))[:: -1 if reverse else 1]
     buckets = [[order[0]]]
-    for place, number in enumerate(order[1:]):
+    for place, index in enumerate(order[1:]):
         if place < len(cuts) and cuts[place]:
             buckets.append([])
-        buckets[-1].append(number)
+        buckets[-1].append(index)
     return tuple(map(tuple, buckets))
 
 
 def poisons(steps: SearchStrategy[int], world_size: int) -> SearchStrategy[Poison]:
-    """Where a value isn't finite: (step, rank, number of the tensor, value). For a workload's first tensor."""
+    """Where a value isn't finite: (step, rank, index of the tensor, value). For a workload's first tensor."""
     values = st.sampled_from((math.inf, -math.inf, math.nan))
     return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), values)
 

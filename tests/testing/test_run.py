@@ -29,7 +29,7 @@ def done(value):
     return future
 
 
-def test_outputs_are_the_averages_by_step_rank_and_number():
+def test_outputs_are_the_averages_by_step_rank_and_index():
     run = run_hook(default_hooks.allreduce_hook, None, WORKLOAD)
     for step in range(3):
         for rank in range(2):

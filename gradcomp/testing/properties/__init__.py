@@ -2,10 +2,10 @@
 
     property(hook, make_state, workload, *, claims=None, ranks="simulated") -> what was measured, or None
 
-Each runs the hook on every rank (see run_hook) and raises PropertyFailure if the hook lacks the property on this workload,
-with what was expected, what came, on which rank, step and tensor; RankError if it doesn't finish. What the hook
-doesn't claim isn't checked: then it returns None. claims: by default, what claims_of(hook, make_state) infers. ranks:
-"gloo" for real processes. Use one alone in a test of your own::
+Each runs the hook on every rank (see run_hook) and raises PropertyFailure if the hook lacks the property on this workload;
+the message says what was expected, what came, and on which rank, step and tensor. RankError if the hook doesn't finish.
+A property that the hook doesn't claim isn't checked: its function returns None. claims: by default, those that
+claims_of(hook, make_state) infers. ranks: "gloo" for real processes. Use one alone in a test of your own::
 
     @given(strategies.workloads())
     def test_averages(workload):
