@@ -122,36 +122,47 @@ def compression_report(
     if rank is None and make_state is not None:
         (state,) = run_ranks(lambda _, process_group: make_state(process_group), 1)
         rank = getattr(state, "matrix_approximation_rank", None)
-    found: dict[int, _Piece] = {}
-    sent_bytes = 0
-    for indices in buckets:
-        pieces, wire_bytes = _run_bucket(
-            hook, make_state, [[[g[index] for index in indices] for g in step] for step in given]
-        )
-        found |= zip(indices, pieces, strict=True)
-        sent_bytes += wire_bytes
-    pieces = [found[index] for index in sorted(found)]
-    whole = _Piece(
-        torch.cat([each.gradients.flatten(1) for each in pieces], dim=1),
-        torch.cat([each.averages.flatten(1) for each in pieces], dim=1),
-        sum(each.gradient_bytes for each in pieces),
-        sent_bytes,
-    )
-    best = [each.best(rank) for each in pieces]
+    tensors, whole = _run_buckets(hook, make_state, given, buckets)
+    best = [each.best(rank) for each in tensors]
     return CompressionReport(
         getattr(hook, "__qualname__", repr(hook)),
         len(given[0]),
         len(given),
         rank,
-        tuple(each.quality(kept) for each, kept in zip(pieces, best, strict=True)),
+        tuple(each.quality(kept) for each, kept in zip(tensors, best, strict=True)),
         whole.quality(None if rank is None else sum(kept or 0.0 for kept in best)),
     )
 
 
+def _run_buckets(
+    hook: Hook, make_state: MakeState, gradients: list[list[list[Tensor]]], buckets: Sequence[Sequence[int]]
+) -> tuple[list[_Outcome], _Outcome]:
+    """Run the hook on every bucket of gradients [step][rank][index]: the outcome of each tensor, and of all as one."""
+    by_index: dict[int, _Outcome] = {}
+    sent_bytes = 0
+    for indices in buckets:
+        outcomes, wire_bytes = _run_bucket(
+            hook, make_state, [[[g[index] for index in indices] for g in step] for step in gradients]
+        )
+        by_index |= zip(indices, outcomes, strict=True)
+        sent_bytes += wire_bytes
+    tensors = [by_index[index] for index in sorted(by_index)]
+    whole = _Outcome(
+        torch.cat([each.gradients.flatten(1) for each in tensors], dim=1),
+        torch.cat([each.averages.flatten(1) for each in tensors], dim=1),
+        sum(each.gradient_bytes for each in tensors),
+        sent_bytes,
+    )
+    return tensors, whole
+
+
 def _run_bucket(
     hook: Hook, make_state: MakeState, gradients: list[list[list[Tensor]]]
-) -> tuple[list[_Piece], int]:
-    """A bucket of gradients [step][rank][place]: (what comes of each, bytes on the wire in the last step)."""
+) -> tuple[list[_Outcome], int]:
+    """Run the hook on one bucket of gradients [step][rank][position in the bucket].
+
+    Returns the outcome of each tensor, and the bytes on the wire in the last step.
+    """
 
     def started(process_group: dist.ProcessGroup) -> Any:
         state: Any = process_group if make_state is None else make_state(process_group)
@@ -165,21 +176,21 @@ def _run_bucket(
     run = run_hook(hook, started, workload)
     means = [workload.mean(step) for step in range(workload.steps)]
     wire_bytes = max(run.wire_bytes[-1])
-    pieces = [
-        _Piece(
-            torch.stack([mean[place] for mean in means]),
-            torch.stack([step[0][place].double() for step in run.outputs]),
+    outcomes = [
+        _Outcome(
+            torch.stack([mean[position] for mean in means]),
+            torch.stack([step[0][position].double() for step in run.outputs]),
             gradient.nbytes,
             wire_bytes if len(workload.shapes) == 1 else None,
         )
-        for place, gradient in enumerate(gradients[0][0])
+        for position, gradient in enumerate(gradients[0][0])
     ]
-    return pieces, wire_bytes
+    return outcomes, wire_bytes
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """gradients, averages: [steps, *shape], in float64; the ranks' mean, and what the hook made of it."""
+class _Outcome:
+    """What a hook made of a tensor's gradients: the ranks' mean and the hook's averages, [steps, *shape] in float64."""
 
     gradients: Tensor
     averages: Tensor
@@ -187,7 +198,7 @@ class _Piece:
     wire_bytes: int | None
 
     def best(self, rank: int | None) -> float | None:
-        """‖ ‖² of the last gradient's best approximation of this rank."""
+        """The squared norm of the best approximation of this rank to the last gradient."""
         gradient = self.gradients[-1]
         if rank is None:
             return None
@@ -214,7 +225,7 @@ class _Piece:
 
 
 def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
-    """part / whole; of_nothing where both are 0."""
+    """The ratio part / whole; of_nothing if both are 0."""
     if whole:
         return part / whole
     return math.inf if part else of_nothing
@@ -223,7 +234,7 @@ def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
 def _of_steps(
     gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]] | Workload, world_size: int | None, steps: int
 ) -> list[list[list[Tensor]]]:
-    """[step][rank][index]."""
+    """The gradients of all steps, [step][rank][index], of any form that compression_report takes."""
     if isinstance(gradients, Workload):
         num_ranks = range(gradients.world_size)
         given = [
