@@ -1,4 +1,4 @@
-"""check_hook: every property that applies to a hook, and the smallest workloads on which it lacks one."""
+"""Check every property that applies to a hook, and find the smallest workloads on which it lacks one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _shortened(message: str, width: int = 90) -> str:
 
 
 class _Search:
-    """For a workload on which a property fails."""
+    """The search for a workload on which a property fails."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Search:
                 )
 
     def try_each(self, workloads: Iterable[Workload]) -> None:
-        """Until one fails. After what is drawn, for of that the smallest counter-example is found."""
+        """Try listed workloads until one fails. They come after those drawn, whose counter-examples are shrunk."""
         for workload in workloads:
             if self.failure is not None or self._fails(workload):
                 return

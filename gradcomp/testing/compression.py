@@ -1,4 +1,4 @@
-"""What a hook makes of given gradients: how near it comes, and what it sends for that."""
+"""Measure a hook on given gradients: how close its averages come, and how many bytes it sends for that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ __all__ = ["CompressionReport", "Quality", "compression_report"]
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one tensor, or of all together. G: the ranks' mean gradient in the last step; C: the hook's average.
+    """The quality of one tensor's average, or of all together.
+
+    G is the ranks' mean gradient in the last step, C the hook's average.
 
     shape: the tensor's; (elements,) for all together.
     relative_error: ‖C − G‖ / ‖G‖. accumulated_error: the same of their sums over all steps, which error
@@ -45,7 +47,7 @@ class Quality:
 
     @property
     def compression_rate(self) -> float | None:
-        """gradient_bytes / wire_bytes; inf if nothing is sent."""
+        """The ratio gradient_bytes / wire_bytes; inf if nothing is sent."""
         if self.wire_bytes is None:
             return None
         return self.gradient_bytes / self.wire_bytes if self.wire_bytes else math.inf

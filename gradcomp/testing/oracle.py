@@ -1,4 +1,4 @@
-"""What each hook should compute, for all ranks at once: in float64, from the papers, written to be read.
+"""Reference implementations of every hook, for all ranks at once: in float64, from the papers, written to be read.
 
 It shares nothing with the kernels or with gradcomp.cpu. Gradients are [rank][index]: for every rank a list
 of tensors. Averages are [index], in float64.
@@ -31,7 +31,7 @@ def mean(gradients: Gradients) -> list[torch.Tensor]:
 
 
 def sixteen_bit_mean(gradients: Gradients, dtype: torch.dtype) -> list[torch.Tensor]:
-    """fp16_compress_hook (torch.float16) or bf16_compress_hook (torch.bfloat16).
+    """The average of fp16_compress_hook (torch.float16) or bf16_compress_hook (torch.bfloat16).
 
     Every rank divides by W and rounds once to the dtype; the sum is formed in the dtype, rank after rank.
     With two ranks the hook has the same bits. With more, a backend may add in another order, and the hook's
@@ -174,7 +174,7 @@ def basis(columns: torch.Tensor) -> torch.Tensor:
 
 
 def projector(columns: torch.Tensor) -> torch.Tensor:
-    """Onto the span of the columns [n, r]: [n, n], the same for every basis of it."""
+    """The projector onto the span of the columns [n, r]: [n, n], the same for every basis of it."""
     orthonormal = basis(columns)
     return orthonormal @ orthonormal.mT
 

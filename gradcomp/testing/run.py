@@ -36,7 +36,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run. Tensors are copies.
+    """The outputs and measurements of a run. Tensors are copies.
 
     outputs[step][rank][index]: the averages, in the tensors' shapes. errors[step][rank][index]: the hook's errors
     after a step, if it was run with errors_of. state_bytes[step][rank]: of the tensors that the state holds after
@@ -98,7 +98,7 @@ def _steps(
     safe_checkpoint: bool,
     errors_of: ErrorsOf | None,
 ) -> list[_Step]:
-    """A rank's steps."""
+    """Run all steps on one rank."""
     state = process_group if make_state is None else make_state(process_group)
     zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
     parameters = [torch.nn.Parameter(zero) for zero in zeros]
@@ -152,7 +152,7 @@ def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[T
 
 
 def _sent_bytes(process_group: dist.ProcessGroup) -> int:
-    """Of the tensors that this rank has given to collectives so far."""
+    """The bytes of the tensors that this rank has given to collectives so far."""
     return process_group.sent_bytes if isinstance(process_group, SimulatedProcessGroup) else 0
 
 
@@ -199,7 +199,7 @@ def _reload_by_other_ways(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PowerSGD states warn whenever they are saved and loaded that the process group isn't."""
+    """Silence the warning of PowerSGD states that the process group is neither saved nor loaded."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -79,7 +79,7 @@ class Workload:
 
     @property
     def num_bytes(self) -> int:
-        """Of one rank's gradients in one step."""
+        """The bytes of one rank's gradients in one step."""
         return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
 
     def gradients(self, step: int, rank: int) -> list[Tensor]:
@@ -113,7 +113,7 @@ class Workload:
         return next(bucket for bucket, indices in enumerate(self.buckets) if index in indices)
 
     def where(self, index: int) -> str:
-        """What a message says of a tensor."""
+        """The place of a tensor, for messages."""
         return f"tensor {index} {list(self.shapes[index])} in bucket {self.bucket_of(index)}"
 
     def _draw(self, step: int, rank: int, index: int) -> Tensor:
@@ -123,7 +123,7 @@ class Workload:
         return _gradient(*recipe, self.seed * 1_009 + index, step, rank) * 2.0**scale
 
     def __repr__(self) -> str:
-        """What makes this workload, without what is as by default."""
+        """The call that makes this workload, without arguments that have their defaults."""
         shown = []
         for each in fields(self):
             value = getattr(self, each.name)
@@ -145,7 +145,7 @@ class RecordedWorkload(Workload):
     def of(
         cls, gradients: Sequence[Sequence[Sequence[Tensor]]], buckets: Sequence[Sequence[int]] = ()
     ) -> RecordedWorkload:
-        """gradients[step][rank][index]: in every step and on every rank of the same shapes and one dtype.
+        """A workload of gradients[step][rank][index], of the same shapes and one dtype in every step and on every rank.
 
         Raises ValueError where they aren't.
         """

@@ -1,4 +1,4 @@
-"""What tests of simulated ranks share."""
+"""Fixtures for tests of simulated ranks."""
 
 import threading
 from collections.abc import Iterator
