@@ -68,8 +68,8 @@ def stages(device: str) -> list[list[Step]]:
 
 
 def _tests(folder: str, processes: int) -> list[Step]:
-    """The tests of a folder, its files dealt out to so many processes; but for what needs no GPU, and minutes."""
-    paths = (path for path in (ROOT / "tests" / folder).glob("test_*.py") if path.name != "test_compiled.py")
+    """The tests of a folder and those below it, divided among so many processes, without the one that needs minutes and no GPU."""
+    paths = (path for path in (ROOT / "tests" / folder).rglob("test_*.py") if path.name != "test_compiled.py")
     files = sorted(str(path.relative_to(ROOT)) for path in paths)
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3"]
     names = [folder] if processes == 1 else [f"{folder}:{i + 1}" for i in range(processes)]

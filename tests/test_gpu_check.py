@@ -98,8 +98,9 @@ def test_every_test_file_of_its_folders_runs_once(device):
     steps = [step for stage in gpu_check.stages(device) for step in stage]
     files = [argument for step in steps for argument in step.command if argument.startswith("tests/")]
     folders = ("kernels", "hooks", "distributed", "testing")
-    there = [path for folder in folders for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    there = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py")]
     expected = {str(path.relative_to(ROOT)) for path in there} - {"tests/kernels/test_compiled.py"}
+    assert "tests/testing/ranks/test_simulation.py" in expected
     assert sorted(files) == sorted(expected)
     assert len({step.name for step in steps}) == len(steps)
 

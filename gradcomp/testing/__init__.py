@@ -15,8 +15,8 @@ from gradcomp.testing import oracle, properties, strategies
 from gradcomp.testing.check import check_hook
 from gradcomp.testing.claims import Claims, Tolerance
 from gradcomp.testing.compression import CompressionReport, compression_report
-from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure
 from gradcomp.testing.inference import claims_of
+from gradcomp.testing.properties.failure import NonFiniteFailure, PropertyFailure
 from gradcomp.testing.ranks import CollectiveMismatch, RankError, run_ranks
 from gradcomp.testing.report import Failure, Report, Verdict
 from gradcomp.testing.run import Run, run_hook

@@ -1,4 +1,4 @@
-"""What is searched for a counter-example of each property: workloads within what a hook claims."""
+"""The workloads that are searched for a counter-example of each property: all within what a hook claims."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 
 from gradcomp.testing import properties
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import NonFiniteFailure
+from gradcomp.testing.properties.failure import NonFiniteFailure
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.strategies import DIMS, poisons, shapes, workloads
 from gradcomp.testing.workload import Shape, Workload
@@ -28,7 +28,7 @@ LARGER_DIMS = range(96, 2049, 32)
 
 @dataclass(frozen=True)
 class Case:
-    """How a property is searched for a counter-example.
+    """A property, and the way it is searched for a counter-example.
 
     unclaimed(claims): why it doesn't apply, or "". workloads(drawn): of which kinds. measure: what it returns; worst: of
     several. share: of max_examples, for the expensive ones. explains: what other properties raise for want of this one.
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Workloads within what a hook claims."""
+    """Strategies that draw workloads within what a hook claims."""
 
     claims: Claims
     world_size: int
@@ -59,7 +59,7 @@ class Drawn:
     device: str
 
     def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
-        """With one to `extra_steps` steps after the plain ones."""
+        """Any workloads, with one to `extra_steps` steps after the plain ones."""
         start = self.claims.start
         options.setdefault("steps", st.integers(start + 1, start + extra_steps))
         options.setdefault("tensors", self._shapes())
@@ -88,7 +88,7 @@ class Drawn:
             yield replace(workload, poison=poison)
 
     def rearranged(self) -> SearchStrategy[Workload]:
-        """Buckets that are others from the second step on."""
+        """Workloads whose buckets are rearranged after the first step."""
         return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
             lambda workload: len(workload.buckets) > 1 < workload.steps
         )
@@ -97,7 +97,7 @@ class Drawn:
         return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
 
     def flushed(self) -> Sequence[SearchStrategy[Workload]]:
-        """Gradients, then zeros: until little may be left, in small tensors, or a few."""
+        """Workloads whose gradients are zero at the end: in small tensors until little may be left, or for a few steps."""
         options: dict[str, Any] = {
             "tensors": shapes(max_numel=25),
             "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
@@ -116,11 +116,13 @@ class Drawn:
 
     @property
     def _few(self) -> int:
-        """Zero steps: of a hook that averages, which is soon down to numbers that its levels can't divide, not many."""
+        """How many zero steps a workload ends with: few for a hook that averages, whose errors soon fall below its levels."""
         return 16 if self.claims.element_error >= 1 else 4
 
     def _with_zeros(self, workload: Workload) -> Workload:
-        """Until what is held is at most a quarter of the largest gradient; with ranks alike, twice half of itself."""
+        """Add zero steps: as many as leave at most a quarter of the largest gradient held back, or, where all ranks have the
+        same gradients, twice as many as leave half of what is held back.
+        """
         numel = max(sum(math.prod(workload.shapes[n]) for n in numbers) for numbers in workload.buckets)
         if workload.noise:
             zero_steps = self.claims.steps_until(1 / 4 / max(1.0, self.claims.largest_error(numel)), numel)
@@ -145,7 +147,7 @@ class Drawn:
         )
 
     def _shapes(self) -> SearchStrategy[Shape]:
-        """As often as not one that the hook compresses: of a high rank, few are."""
+        """Shapes of which about half are compressed by the hook, as few are at a high rank."""
         return shapes() | st.sampled_from(self._compressed_shapes()) if self.claims.exact_shapes else shapes()
 
     def _compressed_shapes(self) -> list[Shape]:
@@ -155,7 +157,7 @@ class Drawn:
         return [*(small or large[:1] or [(1, 1)]), *self._odd_shapes()]
 
     def _odd_shapes(self) -> list[Shape]:
-        """For every odd side between 16 and 64, the smallest matrices with so many rows, and columns, that are compressed."""
+        """The smallest compressed matrices with each odd number of rows, and of columns, between 16 and 64."""
         columns = (*DIMS, *LARGER_DIMS)
         found: list[Shape] = []
         for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):

@@ -1,4 +1,4 @@
-"""check_hook: every property that applies to a hook, and the smallest workloads on which it lacks one."""
+"""Check every property that applies to a hook, and find the smallest workloads on which it lacks one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis.strategies import SearchStrategy
 from gradcomp.compress.hook import Hook
 from gradcomp.testing.cases import CASES, Case, Drawn
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import PropertyFailure
 from gradcomp.testing.inference import PROBED_STEPS, claims_of
 from gradcomp.testing.progress import Progress
+from gradcomp.testing.properties.failure import PropertyFailure
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.report import Failure, Report, Verdict
 from gradcomp.testing.run import MakeState, Ranks
@@ -123,7 +123,7 @@ def _shortened(message: str, width: int = 90) -> str:
 
 
 class _Search:
-    """For a workload on which a property fails."""
+    """The search for a workload on which a property fails."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Search:
                 )
 
     def try_each(self, workloads: Iterable[Workload]) -> None:
-        """Until one fails. After what is drawn, for of that the smallest counter-example is found."""
+        """Try listed workloads until one fails. They come after those drawn, whose counter-examples are shrunk."""
         for workload in workloads:
             if self.failure is not None or self._fails(workload):
                 return

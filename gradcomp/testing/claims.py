@@ -28,7 +28,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of an average over W ranks: |output − mean| ≤ 2 · W · (relative · magnitude + absolute).
+    """The error allowed in an average over W ranks: |output − mean| ≤ 2 · W · (relative · magnitude + absolute).
 
     The 2 · W: each of W addends and of their partial sums is rounded once, and each is at most as large as the
     magnitude. That is the largest |gradient| of all ranks, at the element or in its bucket.
@@ -40,19 +40,19 @@ class Tolerance:
 
     @classmethod
     def rounding(cls, dtype: torch.dtype) -> Tolerance:
-        """Of sums in a dtype; absolute: the spacing of its subnormal numbers."""
+        """The tolerance of sums in a dtype. Its absolute part is the spacing of the dtype's subnormal numbers."""
         u = unit_roundoff(dtype)
         return cls(u, torch.finfo(dtype).smallest_normal * 2 * u)
 
     @classmethod
     def levels(cls, bits: int) -> Tolerance:
-        """Of values rounded to 2^bits levels between a bucket's smallest and largest."""
+        """The tolerance of values rounded to 2^bits levels between a bucket's smallest and largest."""
         return cls(2.0 ** (1 - bits), of="bucket")
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What the properties hold a hook to. None or False: not claimed.
+    """The claims that the properties hold a hook to. None or False: not claimed.
 
     tolerance: of its averages; None: it is lossy. precision: the dtype it rounds to, if coarser than the bucket's.
     start: steps of plain averaging before it compresses.
@@ -93,7 +93,7 @@ class Claims:
         return self.tolerance is None
 
     def unit_roundoff(self, dtype: torch.dtype) -> float:
-        """Of a bucket's dtype or the hook's own precision, whichever is coarser."""
+        """The unit roundoff of a bucket's dtype or the hook's own precision, whichever is coarser."""
         return max(unit_roundoff(dtype), unit_roundoff(self.precision))
 
     def feedback_roundoff(self, dtype: torch.dtype) -> float:
@@ -105,35 +105,35 @@ class Claims:
         return max(rounded, unit_roundoff(self.feedback_precision))
 
     def limit(self, dtype: torch.dtype) -> float:
-        """Up to which mean |gradient| outputs are finite in a bucket of this dtype."""
+        """The largest mean |gradient| for which outputs are finite in a bucket of this dtype."""
         largest = torch.finfo(dtype).max
         if self.is_lossy and largest < LARGEST_OF_LOSSY:
             largest = LARGEST_OF_LOSSY_FP16
         return min(self.max_magnitude, 0.99 * largest)
 
     def delta(self, numel: int) -> float:
-        """What error feedback is held to for a bucket of so many elements: the δ claimed, or 1 / numel where that is
+        """The δ that error feedback is held to in a bucket of `numel` elements: the δ claimed, or 1 / numel if that is
         more, the δ of the weakest of the usual compressors, which send one element, or signs of one length.
         """
         return max(self.contraction or 0.0, 1 / max(1, numel))
 
     @property
     def element_error(self) -> float:
-        """What a hook that averages leaves out of an element, over the bucket's largest; inf for a lossy hook.
+        """The largest error that a hook that averages leaves in an element, over the bucket's largest; inf for a lossy hook.
 
         Twice as much as its tolerance allows one rank, as it may round both the ranks' gradients and their sum.
         """
         return math.inf if self.tolerance is None else 4 * self.tolerance.relative
 
     def left_after(self, steps: int, numel: int) -> float:
-        """The part of the error of a bucket of so many elements, in norm, that so many steps without gradients leave."""
+        """The fraction of the norm of a bucket's error that is left after so many steps without gradients."""
         left = math.sqrt(1 - self.delta(numel)) ** steps
         if self.element_error < 1:
             left = min(left, math.sqrt(numel) * self.element_error**steps)
         return left
 
     def largest_error(self, numel: int) -> float:
-        """The norm of a rank's error in a bucket of so many elements, over that of the largest gradient: at most.
+        """An upper bound of a rank's ‖error‖ in a bucket of `numel` elements, over the largest ‖gradient‖.
 
         Karimireddy et al. (ICML 2019), lemma 3; for a hook that averages, the sum of what is left of each step's.
         """
@@ -144,11 +144,11 @@ class Claims:
         return largest
 
     def steps_until(self, part: float, numel: int) -> int:
-        """How many steps without gradients leave this part of an error at most."""
+        """The number of steps without gradients after which at most this fraction of an error is left."""
         return next(steps for steps in count(1) if self.left_after(steps, numel) <= part)
 
     def exact(self, dtype: torch.dtype) -> Tolerance:
-        """Of what is averaged without compression, in a bucket of this dtype."""
+        """The tolerance of averages without compression, in a bucket of this dtype."""
         return max(
             Tolerance.rounding(dtype), Tolerance.rounding(self.precision), key=lambda each: each.relative
         )

@@ -1,4 +1,4 @@
-"""What a hook makes of given gradients: how near it comes, and what it sends for that."""
+"""Measure a hook on given gradients: how close its averages come, and how many bytes it sends for that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ __all__ = ["CompressionReport", "Quality", "compression_report"]
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one tensor, or of all together. G: the ranks' mean gradient in the last step; C: the hook's average.
+    """The quality of one tensor's average, or of all together.
+
+    G is the ranks' mean gradient in the last step, C the hook's average.
 
     shape: the tensor's; (elements,) for all together.
     relative_error: ‖C − G‖ / ‖G‖. accumulated_error: the same of their sums over all steps, which error
@@ -45,7 +47,7 @@ class Quality:
 
     @property
     def compression_rate(self) -> float | None:
-        """gradient_bytes / wire_bytes; inf if nothing is sent."""
+        """The ratio gradient_bytes / wire_bytes; inf if nothing is sent."""
         if self.wire_bytes is None:
             return None
         return self.gradient_bytes / self.wire_bytes if self.wire_bytes else math.inf
@@ -67,7 +69,7 @@ class CompressionReport:
 
     def __str__(self) -> str:
         columns = ["tensor", "error", "summed", "cosine", "energy", "best", "bytes", "sent", "rate"]
-        names = [f"{number} {list(each.shape)}" for number, each in enumerate(self.tensors)]
+        names = [f"{index} {list(each.shape)}" for index, each in enumerate(self.tensors)]
         rows = [_row(name, each) for name, each in zip(names, self.tensors, strict=True)]
         table = [columns, *rows, _row("all", self.overall)]
         hidden = {2} if self.steps == 1 else set()
@@ -102,7 +104,7 @@ def compression_report(
     world_size: 2 where the gradients don't tell. steps: how many the hook makes; with warm start the first is
         its worst, and with error feedback a later one also sends what earlier ones left out.
     rank: what best_energy is of; by default the state's matrix_approximation_rank if it has one.
-    buckets: the numbers of each bucket's tensors. By default each tensor has one to itself, so that what it
+    buckets: the indices of each bucket's tensors. By default each tensor has one to itself, so that what it
         costs can be told. Hooks that take a bucket as a whole (batched_powerSGD_hook) need the model's.
 
     Raises ValueError for no gradients, a world_size that they don't have, or buckets that don't hold each
@@ -115,43 +117,54 @@ def compression_report(
     """
     given = _of_steps(gradients, world_size, steps)
     if buckets is None:
-        alone = [(number,) for number in range(len(given[0][0]))]
+        alone = [(index,) for index in range(len(given[0][0]))]
         buckets = gradients.buckets if isinstance(gradients, Workload) else alone
-    if sorted(number for numbers in buckets for number in numbers) != list(range(len(given[0][0]))):
+    if sorted(index for indices in buckets for index in indices) != list(range(len(given[0][0]))):
         raise ValueError(f"buckets {buckets} don't hold each of {len(given[0][0])} tensors once")
     if rank is None and make_state is not None:
         (state,) = run_ranks(lambda _, process_group: make_state(process_group), 1)
         rank = getattr(state, "matrix_approximation_rank", None)
-    found: dict[int, _Piece] = {}
-    sent_bytes = 0
-    for numbers in buckets:
-        pieces, wire_bytes = _run_bucket(
-            hook, make_state, [[[g[number] for number in numbers] for g in step] for step in given]
-        )
-        found |= zip(numbers, pieces, strict=True)
-        sent_bytes += wire_bytes
-    pieces = [found[number] for number in sorted(found)]
-    whole = _Piece(
-        torch.cat([each.gradients.flatten(1) for each in pieces], dim=1),
-        torch.cat([each.averages.flatten(1) for each in pieces], dim=1),
-        sum(each.gradient_bytes for each in pieces),
-        sent_bytes,
-    )
-    best = [each.best(rank) for each in pieces]
+    tensors, whole = _run_buckets(hook, make_state, given, buckets)
+    best = [each.best(rank) for each in tensors]
     return CompressionReport(
         getattr(hook, "__qualname__", repr(hook)),
         len(given[0]),
         len(given),
         rank,
-        tuple(each.quality(kept) for each, kept in zip(pieces, best, strict=True)),
+        tuple(each.quality(kept) for each, kept in zip(tensors, best, strict=True)),
         whole.quality(None if rank is None else sum(kept or 0.0 for kept in best)),
     )
 
 
+def _run_buckets(
+    hook: Hook, make_state: MakeState, gradients: list[list[list[Tensor]]], buckets: Sequence[Sequence[int]]
+) -> tuple[list[_Outcome], _Outcome]:
+    """Run the hook on every bucket of gradients [step][rank][index]: the outcome of each tensor, and of all as one."""
+    by_index: dict[int, _Outcome] = {}
+    sent_bytes = 0
+    for indices in buckets:
+        outcomes, wire_bytes = _run_bucket(
+            hook, make_state, [[[g[index] for index in indices] for g in step] for step in gradients]
+        )
+        by_index |= zip(indices, outcomes, strict=True)
+        sent_bytes += wire_bytes
+    tensors = [by_index[index] for index in sorted(by_index)]
+    whole = _Outcome(
+        torch.cat([each.gradients.flatten(1) for each in tensors], dim=1),
+        torch.cat([each.averages.flatten(1) for each in tensors], dim=1),
+        sum(each.gradient_bytes for each in tensors),
+        sent_bytes,
+    )
+    return tensors, whole
+
+
 def _run_bucket(
     hook: Hook, make_state: MakeState, gradients: list[list[list[Tensor]]]
-) -> tuple[list[_Piece], int]:
-    """A bucket of gradients [step][rank][place]: (what comes of each, bytes on the wire in the last step)."""
+) -> tuple[list[_Outcome], int]:
+    """Run the hook on one bucket of gradients [step][rank][position in the bucket].
+
+    Returns the outcome of each tensor, and the bytes on the wire in the last step.
+    """
 
     def started(process_group: dist.ProcessGroup) -> Any:
         state: Any = process_group if make_state is None else make_state(process_group)
@@ -165,21 +178,21 @@ def _run_bucket(
     run = run_hook(hook, started, workload)
     means = [workload.mean(step) for step in range(workload.steps)]
     wire_bytes = max(run.wire_bytes[-1])
-    pieces = [
-        _Piece(
-            torch.stack([mean[place] for mean in means]),
-            torch.stack([step[0][place].double() for step in run.outputs]),
+    outcomes = [
+        _Outcome(
+            torch.stack([mean[position] for mean in means]),
+            torch.stack([step[0][position].double() for step in run.outputs]),
             gradient.nbytes,
             wire_bytes if len(workload.shapes) == 1 else None,
         )
-        for place, gradient in enumerate(gradients[0][0])
+        for position, gradient in enumerate(gradients[0][0])
     ]
-    return pieces, wire_bytes
+    return outcomes, wire_bytes
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """gradients, averages: [steps, *shape], in float64; the ranks' mean, and what the hook made of it."""
+class _Outcome:
+    """What a hook made of a tensor's gradients: the ranks' mean and the hook's averages, [steps, *shape] in float64."""
 
     gradients: Tensor
     averages: Tensor
@@ -187,7 +200,7 @@ class _Piece:
     wire_bytes: int | None
 
     def best(self, rank: int | None) -> float | None:
-        """‖ ‖² of the last gradient's best approximation of this rank."""
+        """The squared norm of the best approximation of this rank to the last gradient."""
         gradient = self.gradients[-1]
         if rank is None:
             return None
@@ -214,7 +227,7 @@ class _Piece:
 
 
 def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
-    """part / whole; of_nothing where both are 0."""
+    """The ratio part / whole; of_nothing if both are 0."""
     if whole:
         return part / whole
     return math.inf if part else of_nothing
@@ -223,7 +236,7 @@ def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
 def _of_steps(
     gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]] | Workload, world_size: int | None, steps: int
 ) -> list[list[list[Tensor]]]:
-    """[step][rank][number]."""
+    """The gradients of all steps, [step][rank][index], of any form that compression_report takes."""
     if isinstance(gradients, Workload):
         num_ranks = range(gradients.world_size)
         given = [

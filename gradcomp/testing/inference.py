@@ -39,9 +39,9 @@ LARGEST_OF_OURS = 2.0**100
 def claims_of(
     hook: Hook, make_state: MakeState = None, device: str = "cpu", ranks: Ranks = "simulated"
 ) -> Claims:
-    """What to expect of a hook, from its state if that is gradcomp's or torch's PowerSGDState, and from a probe.
+    """Infer the claims of a hook, from its state if that is gradcomp's or torch's PowerSGDState, and from a probe.
 
-    The probe is eight steps of random gradients, on this device, on two ranks of this kind. A hook whose averages are within 5 % averages:
+    The probe is eight steps of random gradients, on this device, on two ranks. A hook whose averages are within 5 % averages:
     it is held to the tightest tolerance that fits (float32, float16, bfloat16, 8 bits, or twice what was measured).
     Any other is lossy: it compresses from the first step on that isn't exact, and has to make up for it. With a state: it
     claims contraction and error feedback, without which a biased compressor need not converge (Karimireddy et
@@ -75,7 +75,7 @@ def claims_of(
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
-    """A new state, and how it comes back from a checkpoint."""
+    """Make a state, and find by which kind of checkpoint it can be reloaded, if by any."""
     state = make_state(process_group)
     for kind in ("safe", "any"):
         try:
@@ -176,7 +176,7 @@ def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tol
 
 
 def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
-    """gradcomp's or torch's: what follows from its hyperparameters."""
+    """The claims that follow from the hyperparameters of gradcomp's or torch's PowerSGD state."""
     rank, rate = state.matrix_approximation_rank, state.min_compression_rate
     is_batched = "batched" in _names(hook)
     is_exact = not state.orthogonalization_epsilon
@@ -226,6 +226,6 @@ def _wrapped_in(hook: Any) -> torch.dtype:
 
 
 def _names(hook: Any) -> str:
-    """Of a hook and of those it wraps."""
+    """The names of a hook and of those it wraps."""
     inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     return " ".join([getattr(hook, "__qualname__", ""), *(_names(each) for each in inner if callable(each))])

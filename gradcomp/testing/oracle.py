@@ -1,7 +1,7 @@
-"""What each hook should compute, for all ranks at once: in float64, from the papers, written to be read.
+"""Reference implementations of every hook, for all ranks at once: in float64, from the papers, written to be read.
 
-It shares nothing with the kernels or with gradcomp.cpu. Gradients are [rank][number]: for every rank a list
-of tensors. Averages are [number], in float64.
+It shares nothing with the kernels or with gradcomp.cpu. Gradients are [rank][index]: for every rank a list
+of tensors. Averages are [index], in float64.
 
     allreduce_hook                              mean
     fp16_compress_hook, bf16_compress_hook      sixteen_bit_mean
@@ -31,7 +31,7 @@ def mean(gradients: Gradients) -> list[torch.Tensor]:
 
 
 def sixteen_bit_mean(gradients: Gradients, dtype: torch.dtype) -> list[torch.Tensor]:
-    """fp16_compress_hook (torch.float16) or bf16_compress_hook (torch.bfloat16).
+    """The average of fp16_compress_hook (torch.float16) or bf16_compress_hook (torch.bfloat16).
 
     Every rank divides by W and rounds once to the dtype; the sum is formed in the dtype, rank after rank.
     With two ranks the hook has the same bits. With more, a backend may add in another order, and the hook's
@@ -59,10 +59,10 @@ class PowerSGDOracle:
     against the others, and compressed if (n + m) · r · min_compression_rate < n · m, where
     r = min(n, m, rank). All others are averaged exactly.
 
-    compressed: the numbers of the compressed tensors, those with equal n and m beside each other.
+    compressed: the indices of the compressed tensors, those with equal n and m beside each other.
     qs: what the next step projects on, [m, r] for each of these. Only its span matters. None before the first
         step and, without warm start, before every step: then `step` has to be given some.
-    errors: [rank][number], float64: what each rank's gradients still lack in the averages. Zeros at first,
+    errors: [rank][index], float64: what each rank's gradients still lack in the averages. Zeros at first,
         and for ever where nothing is compressed or without error feedback.
 
     Assign to qs and errors to continue from a hook's state.
@@ -80,12 +80,12 @@ class PowerSGDOracle:
         self.shapes = [tuple(shape) for shape in shapes]
         self.error_feedback, self.warm_start = error_feedback, warm_start
         groups: dict[tuple[int, int], list[int]] = {}
-        for number, shape in enumerate(self.shapes):
+        for index, shape in enumerate(self.shapes):
             if len(shape) > 1:
                 n, m = matrix_shape(shape)
                 if (n + m) * min(n, m, rank) * min_compression_rate < n * m:
-                    groups.setdefault((n, m), []).append(number)
-        self.compressed = [number for group in groups.values() for number in group]
+                    groups.setdefault((n, m), []).append(index)
+        self.compressed = [index for group in groups.values() for index in group]
         self.qs: list[torch.Tensor] | None = None
         self.errors: list[list[torch.Tensor]] | None = None
 
@@ -102,18 +102,18 @@ class PowerSGDOracle:
             zeros = [torch.zeros(shape, dtype=torch.float64) for shape in self.shapes]
             self.errors = [list(zeros) for _ in gradients]
         averages, new_qs = mean(gradients), []
-        for number, q in zip(self.compressed, qs, strict=True):
-            shape = self.shapes[number]
+        for index, q in zip(self.compressed, qs, strict=True):
+            shape = self.shapes[index]
             matrices = [
-                (_wide(gradient[number]) + error[number]).reshape(matrix_shape(shape))
+                (_wide(gradient[index]) + error[index]).reshape(matrix_shape(shape))
                 for gradient, error in zip(gradients, self.errors, strict=True)
             ]
             average, new_q = low_rank_average(matrices, q)
-            averages[number] = average.view(shape)
+            averages[index] = average.view(shape)
             new_qs.append(new_q)
             if self.error_feedback:
                 for error, matrix in zip(self.errors, matrices, strict=True):
-                    error[number] = (matrix - average).view(shape)
+                    error[index] = (matrix - average).view(shape)
         self.qs = new_qs if self.warm_start else None
         return averages
 
@@ -174,7 +174,7 @@ def basis(columns: torch.Tensor) -> torch.Tensor:
 
 
 def projector(columns: torch.Tensor) -> torch.Tensor:
-    """Onto the span of the columns [n, r]: [n, n], the same for every basis of it."""
+    """The projector onto the span of the columns [n, r]: [n, n], the same for every basis of it."""
     orthonormal = basis(columns)
     return orthonormal @ orthonormal.mT
 

@@ -1,4 +1,4 @@
-"""What check_hook found, as data and as a table."""
+"""The result of check_hook, as data and as a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import PropertyFailure
+from gradcomp.testing.properties.failure import PropertyFailure
 from gradcomp.testing.workload import Workload
 
 __all__ = ["Failure", "Report", "Verdict"]
@@ -21,7 +21,7 @@ LONGEST_MESSAGE = 14
 
 @dataclass(frozen=True)
 class Failure:
-    """A property that a hook lacks: the smallest workload found, and what the property said of it."""
+    """A property that a hook lacks: the smallest workload found, and the property's message."""
 
     property: str
     counterexample: Workload
@@ -36,7 +36,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one property. measured: the worst of what it returned. note: what that is, or why it wasn't checked.
+    """The verdict on one property. measured: the worst of what it returned. note: what that is, or why it wasn't checked.
 
     num_passed_over: examples beside num_examples in which the hook did not complete, or its averages were not finite.
     """
@@ -56,7 +56,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """What check_hook found: verdicts by property. str() is their table, with the failures below."""
+    """The result of check_hook: verdicts by property. str() is their table, with the failures below."""
 
     hook: str
     claims: Claims | None
@@ -69,7 +69,7 @@ class Report:
         return not self.failures
 
     def raise_if_failed(self) -> None:
-        """Raises PropertyFailure with the report unless ok."""
+        """Raise PropertyFailure with the report unless ok."""
         if not self.ok:
             raise PropertyFailure(f"\n{self}\n\n{OVERRIDE}")
 

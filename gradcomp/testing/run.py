@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.compress.hook import Hook, result_of
-from gradcomp.testing.collectives import SimulatedProcessGroup
 from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
 from gradcomp.testing.workload import Workload
 
 __all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors_in"]
@@ -36,9 +36,9 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run. Tensors are copies.
+    """The outputs and measurements of a run. Tensors are copies.
 
-    outputs[step][rank][number]: the averages, in the tensors' shapes. errors[step][rank][number]: the hook's errors
+    outputs[step][rank][index]: the averages, in the tensors' shapes. errors[step][rank][index]: the hook's errors
     after a step, if it was run with errors_of. state_bytes[step][rank]: of the tensors that the state holds after
     a step; state_numels[step][rank]: the elements of those of floating point. wire_bytes[step][rank]: of the tensors that a
     rank gave to collectives in a step; 0 on gloo, where nobody counts.
@@ -51,7 +51,7 @@ class Run:
     wire_bytes: list[list[int]]
 
     def mean_error(self, step: int) -> list[Tensor]:
-        """The ranks' mean of the errors after a step in float64, by number; after step -1 there are none."""
+        """The ranks' mean of the errors after a step in float64, by tensor index; after step -1 there are none."""
         ranks = self.errors[step] if step >= 0 else [[torch.zeros_like(t) for t in self.errors[0][0]]]
         return [torch.stack(tensors).double().mean(0) for tensors in zip(*ranks, strict=True)]
 
@@ -98,7 +98,7 @@ def _steps(
     safe_checkpoint: bool,
     errors_of: ErrorsOf | None,
 ) -> list[_Step]:
-    """A rank's steps."""
+    """Run all steps on one rank."""
     state = process_group if make_state is None else make_state(process_group)
     zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
     parameters = [torch.nn.Parameter(zero) for zero in zeros]
@@ -106,27 +106,29 @@ def _steps(
     for step in range(workload.num_steps):
         buckets = workload.buckets_in(step)
         if step == 0 or buckets != workload.buckets_in(step - 1):
-            owned = [[parameters[number] for number in numbers] for numbers in buckets]
+            owned = [[parameters[index] for index in indices] for indices in buckets]
             buffers = [torch.cat([each.detach().flatten() for each in of_bucket]) for of_bucket in owned]
         if step == checkpoint_at and make_state is not None:
             state = reload(state, make_state, process_group, safe=safe_checkpoint)
         gradients = workload.gradients(step, rank)
         sent_before = _sent_bytes(process_group)
         futures = []
-        for index, (numbers, buffer) in enumerate(zip(buckets, buffers, strict=True)):
-            buffer.copy_(torch.cat([gradients[number].flatten() for number in numbers]))
-            bucket = GradBucket(index, buffer, owned[index], is_last=index == len(buffers) - 1)
+        for bucket_index, (indices, buffer) in enumerate(zip(buckets, buffers, strict=True)):
+            buffer.copy_(torch.cat([gradients[index].flatten() for index in indices]))
+            bucket = GradBucket(
+                bucket_index, buffer, owned[bucket_index], is_last=bucket_index == len(buffers) - 1
+            )
             futures.append(hook(state, bucket))
         averages = [
             result_of(future, hook, buffer).detach().to(buffer.dtype)
             for future, buffer in zip(futures, buffers, strict=True)
         ]
-        errors = _by_number(workload, buckets, _all_errors(errors_of(state), buffers)) if errors_of else []
+        errors = _by_index(workload, buckets, _all_errors(errors_of(state), buffers)) if errors_of else []
         kept = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(state)]
         state_bytes = sum(num_bytes for _, num_bytes in kept)
         state_numel = sum(num_bytes // each.itemsize for each, num_bytes in kept if each.is_floating_point())
         sent_bytes = _sent_bytes(process_group) - sent_before
-        outputs = _by_number(workload, buckets, averages)
+        outputs = _by_index(workload, buckets, averages)
         steps.append((outputs, errors, state_bytes, state_numel, sent_bytes))
     return steps
 
@@ -135,22 +137,22 @@ def _all_errors(errors: Mapping[int, Tensor], buffers: list[Tensor]) -> list[Ten
     return [errors.get(index, torch.zeros_like(buffer)) for index, buffer in enumerate(buffers)]
 
 
-def _by_number(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[Tensor]) -> list[Tensor]:
-    """The buckets' tensors by number, copied."""
+def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[Tensor]) -> list[Tensor]:
+    """The buckets' tensors by tensor index, copied."""
     found: dict[int, Tensor] = {}
-    for numbers, buffer in zip(buckets, flat, strict=True):
+    for indices, buffer in zip(buckets, flat, strict=True):
         offset = 0
-        for number in numbers:
-            part = torch.empty(workload.shapes[number], dtype=buffer.dtype)
-            found[number] = (
+        for index in indices:
+            part = torch.empty(workload.shapes[index], dtype=buffer.dtype)
+            found[index] = (
                 part.view(-1).copy_(buffer.flatten()[offset : offset + part.numel()]).view(part.shape)
             )
             offset += part.numel()
-    return [found[number] for number in range(len(found))]
+    return [found[index] for index in range(len(found))]
 
 
 def _sent_bytes(process_group: dist.ProcessGroup) -> int:
-    """Of the tensors that this rank has given to collectives so far."""
+    """The bytes of the tensors that this rank has given to collectives so far."""
     return process_group.sent_bytes if isinstance(process_group, SimulatedProcessGroup) else 0
 
 
@@ -197,7 +199,7 @@ def _reload_by_other_ways(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PowerSGD states warn whenever they are saved and loaded that the process group isn't."""
+    """Silence the warning of PowerSGD states that the process group is neither saved nor loaded."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

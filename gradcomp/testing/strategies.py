@@ -19,7 +19,7 @@ SPECTRA: tuple[Spectrum, ...] = ("flat", "low_rank", "power_law", "clustered", "
 
 
 def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
-    """Of matrices, vectors, convolutions' kernels and embeddings with at most so many elements."""
+    """The shapes of matrices, vectors, convolutions' kernels and embeddings with at most so many elements."""
     dims = st.sampled_from(DIMS)
     small, kernel = st.integers(1, 8), st.integers(1, 3)
     kinds = st.one_of(
@@ -32,7 +32,7 @@ def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
 
 
 def spectra() -> SearchStrategy[tuple[Spectrum, ...]]:
-    """Of the tensors of a workload, one after another."""
+    """The spectra of a workload's tensors, one after another."""
     return st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple)
 
 
@@ -46,18 +46,18 @@ def dtypes() -> SearchStrategy[torch.dtype]:
 def buckets_of(
     num_tensors: int, cuts: Sequence[bool] = (), reverse: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Tensors 0 … num_tensors − 1 in this order, or from the last to the first as in DDP, cut where `cuts` says so."""
+    """Buckets of tensors 0 … num_tensors − 1 in this order, or from the last to the first as in DDP. cuts: where one ends."""
     order = list(range(num_tensors))[:: -1 if reverse else 1]
     buckets = [[order[0]]]
-    for place, number in enumerate(order[1:]):
+    for place, index in enumerate(order[1:]):
         if place < len(cuts) and cuts[place]:
             buckets.append([])
-        buckets[-1].append(number)
+        buckets[-1].append(index)
     return tuple(map(tuple, buckets))
 
 
 def poisons(steps: SearchStrategy[int], world_size: int) -> SearchStrategy[Poison]:
-    """Where a value isn't finite: (step, rank, number of the tensor, value). For a workload's first tensor."""
+    """Poisons of a workload's first tensor: (step, rank, tensor index, value that isn't finite)."""
     values = st.sampled_from((math.inf, -math.inf, math.nan))
     return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), values)
 

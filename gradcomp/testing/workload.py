@@ -22,7 +22,7 @@ Spectrum = Literal["flat", "low_rank", "power_law", "clustered", "zero"]
 class Workload:
     """Gradients of `world_size` ranks over `steps` steps: a common signal, and every rank's noise around it.
 
-    shapes: of the tensors. buckets: the numbers of the tensors in each bucket, in the order in which buckets are
+    shapes: of the tensors. buckets: the indices of the tensors in each bucket, in the order in which buckets are
     averaged; () for one bucket with all of them. rearranged: they are so from the second step on; in the first, all
     tensors are in one bucket, as in DDP.
     spectra: the singular values of the tensors' signals, tensor after tensor (the last for all that follow); a tensor is
@@ -39,7 +39,7 @@ class Workload:
 
     What is done to the gradients then: order: rank i is given those of rank order[i]; () as they are.
     log2_factor: all are multiplied by 2 to this power. zero_steps: so many steps with zero gradients follow.
-    poison: (step, rank, number, value): the middle element of that tensor is that value, inf say.
+    poison: (step, rank, index, value): the middle element of that tensor is that value, inf say.
     device: where the hook finds them in its buckets; all the rest is on the CPU.
 
     Every gradient is a function of the recipe: drawn in float64, multiplied, rounded to dtype.
@@ -67,7 +67,7 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.buckets:
             object.__setattr__(self, "buckets", (tuple(range(len(self.shapes))),))
-        if sorted(number for bucket in self.buckets for number in bucket) != list(range(len(self.shapes))):
+        if sorted(index for bucket in self.buckets for index in bucket) != list(range(len(self.shapes))):
             raise ValueError(f"buckets {self.buckets} don't hold each of {len(self.shapes)} tensors once")
         if self.order and sorted(self.order) != list(range(self.world_size)):
             raise ValueError(f"order {self.order} doesn't hold each of {self.world_size} ranks once")
@@ -79,18 +79,18 @@ class Workload:
 
     @property
     def num_bytes(self) -> int:
-        """Of one rank's gradients in one step."""
+        """The bytes of one rank's gradients in one step."""
         return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
 
     def gradients(self, step: int, rank: int) -> list[Tensor]:
-        """The gradients of a rank in a step, by number: tensors of its own."""
+        """The gradients of a rank in a step, by tensor index: fresh tensors."""
         if not (0 <= step < self.num_steps and 0 <= rank < self.world_size):
             raise IndexError(f"step {step}, rank {rank} of {self.num_steps} steps, {self.world_size} ranks")
         if step >= self.steps:
             return [torch.zeros(shape, dtype=self.dtype) for shape in self.shapes]
         source = self.order[rank] if self.order else rank
         factor = 2.0**self.log2_factor
-        drawn = [self._draw(step, source, number) for number in range(len(self.shapes))]
+        drawn = [self._draw(step, source, index) for index in range(len(self.shapes))]
         gradients = [torch.mul(gradient, factor).to(self.dtype) for gradient in drawn]
         if self.poison is not None and self.poison[:2] == (step, rank):
             poisoned = gradients[self.poison[2]].view(-1)
@@ -98,32 +98,32 @@ class Workload:
         return gradients
 
     def mean(self, step: int) -> list[Tensor]:
-        """The ranks' mean in float64, by number."""
+        """The ranks' mean in float64, by tensor index."""
         return [tensors.mean(0) for tensors in self.stacked(step)]
 
     def stacked(self, step: int) -> list[Tensor]:
-        """All ranks' gradients in float64, [world_size, *shape], by number. Not to be written to."""
+        """All ranks' gradients in float64, [world_size, *shape], by tensor index. Not to be written to."""
         return _stacked(self, step)
 
     def buckets_in(self, step: int) -> tuple[tuple[int, ...], ...]:
         """The buckets of a step."""
         return (tuple(range(len(self.shapes))),) if self.rearranged and step == 0 else self.buckets
 
-    def bucket_of(self, number: int) -> int:
-        return next(index for index, numbers in enumerate(self.buckets) if number in numbers)
+    def bucket_of(self, index: int) -> int:
+        return next(bucket for bucket, indices in enumerate(self.buckets) if index in indices)
 
-    def where(self, number: int) -> str:
-        """What a message says of a tensor."""
-        return f"tensor {number} {list(self.shapes[number])} in bucket {self.bucket_of(number)}"
+    def where(self, index: int) -> str:
+        """The place of a tensor, for messages."""
+        return f"tensor {index} {list(self.shapes[index])} in bucket {self.bucket_of(index)}"
 
-    def _draw(self, step: int, rank: int, number: int) -> Tensor:
-        spectrum = self.spectra[min(number, len(self.spectra) - 1)]
-        scale = self.log2_scale[min(number, len(self.log2_scale) - 1)] if self.log2_scale else 0
-        recipe = (self.shapes[number], spectrum, self.rank, self.sparsity, self.noise, self.drift)
-        return _gradient(*recipe, self.seed * 1_009 + number, step, rank) * 2.0**scale
+    def _draw(self, step: int, rank: int, index: int) -> Tensor:
+        spectrum = self.spectra[min(index, len(self.spectra) - 1)]
+        scale = self.log2_scale[min(index, len(self.log2_scale) - 1)] if self.log2_scale else 0
+        recipe = (self.shapes[index], spectrum, self.rank, self.sparsity, self.noise, self.drift)
+        return _gradient(*recipe, self.seed * 1_009 + index, step, rank) * 2.0**scale
 
     def __repr__(self) -> str:
-        """What makes this workload, without what is as by default."""
+        """The call that makes this workload, without arguments that have their defaults."""
         shown = []
         for each in fields(self):
             value = getattr(self, each.name)
@@ -145,7 +145,7 @@ class RecordedWorkload(Workload):
     def of(
         cls, gradients: Sequence[Sequence[Sequence[Tensor]]], buckets: Sequence[Sequence[int]] = ()
     ) -> RecordedWorkload:
-        """gradients[step][rank][number]: in every step and on every rank of the same shapes and one dtype.
+        """A workload of gradients[step][rank][index], of the same shapes and one dtype in every step and on every rank.
 
         Raises ValueError where they aren't.
         """
@@ -166,8 +166,8 @@ class RecordedWorkload(Workload):
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
-    def _draw(self, step: int, rank: int, number: int) -> Tensor:
-        return self.recorded[step][rank][number].detach().double()
+    def _draw(self, step: int, rank: int, index: int) -> Tensor:
+        return self.recorded[step][rank][index].detach().double()
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,11 @@
 """Imports point one way (docs/house.md), and importing gradcomp changes nothing outside of it."""
 
 import ast
+import glob
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "gradcomp"
@@ -21,7 +24,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallel": {"compress", "reducer", "hooks"},
     "testing": {"compress", "hooks", "reducer"},
 }
+# Folders below a room that import nothing of ours but themselves.
+SELF_CONTAINED = {"gradcomp.testing.ranks"}
 MAY_USE_DISTRIBUTED = {"__main__", "compress", "hooks", "parallel", "reducer", "testing"}
+
+
+def modules_of(package: Path) -> list[Path]:
+    """Its Python files at every depth. Path.rglob would leave out kernels, a symbolic link."""
+    return [Path(name) for name in glob.glob(str(package / "**" / "*.py"), recursive=True)]
 
 
 def room_of(path: Path) -> str:
@@ -66,14 +76,44 @@ def violations(room: str, modules: set[str]) -> list[str]:
     return found
 
 
+def intrusions(package: str, modules: set[str]) -> list[str]:
+    """What a self-contained package, or one within it, imports from the rest of gradcomp."""
+    return [
+        f"{package} imports {module}"
+        for folder in SELF_CONTAINED
+        if f"{package}.".startswith(f"{folder}.")
+        for module in sorted(modules)
+        if f"{module}.".startswith("gradcomp.") and not f"{module}.".startswith(f"{folder}.")
+    ]
+
+
+def names_used_twice(modules: Iterable[Path]) -> list[str]:
+    """The names of several modules or packages; those that every package may have don't count."""
+    names = [path.parent.name if path.stem == "__init__" else path.stem for path in modules]
+    return sorted(name for name, times in Counter(names).items() if times > 1 and name != "__main__")
+
+
 def test_imports_point_one_way():
-    modules = [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py")]
+    modules = modules_of(PACKAGE)
     assert {room_of(path) for path in modules} == set(MAY_IMPORT), "a room without a rule, or the reverse"
     found = []
     for path in modules:
         package = ".".join(["gradcomp", *path.relative_to(PACKAGE).parts[:-1]])
-        found += violations(room_of(path), imported_modules(path.read_text(), package))
+        imported = imported_modules(path.read_text(), package)
+        found += violations(room_of(path), imported) + intrusions(package, imported)
     assert found == []
+
+
+def test_every_depth_is_looked_at():
+    found = {path.relative_to(PACKAGE).as_posix() for path in modules_of(PACKAGE)}
+    assert found >= {"ops.py", "hooks/__init__.py", "kernels/flatten.py", "testing/ranks/scheduler.py"}
+
+
+def test_no_two_modules_have_the_same_name():
+    assert names_used_twice(modules_of(PACKAGE)) == []
+    paths = ["__main__.py", "a/__init__.py", "a/__main__.py", "a/errors.py", "b/__init__.py", "b/c/errors.py"]
+    assert names_used_twice(map(Path, paths)) == ["errors"]
+    assert names_used_twice(map(Path, ["a/ranks.py", "b/ranks/__init__.py"])) == ["ranks"]
 
 
 def test_a_wrong_import_is_found():
@@ -88,6 +128,17 @@ def test_a_wrong_import_is_found():
     ]:
         package = "gradcomp.kernels" if room == "kernels" else "gradcomp"
         assert violations(room, imported_modules(source, package)) == [message]
+    for source, found in [
+        ("from gradcomp.testing.ranks import c10d", []),
+        ("from . import c10d", []),
+        ("import gradcomp", ["gradcomp"]),
+        ("from ..run import Run", ["gradcomp.testing.run.Run"]),
+        ("import gradcomp.testing.ranks_of_ours", ["gradcomp.testing.ranks_of_ours"]),
+    ]:
+        package = "gradcomp.testing.ranks"
+        expected = [f"{package} imports {module}" for module in found]
+        assert intrusions(package, imported_modules(source, package)) == expected
+        assert intrusions("gradcomp.testing", imported_modules(source, package)) == []
     for_types_only = "if TYPE_CHECKING:\n    from .layout import FlatLayout"
     assert violations("ops", imported_modules(for_types_only, "gradcomp")) == []
 

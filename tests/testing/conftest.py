@@ -1,20 +1,11 @@
-"""What tests of simulated ranks share."""
-
-import threading
-from collections.abc import Iterator
+"""Fixtures for tests that run hooks."""
 
 import pytest
-import torch
-from torch.distributed import distributed_c10d
+
+import gradcomp.ops
 
 
 @pytest.fixture
-def nothing_is_left() -> Iterator[None]:
-    """After any run: no thread, and the process's own world, random state and way to wait."""
-    threads, world, random = threading.active_count(), distributed_c10d._world, torch.get_rng_state()
-    wait = torch._C.Future.__dict__["wait"]
-    yield
-    assert threading.active_count() == threads
-    assert distributed_c10d._world is world
-    assert torch.equal(torch.get_rng_state(), random)
-    assert torch._C.Future.__dict__["wait"] is wait
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run hooks in plain torch, not under Triton's interpreter."""
+    monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)

@@ -7,16 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-import gradcomp.ops
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from gradcomp.testing.compression import compression_report
 from gradcomp.testing.workload import Workload
 from tests.tolerances import ONE_STEP
 
-
-@pytest.fixture(autouse=True)
-def _plain_torch(monkeypatch):
-    monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
+pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 def normal(*shape, seed=0):

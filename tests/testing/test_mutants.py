@@ -10,15 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gradcomp.ops
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing import NonFiniteFailure, Tolerance, Workload, check_hook, claims_of, properties
-from tests.testing import mutants
+from tests.testing import compressors, mutants
+
+# Where bugs are planted by replacing functions.
+pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A hook that holds what it claims: what is inferred, and claims."""
+    """A hook that holds what it claims. claims: besides those that are inferred."""
 
     hook: Callable
     make_state: Callable | None
@@ -27,12 +29,12 @@ class Sound:
 
 
 def power_sgd(process_group):
-    """Of rank 2; it compresses all matrices, however small."""
+    """A state of rank 2 that compresses all matrices, however small."""
     return powerSGD_hook.PowerSGDState(process_group, 2, start_powerSGD_iter=2, min_compression_rate=0.01)
 
 
 def power_sgd_of_rank(rank):
-    """It compresses matrices that are worth it."""
+    """PowerSGD of this rank, which compresses the matrices that are worth it."""
     make_state = partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     return Sound(powerSGD_hook.powerSGD_hook, make_state)
 
@@ -40,13 +42,13 @@ def power_sgd_of_rank(rank):
 POWER_SGD = Sound(powerSGD_hook.powerSGD_hook, power_sgd)
 RANK_1, RANK_16 = map(power_sgd_of_rank, (1, 16))
 FP16 = Sound(default_hooks.fp16_compress_hook, None)
-TOP_K = Sound(mutants.hook, mutants.TopK, {"bucket_insensitive": True})
+TOP_K = Sound(compressors.hook, compressors.TopK, {"bucket_insensitive": True})
 # With two ranks sums are the same in any order.
-TOP_K_OF_THREE = Sound(mutants.hook, mutants.TopK, world_size=3)
-RANDOM_K = Sound(mutants.hook, mutants.RandomK)
+TOP_K_OF_THREE = Sound(compressors.hook, compressors.TopK, world_size=3)
+RANDOM_K = Sound(compressors.hook, compressors.RandomK)
 # Its state keeps tensors that look like errors, and are zero.
-QUANTISER = Sound(mutants.hook, mutants.Quantiser, {"unbiased": True, "error_feedback": False})
-INT8 = Sound(mutants.hook, mutants.Int8)
+QUANTISER = Sound(compressors.hook, compressors.Quantiser, {"unbiased": True, "error_feedback": False})
+INT8 = Sound(compressors.hook, compressors.Int8)
 
 # Bugs in ours: a function replaced by what one of these makes of it.
 
@@ -182,12 +184,6 @@ PLANTED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _plain_torch(monkeypatch):
-    """That is where functions are replaced."""
-    monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
-
-
 def check(sound, only, **options):
     """As someone checks a hook who doesn't know of a bug: what isn't claimed explicitly is inferred."""
     claims = replace(claims_of(sound.hook, sound.make_state), **sound.claims)
@@ -248,7 +244,7 @@ def test_without_a_bug_all_holds(name):
 
 
 def test_an_int8_hook_with_error_feedback_passes():
-    report = check_hook(mutants.hook, mutants.Int8)
+    report = check_hook(compressors.hook, compressors.Int8)
     report.raise_if_failed()
     assert report.claims.tolerance == Tolerance.levels(8)
     assert {report.verdicts[name].outcome for name in ("averages", "held_back_comes_out")} == {"holds"}
@@ -257,10 +253,10 @@ def test_an_int8_hook_with_error_feedback_passes():
 def test_what_is_kept_and_is_no_error():
     """The claims say so; and how precise the errors are that a state keeps."""
     for mutant, said in (
-        (mutants.Quantiser, {"error_feedback": False}),
+        (compressors.Quantiser, {"error_feedback": False}),
         (mutants.Int8ErrorsIn16Bits, {"feedback_precision": torch.bfloat16}),
     ):
         for claims, ok in (({}, False), (said, True)):
-            sound = Sound(mutants.hook, mutant, claims)
+            sound = Sound(compressors.hook, mutant, claims)
             report = check(sound, ["held_back_comes_out"], max_examples=10)
             assert report.ok == ok, report

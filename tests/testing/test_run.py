@@ -6,17 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gradcomp.ops
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing import RankError, Workload, claims_of, run_hook
 from gradcomp.testing.run import CheckpointError, reload, tensors_in
 
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
 WORKLOAD = Workload(((6, 5), (3,), (2, 2)), ((2, 1), (0,)), steps=3, noise=1.0, drift=1.0)
-
-
-@pytest.fixture(autouse=True)
-def _plain_torch(monkeypatch):
-    monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
 
 
 def power_sgd(process_group):
@@ -29,7 +25,7 @@ def done(value):
     return future
 
 
-def test_outputs_are_the_averages_by_step_rank_and_number():
+def test_outputs_are_the_averages_by_step_rank_and_index():
     run = run_hook(default_hooks.allreduce_hook, None, WORKLOAD)
     for step in range(3):
         for rank in range(2):

@@ -58,7 +58,7 @@ def test_buckets():
 @given(strategies.poisons(st.just(3), 2))
 @settings(SETTINGS, max_examples=20)
 def test_poisons(poison):
-    step, rank, number, value = poison
-    assert (step, number) == (3, 0)
+    step, rank, index, value = poison
+    assert (step, index) == (3, 0)
     assert rank < 2
     assert not math.isfinite(value)

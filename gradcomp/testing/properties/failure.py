@@ -1,4 +1,4 @@
-"""How a property says that it doesn't hold: what was expected, what came, on which rank, step and tensor."""
+"""The exceptions of properties that don't hold: what was expected, what came, on which rank, step and tensor."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ __all__ = ["NonFiniteFailure", "PropertyFailure"]
 
 
 class PropertyFailure(AssertionError):  # noqa: N818
-    """A property that a hook claims, and does not have on this workload."""
+    """The hook claims a property that it does not have on this workload."""
 
 
 class NonFiniteFailure(PropertyFailure):
     """The outputs of finite gradients are not finite: no other property can hold then."""
 
 
-def place(workload: Workload, step: int, rank: int, number: int) -> str:
-    return f"step {step}, rank {rank}, {workload.where(number)}"
+def place(workload: Workload, step: int, rank: int, index: int) -> str:
+    """The place of an output, for messages."""
+    return f"step {step}, rank {rank}, {workload.where(index)}"
 
 
 def require_finite(name: str, workload: Workload, run: Run, first_step: int = 0) -> None:
-    """Raises NonFiniteFailure for an output of inf or NaN from this step on."""
+    """Raise NonFiniteFailure if an output from this step on holds inf or NaN."""
     for step, by_rank in enumerate(run.outputs):
         for rank, tensors in enumerate(by_rank):
-            for number, tensor in enumerate(tensors):
+            for index, tensor in enumerate(tensors):
                 if step >= first_step and not tensor.isfinite().all():
                     bad = tensor[~tensor.isfinite()][0] if tensor.ndim else tensor
                     raise NonFiniteFailure(
-                        f"{name}: {place(workload, step, rank, number)}: expected finite averages, got {bad.item()} in "
+                        f"{name}: {place(workload, step, rank, index)}: expected finite averages, got {bad.item()} in "
                         f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} elements"
                     )
 
 
 def require_same(name: str, where: str, expected: Tensor, got: Tensor, whose: str) -> None:
-    """Raises PropertyFailure unless all elements are equal, NaN to NaN."""
+    """Raise PropertyFailure unless all elements are equal; NaN equals NaN."""
     same = (expected == got) | (expected.isnan() & got.isnan())
     if not same.all():
         i = int((~same).flatten().nonzero()[0])
@@ -52,7 +53,7 @@ def require_same(name: str, where: str, expected: Tensor, got: Tensor, whose: st
 def require_close(
     name: str, where: str, expected: Tensor, got: Tensor, allowed: Tensor | float, whose: str
 ) -> float:
-    """The largest |got − expected| over what is allowed, element by element. Raises PropertyFailure above 1."""
+    """The largest |got − expected| / allowed of all elements. Raises PropertyFailure if it is above 1."""
     if not got.numel():
         return 0.0
     off = (got.double() - expected.double()).abs().flatten()
@@ -70,7 +71,7 @@ def require_close(
 def require_close_in_norm(
     name: str, where: str, expected: Tensor, got: Tensor, allowed: float, whose: str
 ) -> float:
-    """‖got − expected‖ over what is allowed. Raises PropertyFailure above 1."""
+    """The ratio ‖got − expected‖ / allowed. Raises PropertyFailure if it is above 1."""
     off = float((got.double() - expected.double()).norm())
     if not off <= allowed:
         raise PropertyFailure(

@@ -1,11 +1,11 @@
-"""Properties of what a hook remembers: its errors, its checkpoints, its size."""
+"""Properties of a hook's state: the errors it holds back, its checkpoints, its size."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from gradcomp.testing.accuracy import (
+from gradcomp.testing.properties.accuracy import (
     ROUNDINGS_OF_A_STEP,
     BucketSteps,
     each_output,
@@ -13,15 +13,15 @@ from gradcomp.testing.accuracy import (
     norm_of_bucket,
     underflow,
 )
-from gradcomp.testing.failure import (
+from gradcomp.testing.properties.failure import (
     PropertyFailure,
     place,
     require_close_in_norm,
     require_finite,
     require_same,
 )
+from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Bytes per tensor and bucket that a state may hold whatever the size of the gradients.
@@ -30,7 +30,7 @@ SMALL_TENSORS = 4096
 
 @property_of
 def error_feedback_identity(subject: Subject, workload: Workload) -> float | None:
-    """Nothing is lost: Σ outputs + mean of the ranks' errors = Σ mean gradients, after every step.
+    """After every step, Σ outputs + mean of the ranks' errors = Σ mean gradients: nothing is lost.
 
     Checked as what a step adds to it: output + mean error after = mean gradient + mean error before, within 8 u times
     the norms of the largest gradient, errors and output (the telescoped algorithm 2 of Karimireddy et al., ICML
@@ -45,14 +45,14 @@ def error_feedback_identity(subject: Subject, workload: Workload) -> float | Non
     require_finite("error_feedback_identity", workload, run)
     roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
     worst = 0.0
-    for step, rank, number, output in each_output(workload, run):
-        before, after = (run.mean_error(s)[number] for s in (step - 1, step))
-        errors = [e[number] for s in (step - 1, step) if s >= 0 for e in run.errors[s]]
-        size = norm_of(workload, step, number) + float(output.double().norm())
+    for step, rank, index, output in each_output(workload, run):
+        before, after = (run.mean_error(s)[index] for s in (step - 1, step))
+        errors = [e[index] for s in (step - 1, step) if s >= 0 for e in run.errors[s]]
+        size = norm_of(workload, step, index) + float(output.double().norm())
         size += 2 * max(float(error.double().norm()) for error in errors)
-        allowed = roundings * size + 2 * underflow(claims, workload, number)
-        where = place(workload, step, rank, number)
-        expected = workload.mean(step)[number] + before
+        allowed = roundings * size + 2 * underflow(claims, workload, index)
+        where = place(workload, step, rank, index)
+        expected = workload.mean(step)[index] + before
         whose = "mean gradient + mean error before"
         got = output.double() + after
         worst = max(
@@ -63,7 +63,7 @@ def error_feedback_identity(subject: Subject, workload: Workload) -> float | Non
 
 @property_of
 def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
-    """What error feedback holds back comes out when no more gradients come in: error feedback seen from outside.
+    """What error feedback holds back comes out in later steps with zero gradients, as seen from outside the state.
 
     held = Σ mean gradients − Σ outputs is the mean of the ranks' errors. In the K zero_steps at the workload's end every
     error is compressed by itself, so with a δ-contraction ‖held‖² falls to (1 − δ)^K of what it was before them (ranks with
@@ -83,15 +83,15 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
     run = subject.run(workload)
     require_finite("held_back_comes_out", workload, run)
     worst = None
-    for bucket, numbers in enumerate(workload.buckets):
-        numel = sum(math.prod(workload.shapes[number]) for number in numbers)
+    for bucket, indices in enumerate(workload.buckets):
+        numel = sum(math.prod(workload.shapes[index]) for index in indices)
         for rank in range(workload.world_size):
-            steps = BucketSteps.of(claims, workload, run, numbers, rank)
+            steps = BucketSteps.of(claims, workload, run, indices, rank)
             norms, half = steps.held.norm(dim=1).tolist(), workload.zero_steps // 2
             before, after, rounding = norms[-1 - workload.zero_steps], norms[-1], steps.rounding[-1]
             starts = {workload.zero_steps: before, half: norms[-1 - half]}
             if workload.noise:  # ranks' errors may be larger than their mean
-                largest = max(norm_of_bucket(workload, step, numbers) for step in range(workload.steps))
+                largest = max(norm_of_bucket(workload, step, indices) for step in range(workload.steps))
                 starts = {workload.zero_steps: claims.largest_error(numel) * largest}
                 rounding *= max(1.0, claims.largest_error(numel))
             for num_steps, start in starts.items():
@@ -99,7 +99,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
                 if after > allowed:
                     raise PropertyFailure(
                         f"held_back_comes_out: step {workload.num_steps - 1}, rank {rank}, bucket {bucket} with tensors "
-                        f"{list(numbers)}: before {num_steps} steps with zero gradients ‖Σ mean gradients − Σ outputs‖ was "
+                        f"{list(indices)}: before {num_steps} steps with zero gradients ‖Σ mean gradients − Σ outputs‖ was "
                         f"{norms[-1 - num_steps]:.6g}; expected at most {allowed:.6g} after them, got {after:.6g}"
                         f"{subject.multiple(workload, steps.means.sum(0), steps.outputs.sum(0))}"
                     )
@@ -110,7 +110,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
 
 @property_of
 def no_error_where_exact(subject: Subject, workload: Workload) -> None:
-    """What is averaged exactly leaves no error: in tensors of claims.exact_shapes all errors are zero, on every rank.
+    """Tensors that are averaged exactly have no error: those of claims.exact_shapes, on every rank.
 
     An error of such a tensor is its rank's gradient less the mean: it feeds back nothing, and walks at random, to
     √steps times the difference between ranks.
@@ -122,17 +122,17 @@ def no_error_where_exact(subject: Subject, workload: Workload) -> None:
     require_finite("no_error_where_exact", workload, run)
     for step, by_rank in enumerate(run.errors):
         for rank, errors in enumerate(by_rank):
-            for number, error in enumerate(errors):
-                if claims.exact_shapes(workload.shapes[number]) and error.count_nonzero():
+            for index, error in enumerate(errors):
+                if claims.exact_shapes(workload.shapes[index]) and error.count_nonzero():
                     raise PropertyFailure(
-                        f"no_error_where_exact: {place(workload, step, rank, number)}: expected no error, as it isn't compressed; "
-                        f"got one of norm {float(error.double().norm()):.3g}, the gradient's is {norm_of(workload, step, number):.3g}"
+                        f"no_error_where_exact: {place(workload, step, rank, index)}: expected no error, as it isn't compressed; "
+                        f"got one of norm {float(error.double().norm()):.3g}, the gradient's is {norm_of(workload, step, index):.3g}"
                     )
 
 
 @property_of
 def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
-    """A run whose state is saved and loaded half way has the bits of one that goes on.
+    """A run whose state is saved and loaded half way gives the same bits as one that goes on.
 
     By torch.save and torch.load, with its safe default (weights_only=True) where claims.checkpoint is "safe"; where it
     is "any", by what `reload` finds.
@@ -149,9 +149,9 @@ def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
         raise PropertyFailure(
             f"checkpoint_round_trip: saved and loaded before step {half}: {str(error).splitlines()[0]}"
         ) from error
-    for step, rank, number, output in each_output(workload, resumed):
-        where = place(workload, step, rank, number)
-        expected, whose = run.outputs[step][rank][number], f"without the checkpoint before step {half}"
+    for step, rank, index, output in each_output(workload, resumed):
+        where = place(workload, step, rank, index)
+        expected, whose = run.outputs[step][rank][index], f"without the checkpoint before step {half}"
         require_same("checkpoint_round_trip", where, expected, output, whose)
 
 

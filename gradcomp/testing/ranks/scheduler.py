@@ -1,8 +1,8 @@
-"""Threads that take turns, so that what they do together is a function of a number, the schedule.
+"""A cooperative scheduler of threads: what they do together is a function of one integer, the schedule.
 
-One thread runs at a time: it holds the baton, and passes it on only in `pause`. What may come next is then one of the
-tasks that don't wait, or one of the pending actions. Schedule 0 takes the pending actions first, oldest first, and otherwise
-stays with a task until it waits. Any other schedule seeds a random choice among all of them.
+One thread runs at a time, until it calls `pause`. Then the scheduler chooses what runs next: a task that is ready, or a
+pending action. Schedule 0 runs the pending actions first, oldest first, and otherwise stays with a task until it waits.
+Any other schedule is the seed of a random choice among all of them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradcomp.testing.call_site import CallSite, call_site, shown
-from gradcomp.testing.errors import RankError
+from gradcomp.testing.ranks.call_site import CallSite, call_site, shown
+from gradcomp.testing.ranks.rank_errors import RankError
 
-_here = threading.local()  # .task: what this thread runs
+_this_thread = threading.local()  # .task: the task that it runs
 
 
 class _Stopped(BaseException):
-    """Unwinds a task when the run is over."""
+    """The exception that unwinds a task when the run is over."""
 
 
 @dataclass(eq=False)
 class Task:
-    """A thread of control of a rank. Until when it waits, for what, and where."""
+    """A thread of control of a rank: what it runs and, while it waits, until when, for what, and at which line."""
 
     rank: int
     run: Callable[[], object]
@@ -36,7 +36,7 @@ class Task:
     waits_for: object = None
     site: CallSite = ()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self.until is None or self.until()
 
 
@@ -44,31 +44,34 @@ Action = Callable[[], Task | None]
 
 
 class _Worker(threading.Thread):
-    """Runs tasks one after another, each when it is handed the baton."""
+    """A thread that runs tasks one after another, each when it is scheduled."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(name="simulated rank", daemon=True)
-        self._turns = turns
+        self._scheduler = scheduler
         self.task: Task | None = None
-        self.baton = threading.Lock()  # released by the thread that hands it over
-        self.baton.acquire()
+        self.may_run = threading.Lock()  # released by the thread that ran before
+        self.may_run.acquire()
 
     def run(self) -> None:
         while True:
-            self.baton.acquire()
+            self.may_run.acquire()
             if self.task is None:
                 return
-            _here.task = self.task
-            self._turns.finish(self)
+            _this_thread.task = self.task
+            self._scheduler.finish(self)
 
 
-def is_taking_turns() -> bool:
-    """Whether this thread runs a task, of any run."""
-    return hasattr(_here, "task")
+def is_scheduled() -> bool:
+    """Whether the calling thread runs a task of some scheduler."""
+    return hasattr(_this_thread, "task")
 
 
-class Turns:
-    """One run. become: called with a task's rank before it goes on. unfinished: what is still open, in lines of text."""
+class Scheduler:
+    """The scheduler of one run.
+
+    become: called with a task's rank before the task goes on. unfinished: returns what is still open, as lines of text.
+    """
 
     def __init__(
         self, schedule: int, become: Callable[[int], None], unfinished: Callable[[], list[str]]
@@ -85,11 +88,11 @@ class Turns:
         self._idle: list[_Worker] = []
 
     def run(self, timeout_s: float) -> None:
-        """Until every task has ended. Raises the error of the first that failed, and RankError for a deadlock or after
-        timeout_s; no thread is left then.
+        """Run until every task has ended. Raises the error of the first that failed, and RankError for a deadlock or
+        after timeout_s; no thread is left then.
         """
         try:
-            self._hand_over(self._next())
+            self._switch_to(self._next())
             if not self._over.wait(timeout_s):
                 self.fail(RankError(f"the ranks were not done after {timeout_s} s\n{self._stacks()}"))
         except BaseException as interrupt:
@@ -99,21 +102,21 @@ class Turns:
             raise self._failure
 
     def add(self, rank: int, run: Callable[[], object]) -> Task:
-        """A task that may run from now on."""
+        """Add a task, which may run from now on."""
         self._tasks.append(Task(rank, run))
         return self._tasks[-1]
 
     def add_pending(self, action: Action) -> None:
-        """Something that may happen from now on, on whichever thread is about to pause. A task that it returns is next."""
+        """Add an action, which may run from now on, on the thread that pauses. A task that it returns runs next."""
         self._pending.append(action)
 
     def running(self) -> Task | None:
-        """The task of the thread that calls this, if it has one."""
-        task = getattr(_here, "task", None)
+        """The task of the calling thread, if it has one."""
+        task = getattr(_this_thread, "task", None)
         return task if task is not None and task is self._running else None
 
     def pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
-        """Let others run; come back in some turn when `until()` holds."""
+        """Let others run; return when the task is scheduled again, which it is only once `until()` holds."""
         task = self._running
         assert task is not None
         assert task.worker is not None
@@ -121,8 +124,8 @@ class Turns:
             task.until, task.waits_for, task.site = until, waits_for, call_site()
         following = self._next(task)
         if following is not task:
-            self._hand_over(following)
-            task.worker.baton.acquire()
+            self._switch_to(following)
+            task.worker.may_run.acquire()
         task.until = None
         if self._failure is not None:
             raise _Stopped
@@ -133,7 +136,7 @@ class Turns:
             self._failure = failure
 
     def finish(self, worker: _Worker) -> None:
-        """Run a worker's task to its end, and hand the baton over."""
+        """Run a worker's task to its end, then whatever is scheduled next."""
         task = worker.task
         assert task is not None
         try:
@@ -146,12 +149,12 @@ class Turns:
         self._tasks.remove(task)
         worker.task = None
         self._idle.append(worker)
-        self._hand_over(self._next())
+        self._switch_to(self._next())
 
     def _next(self, current: Task | None = None) -> Task | None:
-        """Which task runs next; None when all have ended."""
+        """The task that runs next; None when all have ended."""
         while self._failure is None:
-            ready = [task for task in self._tasks if task.ready()]
+            ready = [task for task in self._tasks if task.is_ready()]
             options: list[Task | Action] = [*self._pending, *ready]
             if not options:
                 if not self._tasks and not self._unfinished():
@@ -172,7 +175,7 @@ class Turns:
         self._tasks = [task for task in self._tasks if task.worker is not None]
         return current if current in self._tasks else next(iter(self._tasks), None)
 
-    def _hand_over(self, task: Task | None) -> None:
+    def _switch_to(self, task: Task | None) -> None:
         self._running = task
         if task is None:
             self._over.set()
@@ -181,7 +184,7 @@ class Turns:
         if task.worker is None:
             task.worker = self._idle.pop() if self._idle else self._start_worker()
             task.worker.task = task
-        task.worker.baton.release()
+        task.worker.may_run.release()
 
     def _start_worker(self) -> _Worker:
         worker = _Worker(self)
@@ -191,7 +194,7 @@ class Turns:
 
     def _end(self) -> None:
         """Leave no thread behind. One that does not come to a pause is interrupted, which Python can do unless it is
-        blocked in C++: then it stays, a daemon, with those that wait for their turn.
+        blocked in C++: then it stays, a daemon, with those that wait to be scheduled.
         """
         running = self._running
         if not self._over.wait(1) and running is not None and running.worker is not None:
@@ -200,7 +203,7 @@ class Turns:
             self._over.wait(1)
         if self._over.is_set():
             for worker in self._workers:
-                worker.baton.release()
+                worker.may_run.release()
                 worker.join()
 
     def _deadlock(self) -> str:

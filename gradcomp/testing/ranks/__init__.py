@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from gradcomp.testing.errors import CollectiveMismatch, RankError
-from gradcomp.testing.processes import Pool
-from gradcomp.testing.simulation import Simulation
+from gradcomp.testing.ranks.processes import Pool
+from gradcomp.testing.ranks.rank_errors import CollectiveMismatch, RankError
+from gradcomp.testing.ranks.simulation import Simulation
 
 __all__ = ["CollectiveMismatch", "RankError", "run_ranks"]
 
@@ -22,19 +22,19 @@ def run_ranks(
     schedule: int = 0,
     timeout_s: float = 60.0,
 ) -> list[Any]:
-    """function(rank, process_group, *arguments) on every rank; what it returned, by rank.
+    """Call function(rank, process_group, *arguments) on every rank, and return what it returned, by rank.
 
-    Within it, process_group is the default group, too, and torch's CPU generator is seeded with the rank. Simulated
-    ranks share the arguments, processes have copies.
+    Within it, process_group is also the default group, and torch's CPU generator is seeded with the rank. Simulated
+    ranks share the arguments; processes get copies.
 
-    ranks: "simulated" ranks are threads of this process that take turns (see gradcomp.testing.simulation); the same
-    schedule gives the same run, bit for bit. Schedule 0 lets collectives and callbacks happen as early as possible, any
-    other number at random. "gloo" ranks are processes, kept from call to call; function and arguments have to be
-    picklable, and the schedule is the machine's.
+    ranks: "simulated" ranks are threads of this process, of which one runs at a time (see
+    gradcomp.testing.ranks.simulation); the same schedule gives the same run, bit for bit. Schedule 0 runs collectives
+    and callbacks as early as possible, any other schedule at random times. "gloo" ranks are processes, kept from call to
+    call; function and arguments have to be picklable, and the operating system is the scheduler.
 
     Raises RankError if a rank raises, if the ranks wait for each other, or if they are not done after timeout_s;
     CollectiveMismatch, a RankError, if simulated ranks disagree on a collective (gloo ranks hang, die or compute
-    nonsense then); ValueError for fewer than one rank or other kinds of ranks; TypeError for what can't be pickled.
+    nonsense then); ValueError for fewer than one rank or another value of `ranks`; TypeError for what can't be pickled.
     """
     if world_size < 1:
         raise ValueError(f"world_size is at least 1, got {world_size}")

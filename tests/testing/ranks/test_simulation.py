@@ -10,8 +10,7 @@ from torch.distributed import distributed_c10d
 
 import gradcomp
 from gradcomp import ops
-from gradcomp.testing import c10d
-from gradcomp.testing.ranks import RankError, run_ranks
+from gradcomp.testing.ranks import RankError, c10d, run_ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 SCHEDULES = range(12)
@@ -148,7 +147,7 @@ def test_a_schedule_gives_one_order_and_others_other_orders() -> None:
 
 
 @pytest.mark.parametrize("wait", ["then", "collect_all", "own future", "work"])
-def test_every_way_to_wait_gives_others_their_turn(wait: str) -> None:
+def test_every_way_to_wait_lets_others_run(wait: str) -> None:
     def function(rank: int, group: dist.ProcessGroup) -> Any:
         work = dist.all_reduce(tensor := torch.ones(1), async_op=True)
         if wait == "work":

@@ -1,4 +1,4 @@
-"""Ranks that are processes on gloo. They are kept from call to call: starting one takes seconds."""
+"""Ranks as processes on gloo, kept from call to call, as starting one takes seconds."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.testing.errors import RankError
+from gradcomp.testing.ranks.rank_errors import RankError
 
 _START_TIMEOUT_S = 120.0
-_LAST_WORDS_S = (
-    5.0  # a rank that fails leaves its peers waiting for it: so long they get to report what they saw
-)
+# A rank that fails leaves its peers waiting for it: they have this long to report what they saw.
+_REPORT_TIMEOUT_S = 5.0
 
 # (succeeded, value or traceback)
 _Outcome = tuple[bool, Any]
 
 
 class _Rank:
-    """A process that waits for functions to run."""
+    """A rank's process, which waits for functions to run."""
 
     def __init__(self, rank: int, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
@@ -56,7 +55,7 @@ class _Rank:
 
 
 class Pool:
-    """Processes for ranks 0, 1, ...: as many as the largest world so far."""
+    """The processes of ranks 0, 1, ...: as many as the largest world size so far."""
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
@@ -67,7 +66,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], world_size: int, arguments: Sequence[Any], timeout_s: float
     ) -> list[Any]:
-        """What `function(rank, process_group, *arguments)` returned, by rank.
+        """Call `function(rank, process_group, *arguments)` on every rank, and return what it returned, by rank.
 
         Raises TypeError if it can't be sent to another process; RankError if a rank raises, dies or isn't done after
         timeout_s. After the last two all processes are killed, and the next call starts new ones.
@@ -121,7 +120,7 @@ class Pool:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> dict[_Rank, _Outcome]:
-    """What each has to say, in order of time; nothing for one that has not said anything in time."""
+    """The ranks' outcomes in the order in which they come; a rank that takes longer than timeout_s has none."""
     deadline = time.monotonic() + timeout_s
     outcomes: dict[_Rank, _Outcome] = {}
     while len(outcomes) < len(ranks) and (left := deadline - time.monotonic()) > 0:
@@ -134,7 +133,7 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> dict[_Rank, _Outcome]:
                 rank.process.join(1)
                 outcomes[rank] = (False, f"the process died, exit code {rank.process.exitcode}")
             if not outcomes[rank][0]:
-                deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+                deadline = min(deadline, time.monotonic() + _REPORT_TIMEOUT_S)
     return outcomes
 
 
@@ -143,7 +142,7 @@ def _succeeded(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> bool:
 
 
 def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
-    """Every rank's traceback or stack; the first to fail comes first."""
+    """Every rank's outcome, traceback or stack; the first to fail comes first."""
     reports = [
         f"rank {ranks.index(rank)} {'returned' if succeeded else 'failed: ' + text}"
         for rank, (succeeded, text) in outcomes.items()
@@ -154,7 +153,7 @@ def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
 
 
 def _serve(connection: Connection, rank: int, stack: Path) -> None:
-    """A rank's process: run what comes, until the other end is closed."""
+    """Run the functions that come over the connection until its other end is closed: a rank's process."""
     torch.set_num_threads(1)
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
@@ -164,20 +163,19 @@ def _serve(connection: Connection, rank: int, stack: Path) -> None:
                 world_size, path, timeout_s, payload = connection.recv()
             except EOFError:
                 return
-            _join(
-                rank, world_size, path, timeout_s
-            )  # an error ends the process: c10d keeps half a group then
+            # An error here ends the process: c10d would keep half a group.
+            _join(rank, world_size, path, timeout_s)
             try:
                 function, arguments = pickle.loads(payload)
                 torch.default_generator.manual_seed(rank)
                 connection.send_bytes(pickle.dumps((True, function(rank, dist.group.WORLD, *arguments))))
             except BaseException:
                 connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
-                dist.destroy_process_group()  # peers that wait for this rank find out
+                dist.destroy_process_group()  # so that peers that wait for this rank fail, too
 
 
 def _join(rank: int, world_size: int, path: str, timeout_s: float) -> None:
-    """Make the default group anew, so that what a job left behind ends with it."""
+    """Initialise the default group anew, so that nothing of an earlier job is left in it."""
     if dist.is_initialized():  # no peer needs it any more
         dist.destroy_process_group()
     # Where ranks wait for good, the other side's time-out comes first: it has the stacks of all.

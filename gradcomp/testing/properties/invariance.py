@@ -1,4 +1,4 @@
-"""Properties of a hook's result when its input changes in a way that should not matter, or matter exactly so."""
+"""Properties that compare two runs of a hook whose outputs should be the same, or multiples of each other."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from gradcomp.testing.accuracy import allowed_error, each_output, norm_of, underflow
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import place, require_close, require_close_in_norm, require_finite, require_same
-from gradcomp.testing.subject import Subject, property_of
+from gradcomp.testing.properties.accuracy import allowed_error, each_output, norm_of, underflow
+from gradcomp.testing.properties.failure import (
+    place,
+    require_close,
+    require_close_in_norm,
+    require_finite,
+    require_same,
+)
+from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Of two runs of a lossy hook that differ by rounding only, in units of the gradients' norm: half of the digits.
@@ -19,20 +25,20 @@ HALF_OF_THE_DIGITS = 0.5
 
 @property_of
 def deterministic(subject: Subject, workload: Workload) -> None:
-    """Run again, with the collectives completing at other times, a hook gives the same bits.
+    """A second run, in which the collectives complete at other times, gives the same bits.
 
     Simulated ranks have torch's generator in the same state in both runs.
     """
     run = subject.run(workload)
     again = subject.run(workload, schedule=1)
-    for step, rank, number, output in each_output(workload, again):
-        where = place(workload, step, rank, number)
-        require_same("deterministic", where, run.outputs[step][rank][number], output, "the first run's")
+    for step, rank, index, output in each_output(workload, again):
+        where = place(workload, step, rank, index)
+        require_same("deterministic", where, run.outputs[step][rank][index], output, "the first run's")
 
 
 @property_of
 def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
-    """C(2^k M) = 2^k C(M): all gradients 16 times larger, or smaller, change the outputs' exponents alone.
+    """Gradients multiplied by a power of two give outputs multiplied by it: C(2^k M) = 2^k C(M), for 2^4 and 2^-4.
 
     To the bit where claims.scale_equivariant is "bitwise"; it is for sums in floating point, barring overflow and
     underflow. Else within twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖.
@@ -49,12 +55,12 @@ def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
         scaled = replace(workload, log2_factor=workload.log2_factor + power)
         outputs = subject.run(scaled)
         require_finite("scale_equivariant", scaled, outputs)
-        for step, rank, number, output in each_output(workload, outputs):
+        for step, rank, index, output in each_output(workload, outputs):
             back = output.double() * 2.0**-power
-            expected = run.outputs[step][rank][number].double()
+            expected = run.outputs[step][rank][index].double()
             whose = f"the output of these gradients, whose 2^{power}-fold was averaged,"
             if claims.scale_equivariant == "bitwise":
-                require_same("scale_equivariant", place(workload, step, rank, number), expected, back, whose)
+                require_same("scale_equivariant", place(workload, step, rank, index), expected, back, whose)
             else:
                 extra = 2.0 ** max(0, -power)
                 worst = max(
@@ -65,7 +71,7 @@ def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
                         workload,
                         step,
                         rank,
-                        number,
+                        index,
                         expected,
                         back,
                         whose,
@@ -77,7 +83,7 @@ def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
 
 @property_of
 def rank_permutation(subject: Subject, workload: Workload) -> float | None:
-    """Which rank has which gradients doesn't matter: with the ranks in reverse order the outputs are the same.
+    """The outputs don't depend on which rank has which gradients: they are the same with the ranks in reverse order.
 
     Within twice the tolerance of averages (the sums' order differs); for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖,
     up to its first compressed step: after that rounding errors grow, as those of any iteration do.
@@ -94,7 +100,7 @@ def rank_permutation(subject: Subject, workload: Workload) -> float | None:
 
 @property_of
 def bucket_insensitive(subject: Subject, workload: Workload) -> float | None:
-    """How tensors are shared out to buckets doesn't matter: all in one bucket, or each in its own, give the same.
+    """The outputs don't depend on the assignment of tensors to buckets: all in one bucket, or each in its own.
 
     Within twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖, up to its first
     compressed step.
@@ -104,9 +110,9 @@ def bucket_insensitive(subject: Subject, workload: Workload) -> float | None:
     claims = subject.claims
     if not claims.bucket_insensitive:
         return None
-    numbers = range(len(workload.shapes))
+    indices = range(len(workload.shapes))
     worst = 0.0
-    for buckets in ((tuple(numbers),), tuple((number,) for number in reversed(numbers))):
+    for buckets in ((tuple(indices),), tuple((index,) for index in reversed(indices))):
         other = replace(_until_compressed(workload, claims), buckets=buckets)
         outcome = _same_outcome("bucket_insensitive", subject, workload, other)
         worst = max(worst, outcome)
@@ -118,7 +124,7 @@ def _until_compressed(workload: Workload, claims: Claims) -> Workload:
 
 
 def _same_outcome(name: str, subject: Subject, workload: Workload, other: Workload) -> float:
-    """The largest difference between the outputs of a workload and of one that should give the same."""
+    """The largest difference, over what is allowed, between the outputs of two workloads that should have the same."""
     workload = replace(workload, steps=other.steps, zero_steps=other.zero_steps)
     run = subject.run(workload)
     require_finite(name, workload, run)
@@ -126,9 +132,9 @@ def _same_outcome(name: str, subject: Subject, workload: Workload, other: Worklo
     require_finite(name, other, outputs)
     worst = 0.0
     whose = f"the output of {workload}"
-    for step, rank, number, output in each_output(other, outputs):
-        expected = run.outputs[step][rank][number]
-        worst = max(worst, _alike(name, subject.claims, other, step, rank, number, expected, output, whose))
+    for step, rank, index, output in each_output(other, outputs):
+        expected = run.outputs[step][rank][index]
+        worst = max(worst, _alike(name, subject.claims, other, step, rank, index, expected, output, whose))
     return worst
 
 
@@ -138,13 +144,14 @@ def _alike(
     workload: Workload,
     step: int,
     rank: int,
-    number: int,
+    index: int,
     expected: Tensor,
     got: Tensor,
     whose: str,
     underflows: float = 1.0,
 ) -> float:
-    where = place(workload, step, rank, number)
+    """The difference of two outputs that should be the same, over what is allowed. Raises PropertyFailure above 1."""
+    where = place(workload, step, rank, index)
     if claims.tolerance is not None:
         tolerance = claims.tolerance
         if tolerance.of == "element":
@@ -152,10 +159,8 @@ def _alike(
         else:  # in another bucket another element is the largest
             workload = replace(workload, buckets=())
         tolerance = replace(tolerance, absolute=tolerance.absolute * underflows)
-        allowed = 2 * allowed_error(workload, step, number, tolerance)
+        allowed = 2 * allowed_error(workload, step, index, tolerance)
         return require_close(name, where, expected, got, allowed, whose)
     half = claims.unit_roundoff(workload.dtype) ** HALF_OF_THE_DIGITS
-    allowed_norm = half * norm_of(workload, step, number) + 2 * underflows * underflow(
-        claims, workload, number
-    )
+    allowed_norm = half * norm_of(workload, step, index) + 2 * underflows * underflow(claims, workload, index)
     return require_close_in_norm(name, where, expected, got, allowed_norm, whose)

@@ -1,9 +1,9 @@
-"""The simulated process group: what each collective asks of a rank.
+"""The process group of simulated ranks: it describes each collective as a Call, and issues that.
 
-What a call accepts, what its future holds and what it refuses are gloo's, of torch 2.13. Differences: `reduce` overwrites
-the tensors of the other ranks with NaN (integers: 0), where gloo leaves partial sums. Tensors have to be contiguous,
-as with NCCL: gloo takes others, and computes nonsense for those with gaps. `all_gather_into_tensor` also takes a stacked
-output, as NCCL does. `reduce_scatter` has a future, as with NCCL.
+A call accepts and refuses the same arguments as gloo's in torch 2.13, and its future holds the same. Differences: `reduce`
+overwrites the tensors of the other ranks with NaN (integers: 0), where gloo leaves partial sums. Tensors have to be
+contiguous, as with NCCL: gloo takes others, and computes nonsense for those with gaps. `all_gather_into_tensor` also takes
+a stacked output, as NCCL does. `reduce_scatter` has a future, as with NCCL.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -14,87 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.testing.exchange import REDUCTIONS, Call
+from gradcomp.testing.ranks.tensor_checks import check_alike, overlap, reduction_name, traits
+from gradcomp.testing.ranks.transfer import Call
+from gradcomp.testing.ranks.work import SimulatedWork
 
 if TYPE_CHECKING:
-    from gradcomp.testing.simulation import Simulation
-
-_REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_INTEGRAL = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
-_COMPLEX = (torch.complex64, torch.complex128)
-
-
-class SimulatedWork(dist.Work):
-    """The handle of a rank's collective: the number-th that it issued in this group."""
-
-    def __init__(
-        self, simulation: Simulation, rank: int, call: Call, group: SimulatedProcessGroup, number: int
-    ) -> None:
-        super().__init__()
-        self.rank = rank
-        self.call = call
-        self.done = False
-        self.future: torch.futures.Future[list[Tensor]] | None = None
-        self._simulation = simulation
-        self._group = group
-        self._number = number
-
-    @property
-    def place(self) -> str:
-        return f"collective {self._number} of the group {list(self._group.ranks)}"
-
-    def __str__(self) -> str:
-        return f"{self.call}, {self.place}"
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Until every rank has issued the collective and its tensors are filled."""
-        self._simulation.wait(self)
-        return True
-
-    synchronize = wait
-
-    def is_completed(self) -> bool:
-        return self.done
-
-    is_success = is_completed
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return list(self.call.value)
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the list of output tensors; its callbacks run on a thread of their own, as this rank."""
-        if self.future is None:
-            self.future = torch.futures.Future(devices=list(self.call.devices))
-            if self.done:
-                self.complete()
-        return self.future
-
-    def complete(self) -> None:
-        """Give the future its value, which runs its callbacks."""
-        assert self.future is not None
-        self.future.set_result(list(self.call.value))
+    from gradcomp.testing.ranks.simulation import Simulation
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
     """A process group of simulated ranks, as one of them sees it.
 
-    ranks: the global ranks of its members. number: tells groups of the same ranks apart. sent_bytes: of the tensors
-    that this rank has given to this group's collectives so far.
+    ranks: the global ranks of its members. index: tells groups of the same ranks apart. sent_bytes: the size of all
+    tensors that this rank has given to this group's collectives so far.
     """
 
-    def __init__(self, simulation: Simulation, rank: int, ranks: Sequence[int], number: int) -> None:
+    def __init__(self, simulation: Simulation, rank: int, ranks: Sequence[int], index: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the form for subclasses
         self.ranks = tuple(ranks)
         self.everyone = range(len(ranks))
-        self.number = number
+        self.index = index
         self.sent_bytes = 0
         self.simulation = simulation
 
@@ -132,19 +74,19 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> SimulatedWork:
-        op = _op_of(name, opts, tensors)
-        agreed = {"op": op, **_traits(name, tensors)}
+        op = reduction_name(name, opts, tensors)
+        agreed = {"op": op, **traits(name, tensors)}
         return self._issue(name, agreed, sends=self._all(tensors), op=op, reduced=tensors, value=tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
-        op, root = _op_of("reduce", opts, tensors), self._root("reduce", opts)
-        agreed = {"op": op, "root": root, **_traits("reduce", tensors)}
+        op, root = reduction_name("reduce", opts, tensors), self._root("reduce", opts)
+        agreed = {"op": op, "root": root, **traits("reduce", tensors)}
         into = {"op": op, "reduced": tensors} if self.rank() == root else {"undefined": tensors}
         return self._issue("reduce", agreed, sends={root: tensors}, value=tensors, **into)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         root = self._root("broadcast", opts)
-        agreed = {"root": root, **_traits("broadcast", tensors)}
+        agreed = {"root": root, **traits("broadcast", tensors)}
         moves = {"sends": self._all(tensors)} if self.rank() == root else {"receives": {root: tensors}}
         return self._issue("broadcast", agreed, value=tensors, **moves)
 
@@ -157,26 +99,26 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         )
 
     def _all_gather(self, name: str, outputs: list[Tensor], input: Tensor) -> SimulatedWork:
-        agreed = _traits(name, [input])
-        _check_alike(name, outputs, input, self.size())
+        agreed = traits(name, [input])
+        check_alike(name, outputs, input, self.size())
         receives = {source: [output] for source, output in enumerate(outputs)}
         return self._issue(name, agreed, sends=self._all([input]), receives=receives, value=outputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
         root = self._root("gather", opts)
-        agreed = {"root": root, **_traits("gather", inputs)}
+        agreed = {"root": root, **traits("gather", inputs)}
         mine = outputs[0] if self.rank() == root else []
         if self.rank() == root:
-            _check_alike("gather", mine, inputs[0], self.size())
+            check_alike("gather", mine, inputs[0], self.size())
         receives = {source: [output] for source, output in enumerate(mine)}
         return self._issue("gather", agreed, sends={root: inputs}, receives=receives, value=mine)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
         root = self._root("scatter", opts)
-        agreed = {"root": root, **_traits("scatter", outputs)}
+        agreed = {"root": root, **traits("scatter", outputs)}
         mine = inputs[0] if self.rank() == root else []
         if self.rank() == root:
-            _check_alike("scatter", mine, outputs[0], self.size())
+            check_alike("scatter", mine, outputs[0], self.size())
         sends = {destination: [tensor] for destination, tensor in enumerate(mine)}
         return self._issue("scatter", agreed, sends=sends, receives={root: outputs}, value=outputs)
 
@@ -190,9 +132,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter("reduce_scatter_tensor", output, rows, opts)
 
     def _reduce_scatter(self, name: str, output: Tensor, inputs: list[Tensor], opts: Any) -> SimulatedWork:
-        op = _op_of(name, opts, [output])
-        agreed = {"op": op, **_traits(name, [output])}
-        _check_alike(name, inputs, output, self.size())
+        op = reduction_name(name, opts, [output])
+        agreed = {"op": op, **traits(name, [output])}
+        check_alike(name, inputs, output, self.size())
         sends = {destination: [tensor] for destination, tensor in enumerate(inputs)}
         return self._issue(name, agreed, sends=sends, op=op, reduced=[output], value=[output])
 
@@ -217,8 +159,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         for tensors in (outputs, inputs):
             if len(tensors) != self.size():
                 raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {self.size()}")
-        _traits(name, [*outputs, *inputs])
-        if any(_overlap(output, input) for output in outputs for input in inputs):
+        traits(name, [*outputs, *inputs])
+        if any(overlap(output, input) for output in outputs for input in inputs):
             raise RuntimeError(f"{name}: output and input share memory; gloo computes nonsense then")
         sends = {destination: [tensor] for destination, tensor in enumerate(inputs)}
         receives = {source: [tensor] for source, tensor in enumerate(outputs)}
@@ -228,8 +170,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._issue("barrier", {})
 
     def _rows(self, name: str, whole: Tensor, part: Tensor) -> list[Tensor]:
-        """whole (W · part's elements, joined or stacked) as W views shaped like part."""
-        _traits(name, [whole])
+        """The W views of `whole`, which holds W · part's elements joined or stacked, each shaped like `part`."""
+        traits(name, [whole])
         if whole.numel() != self.size() * part.numel():
             raise RuntimeError(f"{name}: {list(whole.shape)} is not {self.size()} times {list(part.shape)}")
         return list(whole.view(self.size(), *part.shape).unbind())
@@ -246,53 +188,6 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-
-
-def _traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The dtype and shapes of a call's tensors. Raises RuntimeError and ValueError for what gloo or NCCL refuses."""
-    for tensor in tensors:
-        if tensor.layout != torch.strided:
-            raise RuntimeError(f"{name}: simulated ranks take dense tensors, got {tensor.layout}")
-        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        if not (tensor.is_contiguous() or channels_last):
-            raise ValueError(
-                f"{name}: tensors must be contiguous, got strides {tensor.stride()} of {list(tensor.shape)}"
-            )
-        accepted = _REAL + _INTEGRAL + (() if name == "gather" else _COMPLEX)
-        if tensor.dtype not in accepted:
-            raise RuntimeError(f"{name}: invalid scalar type {tensor.dtype}")
-    shapes = [list(tensor.shape) for tensor in tensors]
-    return {"dtype": tensors[0].dtype, "shape": shapes[0] if len(shapes) == 1 else shapes}
-
-
-def _op_of(name: str, opts: Any, tensors: Sequence[Tensor]) -> str:
-    """The reduction's name. Raises RuntimeError for what gloo refuses on these tensors."""
-    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    op_name = str(getattr(op, "op", op)).rpartition(".")[2]
-    integral = tensors[0].dtype in _INTEGRAL
-    if (
-        op_name not in REDUCTIONS
-        or (op_name == "AVG" and integral)
-        or (op_name in ("BAND", "BOR", "BXOR") and not integral)
-    ):
-        raise RuntimeError(f"{name}: cannot use ReduceOp.{op_name} with {tensors[0].dtype}")
-    return op_name
-
-
-def _check_alike(name: str, tensors: Sequence[Tensor], like: Tensor, world_size: int) -> None:
-    if len(tensors) != world_size:
-        raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {world_size}")
-    for index, tensor in enumerate(tensors):
-        if tensor.shape != like.shape or tensor.dtype != like.dtype:
-            raise RuntimeError(
-                f"{name}: tensor {index} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} {list(like.shape)}"
-            )
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors have memory in common."""
-    first, second = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in (one, other))
-    return first[0] + first[1] > second[0] and second[1] > 0
 
 
 def _refuse(method: str) -> Callable[..., NoReturn]:

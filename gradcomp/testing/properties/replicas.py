@@ -1,4 +1,4 @@
-"""Properties of what ranks have in common: that they finish, with the same results, also after inf or NaN."""
+"""Properties of the ranks together: they finish, with identical and finite outputs, also after inf or NaN."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress.hook import Hook
-from gradcomp.testing.accuracy import each_output
-from gradcomp.testing.failure import NonFiniteFailure, PropertyFailure, place, require_finite, require_same
+from gradcomp.testing.properties.accuracy import each_output
+from gradcomp.testing.properties.failure import (
+    NonFiniteFailure,
+    PropertyFailure,
+    place,
+    require_finite,
+    require_same,
+)
+from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import Run
-from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Poison, Workload
 
 SCHEDULES = (0, 1, 2, 3)
@@ -24,8 +30,10 @@ AFTERWARDS = 2
 
 @property_of
 def completes(subject: Subject, workload: Workload) -> None:
-    """All ranks finish all steps, with all buckets in flight, whenever collectives complete: no exception, no collectives
-    in another order on another rank, no deadlock. And DDP takes its signature.
+    """All ranks finish all steps, with all buckets in flight, whenever collectives complete.
+
+    No rank raises, no two ranks issue collectives in different orders, none waits for good. And DDP accepts the hook's
+    signature.
 
     Process groups match collectives by the order of their issue alone (PyTorch DDP design note; c10d), so this
     order may not depend on when a callback runs. Four schedules of simulated ranks; one run on gloo.
@@ -40,7 +48,7 @@ def completes(subject: Subject, workload: Workload) -> None:
 
 
 def _refused_signature(hook: Hook) -> str:
-    """What torch's DDP refuses about a hook's signature, or ""."""
+    """The reason why torch's DDP refuses a hook's signature, or "" if it doesn't."""
     signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         return f"its second parameter has to be called bucket; its signature is {signature}"
@@ -57,11 +65,11 @@ def _refused_signature(hook: Hook) -> str:
 
 @property_of
 def replicas_identical(subject: Subject, workload: Workload) -> None:
-    """Every rank has rank 0's outputs, element by element: else replicas of the model drift apart."""
+    """Every rank has the same outputs as rank 0, element by element: else the replicas of the model drift apart."""
     run = subject.run(workload)
-    for step, rank, number, output in each_output(workload, run):
-        where = place(workload, step, rank, number)
-        require_same("replicas_identical", where, run.outputs[step][0][number], output, "as on rank 0")
+    for step, rank, index, output in each_output(workload, run):
+        where = place(workload, step, rank, index)
+        require_same("replicas_identical", where, run.outputs[step][0][index], output, "as on rank 0")
 
 
 @property_of
@@ -79,8 +87,8 @@ def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
         return None
     require_finite("finite_in_finite_out", workload, subject.run(workload))
     edge = replace(workload, steps=min(claims.start + 2, workload.steps), zero_steps=0)
-    room = min(limit / max(_largest(edge), 1e-300), 2.0**1000)
-    edge = replace(edge, log2_factor=workload.log2_factor + math.frexp(room)[1] - 1)
+    headroom = min(limit / max(_largest(edge), 1e-300), 2.0**1000)
+    edge = replace(edge, log2_factor=workload.log2_factor + math.frexp(headroom)[1] - 1)
     while not _is_finite(edge):  # a rank may have more than the mean
         edge = replace(edge, log2_factor=edge.log2_factor - 1)
     try:
@@ -98,14 +106,14 @@ def _is_finite(workload: Workload) -> bool:
 
 
 def _largest(workload: Workload) -> float:
-    """The largest mean of the ranks' |gradient|."""
+    """The largest element of the ranks' mean |gradient|, in any step."""
     means = [t.abs().mean(0) for step in range(workload.steps) for t in workload.stacked(step)]
     return max((float(mean.max()) for mean in means if mean.numel()), default=0.0)
 
 
 @property_of
 def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
-    """An inf or NaN on one rank gives an inf or NaN in the results of its bucket on every rank, and is gone after that.
+    """An inf or NaN on one rank gives an inf or NaN in its bucket's outputs on every rank, and is gone after that.
 
     So a GradScaler skips the step on all ranks or on none (torch.amp; it looks at every rank's own gradients), and later
     steps, and the errors in the state, are finite again. The workload's poison says where; without one: inf in the middle
@@ -124,16 +132,16 @@ def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
 
 
 def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison) -> None:
-    step, source, number, value = poison
+    step, source, index, value = poison
     try:
         run = subject.run(workload, errors_of=subject.claims.errors_of)
     except RankError as error:
         raise PropertyFailure(f"nonfinite_seen_by_all: with {value} in step {step}: {error}") from error
-    numbers = workload.buckets[workload.bucket_of(number)]
+    indices = workload.buckets[workload.bucket_of(index)]
     for rank, outputs in enumerate(run.outputs[step]):
-        if all(bool(outputs[n].isfinite().all()) for n in numbers):
+        if all(bool(outputs[n].isfinite().all()) for n in indices):
             raise PropertyFailure(
-                f"nonfinite_seen_by_all: {place(workload, step, rank, number)}: expected inf or NaN somewhere in its bucket, as "
+                f"nonfinite_seen_by_all: {place(workload, step, rank, index)}: expected inf or NaN somewhere in its bucket, as "
                 f"rank {source} has {value} there; got finite averages"
             )
     _require_sound("nonfinite_seen_by_all", workload, run, step + 1)

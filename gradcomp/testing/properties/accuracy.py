@@ -1,4 +1,4 @@
-"""Properties of what a hook computes. gradcomp.testing.properties says how properties are used."""
+"""Properties of a hook's outputs: how close they are to the mean gradient, in one step and in expectation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from gradcomp.testing.claims import Claims, Tolerance
-from gradcomp.testing.failure import (
+from gradcomp.testing.properties.failure import (
     PropertyFailure,
     place,
     require_close,
     require_close_in_norm,
     require_finite,
 )
+from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.run import Run
-from gradcomp.testing.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Rounding errors of a gradient of rank r recovered from factors, in roundings: P's condition number, up to 1000 for
@@ -39,33 +39,33 @@ NUM_DRAWS = 512
 FALSE_ALARM = 1e-6
 
 
-def allowed_error(workload: Workload, step: int, number: int, tolerance: Tolerance) -> Tensor:
-    """2 · W · (relative · magnitude + absolute), by element (see Tolerance)."""
+def allowed_error(workload: Workload, step: int, index: int, tolerance: Tolerance) -> Tensor:
+    """The error that a tolerance allows, by element: 2 · W · (relative · magnitude + absolute) (see Tolerance)."""
     stacked = workload.stacked(step)
-    magnitude = stacked[number].abs().amax(0)
+    magnitude = stacked[index].abs().amax(0)
     if tolerance.of == "bucket":
-        numbers = workload.buckets[workload.bucket_of(number)]
-        largest = max((float(stacked[n].abs().max()) for n in numbers if stacked[n].numel()), default=0.0)
+        indices = workload.buckets[workload.bucket_of(index)]
+        largest = max((float(stacked[n].abs().max()) for n in indices if stacked[n].numel()), default=0.0)
         magnitude = torch.full_like(magnitude, largest)
     return 2 * workload.world_size * (tolerance.relative * magnitude + tolerance.absolute)
 
 
 def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[tuple[int, int, int, Tensor]]:
-    """(step, rank, number, output) of all, from a step on."""
+    """Every output from a step on, as (step, rank, tensor index, output)."""
     for step in range(first_step, workload.num_steps):
         for rank, tensors in enumerate(run.outputs[step]):
-            for number, tensor in enumerate(tensors):
-                yield step, rank, number, tensor
+            for index, tensor in enumerate(tensors):
+                yield step, rank, index, tensor
 
 
-def norm_of(workload: Workload, step: int, number: int) -> float:
-    """max over ranks of ‖gradient‖."""
-    return float(workload.stacked(step)[number].flatten(1).norm(dim=1).max())
+def norm_of(workload: Workload, step: int, index: int) -> float:
+    """The largest ‖gradient‖ of all ranks, of one tensor."""
+    return float(workload.stacked(step)[index].flatten(1).norm(dim=1).max())
 
 
-def norm_of_bucket(workload: Workload, step: int, numbers: tuple[int, ...]) -> float:
-    """The same of a bucket's tensors together, at most."""
-    return math.hypot(*(norm_of(workload, step, number) for number in numbers))
+def norm_of_bucket(workload: Workload, step: int, indices: tuple[int, ...]) -> float:
+    """An upper bound of the largest ‖gradient‖ of all ranks, of a bucket's tensors together."""
+    return math.hypot(*(norm_of(workload, step, index) for index in indices))
 
 
 @property_of
@@ -82,19 +82,19 @@ def averages(subject: Subject, workload: Workload) -> float | None:
     claims = subject.claims
     run = subject.run(workload)
     worst = None
-    for step, rank, number, output in each_output(workload, run):
+    for step, rank, index, output in each_output(workload, run):
         tolerance = claims.tolerance
-        is_exact = claims.exact_shapes is not None and claims.exact_shapes(workload.shapes[number])
+        is_exact = claims.exact_shapes is not None and claims.exact_shapes(workload.shapes[index])
         if tolerance is None and (step < claims.start or is_exact):
             tolerance = claims.exact(workload.dtype)
         if tolerance is None:
             continue
         if tolerance.of == "element":
             tolerance = max(tolerance, claims.exact(workload.dtype), key=lambda each: each.relative)
-        where = place(workload, step, rank, number)
-        allowed = allowed_error(workload, step, number, tolerance)
+        where = place(workload, step, rank, index)
+        allowed = allowed_error(workload, step, index, tolerance)
         require_finite("averages", workload, run)
-        mean = workload.mean(step)[number]
+        mean = workload.mean(step)[index]
         with subject.naming_multiples(workload, mean, output):
             ratio = require_close("averages", where, mean, output, allowed, "the float64 mean")
         worst = max(worst or 0.0, ratio)
@@ -128,9 +128,9 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
     coarser = max(workload.dtype, claims.precision, key=lambda dtype: torch.finfo(dtype).eps)
     roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
     worst = 0.0
-    for step, rank, number, output in each_output(workload, run, claims.start):
-        mean, where = workload.mean(step)[number], place(workload, step, rank, number)
-        allowed = roundings * norm_of(workload, step, number) + underflow(claims, workload, number)
+    for step, rank, index, output in each_output(workload, run, claims.start):
+        mean, where = workload.mean(step)[index], place(workload, step, rank, index)
+        allowed = roundings * norm_of(workload, step, index) + underflow(claims, workload, index)
         whose = f"the mean, of rank ≤ {claims.exact_rank},"
         with subject.naming_multiples(workload, mean, output):
             ratio = require_close_in_norm("exact_up_to_rank", where, mean, output, allowed, whose)
@@ -138,10 +138,10 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
     return worst
 
 
-def underflow(claims: Claims, workload: Workload, number: int) -> float:
+def underflow(claims: Claims, workload: Workload, index: int) -> float:
     """The norm of what a tensor loses to the subnormal spacing of the dtype it is rounded to."""
     absolute = claims.exact(workload.dtype).absolute
-    return 2 * workload.world_size * absolute * math.sqrt(math.prod(workload.shapes[number]))
+    return 2 * workload.world_size * absolute * math.sqrt(math.prod(workload.shapes[index]))
 
 
 @property_of
@@ -166,9 +166,9 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
     run = subject.run(workload)
     require_finite("contraction", workload, run)
     least, smallest = claims.contraction, None
-    for bucket, numbers in enumerate(workload.buckets):
+    for bucket, indices in enumerate(workload.buckets):
         for rank in range(workload.world_size):
-            steps = BucketSteps.of(claims, workload, run, numbers, rank)
+            steps = BucketSteps.of(claims, workload, run, indices, rank)
             for step in range(claims.start, num_steps):
                 i = step - claims.start
                 given = steps.means[i] + (steps.held[i] if claims.error_feedback else 0.0)
@@ -178,7 +178,7 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
                     found = 1 - (lost / size) ** 2 if size else -math.inf
                     summed = steps.means.sum(0), steps.outputs.sum(0)
                     raise PropertyFailure(
-                        f"contraction: step {step}, rank {rank}, bucket {bucket} with tensors {list(numbers)}: expected "
+                        f"contraction: step {step}, rank {rank}, bucket {bucket} with tensors {list(indices)}: expected "
                         f"‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², ‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
                         f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}{subject.multiple(workload, *summed)}"
                     )
@@ -189,7 +189,7 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
 
 @dataclass(frozen=True)
 class BucketSteps:
-    """A bucket on a rank, from the first compressed step on.
+    """The means and outputs of a bucket on a rank, and what is held back, from the first compressed step on.
 
     means, outputs: [step, element], the ranks' mean gradients and what the hook made of them. held[i]: Σ means − Σ outputs
     before that step, at the end after the last: with error feedback, the mean of the ranks' errors. rounding[i]: how far
@@ -204,24 +204,24 @@ class BucketSteps:
 
     @classmethod
     def of(
-        cls, claims: Claims, workload: Workload, run: Run, numbers: tuple[int, ...], rank: int
+        cls, claims: Claims, workload: Workload, run: Run, indices: tuple[int, ...], rank: int
     ) -> BucketSteps:
         steps = range(claims.start, workload.num_steps)
-        means = torch.stack([joined(workload.mean(step), numbers) for step in steps])
-        outputs = torch.stack([joined(run.outputs[step][rank], numbers) for step in steps])
+        means = torch.stack([joined(workload.mean(step), indices) for step in steps])
+        outputs = torch.stack([joined(run.outputs[step][rank], indices) for step in steps])
         missing = means - outputs
         held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
         roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
-        lost_below = sum(underflow(claims, workload, number) for number in numbers)
+        lost_below = sum(underflow(claims, workload, index) for index in indices)
         rounding = [0.0]
         for step, (before, after) in zip(steps, pairwise(held.norm(dim=1).tolist()), strict=True):
-            size = norm_of_bucket(workload, step, numbers) + before + after
+            size = norm_of_bucket(workload, step, indices) + before + after
             rounding.append(rounding[-1] + roundings * size + lost_below)
         return cls(means, outputs, held, rounding)
 
 
-def joined(tensors: list[Tensor], numbers: tuple[int, ...]) -> Tensor:
-    return torch.cat([tensors[number].double().flatten() for number in numbers])
+def joined(tensors: list[Tensor], indices: tuple[int, ...]) -> Tensor:
+    return torch.cat([tensors[index].double().flatten() for index in indices])
 
 
 @property_of
@@ -243,11 +243,11 @@ def unbiased(subject: Subject, workload: Workload) -> float | None:
     workload = replace(workload, drift=0.0, steps=claims.start + NUM_DRAWS)
     run = subject.run(workload)
     require_finite("unbiased", workload, run)
-    numbers = tuple(range(len(workload.shapes)))
-    mean = joined(workload.mean(0), numbers)
+    indices = tuple(range(len(workload.shapes)))
+    mean = joined(workload.mean(0), indices)
     # Tensors may differ by orders of magnitude: each counts by its own rms.
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in workload.mean(0)])
-    draws = torch.stack([(joined(step[0], numbers) - mean) / unit for step in run.outputs[claims.start :]])
+    draws = torch.stack([(joined(step[0], indices) - mean) / unit for step in run.outputs[claims.start :]])
     first, second = draws[: NUM_DRAWS // 2], draws[NUM_DRAWS // 2 :]
     direction = first.mean(0)
     sums = second @ (direction / direction.norm().clamp(min=1e-300))

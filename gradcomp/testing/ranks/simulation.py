@@ -1,24 +1,25 @@
-"""Simulated ranks: threads of this process that take turns, so that a run is a function of its schedule.
+"""Simulated ranks: threads of this process, scheduled one at a time, so that a run is a function of its schedule.
 
-Where a rank issues a collective or waits, any of these can happen next:
+Whenever a rank issues a collective or waits, the scheduler chooses what runs next, one of these:
 
     a rank goes on                  one that doesn't wait, or whose wait is over
-    a collective is carried out     one that all its ranks have issued: tensors are read and written now
-    a future is completed           of a collective carried out: its callbacks run, on a thread of their own, as that rank
+    a collective is carried out     one that all its ranks have issued: its tensors are read and written now
+    a future is completed           of a collective carried out: its callbacks run on a thread of their own, as that rank
 
-Schedule 0 lets the last two happen as early as possible; other numbers, at random. So a tensor in flight is
+Schedule 0 runs the last two as early as possible; other schedules, at random times. So a tensor in flight is
 read and written at some time between issue and completion, as on real backends, and callbacks run at some time after:
-a hook that counts on more fails under some schedule. The same schedule gives the same bits.
+a hook that relies on more fails under some schedule. The same schedule gives the same bits.
 
-A group's collectives are matched in the order in which each rank issues them. Ranks that disagree, and ranks that all
-wait, end the run with an error that names the lines.
+A group's collectives are matched in the order in which each rank issues them. If ranks disagree, or all wait, the run
+ends with an error that names the lines.
 
-CUDA tensors: each collective synchronises the device. Values are checked, the order of streams is not. torch's own
-DistributedDataParallel waits in C++ and cannot take turns; gradcomp's can.
+With CUDA tensors, each collective synchronises the device: values are checked, the order of streams is not. torch's own
+DistributedDataParallel waits in C++, where no other rank can be scheduled; gradcomp's waits in Python.
 
 torch's threads with process groups (torch.testing._internal.distributed.multi_threaded_pg) serve another purpose.
 There, every collective blocks until all threads have come, so nothing is ever in flight; a thread takes part in
-whichever collective its group has open, of whatever kind; and a rank that stays away leaves the others waiting.
+whichever collective its group has open, even another one than it called; and a rank that stays away leaves the others
+waiting.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.testing import c10d
-from gradcomp.testing.call_site import CallSite, call_site, shown
-from gradcomp.testing.collectives import SimulatedProcessGroup, SimulatedWork
-from gradcomp.testing.errors import CollectiveMismatch, RankError
-from gradcomp.testing.exchange import Call, exchange, misfit
-from gradcomp.testing.turns import Task, Turns, is_taking_turns
+from gradcomp.testing.ranks import c10d
+from gradcomp.testing.ranks.call_site import CallSite, call_site, shown
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
+from gradcomp.testing.ranks.rank_errors import CollectiveMismatch, RankError
+from gradcomp.testing.ranks.scheduler import Scheduler, Task, is_scheduled
+from gradcomp.testing.ranks.transfer import Call, shape_mismatch, transfer
+from gradcomp.testing.ranks.work import SimulatedWork
 
 _one_at_a_time = threading.Lock()  # a simulation takes the place of the process's default group
 _first_names = count(1_000_000, 1_000_000)
@@ -47,7 +49,7 @@ _first_names = count(1_000_000, 1_000_000)
 
 @dataclass(eq=False)
 class _Issued:
-    """A collective as one rank issued it."""
+    """A collective as one rank issued it, and the line that did."""
 
     work: SimulatedWork
     site: CallSite
@@ -55,9 +57,12 @@ class _Issued:
 
 @dataclass(eq=False)
 class _Group:
-    """What the members of a group share: how many collectives each has issued, and those that some have not."""
+    """The state of a group: how many collectives each member has issued, and those that not all have issued.
 
-    issued: list[int]
+    open: by a collective's index in the group, then by member.
+    """
+
+    num_issued: list[int]
     open: dict[int, dict[int, _Issued]] = field(default_factory=dict)
 
 
@@ -72,75 +77,75 @@ class Simulation:
         self._worlds = [c10d.new_world(group, everyone, next(_first_names)) for group in groups]
         self._identity = c10d.Identity(self._worlds)
         self._groups: dict[tuple[tuple[int, ...], int], _Group] = {}
-        self._turns = Turns(schedule, self._identity.become, self._unfinished)
+        self._scheduler = Scheduler(schedule, self._identity.become, self._unfinished)
         self._results: list[Any] = [None] * world_size
         for rank in everyone:
-            self._turns.add(rank, partial(self._main, function, rank, groups[rank], arguments))
+            self._scheduler.add(rank, partial(self._main, function, rank, groups[rank], arguments))
 
     def run(self, timeout_s: float) -> list[Any]:
-        """What the ranks returned. Raises RankError."""
+        """Run the ranks to their end, and return what each returned. Raises RankError."""
         with ExitStack() as stack:
-            if not is_taking_turns():  # a rank that simulates ranks is within another simulation's turn
+            if not is_scheduled():  # a rank that simulates ranks runs within another simulation
                 stack.enter_context(_one_at_a_time)
             stack.enter_context(self._identity)
             stack.enter_context(c10d.waiting_by(self._pause_for))
-            self._turns.run(timeout_s)
+            self._scheduler.run(timeout_s)
         return self._results
 
     def _main(self, function: Callable[..., Any], rank: int, group: Any, arguments: Sequence[Any]) -> None:
         self._results[rank] = function(rank, group, *arguments)
 
     def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork:
-        """The running rank's next collective in this group. Others may run before this returns."""
+        """Issue the running rank's next collective in this group. Other ranks may run before this returns."""
         task = self._task(call.name)
         rank = group.rank()
-        shared = self._groups.setdefault((group.ranks, group.number), _Group([0] * group.size()))
-        number = shared.issued[rank]
-        shared.issued[rank] += 1
-        work = SimulatedWork(self, task.rank, call, group, number)
-        members = shared.open.setdefault(number, {})
+        shared = self._groups.setdefault((group.ranks, group.index), _Group([0] * group.size()))
+        index = shared.num_issued[rank]
+        shared.num_issued[rank] += 1
+        work = SimulatedWork(self, task.rank, call, group, index)
+        members = shared.open.setdefault(index, {})
         members[rank] = _Issued(work, call_site())
         first = next(iter(members.values())).work.call
         if (first.name, first.agreed) != (call.name, call.agreed):
-            self._turns.fail(_mismatch(f"ranks disagree on {work.place}", members))
+            self._scheduler.fail(_mismatch(f"ranks disagree on {work.place}", members))
         elif len(members) == group.size():
-            del shared.open[number]
+            del shared.open[index]
             works = [members[member].work for member in range(group.size())]
-            if problem := misfit([work.call for work in works]):
-                self._turns.fail(_mismatch(f"{work.place}: {problem}", members))
-            self._turns.add_pending(partial(self._carry_out, works))
-        self._turns.pause()
+            if problem := shape_mismatch([work.call for work in works]):
+                self._scheduler.fail(_mismatch(f"{work.place}: {problem}", members))
+            self._scheduler.add_pending(partial(self._carry_out, works))
+        self._scheduler.pause()
         return work
 
     def wait(self, work: SimulatedWork) -> None:
-        """Until the work is done."""
+        """Let other ranks run until the work is done."""
         self._task("waiting for a collective")
-        self._turns.pause(work.is_completed, work)
+        self._scheduler.pause(work.is_completed, work)
 
     def new_group(self, ranks: Sequence[int]) -> SimulatedProcessGroup:
-        """The running rank's view of a new group of these global ranks."""
+        """Make the running rank's view of a new group of these global ranks."""
         rank = self._task("new_group").rank
-        number = 1 + sum(group.ranks == tuple(ranks) for group in self._worlds[rank].groups)
-        group = SimulatedProcessGroup(self, rank, ranks, number)
+        index = 1 + sum(group.ranks == tuple(ranks) for group in self._worlds[rank].groups)
+        group = SimulatedProcessGroup(self, rank, ranks, index)
         self._worlds[rank].groups.append(group)
         return group
 
     def _pause_for(self, future: torch.futures.Future[Any]) -> None:
-        if self._turns.running() is not None:
-            self._turns.pause(future.done, "a future")
+        if self._scheduler.running() is not None:
+            self._scheduler.pause(future.done, "a future")
 
     def _carry_out(self, works: list[SimulatedWork]) -> None:
         try:
-            exchange([work.call for work in works])
+            transfer([work.call for work in works])
         except Exception as error:
-            self._turns.fail(RankError(f"{works[0]}: {error}"))
+            self._scheduler.fail(RankError(f"{works[0]}: {error}"))
         for work in works:
             work.done = True
             if work.future is not None:
-                self._turns.add_pending(partial(self._turns.add, work.rank, work.complete))
+                self._scheduler.add_pending(partial(self._scheduler.add, work.rank, work.complete))
 
     def _task(self, what: str) -> Task:
-        task = self._turns.running()
+        task = self._scheduler.running()
         if task is None:
             raise RuntimeError(f"{what}, on a thread that is no simulated rank's: run it with ranks='gloo'")
         return task
@@ -149,7 +154,7 @@ class Simulation:
         lines = []
         for (ranks, _), group in self._groups.items():
             for members in group.open.values():
-                missing = [rank for index, rank in enumerate(ranks) if index not in members]
+                missing = [rank for member, rank in enumerate(ranks) if member not in members]
                 place = next(iter(members.values())).work.place
                 lines.append(f"{place} was not issued by rank {', '.join(map(str, missing))}, but by")
                 lines += _issuers(members)

@@ -1,4 +1,6 @@
-"""Every private name of torch that simulated ranks rest on. tests/testing/test_simulation.py fails when torch changes one.
+"""Every private name of torch that the simulation relies on.
+
+tests/testing/ranks/test_simulation.py fails when torch changes one.
 
 Real ranks are processes: each has a default group and a random generator of its own, and waits in C++. Simulated ranks
 share a process, so these three are exchanged while they run.
@@ -21,8 +23,8 @@ BACKEND = "simulated"
 def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -> SimpleNamespace:
     """The tables of c10d for one rank, as if it had just initialised `group` as its default group.
 
-    first_name: groups are named by counting up from here. The names are in a registry of the process, so ranks must
-    not share any.
+    first_name: its groups are named by counting up from here. The names are in a registry of the process, so no two
+    ranks may use the same.
     """
     group._set_group_name(str(first_name))  # type: ignore[arg-type]
     return SimpleNamespace(
@@ -42,7 +44,7 @@ def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -
 
 
 def register_backend(new_group: Callable[[Sequence[int]], dist.ProcessGroup]) -> None:
-    """Let dist.new_group make a group of these global ranks, on each of them."""
+    """Make dist.new_group call `new_group(global_ranks)` on each of these ranks."""
 
     def create(options: Any, _: Any) -> dist.ProcessGroup:
         return new_group(options.global_ranks_in_group)
@@ -51,7 +53,7 @@ def register_backend(new_group: Callable[[Sequence[int]], dist.ProcessGroup]) ->
 
 
 class Identity:
-    """Which rank the process is: its default group and the state of torch's CPU generator.
+    """The rank that this process poses as: its default group and the state of torch's CPU generator.
 
     Inside the context, `become` changes it; on leaving, the process is what it was before.
     """
@@ -88,7 +90,7 @@ class Identity:
 
 @contextmanager
 def waiting_by(pause: Callable[[torch.futures.Future[Any]], None]) -> Iterator[None]:
-    """Futures call `pause` before they block. All of them: those that `.then` and `collect_all` make in C++, too."""
+    """Make every future call `pause` before it blocks, also those that `.then` and `collect_all` make in C++."""
     original = torch._C.Future.wait
 
     def wait(future: Any) -> Any:

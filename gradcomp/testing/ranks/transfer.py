@@ -1,7 +1,7 @@
-"""What a collective moves between simulated ranks.
+"""The data that a collective moves between simulated ranks.
 
-Every collective is a table of who sends what to whom. With W ranks, rank s's call holds what it sends to each
-rank r, and where it puts what comes from each rank or, for a reduction, where the reduced value goes:
+A collective is described by one Call per rank. With W ranks, rank s's call holds the tensors that it sends to each
+rank r, and those that it fills with what comes from each rank or, in a reduction, with the reduced value:
 
     all_reduce       s sends t to all                  r: t = t_0 + ... + t_(W-1)
     all_gather       s sends t to all                  r: outputs[s] = t_s
@@ -9,8 +9,8 @@ rank r, and where it puts what comes from each rank or, for a reduction, where t
     all_to_all       s sends inputs[r] to r            r: outputs[s] = inputs_s[r]
     broadcast, reduce, gather, scatter: the same, with one source or one destination
 
-Reductions go in rank order, in the tensors' dtype: bitwise gloo's for two ranks, within rounding for more. MIN and MAX
-lose a NaN of any rank but 0, gloo's of one rank or another.
+Reductions go in rank order, in the tensors' dtype: for two ranks they have gloo's bits, for more they are equal up to
+rounding. MIN and MAX lose a NaN of every rank but 0; gloo's lose that of one rank or another.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class Call:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Of its CUDA tensors."""
+        """The devices of its CUDA tensors."""
         sent = [t for tensors in self.sends.values() for t in tensors]
         return {t.device for t in (*sent, *self.value) if t.is_cuda}
 
     @property
     def sent_bytes(self) -> int:
-        """Of the tensors sent: one that goes to several ranks counts once."""
+        """The bytes of the tensors sent; one that goes to several ranks counts once."""
         return sum({id(t): t.nbytes for tensors in self.sends.values() for t in tensors}.values())
 
 
-def exchange(calls: Sequence[Call]) -> None:
-    """Carry out a collective: calls by rank."""
+def transfer(calls: Sequence[Call]) -> None:
+    """Carry out a collective, given every rank's call."""
     devices = set().union(*(call.devices for call in calls))
     for device in devices:  # values are checked, not the order of streams
         torch.cuda.synchronize(device)
@@ -94,8 +94,8 @@ def exchange(calls: Sequence[Call]) -> None:
         torch.cuda.synchronize(device)
 
 
-def misfit(calls: Sequence[Call]) -> str | None:
-    """What one rank sends and another does not expect, in calls that agree otherwise; None if all fits."""
+def shape_mismatch(calls: Sequence[Call]) -> str | None:
+    """Say which rank sends shapes that its receiver does not expect, in calls that agree otherwise; None if none does."""
     for rank, call in enumerate(calls):
         for source, outputs in call.receives.items():
             sent = [list(t.shape) for t in calls[source].sends[rank]]

@@ -1,4 +1,4 @@
-"""What a property is checked on: a hook with its state, what it claims, and ranks to run it."""
+"""The subject that a property is checked on: a hook with its state and its claims, and ranks to run it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradcomp.compress.hook import Hook
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.failure import PropertyFailure
 from gradcomp.testing.inference import AVERAGES_WITHIN, claims_of
+from gradcomp.testing.properties.failure import PropertyFailure
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
 from gradcomp.testing.workload import Workload
@@ -40,14 +40,15 @@ class Subject:
         return self.given or claims_of(self.hook, self.make_state, self.device, self.ranks)
 
     def run(self, workload: Workload, **options: Any) -> Run:
-        """The hook on this workload; options as those of run_hook."""
+        """Run the hook on this workload; the options are those of run_hook."""
         return run_hook(self.hook, self.make_state, workload, ranks=self.ranks, **options)
 
     def multiple(self, workload: Workload, mean: Tensor, output: Tensor) -> str:
-        """What a message says of an output that is a multiple of the mean, as a hook's that sums: the factor. Else "".
+        """The end of a message about an output that is a multiple of the mean, as a hook's that sums; "" if it is none.
 
-        Within 5 %, as of hooks that average; and also of all gradients together in a run of the hook on this many ranks,
-        as every output of one element is a multiple. Of sums over steps, where error feedback has delivered all it held.
+        A multiple within 5 %, as for hooks that average. Every output of one element is a multiple of the mean, so all
+        gradients together have to be one, too, in another run of the hook on as many ranks: their sums over steps, at
+        whose end error feedback has delivered all that it held back.
         """
         if not _factor(mean, output):
             return ""
@@ -73,7 +74,7 @@ class Subject:
 
     @contextmanager
     def naming_multiples(self, workload: Workload, mean: Tensor, output: Tensor) -> Iterator[None]:
-        """Within it, a PropertyFailure also says of which multiple of the mean the output is."""
+        """A context in which a PropertyFailure also says which multiple of the mean the output is, if it is one."""
         try:
             yield
         except PropertyFailure as failure:
@@ -85,7 +86,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def _factor(mean: Tensor, output: Tensor) -> float | None:
-    """The c for which output = c · mean, to 2 digits if they are enough, else 4; None where there is no such c but 1.
+    """The factor c ≠ 1 for which output = c · mean, to 2 digits if they are enough, else 4; None if there is none.
 
     What is left over is at most 5 % of the output, and a tenth of what differs from the mean.
     """
@@ -100,7 +101,10 @@ def _factor(mean: Tensor, output: Tensor) -> float | None:
 
 
 class Property(Protocol[Measured]):
-    """What it measured, or None where the hook doesn't claim it. Raises PropertyFailure where it doesn't hold."""
+    """A function that checks a property and returns what it measured, or None if the hook doesn't claim the property.
+
+    Raises PropertyFailure if the property doesn't hold.
+    """
 
     __name__: str
 
@@ -116,7 +120,7 @@ class Property(Protocol[Measured]):
 
 
 def property_of(check: Callable[[Subject, Workload], Measured]) -> Property[Measured]:
-    """check(subject, workload) as a property, which takes the subject's parts."""
+    """Make a property, which takes a hook, its state and options, of a function check(subject, workload)."""
 
     @wraps(check)
     def checked(

@@ -1,4 +1,4 @@
-"""The line of a program that asked for a collective."""
+"""The line of a program that issued a collective."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from types import CodeType, FrameType
 
 import torch
 
-_GRADCOMP, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+_GRADCOMP, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
 
-# Innermost first: each a function's code and a line number.
+# Pairs of a function's code and a line number, innermost first.
 CallSite = tuple[tuple[CodeType, int], ...]
 
 
 @cache
 def _owner(filename: str) -> str:
-    """Whose code it is: plumbing (all that lies between a collective's caller and here), a library's or the user's."""
+    """Whose code a file holds: plumbing (whatever lies between a collective's caller and here), a library's or the user's."""
     path = Path(filename)
     if path.is_relative_to(_GRADCOMP / "testing") or filename == threading.__file__:
         return "plumbing"
@@ -43,7 +43,7 @@ def call_site() -> CallSite:
 
 
 def shown(site: CallSite, indent: str = "    ") -> str:
-    """A line for each: file:line, function and source."""
+    """The call site as text, a line for each of its lines: file:line, function and source."""
     return "\n".join(
         f"{indent}{code.co_filename}:{number} in {code.co_name}: "
         f"{linecache.getline(code.co_filename, number).strip()}"

@@ -1,0 +1,59 @@
+"""The properties of gradient compression, one function each; docs/testing.md has them in a table.
+
+    property(hook, make_state, workload, *, claims=None, ranks="simulated") -> what was measured, or None
+
+Each runs the hook on every rank (see run_hook) and raises PropertyFailure if the hook lacks the property on this workload;
+the message says what was expected, what came, and on which rank, step and tensor. RankError if the hook doesn't finish.
+A property that the hook doesn't claim isn't checked: its function returns None. claims: by default, those that
+claims_of(hook, make_state) infers. ranks: "gloo" for real processes. Use one alone in a test of your own::
+
+    @given(strategies.workloads())
+    def test_averages(workload):
+        properties.averages(my_hook, None, workload)
+"""
+
+from __future__ import annotations
+
+from gradcomp.testing.properties.accuracy import averages, contraction, exact_up_to_rank, unbiased
+from gradcomp.testing.properties.failure import NonFiniteFailure, PropertyFailure
+from gradcomp.testing.properties.invariance import (
+    bucket_insensitive,
+    deterministic,
+    rank_permutation,
+    scale_equivariant,
+)
+from gradcomp.testing.properties.memory import (
+    bounded_memory,
+    checkpoint_round_trip,
+    error_feedback_identity,
+    held_back_comes_out,
+    no_error_where_exact,
+)
+from gradcomp.testing.properties.replicas import (
+    completes,
+    finite_in_finite_out,
+    nonfinite_seen_by_all,
+    replicas_identical,
+)
+
+__all__ = [
+    "NonFiniteFailure",
+    "PropertyFailure",
+    "averages",
+    "bounded_memory",
+    "bucket_insensitive",
+    "checkpoint_round_trip",
+    "completes",
+    "contraction",
+    "deterministic",
+    "error_feedback_identity",
+    "exact_up_to_rank",
+    "finite_in_finite_out",
+    "held_back_comes_out",
+    "no_error_where_exact",
+    "nonfinite_seen_by_all",
+    "rank_permutation",
+    "replicas_identical",
+    "scale_equivariant",
+    "unbiased",
+]

@@ -1,0 +1,112 @@
+"""Compressors with error feedback as users write them. A compressor is the state of `hook`."""
+
+import torch
+import torch.distributed as dist
+
+
+def hook(state, bucket):
+    """Average the bucket through its compressor."""
+    return state.start(bucket)
+
+
+class Compressor:
+    """A compressor with error feedback: per tensor, it compresses gradient + error, and keeps the difference as error."""
+
+    def __init__(self, process_group):
+        self.process_group = process_group
+        self.step = 0
+        self.errors = {}
+
+    def start(self, bucket):
+        for place, gradient in enumerate(self.parts(bucket)):
+            key = self.key(bucket, place)
+            total = self.total(gradient, self.errors.get(key, torch.zeros_like(gradient)))
+            output, sent = self.compress(total.flatten())
+            error = self.error(gradient, total, output.view_as(total), sent.view_as(total))
+            self.errors[key] = self.sound(error)
+            gradient.copy_(output.view_as(total))
+        self.step += bucket.is_last()
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def parts(self, bucket):
+        return bucket.gradients()
+
+    def key(self, bucket, place):
+        return id(bucket.parameters()[place])
+
+    def total(self, gradient, error):
+        return gradient + error
+
+    def error(self, gradient, total, output, sent):
+        return total - sent
+
+    def sound(self, error):
+        """The error to keep: zero where it isn't finite, so that a bad step is forgotten."""
+        return error.nan_to_num(0, 0, 0)
+
+    def mean(self, tensor):
+        dist.all_reduce(tensor.div_(self.process_group.size()), group=self.process_group)
+        return tensor
+
+    def __getstate__(self):
+        return vars(self) | {"process_group": None}
+
+
+class TopK(Compressor):
+    """Sends the largest quarter of each rank's elements, with their places."""
+
+    def compress(self, total):
+        places = self.places(total)
+        output, sent = torch.zeros_like(total), torch.zeros_like(total)
+        sent[places] = total[places]
+        for their_places, values in self.gathered(places, total[places]):
+            output[their_places] += values / self.process_group.size()
+        return output, sent
+
+    def places(self, total):
+        return total.abs().topk(-(-total.numel() // 4)).indices
+
+    def gathered(self, *tensors):
+        """These tensors of every rank, in the order of the ranks."""
+        received = []
+        for tensor in tensors:
+            received.append([torch.empty_like(tensor) for _ in range(self.process_group.size())])
+            dist.all_gather(received[-1], tensor, group=self.process_group)
+        return list(zip(*received, strict=True))
+
+
+class RandomK(Compressor):
+    """Sends a random half of the elements, the same on every rank."""
+
+    def compress(self, total):
+        total = total + 0 * total.abs().amax()  # NaN all over, where a rank might not send it
+        places = self.permutation(total.numel())[: -(-total.numel() // 2)]
+        output, sent = torch.zeros_like(total), torch.zeros_like(total)
+        sent[places] = total[places]
+        output[places] = self.mean(total[places])
+        return output, sent
+
+    def permutation(self, numel):
+        return torch.randperm(numel, generator=torch.Generator().manual_seed(self.step))
+
+
+class Quantiser(Compressor):
+    """Rounds to 127 levels up to a tensor's largest value, up or down at random: it is unbiased."""
+
+    def compress(self, total):
+        level = total.abs().amax() / 127 if total.numel() else total.sum()
+        return self.mean(torch.where(level == 0, total, self.rounded(total / level) * level)), total
+
+    def rounded(self, values):
+        return (values + torch.rand(values.shape)).floor()
+
+
+class Int8(Compressor):
+    """Rounds to the nearest of 127 levels on either side of zero, up to a tensor's largest value."""
+
+    def compress(self, total):
+        level = total.abs().amax() / 127 if total.numel() else total.sum()
+        sent = torch.where(level == 0, total, (total / level).round() * level)
+        return self.mean(sent.clone()), sent

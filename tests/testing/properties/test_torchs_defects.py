@@ -1,0 +1,82 @@
+"""The properties on torch's own hooks: each known defect is found on the smallest workload, and ours have none of them."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powerSGD
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks import powerSGD_hook as powerSGD
+from gradcomp.testing import PropertyFailure, Workload, claims_of, properties
+
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
+
+def theirs(process_group, rank=1):
+    return torch_powerSGD.PowerSGDState(process_group, rank, start_powerSGD_iter=2)
+
+
+def ours(process_group, rank=1):
+    return powerSGD.PowerSGDState(process_group, rank, start_powerSGD_iter=2)
+
+
+# torch 2.13's, as check_hook found them.
+DEFECTS = [
+    (
+        "completes",
+        "powerSGD_hook",
+        Workload(((1, 1), (1, 1)), ((0,), (1,)), steps=3),
+        "ranks disagree on collective",
+    ),
+    ("completes", "batched_powerSGD_hook", Workload(((1, 1),), steps=3), "raised AssertionError"),
+    (
+        "finite_in_finite_out",
+        "powerSGD_hook",
+        Workload(((3, 7),), steps=3, spectra=("zero",)),
+        "got nan in 21 of 21",
+    ),
+    (
+        "nonfinite_seen_by_all",
+        "powerSGD_hook",
+        Workload(((1, 1),), steps=3, poison=(2, 0, 0, math.inf)),
+        "step 3, .* after",
+    ),
+    ("no_error_where_exact", "powerSGD_hook", Workload(((1, 1),), steps=3, noise=0.1), "expected no error"),
+    ("checkpoint_round_trip", "powerSGD_hook", Workload(((1, 1),), steps=3), "UnpicklingError"),
+]
+
+
+@pytest.mark.parametrize(("name", "hook", "workload", "message"), DEFECTS)
+def test_torchs_defects_are_found_and_ours_has_none_of_them(name, hook, workload, message):
+    claims = replace(
+        claims_of(torch_powerSGD.powerSGD_hook, theirs), exact_shapes=lambda shape: shape == (1, 1)
+    )
+    with pytest.raises(PropertyFailure, match=f"(?s){message}"):
+        getattr(properties, name)(getattr(torch_powerSGD, hook), theirs, workload, claims=claims)
+    claims = claims_of(getattr(powerSGD, hook), ours)
+    getattr(properties, name)(getattr(powerSGD, hook), ours, workload, claims=claims)
+
+
+def test_torchs_fp16_hook_overflows_before_it_divides():
+    claims = claims_of(default_hooks.fp16_compress_hook)
+    small = Workload(((1, 1),), noise=0.1)
+    for workload, message in (
+        (small, "1 of 1 elements, with log2_factor=16"),
+        (replace(small, log2_factor=16), "1 of 1"),
+    ):
+        with pytest.raises(PropertyFailure, match=f"got inf in {message}"):
+            properties.finite_in_finite_out(
+                torch_default_hooks.fp16_compress_hook, None, workload, claims=claims
+            )
+        properties.finite_in_finite_out(default_hooks.fp16_compress_hook, None, workload, claims=claims)
+
+
+def test_torchs_quantising_hook_does_not_run_on_gloo_before_torch_2_15():
+    fails = pytest.raises(PropertyFailure, match="IndexError: invalid index of a 0-dim tensor")
+    with nullcontext() if torch.__version__ >= "2.15" else fails:
+        properties.completes(quantization_hooks.quantization_pertensor_hook, None, Workload(((1, 1),)))

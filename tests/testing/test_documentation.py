@@ -1,0 +1,66 @@
+"""The examples of docs/testing.md run, and give what it prints."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradcomp.testing import PropertyFailure, Workload, check_hook, properties
+
+DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
+PROPERTIES = {"NonFiniteFailure", "PropertyFailure"} ^ set(properties.__all__)
+
+
+def example(monkeypatch, tmp_path, name, leave_out=""):
+    """The module that the code of docs/testing.md is, up to its first test."""
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    source = "\n".join(blocks[1:3])
+    assert leave_out in source
+    path = tmp_path / f"{name}.py"
+    path.write_text("\n".join(line for line in source.splitlines() if not leave_out or leave_out not in line))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_numbers(text):
+    return re.sub(r" +", " ", re.sub(r"[-+.e\d]*\d", "#", text))
+
+
+def test_the_documented_top_k_hook(tmp_path, monkeypatch):
+    sound = example(monkeypatch, tmp_path, "top_k")
+    report = check_hook(sound.top_k_hook, sound.TopKState, max_examples=10)
+    report.raise_if_failed()
+    assert without_numbers(str(report)) in without_numbers(DOCS.read_text())
+    without = example(monkeypatch, tmp_path, "top_k_without_error_feedback", leave_out="# error feedback")
+    (failure,) = check_hook(without.top_k_hook, without.TopKState, only=["held_back_comes_out"]).failures
+    (documented,) = re.findall(r"held_back_comes_out fails for\n  (.*)", DOCS.read_text())
+    for workload in (failure.counterexample, eval(documented, {"Workload": Workload})):
+        with pytest.raises(PropertyFailure, match="with zero gradients"):
+            properties.held_back_comes_out(without.top_k_hook, without.TopKState, workload)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_the_documented_compression_report(capsys):
+    text = DOCS.read_text().partition("## How much a hook keeps")[2]
+    source, table = re.findall(r"```(?:python)?\n(.*?)```", text, flags=re.DOTALL)[:2]
+    exec(source, {})
+    assert without_numbers(capsys.readouterr().out) == without_numbers(table)
+
+
+def test_the_documentation_names_every_property():
+    rows = re.findall(r"^\| `(\w+)` \| .* \| .* \|$", DOCS.read_text(), flags=re.MULTILINE)
+    assert set(rows) >= PROPERTIES
+
+
+def test_without_hypothesis_the_package_says_what_it_needs():
+    code = "import sys; sys.modules['hypothesis'] = None; import gradcomp; import gradcomp.testing"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "ImportError: gradcomp.testing needs Hypothesis: pip install gradcomp[test]" in run.stderr

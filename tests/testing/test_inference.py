@@ -1,0 +1,77 @@
+"""The claims that are inferred of a hook that says nothing, and that they are what is checked."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks import powerSGD_hook as powerSGD
+from gradcomp.testing import Claims, Tolerance, check_hook, claims_of
+from gradcomp.testing.__main__ import OURS, TORCHS
+from tests.testing.averaging import eight_bits, scaled_mean
+
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
+
+class Late:
+    """Compresses from the fourth step on."""
+
+    def __init__(self, process_group):
+        self.step = 0
+
+
+def late_hook(state, bucket):
+    state.step += bucket.is_last()
+    return scaled_mean(1.0 if state.step <= 3 else 0.5)(state, bucket)
+
+
+def test_what_is_inferred_of_hooks_that_average():
+    assert claims_of(default_hooks.allreduce_hook).tolerance == Tolerance.rounding(torch.float32)
+    assert claims_of(default_hooks.allreduce_hook).scale_equivariant == "bitwise"
+    assert claims_of(default_hooks.fp16_compress_hook).tolerance == Tolerance.rounding(torch.float16)
+    assert claims_of(default_hooks.fp16_compress_hook).max_magnitude == pytest.approx(65504, rel=0.02)
+    assert claims_of(default_hooks.bf16_compress_hook).precision == torch.bfloat16
+    assert claims_of(eight_bits).tolerance == Tolerance.levels(8)
+    nearly = claims_of(scaled_mean(1.02)).tolerance
+    assert nearly.of == "bucket"
+    assert 0.002 < nearly.relative < 0.05
+
+
+def test_what_is_inferred_of_lossy_hooks():
+    stateless = claims_of(scaled_mean(0.5))
+    assert stateless.is_lossy
+    assert (stateless.unbiased, stateless.error_feedback, stateless.contraction) == (True, False, None)
+    late = claims_of(late_hook, Late)
+    assert (late.start, late.unbiased, late.error_feedback, late.contraction) == (3, False, True, 0.0)
+    assert (late.precision, late.checkpoint) == (torch.float32, "any")
+
+
+def test_what_is_inferred_of_power_sgd():
+    for hooks in (OURS, TORCHS):
+        claims = claims_of(*hooks["r=4"])
+        assert (claims.start, claims.exact_rank, claims.checkpoint) == (2, 4, "safe")
+        assert claims.error_feedback
+        assert claims.errors_of is not None
+        assert claims.exact_shapes((100,))
+        assert claims.exact_shapes((8, 8))
+        assert not claims.exact_shapes((64, 64))
+    assert claims_of(*OURS["batched r=1"]).exact_rank is None
+    assert claims_of(*OURS["PowerSGD r=1, fp16"]).precision == torch.float16
+    without = claims_of(
+        powerSGD.powerSGD_hook, lambda group: powerSGD.PowerSGDState(group, 1, 2, use_error_feedback=False)
+    )
+    assert (without.error_feedback, without.errors_of) == (False, None)
+    with pytest.raises(ValueError, match="start_powerSGD_iter is 1000"):
+        claims_of(powerSGD.powerSGD_hook, powerSGD.PowerSGDState)
+
+
+def test_claims_are_what_is_checked():
+    hook = scaled_mean(0.9)
+    assert not check_hook(hook, max_examples=3, only=["unbiased"]).ok
+    claims = replace(claims_of(hook), unbiased=False, contraction=0.9)
+    report = check_hook(hook, max_examples=3, claims=claims, only=["unbiased", "contraction"])
+    assert report.ok
+    assert report.verdicts["unbiased"].outcome == "not claimed"
+    assert report.verdicts["contraction"].measured == pytest.approx(0.99)
+    assert not check_hook(hook, max_examples=3, claims=Claims(contraction=0.999), only=["contraction"]).ok
