@@ -2,7 +2,7 @@
 
 from .compressor import BucketSpec, Compressor
 from .compressor_state import CompressorState, compress_hook
-from .transfer import consolidated_state_dict, load_from_dcp, per_rank_state_dict
+from .consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 
 __all__ = [
     "BucketSpec",

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress import transfer
+from gradcomp.compress import consolidation
 from gradcomp.compress.bucket_memory import BucketMemories, BucketPart
 from gradcomp.compress.checkpoint import PROGRESS, has_errors
 from gradcomp.compress.compressor import Compressor
+from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.powersgd import LowRankCompressor, LowRankOptions
 from gradcomp.compress.state import CompressedAveraging, MakeCompressor
-from gradcomp.compress.transfer import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 
 from . import powersgd_checkpoint, powersgd_from_torch
 from .powersgd_options import OPTIONS, checked_options, options_of
@@ -269,7 +269,7 @@ def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     Raises ValueError for none at all and for state_dicts of different steps or buckets, and what load_state_dict does for
     something else.
     """
-    return transfer.average_errors(state_dicts, powersgd_checkpoint.checked)
+    return consolidation.average_errors(state_dicts, powersgd_checkpoint.checked)
 
 
 def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:

@@ -1,4 +1,4 @@
-"""Imports point one way (docs/house.md), and importing gradcomp changes nothing outside of it."""
+"""Imports point one way (docs/architecture.md), and importing gradcomp changes nothing outside of it."""
 
 import ast
 import glob
