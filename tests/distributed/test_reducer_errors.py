@@ -254,7 +254,7 @@ def arguments(rank):
     for cap in (None, "25", -1, float("nan")):
         with pytest.raises(ValueError, match=f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}"):
             Reducer(MLP().parameters(), bucket_cap_mb=cap)
-    with pytest.raises(TypeError, match=r"process_group is -100, .* a rank that is not in the group"):
+    with pytest.raises(TypeError, match=r"process_group, got -100\. .* this rank is not in the group"):
         Reducer(MLP().parameters(), torch.distributed.GroupMember.NON_GROUP_MEMBER)
     shared = nn.Parameter(torch.zeros(3))
     assert len(Reducer([shared, shared])._params) == 1
