@@ -146,7 +146,7 @@ class _Run:
         self.reducer.register_comm_hook(self.state, noting)
 
     def step(self, number: int, device: torch.device) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Of every parameter: the ranks' own gradients, and those that the hook gave them."""
+        """Collect for every parameter the ranks' own gradients and those that the hook gave them."""
         torch.manual_seed(100 * number + dist.get_rank() + 1)
         inputs = torch.randn(32, 256).to(device)
         with self.reducer.no_sync():
@@ -155,7 +155,7 @@ class _Run:
         return [(gather(a), gather(b)) for a, b in zip(own, result, strict=True)]
 
     def mean_errors(self) -> list[torch.Tensor]:
-        """Of every parameter: the mean of what the ranks' states owe it."""
+        """Compute for every parameter the mean of what the ranks' states owe it."""
         owed = {}
         for index, memory in self.state.state_dict()["buckets"].items():
             parameters = self.buckets[index]
@@ -183,7 +183,7 @@ def _check_steps(
 
 
 def _check_sums(name: str, run: _Run, hook_check: HookCheck, device: torch.device) -> tuple[float, list[str]]:
-    """The same for the sums over the steps, with what the states owe at the end."""
+    """Check the sums over the steps likewise, with what the states owe at the end."""
     failures = []
     largest = 0.0
     sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Where a measurement was made: device, driver, versions, commit."""
+"""Describes where a measurement was made: device, driver, versions, commit."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def _after_two_steps(problem: Problem) -> list[torch.Tensor]:
 def _plans(
     problem: Problem,
 ) -> list[tuple[ops.LowRankPlan, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
-    """Of every bucket: plan, gradient, buffer and the first step's directions."""
+    """Make for every bucket its plan, gradient, buffer and the first step's directions."""
     work = []
     for layout, gradient in zip(problem.layouts, problem.gradients(), strict=True):
         options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": SEED}

@@ -41,7 +41,8 @@ class Memory:
 
     options, dtype: what its compressor depends on, beside the shapes. index: the bucket's, on which its random choices depend.
     shapes, numbers, parameters: of its parameters, in the bucket's order; parameters is None for a memory that was loaded and
-    has not met them yet. compressor: from the first compressed step on, on this device. saved: the state of a compressor yet to be made.
+    has not met them yet. compressor: from the first compressed step on, on this device. saved: the state of a compressor that is
+    yet to be made.
     """
 
     options: Any
@@ -59,6 +60,10 @@ class Memory:
         """What its compressor has to keep, or would start from."""
         return self.saved if self.compressor is None else self.compressor.state()
 
+    def own_state(self) -> State | None:
+        """The state in tensors that nobody else has."""
+        return _copied(self.saved) if self.compressor is None else self.compressor.state()
+
     @property
     def is_empty(self) -> bool:
         return self.compressor is None and self.saved is None
@@ -69,7 +74,7 @@ class Memory:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Where each parameter, by its number, starts in the bucket."""
+        """The element of the bucket at which each parameter, by its number, starts."""
         return dict(zip(self.numbers, accumulate(self.numels, initial=0), strict=False))
 
     @property
@@ -133,7 +138,7 @@ class BucketPart:
         """Its tensors, by index, that this rank's backward has not used, so far as a hook can know.
 
         torch's DDP calls a hook before it writes averages: a parameter without a gradient was not used. Our buckets don't
-        tell; the Reducer gives back what wasn't used when all ranks have told (CompressorState.take_back).
+        tell; the Reducer gives back what wasn't used when all ranks have told (CompressedAveraging.take_back).
         """
         if not isinstance(bucket, dist.GradBucket) or all(p.grad is not None for p in bucket.parameters()):
             return []
@@ -299,7 +304,7 @@ class BucketMemories:
         """All memories without their compressors and parameters, in the order of their buckets."""
         ordered = sorted(self._memories.values(), key=lambda memory: memory.index)
         return [
-            Memory(each.options, each.dtype, each.index, each.shapes, each.numbers, saved=_copied(each.state))
+            Memory(each.options, each.dtype, each.index, each.shapes, each.numbers, saved=each.own_state())
             for each in ordered
         ]
 
@@ -310,7 +315,7 @@ class BucketMemories:
 
 
 def _copied(state: State | None) -> State | None:
-    """Tensors of its own: what was loaded may still wait for its compressor."""
+    """A copy of a state and its tensors."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, list):

@@ -68,9 +68,10 @@ def _of_memory(memory: Memory) -> dict[str, Any]:
 
 
 def finite(saved: dict[str, Any]) -> dict[str, Any]:
-    """The same, where an error that isn't finite counts as zero."""
-    error = saved.get("error")
-    return saved if error is None else saved | {"error": error.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)}
+    """The state, in which an error that isn't finite has become zero, as the next step takes it."""
+    if (error := saved.get("error")) is not None:
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return saved
 
 
 def memories_of(state_dict: dict[str, Any], make_options: Callable[[dict[str, Any]], Any]) -> list[Memory]:
@@ -161,20 +162,30 @@ def _bucket(what: str, memory: Any, make_options: Callable[[dict[str, Any]], Any
         raise ValueError(f"{what}: kind is {kind!r}, but must be a dict with a dtype")
     dtype = DTYPE(f"{what}: dtype", kind["dtype"])
     _options(what, {name: value for name, value in kind.items() if name != "dtype"}, make_options)
+    if (error := state.pop("error", None)) is not None:
+        error = checked_tensor(f"{what}: the error", error, (sum(map(math.prod, shapes)),), dtype)
     for name, value in state.items():
-        values = value if isinstance(value, list) else [value]
         if isinstance(value, list) and len(value) != len(shapes):
             raise ValueError(f"{what}: {name} has {len(value)} entries for {len(shapes)} tensors")
-        for each in values:
-            if each is not None and (not isinstance(each, torch.Tensor) or each.is_floating_point()):
-                checked_tensor(f"{what}: {name}", each, getattr(each, "shape", None), None)
-    if state.get("error") is not None:
-        checked_tensor(f"{what}: the error", state["error"], (sum(map(math.prod, shapes)),), dtype)
+        entries = [
+            _entry(f"{what}: {name}", each) for each in (value if isinstance(value, list) else [value])
+        ]
+        state[name] = entries if isinstance(value, list) else entries[0]
+    state |= {} if error is None else {"error": error}
     return {"kind": dict(kind), "shapes": shapes, "parameters": parameters, **state}
 
 
+def _entry(what: str, given: Any) -> torch.Tensor | None:
+    """A tensor of a compressor's state, of any shape and dtype, whose floats are finite."""
+    if given is None:
+        return None
+    if isinstance(given, torch.Tensor) and not given.is_floating_point():
+        return given.detach().clone()
+    return checked_tensor(what, given, getattr(given, "shape", None), None)
+
+
 def checked_outline(what: str, memory: dict[str, Any]) -> tuple[Any, list[tuple[int, ...]], list[int]]:
-    """(kind, shapes, parameters) of a bucket's memory."""
+    """Check a bucket's shapes and parameters; returns (kind, shapes, parameters)."""
     shapes = [
         tuple(counts(f"{what}: a shape", shape)) for shape in as_list(f"{what}: shapes", memory["shapes"])
     ]

@@ -79,7 +79,7 @@ class CompressorState(CompressedAveraging):
 
     @property
     def options(self) -> Any:
-        """The compressor's."""
+        """The compressor's options."""
         return self._options
 
     @property

@@ -59,7 +59,7 @@ def require_same_on_all_ranks(
 
 
 def _global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Of the group's ranks, in their order."""
+    """The global rank of each of the group's ranks, in their order."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, RuntimeError, ValueError):  # a group that c10d does not know

@@ -173,7 +173,7 @@ def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """The same dicts, lists and tensors, the latter on the CPU, where every rank can load them."""
+    """Copy nested dicts and lists, with their tensors on the CPU, where every rank can load them."""
     if isinstance(value, dict):
         return {key: _on_cpu(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -14,7 +14,7 @@ from .grad_bucket import require_bucket
 from .hook import require_dense_floats
 from .owner import another_ranks_errors, owner_of
 from .process_group import joined_group, require_group, resolve_group
-from .streams import Future, around_all_reduce, in_order
+from .streams import Future, average_in_place, in_order
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -110,9 +110,7 @@ class CompressedAveraging:
         parts = self._parts_of(bucket, options)
         if self.iter < self.start_iter or self._waits_for_buckets:
             self.maybe_increase_iter(bucket)
-            return around_all_reduce(
-                buffer.device, group, lambda: buffer.div_(group.size()), lambda _: buffer
-            )
+            return average_in_place(buffer, group)
         self._warn_of_another_ranks_errors(group)
         compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
         # A step ends by choosing what the next one projects on.
@@ -127,7 +125,7 @@ class CompressedAveraging:
             return buffer
 
         future = in_order(buffer.device, sequence)
-        self._count(parts, compressors, bucket)
+        self._count(compressors, bucket)
         self.maybe_increase_iter(bucket)
         return future
 
@@ -195,11 +193,11 @@ class CompressedAveraging:
         return memory.compressor
 
     def _seed(self, index: int, step: int) -> int:
-        """Of a bucket's random choices in a step, the same on every rank."""
+        """The seed of a bucket's random choices in a step, the same on every rank."""
         return (self.random_seed * 1_000_003 + step * 8_191 + index) % 2**63
 
-    def _count(self, parts: list[BucketPart], compressors: list[Compressor], bucket: dist.GradBucket) -> None:
-        self.total_numel_before_compression += sum(sum(part.memory.numels) for part in parts)
+    def _count(self, compressors: list[Compressor], bucket: dist.GradBucket) -> None:
+        self.total_numel_before_compression += bucket.buffer().numel()
         self.total_numel_after_compression += sum(compressor.sent_numel for compressor in compressors)
         if bucket.is_last() and self.iter >= self.next_stats_report:
             rate, before, after = self.compression_stats()

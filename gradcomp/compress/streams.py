@@ -93,6 +93,17 @@ def around_all_reduce(
     return in_order(device, sequence)
 
 
+def average_in_place(buffer: torch.Tensor, group: dist.ProcessGroup) -> Future:
+    """Average a bucket in its own dtype: divide it by the world size, then all-reduce it (sum)."""
+    return around_all_reduce(
+        buffer.device,
+        group,
+        compress=lambda: buffer.div_(group.size()),
+        # In place; gloo's result for a complex bucket is its view as real numbers.
+        decompress=lambda _: buffer,
+    )
+
+
 def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work:
     try:
         work: dist.Work = dist.all_reduce(wire, group=group, async_op=async_op)

@@ -13,7 +13,7 @@ from gradcomp import ops
 from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.hook import Hook, checked_future, require_dense_floats
 from gradcomp.compress.process_group import resolve_group
-from gradcomp.compress.streams import around_all_reduce, around_hook
+from gradcomp.compress.streams import around_all_reduce, around_hook, average_in_place
 from gradcomp.compress.wires import keep_wire, take_wire
 
 __all__ = [
@@ -45,13 +45,7 @@ def allreduce_hook(
     buffer = bucket.buffer()
     if not (buffer.is_floating_point() or buffer.is_complex()):
         raise TypeError(f"allreduce_hook averages floating-point buckets, got {buffer.dtype}")
-    return around_all_reduce(
-        buffer.device,
-        group,
-        compress=lambda: buffer.div_(group.size()),
-        # In place; gloo's result for a complex bucket is its view as real numbers.
-        decompress=lambda _: buffer,
-    )
+    return average_in_place(buffer, group)
 
 
 def fp16_compress_hook(

@@ -89,8 +89,12 @@ def memories_of(state_dict: dict[str, Any]) -> list[Memory]:
     return [_memory_of(index, saved) for index, saved in state_dict["buckets"].items()]
 
 
+def _options_of(kind: dict[str, Any]) -> LowRankOptions:
+    return LowRankOptions(**{name: value for name, value in kind.items() if name != "dtype"})
+
+
 def _memory_of(index: int, saved: dict[str, Any]) -> Memory:
-    options = LowRankOptions(**{name: value for name, value in saved["kind"].items() if name != "dtype"})
+    options = _options_of(saved["kind"])
     memory = Memory(options, saved["kind"]["dtype"], index, list(saved["shapes"]), list(saved["parameters"]))
     if saved["error"] is None:
         return memory
@@ -144,7 +148,7 @@ def _bucket(what: str, memory: Any) -> dict[str, Any]:
     if error is not None:
         error = checked_tensor(f"{what}: the error", error, (sum(map(math.prod, shapes)),), kind["dtype"])
     if directions is not None:
-        options = LowRankOptions(**{name: value for name, value in kind.items() if name != "dtype"})
+        options = _options_of(kind)
         given, matrices = as_list(f"{what}: directions", directions), options.layout(shapes).matrices
         if len(given) != len(matrices):
             raise ValueError(f"{what} has {len(given)} directions for {len(matrices)} matrices")

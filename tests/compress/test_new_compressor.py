@@ -215,6 +215,16 @@ def test_what_does_not_fit_is_refused_as_a_whole(misfit):
     assert equal(state.state_dict(), before)
 
 
+def test_what_was_loaded_is_the_states_own():
+    (saved,) = simulate(saved_state, 1)
+    state = new_state()
+    state.load_state_dict(saved)
+    expected = copy.deepcopy(state.state_dict())
+    for state_dict in (saved, state.state_dict()):
+        state_dict["buckets"][0]["error"].fill_(7)
+        assert equal(state.state_dict(), expected)
+
+
 class NotFrozen:
     density = 0.1
 
