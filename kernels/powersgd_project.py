@@ -52,14 +52,14 @@ def direction(q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK
 
 
 @triton.jit
-def shortening(norms, length, BLOCK: tl.constexpr):
+def shortening(squares, length, BLOCK: tl.constexpr):
     """What to multiply each row of a tile by, in a matrix in float16 with rows of this length; or each column.
 
-    norms: of the rows within the tile. Each tile of a row has the same share of LIMIT_FLOAT16. What is too long becomes
-    a third of that, so that it isn't too long again in the next step.
+    squares: of the norms of the rows within the tile. Each tile of a row has the same share of LIMIT_FLOAT16. What is too long
+    becomes a third of that, so that it isn't too long again in the next step.
     """
-    limit = LIMIT_FLOAT16 / tl.sqrt(tl.cdiv(length, BLOCK).to(tl.float32))
-    return tl.where(norms > limit, limit / tl.maximum(3 * norms, limit), 1.0)
+    limit = tl.div_rn(LIMIT_FLOAT16 * LIMIT_FLOAT16, tl.cdiv(length, BLOCK).to(tl.float32))
+    return tl.where(squares > limit, tl.sqrt_rn(tl.div_rn(limit, tl.maximum(9 * squares, limit))), 1.0)
 
 
 @triton.jit
@@ -70,11 +70,12 @@ def fit_float16(error, matrix_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.cons
     """
     rows = tl.load(matrix_ptr + ROWS)
     cols = tl.load(matrix_ptr + COLS)
-    # As long as no element is larger, no row or column is too long.
-    largest = LIMIT_FLOAT16 / tl.sqrt(tl.maximum(rows + BLOCK_ROWS, cols + BLOCK_COLS).to(tl.float32))
-    if tl.max(tl.abs(error)) > largest:
-        by_row = shortening(tl.sqrt(tl.sum(error * error, axis=1)), cols, BLOCK_COLS)
-        by_col = shortening(tl.sqrt(tl.sum(error * error, axis=0)), rows, BLOCK_ROWS)
+    # As long as no element is larger than that, no row or column is too long.
+    largest = tl.max(tl.abs(error))
+    longest = tl.maximum(rows + BLOCK_ROWS, cols + BLOCK_COLS).to(tl.float32)
+    if largest * largest * longest > LIMIT_FLOAT16 * LIMIT_FLOAT16:
+        by_row = shortening(tl.sum(error * error, axis=1), cols, BLOCK_COLS)
+        by_col = shortening(tl.sum(error * error, axis=0), rows, BLOCK_ROWS)
         error *= tl.minimum(by_row[:, None], by_col[None, :])
     return error
 
