@@ -1,4 +1,4 @@
-"""One function per operation: checks its arguments, then chooses who computes.
+"""One function per operation, which checks its arguments and chooses between kernel and plain torch.
 
 CUDA tensors go to the Triton kernels; so do CPU tensors under TRITON_INTERPRET=1, where Triton's
 interpreter runs the kernels. Everything else goes to plain torch (cpu/).
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
 from .cpu import copy as cpu
 from .cpu import low_rank as cpu_low_rank
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels import powersgd_plan
+from .kernels.device import has_streams, runs_triton, send
 
 if TYPE_CHECKING:
     from .layout import FlatLayout, LowRankLayout
@@ -27,26 +27,21 @@ __all__ = [
     "compress_cast",
     "decompress_cast",
     "flatten",
-    "gather",
+    "has_streams",
     "low_rank_plan",
     "runs_triton",
-    "scatter",
+    "scale_",
+    "send",
     "unflatten",
 ]
 
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
 
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
 
 _Tables = dict[tuple[torch.device, bool], flatten_kernel.FlattenTables]
 _tables: weakref.WeakKeyDictionary[FlatLayout, _Tables] = weakref.WeakKeyDictionary()
-
-
-def runs_triton(device: torch.device) -> bool:
-    """Whether tensors on this device go to the kernels."""
-    return device.type == "cuda" or (_INTERPRETED and device.type == "cpu")
 
 
 @torch.no_grad()
@@ -107,20 +102,20 @@ def flatten(
     out: torch.Tensor,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """out = scale · the tensors one after another, in row-major order, in one launch. Returns out.
+    """out = scale · the tensors one after another, each in its layout's order, in one launch. Returns out.
 
-    tensors: of the layout's shapes, one floating-point dtype, on out's device; strided as they like
-    (each non-contiguous one costs a copy). out: contiguous [layout.numel], any floating-point dtype;
-    a value is rounded to it once.
+    tensors: of the layout's shapes, one dtype, on out's device; strided as they like (each that has other
+    strides than its layout costs a copy). out: contiguous [layout.numel], any floating-point dtype; a value
+    is rounded to it once. Complex tensors, whose out has their dtype, are copied by plain torch.
 
     Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
     """
     _check_list("flatten", tensors, layout, out)
-    if runs_triton(out.device):
-        tables = _tables_of(layout, out.device, to_flat=True)
-        flatten_kernel.flatten(tensors, tables, out=out, scale=scale)
+    if runs_triton(out.device) and not out.is_complex():
+        ordered = [_in_order(i, tensor, layout) for i, tensor in enumerate(tensors)]
+        flatten_kernel.flatten(ordered, _tables_of(layout, out.device, to_flat=True), out=out, scale=scale)
     else:
-        cpu.flatten(tensors, out=out, scale=scale)
+        cpu.copy(tensors, out=_parts(out, layout), scale=scale)
     return out
 
 
@@ -134,78 +129,47 @@ def unflatten(
 ) -> Sequence[torch.Tensor]:
     """The reverse of flatten: each tensor of out = scale · its part of flat. Returns out.
 
-    flat: contiguous [layout.numel], any floating-point dtype. out: tensors of the layout's shapes,
-    one floating-point dtype, on flat's device; strided as they like.
-
-    Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
+    flat: contiguous [layout.numel]. out: tensors of the layout's shapes, one dtype, on flat's device; strided
+    as they like. Dtypes and errors as in flatten.
     """
     _check_list("unflatten", out, layout, flat)
-    if runs_triton(flat.device):
-        tables = _tables_of(layout, flat.device, to_flat=False)
-        flatten_kernel.unflatten(flat, tables, out=out, scale=scale)
+    if runs_triton(flat.device) and not flat.is_complex():
+        ordered = [_in_order(i, tensor, layout, copy=False) for i, tensor in enumerate(out)]
+        flatten_kernel.unflatten(
+            flat, _tables_of(layout, flat.device, to_flat=False), out=ordered, scale=scale
+        )
+        for tensor, source in zip(out, ordered, strict=True):
+            if source is not tensor:
+                tensor.copy_(source)
     else:
-        cpu.unflatten(flat, out=out, scale=scale)
+        cpu.copy(_parts(flat, layout), out=out, scale=scale)
     return out
 
 
-def gather(
-    tensors: Sequence[torch.Tensor],
-    layout: FlatLayout,
-    *,
-    out: Sequence[torch.Tensor],
-    scale: float = 1.0,
-) -> None:
-    """Every tensor of out = scale · its tensor, in one launch.
-
-    tensors: of out's shapes, on its device; of one dtype, strided as they like. out: neighbours in one buffer, of one
-    dtype, each without gaps, its dimensions in any order (channels-last, say). layout: of out's sizes, as
-    FlatLayout((tensor.numel(),) for tensor in out).
-
-    Complex tensors are gathered by plain torch. Call it under torch.no_grad(). Raises as flatten does.
-    """
-    if runs_triton(out[0].device) and out[0].dtype in _FLOATS:
-        ordered = [
-            tensor if _lie_alike(tensor, part) else torch.empty_like(part, dtype=tensor.dtype).copy_(tensor)
-            for tensor, part in zip(tensors, out, strict=True)
-        ]
-        flatten(
-            [_in_memory_order(tensor) for tensor in ordered], layout, out=_together(out, layout), scale=scale
-        )
-    else:
-        cpu.gather(tensors, out=out, scale=scale)
+def scale_(tensors: Sequence[torch.Tensor], scale: float) -> None:
+    """Multiply tensors of one dtype in place, each rounded once. Call it under torch.no_grad()."""
+    cpu.scale_(tensors, scale)
 
 
-def scatter(tensors: Sequence[torch.Tensor], layout: FlatLayout, *, out: Sequence[torch.Tensor]) -> None:
-    """The reverse of gather: every tensor of out = its tensor, in one launch; tensors are the neighbours.
-
-    One launch where the tensors of out have the strides of tensors, or both are contiguous. Call it under
-    torch.no_grad().
-    """
-    in_one = runs_triton(out[0].device) and out[0].dtype in _FLOATS and all(map(_lie_alike, out, tensors))
-    if in_one:
-        unflatten(_together(tensors, layout), layout, out=[_in_memory_order(tensor) for tensor in out])
-    else:
-        torch._foreach_copy_(out, tensors)  # type: ignore[arg-type]
+def _in_order(index: int, tensor: torch.Tensor, layout: FlatLayout, copy: bool = True) -> torch.Tensor:
+    """Return the tensor if it is stored in its layout's order, else a copy that is (empty without `copy`)."""
+    strides = layout.strides[index]
+    if tensor.stride() == strides or (layout.are_row_major[index] and tensor.is_contiguous()):
+        return tensor
+    ordered = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return ordered.copy_(tensor) if copy else ordered
 
 
-def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape, one of them without gaps, have their elements in the same order in memory."""
-    return one.stride() == other.stride() or (one.is_contiguous() and other.is_contiguous())
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps as it lies in memory, 1-D."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _together(parts: Sequence[torch.Tensor], layout: FlatLayout) -> torch.Tensor:
-    """Neighbours in one buffer as one tensor, 1-D."""
-    return parts[0].as_strided((layout.numel,), (1,), parts[0].storage_offset())
+def _parts(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """Return the tensors of a layout as views of their flat buffer."""
+    start = flat.storage_offset()
+    described = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
+    return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in described]
 
 
 def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> flatten_kernel.FlattenTables:
-    # One table per direction: a step that gathers from some tensors and scatters to others would
-    # otherwise send both lists of addresses every time.
+    # One table per direction: a step that flattens some tensors and unflattens to others would otherwise send
+    # both lists of addresses every time.
     tables = _tables.setdefault(layout, {})
     if (device, to_flat) not in tables:
         tables[device, to_flat] = flatten_kernel.FlattenTables(
@@ -215,7 +179,8 @@ def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> fl
 
 
 def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
-    _require_float(name, flat)
+    if not flat.is_complex():
+        _require_float(name, flat)
     if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
         raise ValueError(
             f"{name} takes a contiguous buffer of shape ({layout.numel},) for {layout}, "
@@ -226,13 +191,18 @@ def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, 
     for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
         if tensor.shape != shape:
             raise ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")
-        _require_float(name, tensor)
         if tensor.dtype != tensors[0].dtype:
             raise TypeError(
                 f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
                 f"tensor {index} is {tensor.dtype}"
             )
         _require_device(name, tensor, flat.device)
+    if tensors and flat.is_complex() and tensors[0].dtype != flat.dtype:
+        raise TypeError(
+            f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
+        )
+    if tensors and not flat.is_complex():
+        _require_float(name, tensors[0])
 
 
 def _require_float(name: str, tensor: torch.Tensor) -> None:
@@ -242,7 +212,7 @@ def _require_float(name: str, tensor: torch.Tensor) -> None:
 
 def _require_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
-        raise ValueError(f"{name}: tensors lie on {tensor.device} and on {device}")
+        raise ValueError(f"{name}: tensors are on {tensor.device} and on {device}")
 
 
 def low_rank_plan(
@@ -255,18 +225,18 @@ def low_rank_plan(
     epsilon: float,
     seed: int,
 ) -> LowRankPlan:
-    """PowerSGD's working set for one bucket, built once per layout; every step calls its three stages in turn.
+    """Return PowerSGD's working set for one bucket, built once per layout; every step calls its three stages.
 
-    layout: what is compressed. dtype: the bucket's; accumulation is in fp32 (fp64 for fp64). seed: of the
-    random directions of the first step, the same on every rank.
+    layout: what is compressed. dtype: the bucket's; accumulation is in fp32 (fp64 for fp64). seed: the seed
+    of the first step's random directions, the same on every rank.
 
     plan.project(buffer, scale): M = gradient + error; plan.p_wire = scale · (all P = M Q, then what isn't
     compressed). All-reduce p_wire. plan.back_project(buffer, scale): orthonormalise P; plan.q_wire = scale ·
-    all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of the
-    rest, written to the buffer. With scale = 1 / world size the result is the average.
+    all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of what
+    isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
 
-    plan.error() and plan.directions() give what has to be kept across a restart, plan.load(error, directions)
-    takes it back.
+    plan.error() and plan.directions() return what has to be kept across a restart; plan.load(error,
+    directions) restores it.
     """
     plan = powersgd_plan.LowRankPlan if runs_triton(device) else cpu_low_rank.LowRankPlan
     return plan(

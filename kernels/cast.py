@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launching_on
+from .device import launching_on
 from .tile import COPY_REGISTERS, copy_tile
 
 BLOCK = 4096  # elements a program copies: 8 wide fp32 loads in flight for each of 128 threads

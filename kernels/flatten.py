@@ -1,4 +1,4 @@
-"""Gather a list of tensors into one flat buffer, and scatter it back, in one launch each."""
+"""Copy a list of tensors into one flat buffer, and back, in one launch each."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launching_on
+from .device import launching_on, pinned, send
 from .tile import COPY_REGISTERS, copy_tile
 
 BLOCK = 4096  # elements a program copies: 8 wide fp32 loads in flight for each of 128 threads
@@ -21,7 +21,7 @@ _TRITON_DTYPES = {
 
 
 class FlattenTables:
-    """What the kernel reads besides the data, kept on the device for one list of tensors.
+    """The tables that the kernel reads besides the data, kept on the device for one list of tensors.
 
     tiles: int64 [num_tiles, 4], built once: tensor index, first element within the tensor, first
     element within the flat buffer, number of elements (at most BLOCK).
@@ -40,26 +40,15 @@ class FlattenTables:
         self._addresses: list[int] = []
 
     def pointers(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The device table of these tensors' addresses."""
+        """Return the device table of these tensors' addresses."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
             self._pointers.copy_(
-                _pinned(torch.tensor(addresses, dtype=torch.int64), self._pointers.device),
+                pinned(torch.tensor(addresses, dtype=torch.int64), self._pointers.device),
                 non_blocking=True,
             )
             self._addresses = addresses
         return self._pointers
-
-
-def _pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # The pinned-memory allocator keeps the block until the copy that reads it is over, so a fresh one
-    # each time can't be overwritten too early.
-    return host.pin_memory() if device.type == "cuda" else host
-
-
-def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, copied asynchronously."""
-    return _pinned(host, device).to(device, non_blocking=True)
 
 
 @triton.jit
@@ -74,7 +63,7 @@ def _flatten_kernel(
 ):
     """flat[flat_start + i] = round(scale · tensor[tensor_start + i]) for one tile, or the reverse.
 
-    pointers_ptr: [num_tensors] addresses of contiguous tensors of TENSOR_TYPE. tiles_ptr:
+    pointers_ptr: [num_tensors] addresses of tensors of TENSOR_TYPE without gaps. tiles_ptr:
     [num_tiles, 4], see FlattenTables. flat_ptr: the flat buffer. Grid: one program per tile.
     Moves numel · (tensor bytes + flat bytes), plus 40 B of tables per tile.
     """
@@ -123,13 +112,13 @@ def flatten(
     out: torch.Tensor,
     scale: float = 1.0,
 ) -> None:
-    """out = scale · concatenation of the tensors in row-major order, rounded once to out's dtype.
+    """out = scale · the tensors' elements, one tensor after another, rounded once to out's dtype.
 
-    tensors: of one floating-point dtype, on out's device. A non-contiguous one is first copied (one
-    more launch for each). out: contiguous, 1-D, any floating-point dtype.
+    tensors: of one floating-point dtype, on out's device, without gaps; each is read in the order of its
+    memory.
+    out: contiguous, 1-D, any floating-point dtype.
     """
-    contiguous = [tensor.contiguous() for tensor in tensors]
-    _launch(contiguous, tables, out, scale, to_flat=True)
+    _launch(tensors, tables, out, scale, to_flat=True)
 
 
 def unflatten(
@@ -139,12 +128,5 @@ def unflatten(
     out: Sequence[torch.Tensor],
     scale: float = 1.0,
 ) -> None:
-    """The reverse of flatten: each tensor of out = scale · its part of flat.
-
-    A non-contiguous tensor of out is written through a contiguous one (one more launch for each).
-    """
-    contiguous = [tensor.contiguous() for tensor in out]
-    _launch(contiguous, tables, flat, scale, to_flat=False)
-    for tensor, source in zip(out, contiguous, strict=True):
-        if source is not tensor:
-            tensor.copy_(source)
+    """The reverse of flatten: each tensor of out = scale · its part of flat, in the order of its memory."""
+    _launch(out, tables, flat, scale, to_flat=False)

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from .flatten import send
-from .launch import launching_on
+from .device import launching_on, send
 from .powersgd_back_project import back_project
 from .powersgd_orthonormalise import orthonormalise
 from .powersgd_pack import pack

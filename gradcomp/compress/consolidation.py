@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp import ops
+
 from .consistency import require_same_on_all_ranks
 from .process_group import resolve_group
 
@@ -17,14 +19,15 @@ from .process_group import resolve_group
 def average_errors(
     state_dicts: Iterable[dict[str, Any]], checked: Callable[[Any], dict[str, Any]]
 ) -> dict[str, Any]:
-    """One state_dict from those of all ranks of a run, for every rank of a run with any number of ranks.
+    """Return one state_dict from those of all ranks of a run, for a run with any number of ranks.
 
     What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
-    mean is the same. state_dicts: a list, or an iterator that loads one after another: each is needed only until the next.
+    mean is the same. state_dicts: a list, or an iterator that loads one after another: each is needed only
+    until the next.
     checked: of a state, which checks a state_dict.
 
-    Raises ValueError for none at all and for state_dicts of different steps or buckets, and what load_state_dict does for
-    something else.
+    Raises ValueError for none at all and for state_dicts of different steps or buckets, and what
+    load_state_dict does for something else.
     """
     merged: dict[str, Any] = {}
     dtypes, num_ranks = [], 0
@@ -34,8 +37,8 @@ def average_errors(
             merged, dtypes = state_dict, [error.dtype for error in _errors(state_dict)]
         elif (expected := _outline(merged)) != (found := _outline(state_dict)):
             raise ValueError(
-                f"average_errors takes what all ranks saved in one step, but number 0 has {expected} and number {rank} "
-                f"has {found}"
+                f"average_errors takes what all ranks saved in one step, but number 0 has {expected} and "
+                f"number {rank} has {found}"
             )
         for memory, error in zip(_with_errors(merged), _errors(state_dict), strict=True):
             memory["error"] = error.double() + (memory["error"] if rank else 0)
@@ -47,12 +50,13 @@ def average_errors(
 
 
 def consolidated_state_dict(state: Any) -> dict[str, Any]:
-    """A state's state_dict with the mean of all ranks' errors, on the CPU: one file for all ranks, of any run.
+    """Return a state's state_dict with the mean of all ranks' errors, on the CPU: one file for any run.
 
-    A collective: every rank of the state's process group calls it, after the same step, and gets the same. It averages
-    bucket after bucket, in float64. See average_errors for what the mean means.
+    A collective: every rank of the state's process group calls it, after the same step, and gets the same. It
+    averages bucket after bucket, in float64. See average_errors for what the mean means.
 
-    Raises RuntimeError where there is no process group, and on every rank where the ranks' steps or buckets differ.
+    Raises RuntimeError where there is no process group, and on every rank where the ranks' steps or buckets
+    differ.
 
     Example::
 
@@ -68,8 +72,8 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
     device = torch.device("cpu")
     if dist.get_backend(group) == "nccl":
         # Where the model is, which need not be the current device.
-        on_cuda = (error.device for error in _errors(mine) if error.is_cuda)
-        device = next(on_cuda, None) or torch.device("cuda", torch.cuda.current_device())
+        devices = (error.device for error in _errors(mine) if ops.has_streams(error.device))
+        device = next(devices, None) or torch.device("cuda", torch.cuda.current_device())
     advice = "Call consolidated_state_dict on every rank, after the same step."
     require_same_on_all_ranks(f"{state.algorithm}'s state", _outline(merged), group, device, advice)
     for memory in _with_errors(merged):
@@ -80,11 +84,12 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
 
 
 def per_rank_state_dict(state: Any) -> dict[str, Any]:
-    """What torch.distributed.checkpoint saves of a state: {"rank 0 of 2": its state_dict, on the CPU}.
+    """Return what torch.distributed.checkpoint saves of a state: {"rank 0 of 2": its state_dict, on the CPU}.
 
-    torch.distributed.checkpoint keeps one of several ranks' entries of one name, so every rank's has a name of its own. It
-    takes dicts and lists apart, makes their keys strings, and loads only what the target has already; what is in a tuple
-    stays whole. Where several process groups have states of their own, give each a key of its own.
+    torch.distributed.checkpoint keeps one of several ranks' entries of one name, so every rank's has a name
+    of its own. It takes dicts and lists apart, makes their keys strings, and loads only what the target has
+    already; what is in a tuple stays whole. Where several process groups have states of their own, give each
+    a key of its own.
 
     Example::
 
@@ -99,12 +104,12 @@ def load_from_dcp(
 ) -> None:
     """Load what per_rank_state_dict gave to torch.distributed.checkpoint into a state.
 
-    A collective: every rank calls it. With as many ranks as saved it each gets its own errors, with another number all get
-    the mean of the saved ones, which are read one rank after another.
+    A collective: every rank calls it. With as many ranks as saved it each gets its own errors, with another
+    number all get the mean of the saved ones, which are read one rank after another.
 
-    checkpoint_id: the checkpoint's folder. key: the entry's, with those around it: "app.powersgd". storage_reader: a
-    reader of that checkpoint, where torch's FileSystemReader is not the one. Only load files you trust:
-    torch.distributed.checkpoint unpickles without torch.load's safe default.
+    checkpoint_id: the checkpoint's folder. key: the entry's, with those around it: "app.powersgd".
+    storage_reader: a reader of that checkpoint, where torch's FileSystemReader is not the one. Only load
+    files you trust: torch.distributed.checkpoint unpickles without torch.load's safe default.
 
     Raises KeyError where the checkpoint has no such entry, and what load_state_dict raises.
     """
@@ -148,7 +153,7 @@ def _group(function: Any, state: Any) -> dist.ProcessGroup:
 
 
 def _with_errors(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """The memories that have an error, in the same order on all ranks."""
+    """Return the memories that have an error, in the same order on all ranks."""
     parts = (sorted(state_dict.get(name, {}).items()) for name in ("buckets", "from_torch"))
     return [memory for part in parts for _, memory in part if memory.get("error") is not None]
 
@@ -158,7 +163,7 @@ def _errors(state_dict: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What has to be the same on all ranks for their errors to be averaged."""
+    """Return what has to be the same on all ranks for their errors to be averaged."""
     return {
         "step": state_dict["iter"],
         "buckets": [

@@ -19,6 +19,8 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from gradcomp import ops
+
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 Future = torch.futures.Future[torch.Tensor]
@@ -26,27 +28,28 @@ Future = torch.futures.Future[torch.Tensor]
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The process's one side stream on a CUDA device, hence one order of work for all hooks."""
+    """Return the process's one side stream on a CUDA device, hence one order of work for all hooks."""
     return torch.cuda.Stream(device)
 
 
 def completed(device: torch.device, result: Callable[[], torch.Tensor]) -> Future:
-    """A future that already holds the result; whoever waits for it waits for what the current stream has done so far."""
+    """Return a future that holds the result; to wait for it is to wait for the current stream's work so
+    far."""
     future: Future = (
-        torch.futures.Future(devices=[device]) if device.type == "cuda" else torch.futures.Future()
+        torch.futures.Future(devices=[device]) if ops.has_streams(device) else torch.futures.Future()
     )
     future.set_result(result())
     return future
 
 
 def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Future:
-    """A future that holds the result of a sequence of kernels and collectives.
+    """Return a future that holds the result of a sequence of kernels and collectives.
 
-    On CUDA they are enqueued on the device's side stream, after its current stream, and whoever waits for the future makes
-    their stream wait for the event recorded here. On a CPU the sequence has run when this returns: a collective issued from
-    a callback would come in another order on every rank.
+    On CUDA they are enqueued on the device's side stream, after its current stream, and whoever waits for the
+    future makes their stream wait for the event recorded here. On a CPU the sequence has run when this
+    returns: a collective issued from a callback would come in another order on every rank.
     """
-    if device.type != "cuda":
+    if not ops.has_streams(device):
         return completed(device, sequence)
     stream = side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -57,8 +60,8 @@ def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Futu
 def around_hook(
     device: torch.device, start: Callable[[], Future], finish: Callable[[torch.Tensor], torch.Tensor]
 ) -> Future:
-    """A future that holds `finish(result)` of what the future of another hook, which `start()` calls, holds."""
-    if device.type != "cuda":
+    """Return a future of `finish(result)`, where `start()` calls another hook whose future holds `result`."""
+    if not ops.has_streams(device):
         return start().then(lambda future: finish(future.value()))
 
     def sequence() -> torch.Tensor:
@@ -81,7 +84,7 @@ def around_all_reduce(
     The sum is formed in place. Raises RuntimeError when the backend refuses the tensor; an error of
     the communication itself surfaces from whoever waits for the future.
     """
-    if device.type != "cuda":
+    if not ops.has_streams(device):
         work = _all_reduce(compress(), group, async_op=True)
         return work.get_future().then(lambda future: decompress(future.value()[0]))
 

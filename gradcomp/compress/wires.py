@@ -1,4 +1,4 @@
-"""The 16-bit buffers that cross the wire: kept from step to step on a CPU, and never in two buckets at once."""
+"""The 16-bit buffers that cross the wire, kept from step to step on a CPU."""
 
 from collections.abc import MutableMapping
 
@@ -6,17 +6,21 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradcomp import ops
+
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 _wires: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
 
 
 def take_wire(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer of this dtype, as long as the bucket, for as long as the bucket is in flight: end with keep_wire.
+    """Return a buffer of this dtype, as long as the bucket, to be handed to keep_wire after the bucket's
+    averaging.
 
-    Two buckets in flight never have the same one: what is taken is not kept any more. On a CPU, where new memory costs a
-    page fault per 4 KiB, it is kept from step to step with the bucket's first parameter, until the parameters are arranged in
-    other buckets. On CUDA the caching allocator of torch keeps it, for the stream that is current here.
+    Two buckets in flight never have the same one: a buffer that is taken is not kept any more. On a CPU,
+    where new memory costs a page fault per 4 KiB, it is kept from step to step with the bucket's first
+    parameter, until the parameters are arranged in other buckets. On CUDA the caching allocator of torch
+    keeps it, for the stream that is current here.
     """
     buffer = bucket.buffer()
     wire = _wires.get(bucket.parameters()[0], {}).pop(hook_name, None)
@@ -29,6 +33,6 @@ def take_wire(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> to
 
 
 def keep_wire(first_parameter: torch.Tensor, hook_name: str, wire: torch.Tensor) -> None:
-    """Keep what take_wire gave for the bucket's next step, once nothing reads it any more."""
-    if not wire.is_cuda:
+    """Keep a buffer of take_wire's, which nothing reads any more, for the bucket's next step."""
+    if not ops.has_streams(wire.device):
         _wires.setdefault(first_parameter, {})[hook_name] = wire

@@ -18,7 +18,8 @@ GRAIN = 1 << 15
 # cache; smaller chunks lose more to torch's overhead per call than they gain.
 CHUNK = 1 << 20
 
-# From so many elements on, a call of its own costs a tensor less than the second pass that scaling all of them takes.
+# From so many elements on, a call of its own costs a tensor less than the second pass that scaling all of
+# them takes.
 SINGLE_NUMEL = 1 << 13
 
 
@@ -36,9 +37,9 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
         # torch.mul into an out of another dtype goes through a temporary of the whole size.
         wide = torch.promote_types(torch.promote_types(src.dtype, out.dtype), torch.float32)
         scratch = torch.empty(min(CHUNK, src.numel()), dtype=wide, device=src.device)
-        pieces = zip(src.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True)
-        for piece, target in pieces:
-            scaled = torch.mul(piece.to(wide), scale, out=scratch[: piece.numel()])
+        chunks = zip(src.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True)
+        for chunk, target in chunks:
+            scaled = torch.mul(chunk.to(wide), scale, out=scratch[: chunk.numel()])
             target.copy_(scaled)
 
 
@@ -47,38 +48,37 @@ def decompress(src: torch.Tensor, *, out: torch.Tensor) -> None:
     if threading.current_thread() is threading.main_thread():
         out.copy_(src)
     else:
-        # A backend's thread, on which a hook decompresses. OpenMP gives every thread that computes in parallel a team
-        # of threads. Once there are more of these than CPUs, libgomp's wait for work without spinning, which forward
-        # and backward take longer for. So no parallel work here.
+        # A backend's thread, on which a hook decompresses. OpenMP gives every thread that computes in
+        # parallel a team of threads. Once there are more of these than CPUs, libgomp's wait for work without
+        # spinning, which forward and backward take longer for. So no parallel work here.
         torch._foreach_copy_(out.split(GRAIN), src.split(GRAIN))
 
 
-def flatten(tensors: Sequence[torch.Tensor], *, out: torch.Tensor, scale: float = 1.0) -> None:
-    """out = scale · concatenation of the tensors in row-major order."""
-    parts = out.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        cast(tensor, out=part.view(tensor.shape), scale=scale)
-
-
-def unflatten(flat: torch.Tensor, *, out: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-    """The reverse of flatten: each tensor of out = scale · its part of flat."""
-    parts = flat.split([tensor.numel() for tensor in out])
-    for tensor, part in zip(out, parts, strict=True):
-        cast(part.view(tensor.shape), out=tensor, scale=scale)
-
-
-def gather(tensors: Sequence[torch.Tensor], *, out: Sequence[torch.Tensor], scale: float = 1.0) -> None:
-    """Every tensor of out = scale · its tensor, of one dtype; any strides."""
+def copy(tensors: Sequence[torch.Tensor], *, out: Sequence[torch.Tensor], scale: float = 1.0) -> None:
+    """Every tensor of out = scale · its tensor. Shapes alike, any strides; either side may be parts of one
+    buffer."""
+    if not out:
+        return
     if scale == 1.0:
         torch._foreach_copy_(out, tensors)  # type: ignore[arg-type]
         return
     small: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tensor, part in zip(tensors, out, strict=True):
-        if part.numel() < SINGLE_NUMEL:
+        if part.numel() < SINGLE_NUMEL and part.dtype == tensor.dtype:
             small.append((part, tensor))
         else:
             cast(tensor, out=part, scale=scale)
     if small:
         parts, sources = zip(*small, strict=True)
         torch._foreach_copy_(parts, sources)
-        torch._foreach_mul_(parts, scale)
+        scale_(parts, scale)
+
+
+def scale_(tensors: Sequence[torch.Tensor], scale: float) -> None:
+    """Multiply tensors of one dtype, each rounded once."""
+    if tensors[0].dtype.itemsize > 2 or not tensors[0].is_cpu:
+        torch._foreach_mul_(tensors, scale)  # type: ignore[call-overload]
+    else:
+        # On CPU, _foreach_mul_ rounds the factor to the tensors' 16 bits first.
+        for tensor in tensors:
+            tensor.mul_(scale)

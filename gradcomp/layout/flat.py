@@ -1,23 +1,28 @@
-"""Where tensors lie in a flat buffer, and how the buffer is cut into tiles: arithmetic on shapes."""
+"""The layout of tensors in a flat buffer, and how the buffer is cut into tiles: arithmetic on shapes."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 
 class FlatLayout:
-    """The places of a list of tensors in one flat buffer, one after another without padding.
+    """The layout of a list of tensors in one flat buffer, one after another without padding.
 
-    shapes: the tensors' shapes. Tensor i, in row-major order, occupies the elements
-    offsets[i] .. offsets[i] + numels[i] of a buffer of numel elements.
+    shapes: the tensors' shapes. strides: in which order each tensor's elements are stored in the buffer, as
+    strides that leave no gaps (those of a channels-last tensor, say); None for row-major order. Tensor i
+    occupies the elements offsets[i] .. offsets[i] + numels[i] of a buffer of numel elements.
 
     A layout stands for one list of tensors: ops keeps its tables for as long as the layout lives.
     """
 
-    def __init__(self, shapes: Iterable[Sequence[int]]):
+    def __init__(self, shapes: Iterable[Sequence[int]], strides: Iterable[Sequence[int]] | None = None):
         self.shapes = tuple(tuple(shape) for shape in shapes)
+        given = map(_row_major, self.shapes) if strides is None else strides
+        self.strides = tuple(tuple(each) for each in given)
+        self.are_row_major = tuple(map(_is_row_major, self.shapes, self.strides))
         self.numels = tuple(math.prod(shape) for shape in self.shapes)
         *offsets, self.numel = accumulate(self.numels, initial=0)
         self.offsets = tuple(offsets)
@@ -37,3 +42,15 @@ class FlatLayout:
         for index, (numel, offset) in enumerate(zip(self.numels, self.offsets, strict=True)):
             for start in range(0, numel, block):
                 yield index, start, offset + start, min(block, numel - start)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides that torch gives a contiguous tensor of this shape."""
+    steps = accumulate(reversed([max(length, 1) for length in shape[1:]]), operator.mul, initial=1)
+    return tuple(reversed(list(steps)))[len(shape) == 0 :]
+
+
+def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether strides without gaps are row-major, but for those of dimensions of length 1."""
+    pairs = zip(shape, strides, _row_major(shape), strict=True)
+    return all(length == 1 or stride == expected for length, stride, expected in pairs)

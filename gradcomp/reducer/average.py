@@ -27,22 +27,49 @@ def average_(
     *,
     keys: Sequence[Hashable] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """Replace tensors by their mean over the ranks, in place, as hook(state, bucket) averages gradients. Returns them.
+    """Replace tensors by their mean over the ranks, in place, through any hook. Returns them.
 
-    tensors: the same shapes and dtypes in the same order on every rank (pseudo-gradients, say); those of a dtype
-    and device form one bucket. hook: None for an all-reduce. process_group: of that all-reduce; a hook has its own
-    in its state.
-    keys: one per tensor, names say, by which the state's memory finds its tensor in every call, whatever the list's order;
-        the same on every rank, each with the same repr. None: a tensor that comes again is known by itself, and from then on
-        has its place for itself; new tensors take the places of the others of their shape and dtype, in the order of the list.
+    tensors: the same shapes and dtypes in the same order on every rank (pseudo-gradients, say); those of a
+    dtype and device form one bucket. hook: None for an all-reduce. process_group: the all-reduce's group; a
+    hook has its group in its state.
+    keys: one per tensor, names say, by which the state's memory finds its tensor in every call, whatever the
+        list's order; the same on every rank, each with the same repr. None: a tensor that comes again is
+        known by itself, and from then on its memory is its own; new tensors take over the memory of the
+        others of their shape and dtype, in the order of the list.
 
-    Raises TypeError for what isn't a floating-point or complex tensor, or a list of such; ValueError for keys that are not
-    one per tensor or not distinct; RuntimeError for a hook that returns no Future, or one with another number of elements.
+    Raises TypeError for what isn't a floating-point or complex tensor, or a list of such; ValueError for keys
+    that are not one per tensor or not distinct; RuntimeError for a hook that returns no Future, or one with
+    another number of elements.
 
     Example::
 
         gradcomp.average_([old - new for old, new in zip(before, after)], powerSGD_hook.powerSGD_hook, state)
     """
+    _check(tensors, keys)
+    chosen: Hook = default_hooks.allreduce_hook if hook is None else hook
+    if hook is None:
+        state = resolve_group("average_", process_group)
+    elif process_group is not None:
+        raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
+    buckets: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for parameter, tensor in _with_parameters(tensors, state, keys):
+        buckets.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
+    for index, pairs in enumerate(buckets.values()):
+        parameters, members = map(list, zip(*pairs, strict=True))
+        layout = FlatLayout(member.shape for member in members)
+        buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
+        ops.flatten(members, layout, out=buffer)
+        bucket = GradBucket(index, buffer, parameters, is_last=index == len(buckets) - 1)
+        result = result_of(chosen(state, bucket), chosen, as_real(buffer))
+        if buffer.is_complex():
+            as_real(buffer).copy_(result)
+            result = buffer
+        ops.unflatten(result.contiguous(), layout, out=members)
+    return tensors
+
+
+def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> None:
+    """Raise TypeError for what average_ can't average, and ValueError for unusable keys."""
     if isinstance(tensors, torch.Tensor):
         raise TypeError("average_ takes a list of tensors, got a tensor: average_([tensor])")
     for tensor in tensors:
@@ -51,103 +78,80 @@ def average_(
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
     if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
         raise ValueError(
-            f"average_ takes one key per tensor, each another one: got {list(keys)} for {len(tensors)} tensors"
+            f"average_ takes one key per tensor, each another one: got {list(keys)} for {len(tensors)} "
+            "tensors"
         )
-    chosen: Hook = default_hooks.allreduce_hook if hook is None else hook
-    if hook is None:
-        state = resolve_group("average_", process_group)
-    elif process_group is not None:
-        raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for parameter, tensor in _with_parameters(tensors, state, keys):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
-    for index, pairs in enumerate(kinds.values()):
-        parameters, members = map(list, zip(*pairs, strict=True))
-        layout = FlatLayout((member.numel(),) for member in members)
-        buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
-        ops.gather(members, layout, out=_parts(buffer, members))
-        bucket = GradBucket(index, buffer, parameters, is_last=index == len(kinds) - 1)
-        result = result_of(chosen(state, bucket), chosen, as_real(buffer))
-        if buffer.is_complex():
-            as_real(buffer).copy_(result)
-            result = buffer
-        ops.scatter(_parts(result, members), layout, out=members)
-    return tensors
 
 
-def _parts(buffer: torch.Tensor, members: list[torch.Tensor]) -> list[torch.Tensor]:
-    parts = buffer.split([member.numel() for member in members])
-    return [part.view(member.shape) for part, member in zip(parts, members, strict=True)]
+class _Slot:
+    """A parameter without memory of its own, by which a state knows a tensor from call to call.
 
-
-class _Place:
-    """What a state knows a tensor by from call to call: a parameter without memory of its own.
-
-    order: of the bucket, the same on every rank. tensor: the one that was here last. stays: whether it has come twice; then
-    the place is nobody else's.
+    order: its order in the bucket, the same on every rank. tensor: the tensor that had it last. is_owned:
+    whether that tensor has come twice; then no other tensor gets the slot.
     """
 
     def __init__(self, tensor: torch.Tensor, order: tuple[int, str]):
         self.parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        self.order, self.tensor, self.stays = order, weakref.ref(tensor), False
+        self.order, self.tensor, self.is_owned = order, weakref.ref(tensor), False
 
     def suits(self, tensor: torch.Tensor) -> bool:
         return self.parameter.shape == tensor.shape and self.parameter.dtype == tensor.dtype
 
 
-class _Places:
-    """The places of all tensors that are averaged with a state.
+class _Slots:
+    """Holds the slots of all tensors that are averaged with a state.
 
-    Which tensor has which place must not depend on what lives on a rank: garbage is collected at other times on others.
+    Which tensor has which slot must not depend on what lives on a rank: other ranks collect garbage at other
+    times.
     """
 
     def __init__(self) -> None:
-        self._with_key: dict[Hashable, _Place] = {}
-        self._without: list[_Place] = []
+        self._with_key: dict[Hashable, _Slot] = {}
+        self._without: list[_Slot] = []
         self._num_made = 0
 
-    def of(self, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Place]:
-        """Each tensor's place."""
+    def of(self, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Slot]:
+        """Return each tensor's slot."""
         if keys is not None:
             return [self._of_key(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
-        # The memory of a tensor that is no more goes with it.
-        self._without = [place for place in self._without if not place.stays or place.tensor() is not None]
-        owned = {id(place.tensor()): place for place in self._without if place.tensor() is not None}
-        known = [place if (place := owned.get(id(t))) and place.suits(t) else None for t in tensors]
-        taken = {id(place) for place in known if place is not None}
-        places = []
+        # The memory of a tensor that is gone goes with it.
+        self._without = [slot for slot in self._without if not slot.is_owned or slot.tensor() is not None]
+        owned = {id(slot.tensor()): slot for slot in self._without if slot.tensor() is not None}
+        known = [slot if (slot := owned.get(id(t))) and slot.suits(t) else None for t in tensors]
+        taken = {id(slot) for slot in known if slot is not None}
+        slots = []
         for tensor, own in zip(tensors, known, strict=True):
-            place = own or self._of_new(tensor, taken)
-            place.tensor, place.stays = weakref.ref(tensor), own is not None
-            taken.add(id(place))
-            places.append(place)
-        return places
+            slot = own or self._of_new(tensor, taken)
+            slot.tensor, slot.is_owned = weakref.ref(tensor), own is not None
+            taken.add(id(slot))
+            slots.append(slot)
+        return slots
 
-    def _of_key(self, tensor: torch.Tensor, key: Hashable) -> _Place:
-        place = self._with_key.get(key)
-        if place is None or not place.suits(tensor):
-            place = self._with_key[key] = _Place(tensor, (1, repr(key)))
-        return place
+    def _of_key(self, tensor: torch.Tensor, key: Hashable) -> _Slot:
+        slot = self._with_key.get(key)
+        if slot is None or not slot.suits(tensor):
+            slot = self._with_key[key] = _Slot(tensor, (1, repr(key)))
+        return slot
 
-    def _of_new(self, tensor: torch.Tensor, taken: set[int]) -> _Place:
-        """The first free place that suits a tensor which comes for the first time."""
-        for place in self._without:
-            if not place.stays and id(place) not in taken and place.suits(tensor):
-                return place
+    def _of_new(self, tensor: torch.Tensor, taken: set[int]) -> _Slot:
+        """Return the first free slot that suits a tensor which comes for the first time."""
+        for slot in self._without:
+            if not slot.is_owned and id(slot) not in taken and slot.suits(tensor):
+                return slot
         self._num_made += 1
-        self._without.append(_Place(tensor, (0, f"{self._num_made:020}")))
+        self._without.append(_Slot(tensor, (0, f"{self._num_made:020}")))
         return self._without[-1]
 
 
-_places_of: MutableMapping[Any, _Places] = WeakIdKeyDictionary()
+_slots_of: MutableMapping[Any, _Slots] = WeakIdKeyDictionary()
 
 
 def _with_parameters(
     tensors: Sequence[torch.Tensor], state: Any, keys: Sequence[Hashable] | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(What a hook sees as its parameter, the tensor), in an order that doesn't depend on the list's."""
+    """Pair each tensor with the parameter that hooks see, in an order that doesn't depend on the list's."""
     if state is None or isinstance(state, dist.ProcessGroup):
         return [(tensor, tensor) for tensor in tensors]
-    places = _places_of.setdefault(state, _Places()).of(tensors, keys)
-    pairs = sorted(zip(places, tensors, strict=True), key=lambda pair: pair[0].order)
-    return [(place.parameter, tensor) for place, tensor in pairs]
+    slots = _slots_of.setdefault(state, _Slots()).of(tensors, keys)
+    pairs = sorted(zip(slots, tensors, strict=True), key=lambda pair: pair[0].order)
+    return [(slot.parameter, tensor) for slot, tensor in pairs]

@@ -1,4 +1,4 @@
-"""How a reducer's buckets are averaged: assigned, gathered, sent through a communication hook, given back."""
+"""How buckets are averaged: assigned, filled, sent through a hook or an all-reduce, written back."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradcomp.compress.hook import Hook, checked_future, result_of
 from . import errors
 from .bucket import Bucket, assign_buckets
 
-Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook; of an all-reduce
+Pending = torch.futures.Future[torch.Tensor] | dist.Work  # what a hook returns; what an all-reduce returns
 
 
 class BucketCommunicator:
-    """The buckets of some parameters, and the averaging of each.
+    """Assigns parameters to buckets, and averages the buckets.
 
-    caps_bytes: of the first bucket of a dtype and device, and of its others. as_view: gradients are views of the
-    buckets. divisor: what a sum of the ranks' gradients is divided by without a hook, from the beginning the group's
-    size.
+    Parameters are known by their indices. caps_bytes: the caps of the first bucket of a dtype and device, and
+    of its others. as_view: gradients are views of the buckets. divisor: what a sum of the ranks' gradients is
+    divided by where there is no hook; at first the group's size.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class BucketCommunicator:
         caps_bytes: tuple[float, float],
         as_view: bool,
     ):
-        self._params, self._names = params, names
-        self._group, self._caps, self._as_view = group, caps_bytes, as_view
+        self.params, self.names = params, names
+        self._group, self._caps, self.as_view = group, caps_bytes, as_view
         self.hook: tuple[Any, Hook] | None = None
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
@@ -42,23 +42,25 @@ class BucketCommunicator:
 
     @torch.no_grad()
     def build(self, order: Iterable[int]) -> None:
-        """Assign the parameters to new buckets in this order of their numbers. Gradients that are views move along."""
-        numbers = list(order)
-        params = [self._params[number] for number in numbers]
+        """Assign the parameters, in this order, to new buckets. Gradients that are views move along."""
+        indices = list(order)
+        params = [self.params[index] for index in indices]
         sizes = [param.numel() * param.element_size() for param in params]
-        kinds = [(param.dtype, param.device) for param in params]
+        keys = [(param.dtype, param.device) for param in params]
         self.buckets = []
-        for places in assign_buckets(sizes, kinds, self._caps):
-            chosen = [numbers[place] for place in places]
-            members = [self._params[number] for number in chosen]
-            names = [self._names[number] for number in chosen]
-            self.buckets.append(Bucket(chosen, members, names, self._as_view))
-        self.bucket_of = {number: bucket for bucket in self.buckets for number in bucket.numbers}
-        if self._as_view:
+        for positions in assign_buckets(sizes, keys, self._caps):
+            chosen = [indices[position] for position in positions]
+            members = [self.params[index] for index in chosen]
+            names = [self.names[index] for index in chosen]
+            self.buckets.append(Bucket(chosen, members, names, self.as_view))
+        self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
+        if self.as_view:
             for bucket in self.buckets:
                 bucket.fill(1.0)
 
     def register(self, state: Any, hook: Hook) -> None:
+        """Average with hook(state, bucket). Raises TypeError if it isn't callable, RuntimeError for a second
+        one."""
         require_callable(state, hook)
         if self.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
@@ -76,7 +78,8 @@ class BucketCommunicator:
         if self.hook is None:
             # The division comes first: the sum may not fit the dtype where the mean does.
             bucket.fill(1 / self.divisor)
-            # Not dist.all_reduce: after a large copy its Python, cold by then, takes longer than the rest of this.
+            # Not dist.all_reduce: after a large copy its Python, cold by then, takes longer than the rest of
+            # this.
             return self._group.allreduce([bucket.buffer])
         bucket.fill(1.0)
         state, hook = self.hook
@@ -86,27 +89,27 @@ class BucketCommunicator:
     def finish(
         self, index: int, pending: Pending, kept: set[int], gradients_before: Mapping[int, torch.Tensor]
     ) -> None:
-        """Wait for a bucket's average and make it the gradients of its parameters, but for those kept.
+        """Wait for a bucket's average, and write it to the gradients of all its parameters but those kept.
 
-        The averages of those kept go back to the hook's state if it has a method take_back(parameter, flat), less what
-        this rank had put into the bucket: gradients_before, where that was in the bucket's own memory.
-        Raises RuntimeError if it could not be averaged.
+        Where the hook's state has a method take_back(parameter, flat), it gets the averages of those kept,
+        less what this rank had put into the bucket: gradients_before, where that was in the bucket's own
+        memory. Raises RuntimeError if the bucket could not be averaged.
         """
         bucket = self.buckets[index]
         try:
-            self._take(bucket, pending)
+            self._wait(bucket, pending)
         except RuntimeError as error:
             raise RuntimeError(errors.not_averaged(index, self._group.rank(), error)) from error
         take_back = getattr(self.hook[0], "take_back", None) if self.hook else None
-        for place, number in enumerate(bucket.numbers):
-            if take_back is not None and number in kept:
-                parameter = bucket.parameters[place]
-                before = gradients_before.get(number, None if self._as_view else parameter.grad)
-                take_back(parameter, bucket.average_beyond(place, before))
-        bucket.give(place for place, number in enumerate(bucket.numbers) if number not in kept)
+        for position, member in enumerate(bucket.indices):
+            if take_back is not None and member in kept:
+                parameter = bucket.parameters[position]
+                before = gradients_before.get(member, None if self.as_view else parameter.grad)
+                take_back(parameter, bucket.average_beyond(position, before))
+        bucket.write_back(position for position, member in enumerate(bucket.indices) if member not in kept)
 
-    def _take(self, bucket: Bucket, pending: Pending) -> None:
-        """Bring the average into the buffer."""
+    def _wait(self, bucket: Bucket, pending: Pending) -> None:
+        """Wait for the average, and copy it into the bucket's buffer where it is elsewhere."""
         if self.hook is None:
             pending.wait()  # averaged in place
             return

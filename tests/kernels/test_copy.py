@@ -24,12 +24,15 @@ BLOCK = flatten_kernel.BLOCK
 AWKWARD = [(0,), (), (1, 7), (7, 1), (31, 37), (BLOCK - 1,), (BLOCK,), (BLOCK + 1,), (2, 0, 3), (5, 3, 2, 2)]
 
 
-def in_plain_torch(
-    name: str,
-) -> Callable[..., None]:
-    """An operation of gradcomp.cpu, with the signature of the same operation in ops.py."""
-    operation = getattr(cpu, name)
-    return lambda source, layout, **kwargs: operation(source, **kwargs)
+def in_plain_torch(name: str) -> Callable[..., object]:
+    """An operation of ops.py that computes in plain torch, as on a CPU without Triton's interpreter."""
+
+    def operation(*args: object, **kwargs: object) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "runs_triton", lambda device: False)
+            return getattr(ops, name)(*args, **kwargs)
+
+    return operation
 
 
 def implementations(name: str) -> list[Callable[..., object]]:

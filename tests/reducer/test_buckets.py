@@ -101,6 +101,21 @@ def test_fill_gathers_scales_and_fills_up_with_zeros(
         assert torch.equal(view, value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fill_rounds_the_scaled_gradient_once(dtype, has_kernels):
+    """Wherever it is: torch's _foreach_mul_ on CPU rounds the factor, too."""
+    params = [torch.nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(4)]
+    bucket = bucket_of(params)
+    values = [torch.randn(64, dtype=dtype) for _ in params]
+    for param, view, value in zip(params, bucket.views, values, strict=True):
+        param.grad = value.clone()
+        if param is params[1] or param is params[2]:
+            param.grad = view.copy_(value)
+    bucket.fill(1 / 3)
+    for view, value in zip(bucket.views, values, strict=True):
+        assert torch.equal(view, (value.double() / 3).to(dtype))
+
+
 def test_fill_is_one_flatten(monkeypatch):
     """Where there are kernels."""
     calls = []
@@ -120,13 +135,13 @@ def test_gradients_keep_their_memory_or_become_views(has_kernels):
     kept = torch.zeros_like(params[0])
     params[0].grad = kept
     bucket.buffer.copy_(torch.randn(bucket.buffer.numel()))
-    bucket.give(range(len(params)))
+    bucket.write_back(range(len(params)))
     assert params[0].grad is kept
     for param, view in zip(params, bucket.views, strict=True):
         assert torch.equal(param.grad, view)
         assert not view.numel() or param.grad.data_ptr() != view.data_ptr()
     bucket = bucket_of(params, as_view=True)
-    bucket.give(range(len(params)))
+    bucket.write_back(range(len(params)))
     assert all(is_same_memory(param.grad, view) for param, view in zip(params, bucket.views, strict=True))
 
 
