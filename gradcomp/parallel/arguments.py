@@ -1,25 +1,47 @@
-"""What the constructor is given: options that are refused, the ranks, the module and where it lies."""
+"""Checks of the constructor's arguments: options that are refused, the ranks, the module and its devices."""
 
+import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.reducer.communicator import require_callable
 from gradcomp.reducer.parameters import require_plain
 
+_OWN_REDUCER = "a gradcomp.Reducer of your own for those parameters"
+_INSTEAD = {
+    "mixed_precision": "torch.autocast, or a hook that compresses to 16 bits",
+    "delay_all_reduce_named_params": _OWN_REDUCER,
+    "param_to_hook_all_reduce": _OWN_REDUCER,
+    "bucket_cap_mb_list": "bucket_cap_mb",
+}
 
-def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
-
-def refuse(**options: tuple[Any, str]) -> None:
-    """Raise NotImplementedError for an option that is given: name=(value, what to use instead)."""
-    for name, (value, alternative) in options.items():
+def refuse(**options: Any) -> None:
+    """Raise NotImplementedError for a given option of torch's that this wrapper does not take."""
+    for name, value in options.items():
         if value is not None:
-            raise NotImplementedError(f"gradcomp's DistributedDataParallel has no {name}: use {alternative}")
+            raise NotImplementedError(
+                f"gradcomp's DistributedDataParallel has no {name}: use {_INSTEAD[name]}"
+            )
+
+
+def synchronises_buffers(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
+    """Return whether buffers are synchronised at construction, and before every forward.
+
+    As torch's: broadcast_buffers=False leaves buffers alone at construction, too; the newer name does not.
+    """
+    at_construction = forward_sync_buffers is not None or broadcast_buffers is not False
+    if forward_sync_buffers is None:
+        return at_construction, broadcast_buffers is None or broadcast_buffers
+    return at_construction, forward_sync_buffers
 
 
 def warn_of_deprecated(
@@ -29,26 +51,27 @@ def warn_of_deprecated(
     messages = []
     if broadcast_buffers is not None and forward_sync_buffers is not None:
         messages.append(
-            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is deprecated and "
-            "its value is ignored when `forward_sync_buffers` is provided."
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is "
+            "deprecated and its value is ignored when `forward_sync_buffers` is provided."
         )
     elif broadcast_buffers is not None:
         messages.append(
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
-            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you rely on buffers "
-            "NOT being synced at init (e.g. rank-local buffers), keep using `broadcast_buffers=False` until "
-            "`init_sync_buffers` is available."
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you "
+            "rely on buffers NOT being synced at init (e.g. rank-local buffers), keep using "
+            "`broadcast_buffers=False` until `init_sync_buffers` is available."
         )
     if check_reduction:
         messages.append(
-            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it."
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid "
+            "using it."
         )
     for message in messages:
         warnings.warn(message, FutureWarning, stacklevel=3)
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """The ranks: one of these, or the default group. Raises as torch's constructor does."""
+    """Return the given group, the mesh's, or the default one. Raises as torch's constructor does."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -66,12 +89,20 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.
 
 
 def check_module(
-    named: Mapping[str, torch.Tensor], device_ids: list[Any] | None, output_device: Any
+    module: nn.Module,
+    named: Mapping[str, torch.Tensor],
+    device_ids: list[Any] | None,
+    output_device: Any,
 ) -> list[int] | None:
-    """The device index of inputs, or None. Raises as torch's constructor does, and TypeError for DTensors."""
+    """Return the index of the device that inputs are moved to, or None.
+
+    Raises as torch's constructor does, and TypeError for DTensors.
+    """
     params = list(named.values())
     for name, param in named.items():
         require_plain(name, param)
+    for name, buffer in module.named_buffers():
+        require_plain(name, buffer, "buffer")
     if any(isinstance(param, nn.parameter.UninitializedParameter) for param in params):
         raise RuntimeError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
@@ -79,18 +110,19 @@ def check_module(
         )
     if not any(param.requires_grad for param in params):
         raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            "gradient."
         )
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
     devices = {param.device for param in params}
-    kinds = {param.device.type for param in params}
-    if len(kinds) != 1:
+    device_types = {param.device.type for param in params}
+    if len(device_types) != 1:
         raise ValueError(
-            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
-            f"locate in {kinds}."
+            "DistributedDataParallel's input module must be on the same type of devices, but input module "
+            f"parameters locate in {device_types}."
         )
-    if not device_ids or "cpu" in kinds or len(devices) > 1:
+    if not device_ids or "cpu" in device_types or len(devices) > 1:
         if device_ids or output_device:
             raise ValueError(
                 "DistributedDataParallel device_ids and output_device arguments only work with "
@@ -102,3 +134,16 @@ def check_module(
         torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
     )
     return [device.index or 0]
+
+
+def check_hook(state: Any, hook: Callable[..., Any]) -> None:
+    """Raise as torch's register_comm_hook does, TypeError or ValueError, for a hook that it can't call."""
+    require_callable(state, hook)
+    signature = inspect.signature(hook)
+    annotation = signature.parameters["bucket"].annotation
+    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+        )

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors in tuples, lists and dicts on the device; containers keep their types."""
+    """Return the value with tensors in tuples, lists and dicts on the device; containers keep their types."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -22,8 +22,9 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class _Sink(torch.autograd.Function):
-    """A copy, which may be changed in place. Outputs that the loss leaves out pass an undefined gradient on, and their
-    parameters count as ready, without a gradient.
+    """Copies tensors, so that users may change them in place.
+
+    A tensor that the loss leaves out passes an undefined gradient on, with which its parameters become ready.
     """
 
     @staticmethod
@@ -37,14 +38,14 @@ class _Sink(torch.autograd.Function):
 
 
 def through_sink(outputs: Any) -> Any:
-    """The outputs, with all of their parameters within reach of any one of them."""
+    """Return the outputs such that a backward from any one of them reaches all of their parameters."""
     leaves, structure = tree_flatten(outputs)
-    places = [
+    positions = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
     ]
-    if not places:
+    if not positions:
         return outputs
-    passed = _Sink.apply(*(leaves[i] for i in places))  # type: ignore[no-untyped-call]
-    for place, tensor in zip(places, passed, strict=True):
-        leaves[place] = tensor
+    passed = _Sink.apply(*(leaves[i] for i in positions))  # type: ignore[no-untyped-call]
+    for position, tensor in zip(positions, passed, strict=True):
+        leaves[position] = tensor
     return tree_unflatten(leaves, structure)

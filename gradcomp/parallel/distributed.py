@@ -1,7 +1,6 @@
-"""The wrapper itself."""
+"""The wrapper: a module whose backward averages gradients over all ranks."""
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,50 +9,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join
 
-from gradcomp.compress.consistency import require_same_on_all_ranks
 from gradcomp.hooks import default_hooks
-from gradcomp.reducer import GradBucket, Reducer, RepeatedBroadcast, broadcast_coalesced
-from gradcomp.reducer.communicator import require_callable
-from gradcomp.reducer.parameters import require_plain
+from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
 
-from .arguments import (
-    check_module,
-    group_of,
-    named_parameters,
-    refuse,
-    warn_of_deprecated,
-)
+from .arguments import check_hook, check_module, group_of, refuse, synchronises_buffers, warn_of_deprecated
 from .containers import through_sink, to_device
 from .end_of_backward import EndOfBackward
-from .join import DDPJoinHook, highest_rank, will_average
+from .join import UnevenInputs, highest_rank, will_average
+from .module_state import buffers_of, named_parameters, require_same_buffers, sparse_weights
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, UnevenInputs):
     """Data parallelism for a module: every rank has a replica, and backward averages their gradients.
 
-    A drop-in for ``torch.nn.parallel.DistributedDataParallel``: its arguments, attributes, semantics and messages.
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel``: its arguments, attributes, semantics and
+    messages.
 
     module: the same on every rank; rank 0's parameters and buffers become everybody's (init_sync).
     device_ids: None, or the one GPU the module is on, to which inputs are then moved. output_device, dim,
         check_reduction: accepted, as torch's are, without effect.
-    forward_sync_buffers (or broadcast_buffers, its deprecated name): rank 0's buffers become everybody's before every
-        forward.
+    forward_sync_buffers (or broadcast_buffers, its deprecated name): rank 0's buffers become everybody's
+        before every forward.
     process_group or device_mesh (of one dimension): the ranks; None for the default group.
     bucket_cap_mb: MiB per bucket; None for 25 and a first bucket of 1.
     find_unused_parameters, gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params: see Reducer.
-    batched_grad_copy, lazy_bucket_allocation: accepted; a bucket is always filled in one launch, and allocated once.
+    batched_grad_copy, lazy_bucket_allocation: accepted; a bucket is filled in one launch, and allocated once.
 
-    The attribute require_manual_backward_finalization (of torch 2.15) may be set: gradients are averaged when backward returns
-    all the same, and finalize_backward() finds nothing left to do.
+    The attribute require_manual_backward_finalization (of torch 2.15) may be set: gradients are averaged when
+    backward returns all the same, and finalize_backward() finds nothing left to do.
 
-    With init_sync the ranks compare their models and options, and a difference is a RuntimeError on every rank. Without,
-    options and hooks are compared in the first step.
+    With init_sync the ranks compare their models and options, and a difference is a RuntimeError on every
+    rank. Without, options and hooks are compared in the first step.
 
-    Raises as torch's does for a module without trainable parameters, on several kinds of devices, or uninitialised;
-    TypeError for what is no module, and for DTensors; NotImplementedError for options that this one does not take: mixed_precision (use torch.autocast or a
-    compress hook), delay_all_reduce_named_params and param_to_hook_all_reduce (use a Reducer of your own for those
+    Raises as torch's does for a module without trainable parameters, on several types of devices, or
+    uninitialised; TypeError for what is no module, and for DTensors; NotImplementedError for options that
+    this one does not take: mixed_precision (use torch.autocast or a compress hook),
+    delay_all_reduce_named_params and param_to_hook_all_reduce (use a Reducer of your own for those
     parameters), bucket_cap_mb_list (use bucket_cap_mb).
     """
 
@@ -82,18 +75,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         lazy_bucket_allocation: bool = False,
     ):
         super().__init__()
-        Joinable.__init__(self)
+        UnevenInputs.__init__(self)
         refuse(
-            mixed_precision=(mixed_precision, "torch.autocast, or a hook that compresses to 16 bits"),
-            delay_all_reduce_named_params=(
-                delay_all_reduce_named_params,
-                "a gradcomp.Reducer of your own for those parameters",
-            ),
-            param_to_hook_all_reduce=(
-                param_to_hook_all_reduce,
-                "a gradcomp.Reducer of your own for those parameters",
-            ),
-            bucket_cap_mb_list=(bucket_cap_mb_list, "bucket_cap_mb"),
+            mixed_precision=mixed_precision,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            bucket_cap_mb_list=bucket_cap_mb_list,
         )
         warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
         if not isinstance(module, nn.Module):
@@ -105,18 +92,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.device_mesh = device_mesh  # as torch's, which has no such attribute otherwise
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = dict(named_parameters(module, self.parameters_to_ignore))
-        self.device_ids = check_module(named, device_ids, output_device)
-        for name, buffer in module.named_buffers():
-            require_plain(name, buffer, "buffer")
+        self.device_ids = check_module(module, named, device_ids, output_device)
         self.output_device = self.device_ids[0] if self.device_ids else None
         self.module, self.dim = module, dim
         self.device = next(iter(named.values())).device
         self.device_type = self.device.type
-        # As torch: broadcast_buffers=False leaves buffers alone at construction, too; the newer name does not.
-        sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
-        if forward_sync_buffers is None:
-            forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
-        self.forward_sync_buffers = forward_sync_buffers
+        sync_now, self.forward_sync_buffers = synchronises_buffers(broadcast_buffers, forward_sync_buffers)
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -128,8 +109,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._make_reducer(verify=init_sync)
         if init_sync:
-            self._verify(sync_buffers_now)
-            self.sync_module(src=0, buffers=sync_buffers_now)
+            self._synchronise(sync_now)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -144,54 +124,47 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Leave these alone, by their names in named_parameters() and named_buffers(). Before wrapping; as torch's."""
+        """Name the parameters and buffers that wrapping the module has to leave alone."""
         torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             module, params_and_buffers_to_ignore
         )
 
     def _make_reducer(self, verify: bool) -> None:
-        sparse = [
-            layer.weight
-            for layer in self.module.modules()
-            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-        ]
+        ignored = self.parameters_to_ignore
+        named = list(named_parameters(self.module, ignored))
+        averaged = [param for _, param in named if param.requires_grad]
+        self._end_of_backward = EndOfBackward(self, averaged, ignored)
         caps = {} if self.bucket_cap_mb is None else dict.fromkeys(
             ("bucket_cap_mb", "first_bucket_cap_mb"), self.bucket_cap_mb
         )  # fmt: skip
         self.reducer = Reducer(
-            named_parameters(self.module, self.parameters_to_ignore),
+            named,
             self.process_group,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
-            sparse_params=sparse,
+            sparse_params=sparse_weights(self.module),
             verify=verify,
+            only_prepared=True,
+            at_end=self._end_of_backward,
             **caps,
         )
-        self.reducer.only_prepared = True
-        named = named_parameters(self.module, self.parameters_to_ignore)
-        averaged = [param for _, param in named if param.requires_grad]
-        self._end_of_backward = EndOfBackward(self, averaged, self.parameters_to_ignore)
-        self.reducer.at_end = self._end_of_backward
         self._broadcast_buffers = RepeatedBroadcast()
+        self._divisor: int | None = None  # of join(), where ranks may have run out of input
         self._has_run = False
 
-    def _verify(self, sync_buffers_now: bool) -> None:
-        """Raise RuntimeError on every rank unless all ranks synchronise the same buffers at the same times."""
-        is_any = sync_buffers_now or self.forward_sync_buffers
-        named = [each for each in self.module.named_buffers() if each[0] not in self.parameters_to_ignore]
-        require_same_on_all_ranks(
-            "what DistributedDataParallel was given",
-            {
-                "forward_sync_buffers (broadcast_buffers)": bool(self.forward_sync_buffers),
-                "synchronising buffers at construction": sync_buffers_now,
-                "buffers": [(n, tuple(b.shape), b.dtype) for n, b in named] if is_any else [],
-            },
+    def _synchronise(self, buffers: bool) -> None:
+        """Compare the ranks' buffers and options, and make rank 0's parameters and buffers everyone's."""
+        require_same_buffers(
+            self.module,
+            self.parameters_to_ignore,
             self.process_group,
             self.device,
-            "Build the same model on every rank, and wrap it with the same options",
+            in_forward=bool(self.forward_sync_buffers),
+            at_construction=buffers,
         )
+        self.sync_module(src=0, buffers=buffers)
 
     # --- forward ---
 
@@ -209,13 +182,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.expect_finished()
             self._end_of_backward.take_over_optimizers()
         work = Join.notify_join_context(self)
-        self.reducer.communicator.divisor = self.process_group.size()
+        self._divisor = None
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
-            # The host has to know: how many ranks still have input, which torch's asks in every such step, too.
-            self.reducer.communicator.divisor = int(work.get_future().wait()[0].item())
+            # The host waits, as in torch's wrapper: it has to know how many ranks still have input.
+            self._divisor = int(work.get_future().wait()[0].item())
         if buffers := self.buffers_before_forward():
-            # Rank 0's; where ranks may run out of input, those of the last that has not.
+            # Rank 0's buffers; where ranks may run out of input, those of the highest rank that has not.
             is_uneven = self._join_config.enable
             src = highest_rank(self.process_group, self.device, True) if is_uneven else 0
             self.sync_buffers(buffers, src)
@@ -228,14 +201,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         if is_synced:
             if self.find_unused_parameters and not self.static_graph:
                 outputs = through_sink(outputs)
-            self.reducer.prepare_for_backward(outputs)
+            self.reducer.prepare_for_backward(outputs, self._divisor)
         elif torch.is_grad_enabled():
             self.reducer.expect_accumulation()
         return outputs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards in here only accumulate; the next one outside is averaged with what has accumulated."""
+        """Only accumulate gradients of forwards inside; the next one outside averages what has
+        accumulated."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -244,11 +218,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether finalize_backward() has to come after the end of backward: always, where it has to come at all."""
+        """Whether finalize_backward() has to come after the end of backward."""
         return self.require_manual_backward_finalization
 
     def finalize_backward(self) -> None:
-        """Raise RuntimeError if the last backward did not reach all parameters; otherwise gradients are averaged already."""
+        """Raise RuntimeError if the last backward did not reach all parameters; averaged they are already."""
         self.reducer.expect_finished()
 
     def train(self, mode: bool = True) -> "DistributedDataParallel":
@@ -258,16 +232,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     # --- hooks ---
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Average buckets with hook(state, bucket). Once. Raises as torch's does for a hook of another signature."""
-        require_callable(state, hook)
-        signature = inspect.signature(hook)
-        annotation = signature.parameters["bucket"].annotation
-        if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
-            raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-        if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
-            raise ValueError(
-                "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
-            )
+        """Average buckets with hook(state, bucket). Raises as torch's does for a wrong signature or a second
+        hook."""
+        check_hook(state, hook)
         self.reducer.register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
 
@@ -276,14 +243,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
 
     def _set_static_graph(self) -> None:
-        """As static_graph=True at construction. Raises RuntimeError after the first forward."""
+        """Do what static_graph=True does at construction. Raises RuntimeError after the first forward."""
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         if self._has_run:
             raise RuntimeError(
-                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
-                "constructed."
+                "set_static_graph() should be called before training loop starts and after "
+                "DistributedDataParallel is constructed."
             )
         self.static_graph = True
         self.reducer.close()
@@ -294,67 +261,31 @@ class DistributedDataParallel(nn.Module, Joinable):
     # --- what all ranks have in common ---
 
     def sync_module(self, src: int, buffers: bool) -> None:
-        """Parameters and buffers of one of the group's ranks for all of them."""
+        """Copy the parameters, and the buffers if asked to, of the group's rank src to all of its ranks."""
         states = [param for _, param in named_parameters(self.module, self.parameters_to_ignore)]
         if buffers:
-            states += self._buffers_to_sync()
+            states += buffers_of(self.module, self.parameters_to_ignore)
         broadcast_coalesced(states, src, self.process_group)
 
-    def _buffers_to_sync(self) -> list[torch.Tensor]:
-        # Asked for every time: a module may have put others in their places.
-        if self.parameters_to_ignore:
-            named = self.module.named_buffers()
-            return [buffer for name, buffer in named if name not in self.parameters_to_ignore]
-        # Without their names, which take most of the time that Module.buffers() takes.
-        unique = {id(buffer): buffer for each in self.module.modules() for buffer in each._buffers.values()}
-        return [buffer for buffer in unique.values() if buffer is not None]
-
     def buffers_before_forward(self) -> list[torch.Tensor]:
-        """Those that this forward synchronises."""
-        return (
-            self._buffers_to_sync() if self.require_forward_param_sync and self.forward_sync_buffers else []
-        )
+        """Return the buffers that the next forward synchronises."""
+        is_synced = self.require_forward_param_sync and self.forward_sync_buffers
+        return buffers_of(self.module, self.parameters_to_ignore) if is_synced else []
 
     def sync_buffers(self, buffers: list[torch.Tensor], src: int) -> None:
+        """Copy the buffers of the group's rank src to all of its ranks."""
         # A forward before this one may still need them for its backward.
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             self._broadcast_buffers(buffers, src, self.process_group)
-
-    # --- uneven inputs ---
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """A context in which ranks may have different numbers of inputs: see torch's join."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return DDPJoinHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
 
     # --- serialisation ---
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
-                "when you have called init_process_group and have not passed process_group argument to DDP constructor"
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. "
+                "That is, when you have called init_process_group and have not passed process_group argument "
+                "to DDP constructor"
             )
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "_end_of_backward", "_broadcast_buffers"):

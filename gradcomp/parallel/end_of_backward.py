@@ -1,4 +1,4 @@
-"""What the wrapper does when a backward ends: look for gradients that nobody averages, and step optimizers."""
+"""The end of a backward through the wrapper: unaveraged gradients are found, and optimizers stepped."""
 
 import weakref
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class EndOfBackward:
-    """Called at the end of a backward through the wrapper, with whether the gradients have been averaged.
+    """Called by the reducer at the end of a backward, with whether the gradients have been averaged.
 
-    Raises RuntimeError if parameters of the module have gradients that are neither averaged nor to be ignored: those that
-    were added, replaced or unfrozen after construction. Otherwise steps the optimizers of torch's
-    _apply_optimizer_in_backward, which would step before the averaging on their own.
+    Raises RuntimeError if parameters of the module have gradients that are neither averaged nor to be
+    ignored: those that were added, replaced or unfrozen after construction. Otherwise steps the optimizers
+    of torch's _apply_optimizer_in_backward, which would step before the averaging on their own.
 
-    averaged: the reducer's parameters. Holds the wrapper weakly, for the reducer, which holds this, is the wrapper's.
+    averaged: the reducer's parameters. The wrapper is held weakly, since it holds the reducer, which holds
+    this object.
     """
 
     def __init__(self, ddp: "DistributedDataParallel", averaged: Sequence[torch.Tensor], ignored: set[str]):
@@ -32,7 +33,7 @@ class EndOfBackward:
         self._stepping: list[torch.Tensor] = []
 
     def take_over_optimizers(self) -> None:
-        """Keep optimizers from stepping in backward, those of later calls of _apply_optimizer_in_backward, too."""
+        """Keep optimizers from stepping in backward, also those attached since the last call."""
         self._stepping = [param for param in self._averaged if hasattr(param, "_in_backward_optimizers")]
         if self._stepping:
             from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
@@ -61,5 +62,5 @@ class EndOfBackward:
 
 
 def _parameters(module: nn.Module) -> list[torch.Tensor]:
-    """The parameters without their names, which take most of the time that Module.parameters() takes."""
+    """Return the parameters, without the names that take most of Module.parameters()'s time."""
     return [param for each in module.modules() for param in each._parameters.values() if param is not None]

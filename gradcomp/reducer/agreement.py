@@ -1,4 +1,4 @@
-"""What all ranks take from one of them, the order of the buckets, and what they must have in common: the hook."""
+"""What the ranks agree on: rank 0's order of buckets, and equal parameters, options and hooks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gradcomp.compress.consistency import require_same_on_all_ranks
 from . import errors
 from .parameters import shapes_of
 
-# Those for which the state None means the default group. Another hook may find its group where it likes.
+# The hooks for which the state None means the default group. Another hook may have its group from elsewhere.
 _ALL_REDUCE_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
 _UNNAMED = re.compile(r"(functools\.partial\(|<[\w.]+ object at ).*(?=\))")
 
 
 def agree_on_order(order: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[int]:
-    """Rank 0's order, on every rank."""
+    """Return rank 0's order, on every rank."""
     agreed = torch.tensor(order, dtype=torch.int64, device=device)
     dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
     # Waits for the device, once in a Reducer's life: the host cuts the buckets.
@@ -31,9 +31,10 @@ def agree_on_order(order: Sequence[int], device: torch.device, group: dist.Proce
 
 
 class Agreement:
-    """What the ranks compare: parameters and options at construction, options and hooks in the first step.
+    """Compares the ranks' parameters and options at construction, and their options and hooks in the first
+    step.
 
-    options: names and values of what every rank was given. device: the parameters', where the group takes tensors.
+    options: their names and values, the same on every rank. device: the device of the parameters.
     """
 
     def __init__(self, options: dict[str, Any], group: dist.ProcessGroup, device: torch.device):
@@ -52,7 +53,8 @@ class Agreement:
         self._is_reached = False
 
     def require(self, state: Any, hook: Any) -> None:
-        """In the first step: raise RuntimeError on every rank unless all have the same hook, options and groups."""
+        """Raise RuntimeError on every rank unless all have the same hook, options and groups. Checked
+        once."""
         if self._is_reached:
             return
         group = _group_of(state, hook)
@@ -77,7 +79,7 @@ class Agreement:
 
 
 def _group_of(state: Any, hook: Any) -> dist.ProcessGroup | None:
-    """The process group that the hook averages over, as far as its state tells."""
+    """Return the process group that the hook averages over, as far as its state tells."""
     if hook is None:
         return None
     if isinstance(state, dist.ProcessGroup):
@@ -91,7 +93,8 @@ def _group_of(state: Any, hook: Any) -> dist.ProcessGroup | None:
 
 
 def _name_of(function: Any) -> str:
-    """A name that is the same in all processes: no address, and no difference between who started whom."""
+    """Return a name that is the same in all processes: without addresses, and without spawning's module
+    names."""
     if isinstance(function, partial):
         return f"partial of {_name_of(function.func)}"
     if not hasattr(function, "__qualname__"):

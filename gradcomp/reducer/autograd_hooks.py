@@ -1,4 +1,4 @@
-"""How a reducer learns from autograd: hooks on parameters and on outputs, and a call at the end of a backward."""
+"""Hooks in autograd: on parameters, on a forward's outputs, and at the end of a backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import errors
-from .unused import reached, tensors_in
+from .autograd_graph import reached, tensors_in
 
 Owner = TypeVar("Owner")
 
@@ -17,8 +17,8 @@ Owner = TypeVar("Owner")
 class AccumulateGradHooks:
     """Hooks on the parameters' AccumulateGrad nodes.
 
-    on_ready(owner, number) is called when a parameter's gradient is in its .grad, or is known to be undefined. Holds the
-    owner weakly, and the nodes, which live for as long as somebody does.
+    on_ready(owner, index) is called when a parameter's gradient is in its .grad, or is known to be undefined.
+    The owner is held weakly; the nodes are held, which keeps them alive.
     """
 
     def __init__(
@@ -32,25 +32,26 @@ class AccumulateGradHooks:
         self._nodes = _accumulators(params)
         living = weakref.ref(owner)
         self._handles = [
-            node.register_hook(_hook(living, on_ready, number)) for number, node in enumerate(self._nodes)
+            node.register_hook(_hook(living, on_ready, index)) for index, node in enumerate(self._nodes)
         ]
 
     def out_of_reach(self, outputs: Any) -> set[int]:
-        """The numbers of the parameters that a backward from these outputs won't reach."""
-        numbers = {node: number for number, node in enumerate(self._nodes)}
-        return set(range(len(self._nodes))) - reached(outputs, numbers)
+        """Return the indices of the parameters that a backward from these outputs won't reach."""
+        indices = {node: index for index, node in enumerate(self._nodes)}
+        return set(range(len(self._nodes))) - reached(outputs, indices)
 
-    def require_attached(self, numbers: Iterable[int]) -> None:
+    def require_attached(self, indices: Iterable[int]) -> None:
         """Raise RuntimeError if autograd accumulates the gradient of one of these parameters past its hook.
 
-        A parameter that is moved or converted gets another AccumulateGrad node. One that is frozen has none to miss.
+        A parameter that is moved or converted gets another AccumulateGrad node. One that is frozen has none
+        to miss.
         """
-        numbers = [number for number in numbers if self._params[number].requires_grad]
-        nodes = _accumulators([self._params[number] for number in numbers])
+        indices = [index for index in indices if self._params[index].requires_grad]
+        nodes = _accumulators([self._params[index] for index in indices])
         lost = [
-            self._names[number]
-            for number, node in zip(numbers, nodes, strict=True)
-            if node is not self._nodes[number]
+            self._names[index]
+            for index, node in zip(indices, nodes, strict=True)
+            if node is not self._nodes[index]
         ]
         if lost:
             raise RuntimeError(errors.converted(lost))
@@ -61,7 +62,7 @@ class AccumulateGradHooks:
 
 
 class _Join(torch.autograd.Function):
-    """A node behind which the inputs' nodes lie: to ask for all of them at once."""
+    """Makes a node whose next functions are the inputs' nodes, which are so found at once."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ class _Join(torch.autograd.Function):
 
 
 def _accumulators(params: Sequence[torch.Tensor]) -> list[Any]:
-    """The AccumulateGrad nodes of leaves that require gradients."""
+    """Return the AccumulateGrad nodes of leaves that require gradients."""
     if not params:
         return []
     with torch.enable_grad():
@@ -78,13 +79,13 @@ def _accumulators(params: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _hook(
-    owner: weakref.ref[Owner], on_ready: Callable[[Owner, int], None], number: int
+    owner: weakref.ref[Owner], on_ready: Callable[[Owner, int], None], index: int
 ) -> Callable[..., None]:
     # The node must not keep the owner alive: Python's garbage collector can't see through it.
     def hook(*_: Any) -> None:
         living = owner()
         if living is not None:
-            on_ready(living, number)
+            on_ready(living, index)
 
     return hook
 
@@ -92,9 +93,10 @@ def _hook(
 def call_when_backward_starts(
     outputs: Any, owner: Owner, function: Callable[[Owner, Any], None], argument: Any
 ) -> bool:
-    """Call function(owner, argument) whenever a backward comes through one of these outputs. False if none has a graph.
+    """Call function(owner, argument) whenever a backward comes through one of these outputs.
 
-    Holds the owner weakly. The hooks are the nodes', not the tensors': they stay where an output is changed in place.
+    Returns False if no output has a graph. The owner is held weakly. The hooks are on nodes, not on tensors,
+    so they stay when an output is changed in place.
     """
     nodes: set[Any] = set()
     for tensor in tensors_in(outputs):
@@ -115,9 +117,10 @@ def call_when_backward_starts(
 
 
 def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> None:
-    """Call function at the end of the running backward; tasks: those that have it already.
+    """Call function at the end of the running backward, once per graph task.
 
-    A backward within another one (reentrant checkpointing) is a task of its own.
+    tasks: the tasks that have the call already. A backward within another one (reentrant checkpointing) is a
+    task of its own.
     """
     task = torch._C._current_graph_task_id()
     if task not in tasks:
@@ -126,5 +129,6 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
 
 
 def is_within_another_backward() -> bool:
-    """In a function that call_at_end_of_backward has called."""
+    """Return, in a function that call_at_end_of_backward calls, whether the backward that ends is within
+    another one."""
     return torch._C._current_autograd_node() is not None

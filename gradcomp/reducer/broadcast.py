@@ -19,7 +19,7 @@ def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int, group: dist.P
 
 
 class RepeatedBroadcast:
-    """broadcast_coalesced for much the same tensors again and again: their memory on the wire is kept.
+    """Does what broadcast_coalesced does, and keeps the buffers for the next call with like tensors.
 
     Dispatches one operator per chunk and dtype, and one for the broadcast, however many tensors there are.
     """
@@ -29,24 +29,24 @@ class RepeatedBroadcast:
 
     def __call__(self, tensors: Sequence[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
         chunks = list(_chunks(tensors))
-        if [chunk.kinds for chunk in self._kept] != [_kinds(chunk) for chunk in chunks]:
+        if [chunk.descriptions for chunk in self._kept] != [_described(chunk) for chunk in chunks]:
             self._kept = [_Chunk(chunk) for chunk in chunks]
         for kept, chunk in zip(self._kept, chunks, strict=True):
             kept.broadcast(chunk, src, group)
 
 
-class _Kind(NamedTuple):
+class _Description(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
 
 
-def _kinds(tensors: Sequence[torch.Tensor]) -> list[_Kind]:
-    return [_Kind(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
+def _described(tensors: Sequence[torch.Tensor]) -> list[_Description]:
+    return [_Description(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours on one device that together are no longer than BROADCAST_BYTES, or one that is."""
+    """Cut a list into chunks of one device and at most BROADCAST_BYTES, or of one tensor that is longer."""
     chunk: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:
@@ -60,33 +60,33 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 class _Chunk:
-    """Memory for tensors of these kinds on the wire: the dtypes' parts one after another, in one buffer of bytes."""
+    """The wire of some tensors: one buffer of bytes with a part for every dtype."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self.kinds = _kinds(tensors)
-        self._places: dict[torch.dtype, list[int]] = {}
-        for place, kind in enumerate(self.kinds):
-            self._places.setdefault(kind.dtype, []).append(place)
+        self.descriptions = _described(tensors)
+        self._indices: dict[torch.dtype, list[int]] = {}
+        for index, description in enumerate(self.descriptions):
+            self._indices.setdefault(description.dtype, []).append(index)
         lengths = [
-            sum(tensors[place].nbytes for place in places) + ALIGNMENT_BYTES - 1
-            for places in self._places.values()
+            sum(tensors[index].nbytes for index in indices) + ALIGNMENT_BYTES - 1
+            for indices in self._indices.values()
         ]
         lengths = [length - length % ALIGNMENT_BYTES for length in lengths]
         self._wire = torch.empty(sum(lengths), dtype=torch.uint8, device=tensors[0].device)
         self._views: dict[torch.dtype, list[torch.Tensor]] = {}
-        for (dtype, places), part in zip(self._places.items(), self._wire.split(lengths), strict=True):
-            shapes = [self.kinds[place].shape for place in places]
+        for (dtype, indices), part in zip(self._indices.items(), self._wire.split(lengths), strict=True):
+            shapes = [self.descriptions[index].shape for index in indices]
             numels = [shape.numel() for shape in shapes]
-            pieces = part.view(dtype)[: sum(numels)].split(numels)
-            self._views[dtype] = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+            parts = part.view(dtype)[: sum(numels)].split(numels)
+            self._views[dtype] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
         is_source = group.rank() == src
         if is_source:
-            for dtype, places in self._places.items():
-                torch._foreach_copy_(self._views[dtype], [tensors[place] for place in places])
+            for dtype, indices in self._indices.items():
+                torch._foreach_copy_(self._views[dtype], [tensors[index] for index in indices])
         dist.broadcast(self._wire, dist.get_global_rank(group, src), group=group)
         if not is_source:
-            for dtype, places in self._places.items():
-                torch._foreach_copy_([tensors[place] for place in places], self._views[dtype])
+            for dtype, indices in self._indices.items():
+                torch._foreach_copy_([tensors[index] for index in indices], self._views[dtype])

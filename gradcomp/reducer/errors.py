@@ -1,4 +1,4 @@
-"""What the Reducer says when a step goes wrong: what happened, to which parameter, and the likely causes."""
+"""The Reducer's error messages: what happened, to which parameter, and the likely causes."""
 
 from __future__ import annotations
 
@@ -7,59 +7,61 @@ from collections.abc import Sequence
 
 def marked_twice(name: str) -> str:
     return (
-        f"Expected to mark a variable ready only once: parameter {name} became ready twice in one backward. Likely "
-        "causes: the parameter is used outside of the forward that was prepared; several backward passes of one forward, "
-        "each of which reaches a part of the model (add the losses up and call backward once, or let the wrapper have "
-        "find_unused_parameters=True); several backward passes in one step (call all but the last in no_sync()); reentrant activation checkpointing of the same parameters; an exception "
-        "that broke off the backward before this one, after which the next one starts afresh. If the graph is the same "
-        "in every step, static_graph=True allows it"
+        f"Expected to mark a variable ready only once: parameter {name} became ready twice in one backward. "
+        "Likely causes: the parameter is used outside of the forward that was prepared; several backward "
+        "passes of one forward, each of which reaches a part of the model (add the losses up and call "
+        "backward once, or let the wrapper have find_unused_parameters=True); several backward passes in one "
+        "step (call all but the last in no_sync()); reentrant activation checkpointing of the same "
+        "parameters; an exception that broke off the backward before this one, after which the next one "
+        "starts afresh. If the graph is the same in every step, static_graph=True allows it"
     )
 
 
 def graph_changed(name: str, num_uses: int) -> str:
     return (
-        f"Your training graph has changed in this iteration: parameter {name} was used {num_uses} times in the first "
-        "one. With static_graph=True every iteration has to use the same parameters as often"
+        f"Your training graph has changed in this iteration: parameter {name} was used {num_uses} times in "
+        "the first one. With static_graph=True every iteration has to use the same parameters as often"
     )
 
 
 def unfinished(names: Sequence[str], missing: Sequence[int], rank: int) -> str:
     if not missing:
         return (
-            "Expected to have finished reduction in the prior iteration before starting a new one. Backward reached all "
-            "parameters, but did not come to its end: an exception broke it off"
+            "Expected to have finished reduction in the prior iteration before starting a new one. Backward "
+            "reached all parameters, but did not come to its end: an exception broke it off"
         )
     return (
-        "Expected to have finished reduction in the prior iteration before starting a new one. Backward did not reach "
-        f"{len(missing)} parameters: {', '.join(names[number] for number in missing)}. Likely causes: the loss does "
-        "not depend on all outputs, or not all `forward` function outputs participate in calculating loss; a branch "
-        "left layers out; parameters were frozen or replaced after construction. If that is meant, enable unused parameter detection by passing the keyword argument "
-        "`find_unused_parameters=True`. Parameter indices which did not receive grad for rank "
-        f"{rank}: {' '.join(map(str, missing))}"
+        "Expected to have finished reduction in the prior iteration before starting a new one. Backward did "
+        f"not reach {len(missing)} parameters: {', '.join(names[index] for index in missing)}. Likely "
+        "causes: the loss does not depend on all outputs, or not all `forward` function outputs participate "
+        "in calculating loss; a branch left layers out; parameters were frozen or replaced after "
+        "construction. If that is meant, enable unused parameter detection by passing the keyword argument "
+        f"`find_unused_parameters=True`. Parameter indices which did not receive grad for rank {rank}: "
+        f"{' '.join(map(str, missing))}"
     )
 
 
 def not_averaged(index: int, rank: int, error: Exception) -> str:
     return (
-        f"rank {rank} could not average bucket {index}: {error}. If nothing is wrong on this rank, another one has ended, "
-        "raised an error, or left this backward out"
+        f"rank {rank} could not average bucket {index}: {error}. If nothing is wrong on this rank, another "
+        "one has ended, raised an error, or left this backward out"
     )
 
 
 def converted(names: Sequence[str]) -> str:
     return (
-        f"{_some(names)} no longer where gradients are averaged: autograd accumulates theirs elsewhere since they were "
-        "moved or converted (.to(), .double(), .cuda(), other .data). Give the module its dtype and device before it is "
-        "wrapped, and before a Reducer is constructed"
+        f"{_some(names)} no longer where gradients are averaged: autograd accumulates theirs elsewhere since "
+        "they were moved or converted (.to(), .double(), .cuda(), other .data). Give the module its dtype "
+        "and device before it is wrapped, and before a Reducer is constructed"
     )
 
 
 def not_averaged_parameters(names: Sequence[str]) -> str:
     return (
-        f"{_some(names)} not averaged, and have gradients of this rank's own: they were added, replaced or unfrozen "
-        "(requires_grad_, load_state_dict(assign=True), a new layer) after the module was wrapped. Wrap the module again "
-        "after such a change; for parameters that are meant to stay each rank's own, call "
-        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) before"
+        f"{_some(names)} not averaged, and have gradients of this rank's own: they were added, replaced or "
+        "unfrozen (requires_grad_, load_state_dict(assign=True), a new layer) after the module was wrapped. "
+        "Wrap the module again after such a change; for parameters that are meant to stay each rank's own, "
+        "call DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) before"
     )
 
 
@@ -70,18 +72,18 @@ def _some(names: Sequence[str]) -> str:
 
 def other_group(hook: str, ranks: Sequence[int], expected: Sequence[int]) -> str:
     return (
-        f"the communication hook {hook} averages over the ranks {list(ranks)}, but the parameters are averaged over "
-        f"{list(expected)}. Give the hook's state the process group that DistributedDataParallel or the Reducer has; None "
-        "means the default group"
+        f"the communication hook {hook} averages over the ranks {list(ranks)}, but the parameters are "
+        f"averaged over {list(expected)}. Give the hook's state the process group that "
+        "DistributedDataParallel or the Reducer has; None means the default group"
     )
 
 
 STATIC_NOT_PREPARED = (
     "static_graph=True and a backward within another one (reentrant activation checkpointing), but "
-    "prepare_for_backward(outputs) was not called: call it with the forward's outputs before the first backward, or use "
-    "checkpoint(..., use_reentrant=False)"
+    "prepare_for_backward(outputs) was not called: call it with the forward's outputs before the first "
+    "backward, or use checkpoint(..., use_reentrant=False)"
 )
 NOT_PREPARED = (
-    "find_unused_parameters=True, but prepare_for_backward(outputs) was not called: call it with the forward's outputs "
-    "before every backward"
+    "find_unused_parameters=True, but prepare_for_backward(outputs) was not called: call it with the "
+    "forward's outputs before every backward"
 )

@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 
 def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The mean over the ranks of a parameter's sparse gradient, sparse and coalesced; none counts as zeros.
+    """Return the mean over the ranks of a parameter's sparse gradient, coalesced; None counts as zeros.
 
-    Gathers the rows that are there and their numbers, padded to the longest list, on any backend; an all-reduce
-    of sparse tensors exists on gloo alone. Moves W · (longest list) rows. Waits for the host, which has to know how
-    many rows there are.
+    Gathers the rows that have a gradient and their indices, padded to the longest list, on any backend; an
+    all-reduce of sparse tensors exists on gloo alone. Moves W · (longest list) rows. The host waits: it has
+    to know how many rows there are.
     """
     rows, values = _rows(parameter)
     count = torch.tensor([len(rows)], device=parameter.device)
@@ -26,7 +26,7 @@ def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 
 def _rows(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers of the rows that have a gradient, the rows)."""
+    """Return the indices of the rows that have a gradient, and the rows."""
     gradient = parameter.grad
     if gradient is None:
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)

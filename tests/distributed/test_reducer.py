@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from gradcomp.reducer import Reducer, core, unused
+from gradcomp.reducer import Reducer, usage
 from tests.distributed.ranks import run_ranks
 from tests.distributed.reducer_models import (
     MLP,
@@ -119,7 +119,8 @@ def test_close_and_construct_again():
 def ask_once(rank, options):
     """Per step of a static graph, other on every rank: its gradients, and how often the ranks have asked each other."""
     asked, results = [], []
-    core.UsedMap = lambda *arguments: asked.append(arguments) or unused.UsedMap(*arguments)
+    used_map = usage.UsedMap
+    usage.UsedMap = lambda *arguments: asked.append(arguments) or used_map(*arguments)
     torch.manual_seed(0)
     model = Branches()
     kept = make_reducer(model, **STATIC, **options)
@@ -192,7 +193,7 @@ def test_gradients_that_no_rank_uses_stay_exactly_as_they_were():
 
 
 def without_input(rank):
-    """take_part with a hook that raises."""
+    """join_with_zeros with a hook that raises."""
     model = MLP()
     reducer = make_reducer(model)
 
@@ -203,7 +204,7 @@ def without_input(rank):
     before = [param.grad for param in model.parameters()]
     reducer.register_comm_hook(None, hook)
     with pytest.raises(ZeroDivisionError):
-        reducer.take_part()
+        reducer.join_with_zeros()
     return all(param.grad is gradient for param, gradient in zip(model.parameters(), before, strict=True))
 
 

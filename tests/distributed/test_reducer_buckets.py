@@ -62,7 +62,7 @@ def rebuilt_order(rank):
     for _ in range(3):
         order = [3, 0, 4, 1, 2] if rank == 0 else [1, 4, 2, 0, 3]
         loss_of(model(torch.randn(3, 40), order)).backward()
-        orders.append([bucket.numbers for bucket in reducer.communicator.buckets])
+        orders.append([bucket.indices for bucket in reducer.communicator.buckets])
     return orders, [param.grad for param in model.parameters()]
 
 
