@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.hooks import debugging_hooks, default_hooks
-from tests.distributed.ranks import RankError, device_of_rank, run_ranks
+from tests.devices import device_of_rank
+from tests.distributed.ranks import RankError, run_ranks
 from tests.tolerances import average
 
 STEPS = 4

@@ -9,9 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.kernels import powersgd_plan
+from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import Bucket, compressed, powersgd_step, random_gradient, relative
 from tests.distributed.powersgd_runs import FEW_SHAPES, HOOKS, START, equal, new_state, reload
-from tests.distributed.ranks import device_of_rank, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_default_hooks import flat_grads
 from tests.tolerances import ONE_STEP
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
+from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import (
     Bucket,
     random_gradient,
@@ -16,7 +17,7 @@ from tests.distributed.powersgd_runs import (
     HOOKS,
     START,
 )
-from tests.distributed.ranks import device_of_rank, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_default_hooks import Net, backward, flat_grads
 
 

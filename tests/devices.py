@@ -1,0 +1,20 @@
+"""Where tests compute, and what torch's PowerSGD needs there. It imports nothing that imports Triton."""
+
+import torch
+
+
+def device_of_rank() -> torch.device:
+    """Return the device a rank computes on: the one GPU if there is one (gloo takes CUDA tensors), else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def let_torchs_power_sgd_have_cpu_buckets() -> None:
+    """Let torch's hook average CPU buckets where a GPU is visible.
+
+    There it synchronises with the bucket's device, which raises for the CPU.
+    """
+    synchronize = torch.cuda.synchronize
+    if torch.cuda.is_available():
+        torch.cuda.synchronize = lambda device=None: (
+            None if getattr(device, "type", "cuda") == "cpu" else synchronize(device)
+        )
