@@ -1,10 +1,10 @@
-"""Where tests compute, and what torch's PowerSGD needs there. It imports nothing that imports Triton."""
+"""Choose the device that tests compute on, and let torch's PowerSGD work there, without importing Triton."""
 
 import torch
 
 
 def device_of_rank() -> torch.device:
-    """Return the device a rank computes on: the one GPU if there is one (gloo takes CUDA tensors), else the CPU."""
+    """Return a rank's device: the one GPU if there is one (gloo takes CUDA tensors), else the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

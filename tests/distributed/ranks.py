@@ -1,8 +1,9 @@
 """Run a test's function in fresh processes that form a gloo process group.
 
-The processes are those of gradcomp.testing's ranks="gloo", which reports every rank's traceback or stack and kills what
-does not end. Here each call has its own, so that ranks may die or change torch's global state, and ranks may run
-the Triton kernels under the interpreter. They fork from a process that has imported what takes seconds to import.
+The processes are those of gradcomp.testing's ranks="gloo", which reports every rank's traceback or stack and
+kills what does not end. Here each call has its own, so that ranks may die or change torch's global state, and
+they may run the Triton kernels under the interpreter. They fork from a process that has imported what takes
+seconds to import.
 """
 
 import multiprocessing
@@ -39,7 +40,7 @@ def run_ranks(
     interpret: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
-    """Call function(rank, *arguments) in world_size processes of one process group; return the results, by rank.
+    """Call function(rank, *arguments) in world_size processes of one group; return the results, by rank.
 
     function: importable by name. interpret: run the Triton kernels on the CPU, under the interpreter.
     Raises RankError if a rank raises or dies, or if the ranks are not done after timeout_s: then every
@@ -53,7 +54,7 @@ def run_ranks(
 
 @contextmanager
 def _forking_from_clean_process(interpret: bool) -> Iterator[ForkServerContext]:
-    """Enter the context whose processes fork from SERVERS[interpret]; multiprocessing itself has one server only."""
+    """Yield a context whose processes fork from SERVERS[interpret]; multiprocessing has one server only."""
     server = SERVERS[interpret]
     server.set_forkserver_preload(PRELOADED)
     with (

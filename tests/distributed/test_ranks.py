@@ -1,4 +1,4 @@
-"""The harness itself: it returns results, and never hides a failure or waits for ever."""
+"""Test that run_ranks returns results, and neither hides a failure nor waits for ever."""
 
 import os
 import signal

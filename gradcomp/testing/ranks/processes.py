@@ -58,8 +58,8 @@ class _Rank:
 class Pool:
     """A pool holds the processes of ranks 0, 1, ...: as many as the largest world size so far.
 
-    context: how multiprocessing starts them. By default each is spawned; those of a fork server start sooner, for the
-    server may have imported beforehand what they need.
+    context: how multiprocessing starts them. By default each is spawned; those of a fork server start sooner,
+    because the server may have imported what they need.
     """
 
     def __init__(self, context: _Context | None = None) -> None:
@@ -72,17 +72,17 @@ class Pool:
     def run(
         self, function: Callable[..., Any], world_size: int, arguments: Sequence[Any], timeout_s: float
     ) -> list[Any]:
-        """Call `function(rank, process_group, *arguments)` on every rank, and return what it returned, by rank.
+        """Call `function(rank, process_group, *arguments)` on every rank; return its results, by rank.
 
-        Raises TypeError if it can't be sent to another process; RankError if a rank raises, dies or isn't done after
-        timeout_s. After the last two all processes are killed, and the next call starts new ones.
+        Raises TypeError if it can't be sent to another process; RankError if a rank raises, dies or is not
+        done after timeout_s. After the last two all processes are killed, and the next call starts new ones.
         """
         try:
             payload = pickle.dumps((function, arguments))
         except Exception as error:
             raise TypeError(
-                f"ranks='gloo' sends the function and its arguments to other processes, which pickle refuses: {error}. "
-                "Define the function, and what it is given, at the top level of a module"
+                f"ranks='gloo' sends the function and its arguments to other processes, which pickle "
+                f"refuses: {error}. Define the function, and what it is given, at the top level of a module"
             ) from error
         with self._one_at_a_time:
             try:
@@ -111,8 +111,8 @@ class Pool:
             self._ranks.append(started[-1])
         if not _succeeded(started, _collect(started, _START_TIMEOUT_S)):
             raise RankError(
-                "the processes of ranks='gloo' did not start. They import the program's main module: a script has to "
-                "run its own work under `if __name__ == '__main__':`"
+                "the processes of ranks='gloo' did not start. They import the program's main module: a "
+                "script has to run its own work under `if __name__ == '__main__':`"
             )
         return self._ranks[:world_size]
 
@@ -127,7 +127,7 @@ class Pool:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> dict[_Rank, _Outcome]:
-    """The ranks' outcomes in the order in which they come; a rank that takes longer than timeout_s has none."""
+    """Return the ranks' outcomes in the order they come; a rank that takes longer than timeout_s has none."""
     deadline = time.monotonic() + timeout_s
     outcomes: dict[_Rank, _Outcome] = {}
     while len(outcomes) < len(ranks) and (left := deadline - time.monotonic()) > 0:
@@ -149,7 +149,7 @@ def _succeeded(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> bool:
 
 
 def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
-    """Every rank's outcome, traceback or stack; the first to fail comes first."""
+    """Return every rank's outcome, traceback or stack; the first to fail comes first."""
     reports = [
         f"rank {ranks.index(rank)} {'returned' if succeeded else 'failed: ' + text}"
         for rank, (succeeded, text) in outcomes.items()
