@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.distributed.ranks import let_torchs_power_sgd_have_cpu_buckets
+from tests.devices import let_torchs_power_sgd_have_cpu_buckets
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

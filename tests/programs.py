@@ -1,4 +1,4 @@
-"""Programs that tests start."""
+"""Start programs from tests."""
 
 import os
 import subprocess
@@ -6,21 +6,32 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def users_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without Triton's interpreter, which a user's process doesn't have either."""
+    """Return this process's environment without Triton's interpreter, as a user's process has it."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changes
 
 
-def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """python -m arguments, in the checkout, without a GPU and without the interpreter."""
+def run_python(
+    *arguments: str | Path, stderr: int = subprocess.PIPE, timeout_s: float = 120, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run `python arguments` in the checkout as a user does; scripts elsewhere import its gradcomp, too."""
     return subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *map(str, arguments)],
         cwd=ROOT,
-        env=users_environment(CUDA_VISIBLE_DEVICES="") | environment,
+        env=users_environment(PYTHONPATH=str(ROOT)) | environment,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
-        timeout=120,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run `python -m arguments` without a GPU; its stdout has its stderr, too."""
+    return run_python(
+        "-m", *arguments, stderr=subprocess.STDOUT, **({"CUDA_VISIBLE_DEVICES": ""} | environment)
     )

@@ -1,8 +1,6 @@
-"""python -m gradcomp, and gradcomp.__version__."""
+"""Test `python -m gradcomp` and gradcomp.__version__."""
 
 import importlib
-import subprocess
-import sys
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -12,7 +10,7 @@ import triton
 
 import gradcomp
 from gradcomp.__main__ import main
-from tests.programs import ROOT, users_environment
+from tests.programs import run_python
 
 WITHOUT_NUMPY = """
 import runpy, sys
@@ -22,11 +20,8 @@ runpy.run_module("gradcomp", run_name="__main__")
 
 
 def test_a_users_process_is_told_versions_and_what_computes():
-    """In a process of its own, which has neither Triton's interpreter nor numpy."""
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NUMPY],
-        cwd=ROOT, env=users_environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    """The process is one of its own, which has neither Triton's interpreter nor numpy."""
+    done = run_python("-c", WITHOUT_NUMPY, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for expected in (

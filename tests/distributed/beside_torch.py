@@ -1,4 +1,4 @@
-"""Scenarios that run with torch's DistributedDataParallel and with gradcomp's, and have to end alike."""
+"""Run scenarios with torch's DistributedDataParallel and with gradcomp's, and compare how they end."""
 
 import warnings
 
@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
 from tests.distributed.ranks import run_ranks
-from tests.distributed.reducer_models import in_turn
+from tests.distributed.reducer_models import run_cases
 from tests.tolerances import average
 
 CLASSES = {"torch": TorchDDP, "gradcomp": gradcomp.DistributedDataParallel}
@@ -24,19 +24,19 @@ def on_both(rank, scenario, *arguments):
 
 
 def assert_alike(scenario, world_size, *arguments, exact=True):
-    """The scenario's results with both classes, by rank: equal, or tensors within the rounding of a sum."""
+    """Assert that both classes' results are equal, or within the rounding of a sum; return them by rank."""
     (ranks,) = assert_all_alike(scenario, world_size, [arguments], exact=exact)
     return ranks
 
 
 def assert_all_alike(scenario, world_size, cases, exact=True):
-    """The same for several cases of arguments, in one set of processes: by case, then by rank."""
-    ranks = run_ranks(in_turn, world_size, on_both, [(scenario, *case) for case in cases])
-    for number, case in enumerate(cases):
+    """Assert it for several cases of arguments, in one set of processes; return results by case and rank."""
+    ranks = run_ranks(run_cases, world_size, on_both, [(scenario, *case) for case in cases])
+    for index, case in enumerate(cases):
         for results in ranks:
-            ours, theirs = results[number]["gradcomp"], results[number]["torch"]
+            ours, theirs = results[index]["gradcomp"], results[index]["torch"]
             _compare(ours, theirs, world_size, exact, where=f"{scenario.__name__}{case}")
-    return [[results[number]["gradcomp"] for results in ranks] for number in range(len(cases))]
+    return [[results[index]["gradcomp"] for results in ranks] for index in range(len(cases))]
 
 
 def _compare(ours, theirs, world_size, exact, where):

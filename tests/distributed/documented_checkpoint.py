@@ -1,6 +1,7 @@
-"""Save and load a model with its PowerSGD hook: the example of PyTorch's documentation, with gradcomp's import, on CPU.
+"""Save and load a model with its PowerSGD hook.
 
-A script, which test_powersgd_checkpoint.py runs.
+This is the example of PyTorch's documentation, with gradcomp's import, on CPU. test_powersgd_checkpoint.py
+runs it as a script.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""gradcomp.testing's oracle of PowerSGD for flat buckets, and buckets to try hooks on."""
+"""Apply gradcomp.testing's PowerSGD oracle to flat buckets, and make buckets to call hooks on."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gradcomp.testing.oracle import PowerSGDOracle, split
 
 @dataclass
 class Step:
-    """What one step gives: the output [numel], every rank's error [numel], and the matrices' new Q [m, r]."""
+    """A step returns the output [numel], every rank's error [numel], and the matrices' new Q [m, r]."""
 
     output: torch.Tensor
     errors: list[torch.Tensor]
@@ -21,17 +21,17 @@ class Step:
 
 
 def compressed(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 2) -> list[int]:
-    """Which tensors are compressed, those of one shape beside each other: the order of the Q. Never vectors."""
+    """Return the compressed tensors' indices in the order of the Q: by shape, and no vectors."""
     return PowerSGDOracle(shapes, rank, min_compression_rate).compressed
 
 
 def starts(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Where each tensor begins in the bucket."""
+    """Return the offset of each tensor in the bucket."""
     return list(accumulate((math.prod(shape) for shape in shapes), initial=0))
 
 
 def positions(shapes: Sequence[Sequence[int]], chosen: Sequence[int]) -> torch.Tensor:
-    """A mask [numel] of the chosen tensors' elements."""
+    """Return a mask [numel] of the chosen tensors' elements."""
     begin = starts(shapes)
     mask = torch.zeros(begin[-1], dtype=torch.bool)
     for i in chosen:
@@ -46,10 +46,10 @@ def powersgd_step(
     qs: Sequence[torch.Tensor],
     order: Sequence[int],
 ) -> Step:
-    """The oracle's step for the ranks' flat buckets.
+    """Take the oracle's step for the ranks' flat buckets.
 
-    gradients, errors: one [numel] per rank. qs: a basis [m, r] for each compressed tensor, whose numbers are
-    in order. Tensors not in order are averaged.
+    gradients, errors: one [numel] per rank. order: the compressed tensors' indices; the others are averaged.
+    qs: a basis [m, r] for each tensor in order.
     """
     oracle = PowerSGDOracle(shapes)
     oracle.compressed = list(order)
@@ -63,7 +63,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Bucket(GradBucket):
-    """A bucket of gradients of some shapes, of parameters that nobody else has."""
+    """A bucket holds gradients of some shapes, of parameters that exist in this bucket only."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Bucket(GradBucket):
 def random_gradient(
     shapes: Sequence[Sequence[int]], rank: int, step: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """A rank's flat bucket gradient at a step: a part common to all ranks and steps, and noise of its own."""
+    """Return a rank's flat gradient at a step: a term common to all ranks and steps, and noise of its own."""
     numel = starts(shapes)[-1]
     common = torch.randn(numel, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     own = torch.Generator().manual_seed(10_000 + 1_000 * rank + step)
@@ -88,6 +88,6 @@ def random_gradient(
 
 
 def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖result − expected‖ / ‖expected‖; inf where a value is not finite."""
+    """Return ‖result − expected‖ / ‖expected‖; inf if a value is not finite."""
     difference = (result.double() - expected.double()).norm() / expected.double().norm()
     return float(difference) if difference.isfinite() else math.inf

@@ -1,4 +1,4 @@
-"""What the tests of PowerSGD share: hooks, states, steps on fake buckets, and what they leave."""
+"""Run PowerSGD on fake buckets: hooks, states, steps, and what a state remembers after them."""
 
 import copy
 import io
@@ -16,7 +16,8 @@ from tests.distributed.powersgd_oracle import (
 )
 
 START = 2
-# Convolutions, vectors, small tensors, tall, wide, and three of one shape apart from each other.
+MODULES = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}
+# There are convolutions, vectors, small, tall and wide tensors, and three of one shape apart from each other.
 SHAPES = (
     *((64, 48), (7,), (16, 3, 3, 3), (64, 48), (5,), (2, 3), (200, 10), (10, 300), (33, 65)),
     *((96, 30, 2, 2), (1, 40), (64, 48), (13, 1), (128, 160), (1,), (31, 37)),
@@ -35,7 +36,7 @@ HOOKS = {
 }
 RESUMED = ("powerSGD", "batched", "fp16 around powerSGD", "bf16 around powerSGD")
 LOGGER = "gradcomp.hooks.powerSGD_hook"
-# What torch's state and ours both have.
+# The attributes that torch's state and gradcomp's both have.
 COMMON = (
     *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback"),
     *("warm_start", "orthogonalization_epsilon", "compression_stats_logging_frequency"),
@@ -53,7 +54,7 @@ def directions_of(state, bucket_index=0):
 
 
 class Messages(logging.Handler):
-    """What a logger said while in this context, as "LEVEL text"."""
+    """This context collects a logger's messages, as "LEVEL text"."""
 
     def __init__(self, name: str = LOGGER):
         super().__init__()
@@ -76,7 +77,7 @@ class Messages(logging.Handler):
 
 
 def reload(value):
-    """Through torch.save and torch.load with its safe default."""
+    """Save the value with torch.save, and load it with torch.load's safe default."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -84,7 +85,7 @@ def reload(value):
 
 
 def equal(one, other):
-    """Of nested lists, dicts, tensors and plain values; tensors to the bit."""
+    """Return whether nested lists, dicts, tensors and plain values are equal; tensors, to the bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -94,20 +95,24 @@ def equal(one, other):
     return one == other
 
 
-def new_state(**options):
-    return powerSGD_hook.PowerSGDState(
-        **({"process_group": None, "matrix_approximation_rank": 2, "start_powerSGD_iter": START} | options)
-    )
+def new_state(module=powerSGD_hook, **options):
+    """Return a state of gradcomp's module, or of torch's."""
+    defaults = {"process_group": None, "matrix_approximation_rank": 2, "start_powerSGD_iter": START}
+    return module.PowerSGDState(**(defaults | options))
+
+
+def run_step(module, state, gradient, shapes, hook="powerSGD_hook"):
+    return getattr(module, hook)(state, Bucket(gradient.clone(), shapes)).wait()
 
 
 def run_steps(state, rank, steps, shapes=FEW_SHAPES, hook="powerSGD", dtype=torch.float32):
-    """Each step's bucket has parameters that live for this step: a state takes them for a model made anew."""
+    """Run the hook once per step, on new parameters each time: a state takes them for a new model's."""
     gradients = [random_gradient(shapes, rank, step, dtype) for step in steps]
     return [HOOKS[hook](state, Bucket(gradient, shapes)).wait() for gradient in gradients]
 
 
 def steps_of_ours(rank, hook_name, options, shapes, num_steps, dtype):
-    """num_steps compressed steps: each (gradient, error before, Q before, output, error after, Q after)."""
+    """Return (gradient, (error, Q) before, output, (error, Q) after) of num_steps compressed steps."""
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=START, **options)
     for step in range(START):
         HOOKS[hook_name](state, Bucket(random_gradient(shapes, rank, step, dtype), shapes)).wait()
@@ -122,7 +127,10 @@ def steps_of_ours(rank, hook_name, options, shapes, num_steps, dtype):
 
 
 def step_of_both(rank, options, shapes, steps_before):
-    """(gradient, ours, theirs) of a step after steps_before of torch's: each (output, error before, after, Q)."""
+    """Return (gradient, ours, theirs) of a step after steps_before steps of torch's.
+
+    ours: (output, error, Q). theirs: (output, error before, error after).
+    """
     options = {"process_group": None, "start_powerSGD_iter": START, **options}
     theirs = torch_powersgd.PowerSGDState(**options)
     for step in range(START + steps_before):
@@ -141,7 +149,7 @@ def step_of_both(rank, options, shapes, steps_before):
 
 
 def simulate(function, world_size, *arguments):
-    """function(rank, *arguments) on ranks in this process, where real ones would show nothing more; the results."""
+    """Call function(rank, *arguments) on simulated ranks, which suffice; return the results, by rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "_INTERPRETED", False)  # plain torch, as in a rank that is a process
-        return testing.run_ranks(lambda rank, _, *rest: function(rank, *rest), world_size, *arguments)
+        return testing.run_ranks(lambda rank, _, *given: function(rank, *given), world_size, *arguments)

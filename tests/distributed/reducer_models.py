@@ -1,4 +1,4 @@
-"""Models to train with torch's DDP and with gradcomp's Reducer, and both trained side by side."""
+"""Define models, and train them with torch's DDP and with gradcomp's Reducer side by side."""
 
 import copy
 
@@ -10,6 +10,7 @@ from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
 
 CAP_MB = 0.02
+PLAIN = {}
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
 VIEW = {"gradient_as_bucket_view": True}
@@ -24,7 +25,7 @@ class MLP(nn.Sequential):
 
 
 class ConvNet(nn.Module):
-    """BatchNorm, channels-last weights."""
+    """This model has BatchNorm and channels-last weights."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +47,7 @@ class ConvNet(nn.Module):
 
 
 class Transformer(nn.Module):
-    """With embeddings tied to the output."""
+    """This model's embeddings are tied to its output."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +64,7 @@ class Transformer(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """One sparse, one dense."""
+    """This model has a sparse and a dense embedding."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +80,7 @@ class Embeddings(nn.Module):
 
 
 class Branches(nn.Module):
-    """Layers that are used on some ranks, in some steps, or never; outputs in a dict."""
+    """This model uses some layers on some ranks, in some steps, or never; its outputs are in a dict."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +101,7 @@ class Branches(nn.Module):
 
 
 class Repeated(nn.Module):
-    """A layer used twice, one recomputed in backward, and one not at all."""
+    """This model uses one layer twice, recomputes one in backward, and never uses one."""
 
     def __init__(self):
         super().__init__()
@@ -117,6 +118,18 @@ class Repeated(nn.Module):
         return torch.randn(5, 10, generator=generator)
 
 
+class Heads(nn.Module):
+    """This model has a trunk and two heads, with losses that aren't linear in the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        return self.a(hidden).square().sum(), self.b(hidden).square().sum()
+
+
 MODELS = {each.__name__: each for each in (MLP, ConvNet, Transformer, Embeddings, Branches, Repeated)}
 HOOKS = {
     "none": None,
@@ -126,8 +139,8 @@ HOOKS = {
 }
 
 
-def in_turn(rank, function, cases):
-    """function's results for several cases, in one set of processes."""
+def run_cases(rank, function, cases):
+    """Return the function's results for several cases, in one set of processes."""
     return [function(rank, *case) for case in cases]
 
 
@@ -157,7 +170,10 @@ def make_reducer(model, hook="none", **options):
 
 
 def train_both(rank, model_name, hook, options, num_steps, accumulate=1, set_to_none=True):
-    """Per step (all gradients of torch's DDP, all of the Reducer's), None for none; then both models' parameters."""
+    """Train with torch's DDP and with the Reducer; return the gradients of every step, and final parameters.
+
+    A step's gradients are (those of torch's DDP, the Reducer's), where a missing gradient is None.
+    """
     torch.manual_seed(0)
     model = MODELS[model_name]()
     theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
@@ -178,10 +194,10 @@ def train_both(rank, model_name, hook, options, num_steps, accumulate=1, set_to_
     for step in range(num_steps):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        for part in range(accumulate):
-            generator = torch.Generator().manual_seed(1000 * rank + 10 * step + part)
+        for micro_step in range(accumulate):
+            generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro_step)
             x = model.batch(generator)
-            if part < accumulate - 1:
+            if micro_step < accumulate - 1:
                 with ddp.no_sync(), reducer.no_sync():
                     loss_of(ddp(x)).backward()
                     loss_of(ours(x)).backward()

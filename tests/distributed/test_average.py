@@ -1,4 +1,4 @@
-"""average_: lists of tensors, averaged once, through any hook."""
+"""Test average_, which averages a list of tensors once, through any hook."""
 
 import pytest
 import torch
@@ -39,16 +39,16 @@ def test_the_mean_through_hooks(hook, wire):
 
 
 def check(ranks, wire):
-    for number, first in enumerate(ranks[0][1]):
+    for index, first in enumerate(ranks[0][1]):
         wide = torch.complex128 if first.is_complex() else torch.float64
-        values = torch.stack([mine[number].to(wide) for mine, _ in ranks])
+        values = torch.stack([mine[index].to(wide) for mine, _ in ranks])
         bound = average(wire, len(ranks), values.abs().amax(0).double())
-        assert all(torch.equal(result[number], first) for _, result in ranks)
+        assert all(torch.equal(result[index], first) for _, result in ranks)
         assert ((first.to(wide) - values.mean(0)).abs() <= 2 * bound).all()
 
 
 def average_mixed(rank):
-    """Several dtypes at once; a state whose tensors are new in every call."""
+    """Average several dtypes at once, and with a state whose tensors are new in every call."""
     mixed = [
         torch.full((3,), float(rank)),
         torch.full((2,), rank, dtype=torch.float64),
@@ -56,22 +56,22 @@ def average_mixed(rank):
     ]
     gradcomp.average_(mixed)
     state = powerSGD_hook.PowerSGDState(None, 2, 2)
-    owed, errors = [], []
+    inputs, errors = [], []
     for step in range(6):
         generator = torch.Generator().manual_seed(10 * rank + step)
         tensors = [torch.randn(40, 30, generator=generator), torch.randn(6, generator=generator)]
-        owed.append([tensor.clone() for tensor in tensors])
+        inputs.append([tensor.clone() for tensor in tensors])
         gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state)
         errors.append((tensors, state.state_dict()["buckets"][0]["error"]))
-    return mixed, owed, errors
+    return mixed, inputs, errors
 
 
 def test_dtypes_together_and_states_that_remember():
     ranks = run_ranks(average_mixed, 2)
     for mixed, _, _ in ranks:
         assert [tensor.tolist() for tensor in mixed] == [[0.5] * 3, [0.5] * 2, [0.5] * 4]
-    # Error feedback over the compressed steps: what went out and is still owed is what came in.
-    given = sum(owed[step][0] for _, owed, _ in ranks for step in range(2, 6)) / 2
+    # Error feedback: over the compressed steps, the outputs and the last error add up to the inputs.
+    given = sum(inputs[step][0] for _, inputs, _ in ranks for step in range(2, 6)) / 2
     out = sum(ranks[0][2][step][0][0] for step in range(2, 6))
     still = sum(errors[5][1][:1200].view(40, 30) for _, _, errors in ranks) / 2
     torch.testing.assert_close(out + still, given, rtol=0.0, atol=1e-5)
@@ -104,7 +104,10 @@ def test_no_process_group():
 
 
 def alternate(rank, keyed):
-    """A persistent tensor and one that is new in every call, of one shape, in alternating order; (what went out, is owed)."""
+    """Average a persistent tensor and one that is new in every call, of one shape, in alternating order.
+
+    Return the sums of the inputs and of the outputs, and the last errors.
+    """
     state = powerSGD_hook.PowerSGDState(None, 1, 2)
     persistent, kept = torch.zeros(40, 30), []
     given, out = torch.zeros(2, 40, 30), torch.zeros(2, 40, 30)
@@ -120,13 +123,13 @@ def alternate(rank, keyed):
             gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state, keys=keys if keyed else None)
         assert not any("afresh" in line for line in said)
         averages = tensors[::-1] if step % 2 else tensors
-        kept.append(tensors)  # so that they live on
+        kept.append(tensors)  # keeps them alive
         if step >= 2:
             given += values
             out += torch.stack(averages)
     (bucket,) = state.state_dict()["buckets"].values()
     owed = bucket["error"].view(2, 40, 30)
-    return given, out, owed.flip(0) if keyed else owed  # keys are in their own order
+    return given, out, owed.flip(0) if keyed else owed  # with keys, errors are in the order of the keys
 
 
 @pytest.mark.parametrize("keyed", [False, True])
@@ -138,7 +141,7 @@ def test_a_state_remembers_persistent_and_new_tensors_in_any_order(keyed):
 
 
 def keys_of_two_lists(rank):
-    """Two lists of tensors of one shape, all new, that are averaged in turn with one state."""
+    """Average two lists of new tensors of one shape alternately, with one state."""
     state = powerSGD_hook.PowerSGDState(None, 1, 2)
     errors = {}
     for step in range(8):
@@ -156,13 +159,13 @@ def keys_of_two_lists(rank):
 
 def test_keys_tell_lists_apart():
     for errors in run_ranks(keys_of_two_lists, 2):
-        # The gradient of rank 1 leaves nothing behind, and gets nothing of the other's.
+        # A matrix of rank 1 leaves no error, and gets none of the other list's.
         assert errors["first"].abs().max() < 1e-5
         assert errors["second"].abs().max() > 0.1
 
 
 def replaced(rank):
-    """Persistent tensors, some of which are replaced; rank 0 keeps what was there before."""
+    """Average persistent tensors, some of which are replaced; rank 0 keeps the old ones alive."""
     state = powerSGD_hook.PowerSGDState(None, 1, 100)
     tensors, kept = [torch.empty(8, 8) for _ in range(4)], []
     results = []
@@ -171,8 +174,8 @@ def replaced(rank):
             if rank == 0:
                 kept.extend(tensors)
             tensors = [torch.empty(8, 8) for _ in range(3)] + tensors[3:]
-        for number, tensor in enumerate(tensors):
-            tensor.fill_(10.0**number)
+        for index, tensor in enumerate(tensors):
+            tensor.fill_(10.0**index)
         gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state)
         results.append([tensor.unique().tolist() for tensor in tensors])
     return results
@@ -184,7 +187,7 @@ def test_what_else_lives_on_a_rank_does_not_matter():
 
 
 def keys_in_any_order(rank):
-    """Other orders on other ranks, and in a run that is resumed: (averages, the same resumed in two orders)."""
+    """Average in another order on each rank; return the averages, and those of runs resumed in two orders."""
     state = powerSGD_hook.PowerSGDState(None, 1, 2, min_compression_rate=1)
 
     def average(state, values, order):

@@ -1,4 +1,4 @@
-"""Values that must be the same on all ranks: compared in one collective, and told apart on every rank."""
+"""Test how ranks compare values that must be equal: one collective, and an error on every rank."""
 
 import pytest
 import torch

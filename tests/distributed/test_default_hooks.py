@@ -1,4 +1,4 @@
-"""The default hooks on torch's DDP with real processes: averages, replicas, options, errors."""
+"""Test the default hooks on torch's DDP with real processes: averages, replicas, options, a lost peer."""
 
 import copy
 import os
@@ -12,9 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.hooks import debugging_hooks, default_hooks
-from tests.distributed.ranks import RankError, device_of_rank, run_ranks
+from tests.devices import device_of_rank
+from tests.distributed.ranks import RankError, run_ranks
 from tests.tolerances import average
 
 STEPS = 4
@@ -30,7 +30,7 @@ HOOKS = {
     "torch's noop": torch_debugging.noop_hook,
     "none": None,
 }
-# The dtypes that a gradient is rounded to on its way.
+# The dtypes that a hook rounds a gradient to.
 ROUNDED_TO = {
     "allreduce": [torch.float32],
     "fp16": [torch.float16],
@@ -41,7 +41,7 @@ ROUNDED_TO = {
 
 
 class Net(nn.Module):
-    """Linear and conv layers of odd sizes, and one layer that no rank uses (when asked to have it)."""
+    """This model has linear and conv layers of odd sizes, and on request a layer that no rank uses."""
 
     def __init__(self, unused: bool = False):
         super().__init__()
@@ -67,7 +67,7 @@ def backward(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.
 
 
 def local_and_averaged(rank, hook_name, options, dtype=torch.float32, group_ranks=None):
-    """Each step's own gradients and DDP's result: [(local, averaged)], and the buckets' indices in order."""
+    """Return [(local gradients, DDP's result)] by step, and the buckets' indices in averaging order."""
     torch.manual_seed(0)
     unused = options.get("find_unused_parameters", False)
     local = Net(unused).to(device_of_rank(), dtype)
@@ -96,7 +96,7 @@ def local_and_averaged(rank, hook_name, options, dtype=torch.float32, group_rank
 
 
 def assert_averages(ranks, rounded_to):
-    """On every rank, at every step: the float64 mean within rounding, and the same bits."""
+    """Assert that every rank has the same bits at every step, which are the float64 mean within rounding."""
     for step in range(STEPS):
         locals_ = torch.stack([results[step][0].double() for results, _ in ranks])
         averaged = [results[step][1] for results, _ in ranks]
@@ -121,7 +121,7 @@ def test_hooks_average(hook, world_size):
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16"])
 def test_same_as_torchs_hook(hook):
-    """allreduce to the bit; fp16 within its rounding (ours rounds once)."""
+    """The results of allreduce are equal to the bit; those of fp16 within its rounding (ours rounds once)."""
     ours = run_ranks(local_and_averaged, 2, hook, {})
     theirs = run_ranks(local_and_averaged, 2, f"torch's {hook}", {})
     for (local, mine), (_, other) in zip(ours[0][0], theirs[0][0], strict=True):
@@ -161,7 +161,7 @@ def test_hooks_with_ddp_options(hook, options):
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_other_bucket_dtypes(hook, dtype):
-    """The result is in the bucket's own dtype (asserted in the worker), at the wire's precision or its own."""
+    """Results have the bucket's dtype (asserted in the worker), at its own or the wire's precision."""
     rounded_to = [dtype] if hook == "allreduce" else [dtype, *ROUNDED_TO[hook]]
     assert_averages(run_ranks(local_and_averaged, 2, hook, {}, dtype), rounded_to)
 
@@ -174,7 +174,7 @@ def test_a_group_of_some_ranks(hook):
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
 def test_hooks_run_the_triton_kernels_too(hook):
-    """The interpreted kernels, called from backward and from communication threads, give the same averages."""
+    """Interpreted kernels, called from backward and communication threads, compute the same averages."""
     assert_averages(run_ranks(local_and_averaged, 2, hook, {}, interpret=True), ROUNDED_TO[hook])
 
 
@@ -201,7 +201,7 @@ def test_no_sync_accumulates(hook):
 
 
 def average_large_gradients(rank, hook_name):
-    """Gradients of 40,000 and 80,000: only their average, 60,000, fits float16."""
+    """Average gradients of 40,000 and 80,000, whose average, 60,000, fits float16 while their sum doesn't."""
     model = nn.Linear(3, 2, bias=False).to(device_of_rank())
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, HOOKS[hook_name])
@@ -210,7 +210,7 @@ def average_large_gradients(rank, hook_name):
 
 
 def test_fp16_divides_before_it_rounds():
-    """A regression of torch's: its hook casts first, so 80,000 is already infinite."""
+    """torch's hook casts first, so that 80,000 is infinite before it divides."""
     assert run_ranks(average_large_gradients, 2, "fp16") == [[60_000.0] * 6] * 2
     assert run_ranks(average_large_gradients, 2, "torch's fp16") == [[float("inf")] * 6] * 2
 
@@ -239,114 +239,6 @@ def test_training_reaches_the_loss_of_no_hook(hook):
         assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
 
 
-class Bucket(GradBucket):
-    """The bucket of one gradient, of whatever dtype: a complex one isn't made real."""
-
-    def __init__(self, buffer: torch.Tensor):
-        super().__init__(0, buffer, [torch.empty_like(buffer)], is_last=True)
-        self.set_buffer(buffer)
-
-
-def overlap(rank, hook_name, store_path):
-    """Rank 1 joins the collective only after rank 0's hook has returned: a blocking hook never would."""
-    store = dist.FileStore(store_path, 2)
-    buffer = torch.full((1000,), float(rank), device=device_of_rank())
-    if rank == 1:
-        store.wait(["rank 0 is back from its hook"])
-    future = HOOKS[hook_name](None, Bucket(buffer))
-    done_early = future.done()
-    if rank == 0:
-        store.set("rank 0 is back from its hook", "yes")
-    return done_early, future.wait().unique().tolist()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo on CUDA tensors waits on the host by its nature")
-@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16", "bf16 around fp16"])
-def test_hooks_return_while_the_collective_is_under_way(hook, tmp_path):
-    (early, values), (_, others) = run_ranks(overlap, 2, hook, str(tmp_path / "store"), timeout_s=30)
-    assert not early
-    assert values == others == [0.5]
-
-
-def call_with_bad_buckets(rank):
-    messages = []
-    for hook_name, buffer in [
-        ("allreduce", torch.ones(4, dtype=torch.int64)),
-        ("fp16", torch.ones(4, dtype=torch.int32)),
-        ("bf16", torch.ones(4, dtype=torch.complex64)),
-        ("bf16 around fp16", torch.ones(4, dtype=torch.int8)),
-        ("fp16", torch.ones(4).to_sparse()),
-    ]:
-        with pytest.raises(TypeError) as error:
-            HOOKS[hook_name](None, Bucket(buffer))
-        messages.append(str(error.value))
-    return messages
-
-
-def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank():
-    for messages in run_ranks(call_with_bad_buckets, 2):
-        assert messages == [
-            "allreduce_hook averages floating-point buckets, got torch.int64",
-            "fp16_compress_hook compresses floating-point buckets, got torch.int32",
-            "bf16_compress_hook compresses floating-point buckets, got torch.complex64",
-            "bf16_compress_wrapper compresses floating-point buckets, got torch.int8",
-            "fp16_compress_hook compresses dense buckets, got torch.sparse_coo. Likely cause: nn.Embedding(sparse=True), for "
-            "which torch's DDP makes a sparse bucket; gradcomp's averages it apart from the hook",
-        ]
-
-
-class WithoutBf16(dist.ProcessGroup):
-    """A backend that can't all-reduce bfloat16."""
-
-    def getBackendName(self):  # noqa: N802
-        return "nobf16"
-
-    def allreduce(self, tensors, options=None):
-        raise RuntimeError("Invalid scalar type")
-
-
-def train_without_bf16(rank):
-    dist.Backend.register_backend("nobf16", lambda store, rank, size, timeout: WithoutBf16(rank, size))
-    group = dist.new_group(backend="nobf16")
-    bucket = Bucket(torch.ones(4))
-    with pytest.raises(RuntimeError) as error:
-        default_hooks.bf16_compress_hook(group, bucket)
-    return str(error.value)
-
-
-def test_a_backend_without_bf16_is_named():
-    for message in run_ranks(train_without_bf16, 2):
-        assert message.startswith(
-            "backend 'nobf16' did not all-reduce a torch.bfloat16 tensor on cpu: Invalid"
-        )
-        assert message.endswith("register a hook that sends another dtype")
-
-
-def wrap_faulty_hooks(rank):
-    def raising(state, bucket):
-        raise ValueError("inside the hook")
-
-    outcomes = []
-    for hook, error in [(raising, ValueError), (lambda state, bucket: 7, RuntimeError)]:
-        buffer = torch.ones(4)
-        bucket = Bucket(buffer)
-        with pytest.raises(error) as raised:
-            default_hooks.fp16_compress_wrapper(hook)(None, bucket)
-        outcomes.append((str(raised.value), bucket.buffer() is buffer))
-    buffer = torch.full((4,), 1 + 2.0**-12)
-    bucket = Bucket(buffer)
-    result = default_hooks.fp16_compress_wrapper(debugging_hooks.noop_hook)(None, bucket).wait()
-    outcomes.append((result.tolist(), bucket.buffer() is buffer))
-    return outcomes
-
-
-def test_a_wrapper_puts_the_bucket_back():
-    inside, (message, is_back), result = run_ranks(wrap_faulty_hooks, 1)[0]
-    assert (inside, result) == (("inside the hook", True), ([1.0] * 4, True))
-    assert is_back
-    assert "lambda> returned int, but has to return a torch.futures.Future" in message
-
-
 def lose_the_peer(rank, hook_name):
     model = DistributedDataParallel(nn.Linear(3, 2).to(device_of_rank()))
     model.register_comm_hook(None, HOOKS[hook_name])
@@ -359,6 +251,6 @@ def lose_the_peer(rank, hook_name):
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
 def test_a_lost_peer_surfaces_from_backward(hook):
-    """Rank 1 dies before its backward; rank 0's raises instead of hanging."""
+    """Rank 1 dies before its backward; rank 0's backward raises instead of hanging."""
     with pytest.raises(RankError, match=r"backward raised: .*Connection (reset|closed) by peer"):
         run_ranks(lose_the_peer, 2, hook, timeout_s=30)

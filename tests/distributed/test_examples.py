@@ -1,15 +1,11 @@
-"""The documentation's examples run as they are, and end in order."""
+"""Run the documentation's examples as they are, and check that their processes end in order."""
 
-import subprocess
-import sys
-from pathlib import Path
+from tests.programs import ROOT, TORCHRUN, run_python
 
-from tests.programs import users_environment
+EXAMPLES = ROOT / "docs" / "examples"
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-# Runs a script, then looks for gloo's threads: one that is left may abort the process while Python shuts down.
+# It runs a script, then looks for gloo's threads: one that is left may abort the process while Python shuts
+# down.
 WATCHED = """
 import pathlib, runpy, sys
 runpy.run_path(sys.argv[1], run_name="__main__")
@@ -19,15 +15,8 @@ assert not any("gloo" in name for name in threads), f"left behind: {threads}"
 
 
 def run(*command, tmp_path):
-    python_path = f"{tmp_path}:{EXAMPLES.parents[1]}"
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=users_environment(PYTHONPATH=python_path, TMPDIR=str(tmp_path), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = run_python(*command, **environment)
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr
     return done.stdout
@@ -49,7 +38,7 @@ def test_the_reducers_loop(tmp_path):
 
 
 def test_the_checkpoint_example_where_there_is_no_numpy(tmp_path):
-    """One file for all ranks, and a changed number of them, with what gradcomp itself requires."""
+    """The example loads one file on another number of ranks, with only what gradcomp requires."""
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('there is no numpy')")
     printed = run(EXAMPLES / "checkpoint.py", tmp_path=tmp_path).splitlines()
     assert [line.partition(":")[0] for line in printed] == [

@@ -1,4 +1,4 @@
-"""gradcomp.DistributedDataParallel beside torch's: whole trainings."""
+"""Compare whole trainings with gradcomp.DistributedDataParallel and with torch's."""
 
 import torch
 
@@ -8,7 +8,7 @@ from tests.distributed.reducer_models import CAP_MB, MODELS, STATIC, UNUSED, VIE
 
 
 def train(cls, rank, name, options, hook=None, steps=5):
-    """The gradients of every step; the parameters and buffers at the end. Ranks start from different weights."""
+    """Train from weights that differ between ranks; return every step's gradients, and the state_dict."""
     torch.manual_seed(rank)
     model = MODELS[name]()
     ddp = cls(model, bucket_cap_mb=CAP_MB, **options)
@@ -40,7 +40,7 @@ GRID = [
 def test_training():
     cases = [*GRID, *(("MLP", {}, hook) for hook in HOOKS)]
     for first, second in assert_all_alike(train, 2, cases):
-        # The statistics of BatchNorm come from rank 0 before a forward, and then are the rank's own.
+        # Each forward starts from rank 0's BatchNorm statistics, and updates them with the rank's own input.
         names = [name for name in first[1] if "running" not in name]
         assert all(torch.equal(first[1][name], second[1][name]) for name in names)
 

@@ -1,4 +1,4 @@
-"""gradcomp.DistributedDataParallel beside torch's: forwards and backwards of every kind."""
+"""Compare gradcomp.DistributedDataParallel with torch's in unusual forwards and backwards."""
 
 import collections
 import dataclasses
@@ -17,40 +17,40 @@ from tests.distributed.reducer_models import MLP, STATIC, UNUSED, Branches, Conv
 @dataclasses.dataclass
 class Outputs:
     first: torch.Tensor
-    rest: list
+    others: list
 
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 
 
 class Nested(nn.Module):
-    """Takes and gives nested containers; a branch of its outputs may stay out of the loss."""
+    """This model takes and returns nested containers; the loss may leave out one of its outputs."""
 
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(5, 5), nn.Linear(5, 5)
 
-    def forward(self, pair, *, extra, kind):
+    def forward(self, pair, *, extra, container):
         first, second = self.one(pair.x), self.two(extra["y"][0])
         return {
             "dict": {"a": first, "b": [second, 3, None]},
             "namedtuple": Pair(first, second),
             "dataclass": Outputs(first, [second]),
-        }[kind]
+        }[container]
 
 
-def nested(cls, rank, kind, part, options):
+def nested(cls, rank, container, part, options):
     torch.manual_seed(0)
     model = Nested()
     ddp = cls(model, **options)
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-    outputs = ddp(Pair(x, None), extra={"y": [2 * x]}, kind=kind)
-    assert type(outputs).__name__ == {"dict": "dict", "namedtuple": "Pair", "dataclass": "Outputs"}[kind]
-    first = {"dict": lambda o: o["a"], "namedtuple": lambda o: o.x, "dataclass": lambda o: o.first}[kind](
-        outputs
-    )
-    second = {"dict": lambda o: o["b"][0], "namedtuple": lambda o: o.y, "dataclass": lambda o: o.rest[0]}[
-        kind
+    outputs = ddp(Pair(x, None), extra={"y": [2 * x]}, container=container)
+    assert type(outputs).__name__ == {"dict": "dict", "namedtuple": "Pair", "dataclass": "Outputs"}[container]
+    first = {"dict": lambda o: o["a"], "namedtuple": lambda o: o.x, "dataclass": lambda o: o.first}[
+        container
+    ](outputs)
+    second = {"dict": lambda o: o["b"][0], "namedtuple": lambda o: o.y, "dataclass": lambda o: o.others[0]}[
+        container
     ](outputs)
     loss = first.square().sum() + (second.sum() if part == "all" else 0.0)
     loss.backward()
@@ -58,13 +58,17 @@ def nested(cls, rank, kind, part, options):
 
 
 def test_nested_inputs_and_outputs():
-    kinds = ("dict", "namedtuple", "dataclass")
-    assert_all_alike(nested, 2, [(kind, "all", options) for kind in kinds for options in ({}, UNUSED)])
+    containers = ("dict", "namedtuple", "dataclass")
+    assert_all_alike(
+        nested, 2, [(container, "all", options) for container in containers for options in ({}, UNUSED)]
+    )
 
 
 def test_outputs_that_the_loss_leaves_out():
-    """With find_unused_parameters their parameters keep their gradients: None."""
-    for ranks in assert_all_alike(nested, 2, [(kind, "first", UNUSED) for kind in ("dict", "namedtuple")]):
+    """With find_unused_parameters, their parameters' gradients stay None."""
+    for ranks in assert_all_alike(
+        nested, 2, [(container, "first", UNUSED) for container in ("dict", "namedtuple")]
+    ):
         for results in ranks:
             assert [gradient is None for gradient in results] == [False, False, True, True]
 
@@ -74,7 +78,7 @@ def changed_in_place(cls, rank, options):
     model = Nested()
     ddp = cls(model, **options)
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-    first, second = ddp(Pair(x, None), extra={"y": [x]}, kind="namedtuple")
+    first, second = ddp(Pair(x, None), extra={"y": [x]}, container="namedtuple")
     torch.relu_(first)
     second += 1
     (first * second).sum().backward()
@@ -108,17 +112,17 @@ def test_an_unfinished_reduction_is_told_at_the_next_forward():
                 "Parameter indices which did not receive grad for rank ",
             ):
                 assert part in message
-        numbers = [message.rsplit(":", 1)[1].split() for message in messages.values()]
-        assert sorted(numbers[1]) == sorted(word for word in numbers[0] if word.isdigit())
+        indices = [message.rsplit(":", 1)[1].split() for message in messages.values()]
+        assert sorted(indices[1]) == sorted(word for word in indices[0] if word.isdigit())
 
 
 def two_backwards(cls, rank):
-    """A step's backward in two calls; a second backward of the same graph; a double backward."""
+    """Run a step's backward in two calls, and a second backward of the same graph."""
     torch.manual_seed(0)
     model = Nested()
     ddp = cls(model)
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-    outputs = ddp(Pair(x, None), extra={"y": [x]}, kind="namedtuple")
+    outputs = ddp(Pair(x, None), extra={"y": [x]}, container="namedtuple")
     outputs.x.sum().backward()
     outputs.y.square().sum().backward(retain_graph=True)
     results = [gradients(model)]
@@ -132,7 +136,7 @@ def test_backward_in_several_calls():
 
 
 def gradients_of_gradients(cls, rank):
-    """A penalty on the gradients of this rank."""
+    """Add a penalty on this rank's gradients to the loss."""
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model)
@@ -147,7 +151,7 @@ def test_gradients_of_gradients():
 
 
 def create_graph(rank):
-    """torch's raises in this version."""
+    """Run backward(create_graph=True), where torch's raises in this version."""
     torch.manual_seed(0)
     model = MLP()
     ddp = gradcomp.DistributedDataParallel(model)
@@ -155,7 +159,7 @@ def create_graph(rank):
     for keep in (False, True, True):
         ddp.zero_grad()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a reference cycle
+            warnings.simplefilter("ignore")  # torch warns of a reference cycle
             loss_of(ddp(batch_of(model, rank, 0))).backward(create_graph=keep)
         results.append([gradient.detach() for gradient in gradients(model)])
     ddp.zero_grad()

@@ -1,4 +1,4 @@
-"""gradcomp.DistributedDataParallel beside torch's: what the constructor takes, refuses and synchronises."""
+"""Compare what gradcomp.DistributedDataParallel's constructor and torch's take, refuse and synchronise."""
 
 import re
 
@@ -44,8 +44,8 @@ def mixed_devices():
     ],
 )
 def test_what_the_constructor_refuses(make, options):
-    ((kind, message),) = assert_alike(construct, 1, make, options)
-    assert kind in ("RuntimeError", "ValueError")
+    ((error, message),) = assert_alike(construct, 1, make, options)
+    assert error in ("RuntimeError", "ValueError")
     assert message
 
 
@@ -83,7 +83,7 @@ def test_process_groups_and_meshes():
 
 
 def ignoring(cls, rank):
-    """Parameters and buffers to ignore stay the rank's own."""
+    """Return a parameter and a buffer to ignore, which keep this rank's values, and the other values."""
     torch.manual_seed(rank)
     model = ConvNet()
     cls._set_params_and_buffers_to_ignore_for_model(model, ["head.weight", "body.1.running_mean"])

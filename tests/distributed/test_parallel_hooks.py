@@ -1,4 +1,4 @@
-"""gradcomp.DistributedDataParallel beside torch's: communication hooks, and optimizers within backward."""
+"""Compare gradcomp.DistributedDataParallel with torch's: hooks, and optimizers within backward."""
 
 import re
 import warnings
@@ -68,7 +68,7 @@ def test_an_exception_in_a_hook_surfaces_from_backward():
 
 
 def hooks_of_ours():
-    """name -> (state, hook)."""
+    """Return name -> (state, hook)."""
     power = powerSGD_hook.PowerSGDState
     return {
         "powerSGD": (power(None, 2, 2), powerSGD_hook.powerSGD_hook),
@@ -82,7 +82,7 @@ def hooks_of_ours():
 
 
 def hooks_of_torchs():
-    """name -> (state, hook). A subgroup of post-localSGD has one rank."""
+    """Return name -> (state, hook). Each subgroup of post-localSGD has one rank."""
     subgroup, _ = dist.new_subgroups(group_size=1)
     local = torch_post_local_sgd.PostLocalSGDState(None, subgroup, start_localSGD_iter=2)
     power = partial(torch_powersgd.PowerSGDState, None, matrix_approximation_rank=2)
@@ -100,7 +100,7 @@ def hooks_of_torchs():
 def train_with(cls, rank, hooks, name):
     torch.manual_seed(0)
     model = MLP()
-    ddp = cls(model)  # in one bucket, which both arrange alike
+    ddp = cls(model)  # one bucket, which both wrappers fill in the same order
     ddp.register_comm_hook(*hooks()[name])
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     results = []
@@ -118,7 +118,7 @@ def test_our_hooks_have_the_same_result():
 
 
 def train_complex(cls, rank, name):
-    """Averages of a model with complex parameters, whose gradients hooks see as real ones."""
+    """Return the averages of a model with complex parameters, whose gradients hooks see as real ones."""
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 4, dtype=torch.complex64)
     ddp = cls(model)
@@ -155,7 +155,7 @@ def test_torchs_hooks_have_the_same_result():
 
 
 def bf16_hooks():
-    """torch's, which torch's DDP refuses on gloo, and ours."""
+    """Return name -> (None, hook) of ours and of torch's, which torch's DDP refuses on gloo."""
     return {
         "torch": (None, torch_default.bf16_compress_hook),
         "wrapped": (None, torch_default.bf16_compress_wrapper(torch_default.allreduce_hook)),
@@ -178,7 +178,10 @@ def test_bf16_hooks_of_torchs_and_ours():
 
 
 def quantized(cls, rank, name, like_nccl):
-    """torch's hooks expect of an all_gather's future what NCCL's holds: [all ranks' tensors in one], not a list of them."""
+    """Run a quantization hook of torch's; return the gradients, or its IndexErrors.
+
+    These hooks expect what the future of NCCL's all_gather holds: one tensor of all ranks', not a list.
+    """
     hook = getattr(torch_quantization, name)
     model = nn.Linear(30, 40)
     with torch.no_grad():
@@ -201,13 +204,13 @@ def quantized(cls, rank, name, like_nccl):
 def gather_like_nccl(gather, *arguments, **options):
     work = gather(*arguments, **options)
     if work is None:
-        return None  # the Reducer's own, which waits
+        return None  # the Reducer's own all_gather, which is synchronous
     nested = work.get_future().then(lambda future: [torch.stack(future.value())])
     return SimpleNamespace(get_future=lambda: nested)
 
 
 def test_torchs_quantization_hooks():
-    """On gloo they fail in torch, under either reducer; with futures like NCCL's they give the same under both."""
+    """On gloo they fail under either reducer; with futures like NCCL's they return the same under both."""
     names = ("quantization_pertensor_hook", "quantization_perchannel_hook")
     first, second = assert_all_alike(quantized, 2, [(name, True) for name in names])
     for ranks in (first, second):
@@ -218,9 +221,9 @@ def test_torchs_quantization_hooks():
 
 
 def optimizers_in_backward(rank, inside):
-    """torch's own needs an accelerator for this."""
+    """Train with optimizers that step in backward (where torch's DDP needs an accelerator), or after it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit, on import
+        warnings.simplefilter("ignore")  # torch.jit warns on import
         from torch.distributed.optim import _apply_optimizer_in_backward
     torch.manual_seed(0)
     model = MLP()
@@ -237,7 +240,7 @@ def optimizers_in_backward(rank, inside):
 
 
 def test_optimizers_in_backward():
-    """They step once their parameters have been averaged."""
+    """They step once their parameters' gradients have been averaged."""
     first, second = run_ranks(optimizers_in_backward, 2, True)
     assert torch.equal(first, second)
     assert torch.equal(first, run_ranks(optimizers_in_backward, 2, False)[0])

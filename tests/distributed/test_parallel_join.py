@@ -1,4 +1,4 @@
-"""gradcomp.DistributedDataParallel beside torch's: ranks with different numbers of inputs."""
+"""Compare gradcomp.DistributedDataParallel.join with torch's: ranks with different numbers of inputs."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from tests.distributed.reducer_models import CAP_MB, MLP, UNUSED, Branches, loss
 
 
 def uneven(cls, rank, divide, options):
-    """Rank 0 has two inputs, rank 1 five."""
+    """Train on two inputs on rank 0, and on five on rank 1."""
     torch.manual_seed(0)
     model = MLP() if not options else Branches()
     ddp = cls(model, bucket_cap_mb=CAP_MB, **options)
@@ -31,7 +31,7 @@ def test_join():
 
 
 def without_any(cls, rank):
-    """Rank 0 has no input at all, and takes part in what the others compare in their first step."""
+    """Train on no input on rank 0, which joins in the comparison of the others' first step."""
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model)
@@ -57,7 +57,7 @@ def test_join_does_not_warn():
 
 
 def join_in_both_ways(cls, rank):
-    """A join that divides by the ranks that are left, and then one that divides by all."""
+    """Join once dividing by the number of ranks that are left, and then dividing by that of all ranks."""
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model)
@@ -76,7 +76,7 @@ def test_one_join_leaves_the_next_ones_mean_alone():
 
 
 class OnlyOnRank1(torch.nn.Module):
-    """A second layer that only rank 1 uses."""
+    """This model has a second layer, which only rank 1 uses."""
 
     def __init__(self, rank):
         super().__init__()
@@ -87,7 +87,7 @@ class OnlyOnRank1(torch.nn.Module):
 
 
 def static_graph_left_early(cls, rank):
-    """Rank 1, which alone uses a layer, has one input, rank 0 three: the gradients of each."""
+    """Train on one input on rank 1, which alone uses a layer, and on three on rank 0."""
     torch.manual_seed(0)
     model = OnlyOnRank1(rank)
     ddp = cls(model, static_graph=True)
@@ -102,7 +102,7 @@ def static_graph_left_early(cls, rank):
 
 def test_a_static_graph_stays_what_it_was_when_a_rank_has_left():
     first, _ = assert_alike(static_graph_left_early, 2)
-    assert all(not gradient.any() for gradient in first[-1][2:])  # of the second layer: zeros, not None
+    assert all(not gradient.any() for gradient in first[-1][2:])  # the second layer's are zeros, not None
 
 
 def throw_early(cls, rank):

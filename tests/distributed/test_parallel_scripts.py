@@ -1,4 +1,4 @@
-"""What scripts written for torch's DistributedDataParallel find, or are told, when they get gradcomp's."""
+"""Run what scripts written for torch's DistributedDataParallel do on gradcomp's."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from tests.distributed.beside_torch import CLASSES, TorchDDP, batch_of, gradient
 from tests.distributed.ranks import run_ranks
 from tests.distributed.reducer_models import MLP, ConvNet, loss_of
 
-# An older torch's doesn't know forward_sync_buffers.
+# That of an older torch has no forward_sync_buffers.
 KNOWN = [*[TorchDDP] * hasattr(TorchDDP, "broadcast_buffers"), gradcomp.DistributedDataParallel]
 
 
@@ -25,7 +25,10 @@ def attributes(rank):
 
 
 def attributes_of(cls):
-    """(device_mesh is there, forward_sync_buffers, broadcast_buffers) of several wrappers; their setters; copies."""
+    """Return attributes of several wrappers, after their setters were called, and of their copies.
+
+    The attributes are (has a device_mesh, forward_sync_buffers, broadcast_buffers).
+    """
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     results = []
     for options in (
@@ -36,7 +39,7 @@ def attributes_of(cls):
         {"forward_sync_buffers": True, "broadcast_buffers": False},
     ):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of broadcast_buffers
+            warnings.simplefilter("ignore")  # broadcast_buffers is deprecated
             ddp = cls(ConvNet(), **options)
         results.append(
             (getattr(ddp, "device_mesh", None) is mesh, ddp.forward_sync_buffers, ddp.broadcast_buffers)
@@ -66,7 +69,7 @@ def test_attributes():
 
 
 def warned(rank):
-    """The warnings of constructors, and whether they point here."""
+    """Return the constructors' warnings, and whether they point to this file."""
     results = []
     for cls in KNOWN:
         for options in (
@@ -93,7 +96,7 @@ def test_warnings():
 
 
 def profiled(rank):
-    """How often each of these ran in a forward and backward, by class and hook; and the number of buckets."""
+    """Count how often each operator ran in a forward and backward, by class and hook, and the buckets."""
     results = {}
     names = ("DistributedDataParallel.forward", "c10d::allreduce_", "gloo:all_reduce", "c10d::broadcast_")
     for key, cls in CLASSES.items():
@@ -148,7 +151,7 @@ def test_near_misses_say_what_to_pass():
 
 
 def newer_arguments(rank):
-    """A loop of a newer torch, which ends a backward itself."""
+    """Run the loop of a newer torch, which finalizes each backward itself."""
     torch.manual_seed(0)
     model = MLP()
     ddp = gradcomp.DistributedDataParallel(model, lazy_bucket_allocation=True)
@@ -172,7 +175,7 @@ def hook_with_options(options, state, bucket):
 
 
 def partial_hooks(rank):
-    """With every wrapper; torch's DDP refuses partials when it logs their names."""
+    """Register partials of hooks, which torch's DDP refuses when it logs their names."""
     counted = {"calls": 0}
     hook = functools.partial(hook_with_options, counted)
     results = []

@@ -1,4 +1,4 @@
-"""gradcomp.DistributedDataParallel beside torch's: several forwards and backwards in a row."""
+"""Compare gradcomp.DistributedDataParallel with torch's in several forwards and backwards in a row."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.distributed.reducer_models import MLP, STATIC, UNUSED, VIEW, loss_of
 
 
 def accumulate(cls, rank, options, inside):
-    """Two forwards without synchronisation, then one with; or the backward outside of no_sync."""
+    """Run two forwards without synchronisation, then one with it; or the backward outside of no_sync."""
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model, **options)
@@ -40,7 +40,7 @@ def test_no_sync():
 
 
 class Parts(nn.Module):
-    """Two layers, of which a forward uses those it is asked for."""
+    """This model has two layers, of which a forward uses those that its arguments name."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Parts(nn.Module):
 
 
 def used_under_no_sync(cls, rank, options):
-    """A layer that is used under no_sync() only, and one that is used in the step's last forward only."""
+    """Use one layer under no_sync() only, and one in the step's last forward only."""
     torch.manual_seed(0)
     model = Parts()
     ddp, x = cls(model, **options), torch.full((2, 3), rank + 1.0)
@@ -129,9 +129,9 @@ def in_a_row(cls, rank, scenario, options):
 
 
 def test_forwards_in_a_row():
-    """A forward without a backward is no error: the last one counts. One after half a backward is."""
+    """A forward without a backward is no error, and the last one counts; one after half a backward is."""
     cases = [(scenario, options) for scenario in ROWS for options in ({}, UNUSED, STATIC)]
-    # With a static graph torch's lets the second half go unsaid; see the next test.
+    # With a static graph torch's does not report the second half; see the next test.
     cases = [case for case in cases if not (case[0].__name__.startswith("half") and case[1] == STATIC)]
     results = assert_all_alike(in_a_row, 2, cases)
     for scenario in ROWS[-2:]:
@@ -140,7 +140,7 @@ def test_forwards_in_a_row():
 
 
 def halves_of_a_static_graph(rank):
-    """The first step's backward leaves a layer out, and a second one brings it."""
+    """Leave a layer out of the first step's backward, and reach it in a second one."""
     ddp = gradcomp.DistributedDataParallel(Parts(), static_graph=True)
     x = torch.full((2, 3), rank + 1.0)
     a, b = ddp(x, "ab")
@@ -158,7 +158,10 @@ def halves_of_a_static_graph(rank):
 
 
 def test_a_static_graph_cannot_be_learnt_in_two_backwards():
-    """torch's raises, too, by chance; and again in the third step if all leave the same outputs out, which ours takes."""
+    """torch's raises too, by chance.
+
+    It raises again in the third step if all backwards leave the same outputs out, which ours allows.
+    """
     first, second = run_ranks(halves_of_a_static_graph, 2)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one[0], other[0])

@@ -1,4 +1,4 @@
-"""gradcomp.DistributedDataParallel beside torch's: buffers, copies and checkpoints."""
+"""Compare gradcomp.DistributedDataParallel with torch's: buffers, copies and checkpoints."""
 
 import copy
 import inspect
@@ -39,7 +39,7 @@ def buffers_at_construction(cls, rank, options):
     model = ConvNet()
     model.body[1].running_mean.fill_(rank + 1.0)
     if cls is TorchDDP:
-        # An older torch doesn't know forward_sync_buffers.
+        # An older torch has no forward_sync_buffers.
         options = {name: options[name] for name in options if name in inspect.signature(cls).parameters}
     cls(model, **options)
     return model.body[1].running_mean.clone()
@@ -49,7 +49,7 @@ def buffers_at_construction(cls, rank, options):
     "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}], ids=str
 )
 def test_buffers_at_construction(options):
-    """broadcast_buffers=False leaves them alone from the start; forward_sync_buffers=False, only later."""
+    """broadcast_buffers=False never broadcasts them; forward_sync_buffers=False does, at construction."""
     first, second = assert_alike(buffers_at_construction, 2, options)
     assert torch.equal(first, second) == ("broadcast_buffers" not in options)
 
@@ -79,7 +79,7 @@ def test_copies_average(how):
 
 
 def interchange(rank):
-    """A state_dict of torch's DDP loads into ours, and the other way round."""
+    """Load a state_dict of torch's DDP into ours, and one of ours into torch's."""
     torch.manual_seed(0)
     theirs, ours = TorchDDP(ConvNet()), gradcomp.DistributedDataParallel(ConvNet())
     ours.load_state_dict(theirs.state_dict())
@@ -108,7 +108,7 @@ def test_copies_need_the_default_group():
 
 
 def static_graph_and_checkpoints(rank):
-    """torch's stops averaging when its module is saved and loaded in mid-training; ours must not."""
+    """Save and load a wrapped module in mid-training, after which torch's stops averaging; ours must not."""
     torch.manual_seed(rank)
     model = MLP()
     ddp = gradcomp.DistributedDataParallel(model, static_graph=True)

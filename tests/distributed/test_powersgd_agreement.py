@@ -1,4 +1,4 @@
-"""Ranks whose PowerSGD differs: an error on every rank, in the first step, that names what differs."""
+"""Test that ranks whose PowerSGD differs all raise an error in the first step, which names the difference."""
 
 from datetime import timedelta
 from itertools import pairwise
@@ -17,7 +17,7 @@ from tests.distributed.ranks import RankError, run_ranks
 
 PLAIN, BATCHED = powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-# What rank 1 has in place of what the others have: (options, hook, shapes in the bucket); and what the message says.
+# Rank 1's (options, hook, shapes in the bucket), which differ from the other ranks', and the message.
 DIFFERENT = [
     (
         {"matrix_approximation_rank": 4},
@@ -59,7 +59,7 @@ DIFFERENT = [
 
 
 def one_step_of_each(rank):
-    """What every case ends with on this rank; a step with the same options everywhere comes between."""
+    """Return each case's message on this rank; between cases all ranks take a step with the same options."""
     said = []
     for options, hook, shapes, _ in DIFFERENT:
         if rank != 1:
@@ -87,7 +87,7 @@ def test_a_different_option_is_named_on_every_rank():
 
 
 def checkpoints_of_different_steps(rank):
-    """Every rank loads a checkpoint, rank 1 a later one; then one of other directions."""
+    """Load a checkpoint on every rank, on rank 1 a later one; then one with other directions."""
     saved = []
     state = powerSGD_hook.PowerSGDState(None, 1, 2)
     for step in range(5):
@@ -114,7 +114,7 @@ def test_checkpoints_of_different_steps_are_refused():
 
 
 def different_bucket_caps(rank):
-    """torch's DDP cuts buckets by each rank's own cap where it looks for unused parameters."""
+    """Train with each rank's own cap, by which torch's DDP cuts buckets if it finds unused parameters."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=[0.01, 1][rank], find_unused_parameters=True)
     ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), PLAIN)
@@ -130,7 +130,7 @@ def test_different_bucket_caps_are_named_under_torchs_ddp():
 
 
 def different_later_buckets(rank, start):
-    """Bucket 0 is the same; torch does not arrange the buckets again where it finds unused parameters."""
+    """Let only later buckets differ; torch does not rebuild buckets if it looks for unused parameters."""
     sizes = [256, 256, 256, 512, 128]
     layers = [nn.Linear(n, m, bias=False) for n, m in pairwise(sizes)]
     ddp = DistributedDataParallel(

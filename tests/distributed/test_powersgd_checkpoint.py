@@ -1,11 +1,8 @@
-"""PowerSGD's state, saved and loaded: whole, without its process group, for another world size."""
+"""Test how PowerSGD's state is saved and loaded: whole, without its process group, for another world size."""
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,23 +26,23 @@ from tests.distributed.powersgd_runs import (
     run_steps,
 )
 from tests.distributed.ranks import run_ranks
+from tests.programs import run_python
 from tests.tolerances import (
     MEAN_ERROR,
 )
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(__file__).with_name("documented_checkpoint.py")
 
 
 def save_in_every_way(rank, options, hook, dtype):
-    """A state after some steps, and its copies: the outputs and states after two more steps of each."""
+    """Copy a state in every way after some steps; return each copy's outputs and state two steps later."""
     state = new_state(**options)
     run_steps(state, rank, range(START + 3), hook=hook, dtype=dtype)
     with Messages() as said:
         loaded_state = new_state(start_powerSGD_iter=50)
         loaded_state.load_state_dict(reload(state.state_dict()))
         twice = new_state()
-        # Saved again before any bucket has come by.
+        # The loaded state is saved again before it has seen any bucket.
         twice.load_state_dict(reload(loaded_state.state_dict()))
     assert said[2:] == [], "only the two configurations"
     with Messages():
@@ -79,7 +76,7 @@ def test_a_loaded_state_continues_bitwise_in_other_dtypes(dtype):
 
 
 def save_after_low_rank(rank):
-    """The copies of a state that has seen gradients of rank 1 only: some of its directions may be zero."""
+    """Copy a state that has seen gradients of rank 1 only, of which some directions may be zero."""
     state = new_state(matrix_approximation_rank=4, use_error_feedback=False)
     shape = [(64, 48)]
     for step in range(START + 3):
@@ -119,7 +116,7 @@ def test_a_state_made_with_numbers_of_numpys_loads():
 
 
 def test_importing_gradcomp_is_enough(tmp_path):
-    """In a fresh process: import gradcomp, then torch.load with its safe default."""
+    """In a fresh process that imports gradcomp, torch.load reads a state with its safe default."""
     with Messages():
         state = {"comm_hook": powerSGD_hook.powerSGD_hook, "comm_hook_state": new_state(random_seed=5)}
         torch.save(state, tmp_path / "checkpoint.pt")
@@ -127,13 +124,7 @@ def test_importing_gradcomp_is_enough(tmp_path):
         "import sys, torch, gradcomp; state = torch.load(sys.argv[1]); "
         "print(state['comm_hook'].__name__, state['comm_hook_state'].random_seed)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "checkpoint.pt")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_python("-c", program, tmp_path / "checkpoint.pt")
     assert result.stdout.split() == ["powerSGD_hook", "5"], result.stderr
 
 
@@ -200,7 +191,7 @@ def load_with_groups(rank):
 
 
 def test_the_process_group_is_left_out():
-    """One warning when saved and one when loaded, which sets the default group; state_dict() needs none."""
+    """Saving warns once, and so does loading, which sets the default group; state_dict() does not warn."""
     for on_saving, on_loading, *facts in run_ranks(load_with_groups, 2):
         assert on_saving == [
             "WARNING NOTE: Process group is not serializable and excluded from a saved state."
@@ -213,7 +204,7 @@ def test_the_process_group_is_left_out():
 
 
 def test_loading_without_a_process_group():
-    """To look at a checkpoint, or to load it before init_process_group: the default group, when there is one."""
+    """A state loaded before init_process_group, to inspect it for example, has no process group."""
     assert not dist.is_initialized()
     with Messages():
         assert reload(new_state()).process_group is None
@@ -238,7 +229,7 @@ def continue_with(rank, state_dict):
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
 def test_another_world_size(before, after):
-    """The mean of the errors, which the training still owes, is the same before and after."""
+    """The mean of the errors is the same before and after the change."""
     state_dicts = run_ranks(collect_state_dicts, before)[0]
     owed = torch.stack([each["buckets"][0]["error"].double() for each in state_dicts]).mean(0)
     merged = powerSGD_hook.average_errors(state_dicts)
@@ -275,14 +266,11 @@ def test_average_errors_leaves_its_arguments():
 def run_example(source, tmp_path):
     path = tmp_path / "example.py"
     path.write_text(source)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    return subprocess.run(
-        [sys.executable, str(path)], env=environment, capture_output=True, text=True, check=False
-    )
+    return run_python(path, TMPDIR=str(tmp_path))
 
 
 def test_the_documentations_example(tmp_path):
-    """With gradcomp's import it runs; with torch's, torch.load refuses it."""
+    """The example runs with gradcomp's import; with torch's, torch.load refuses the state."""
     source = EXAMPLE.read_text()
     ours = "from gradcomp.hooks import"
     assert source.count(ours) == 1

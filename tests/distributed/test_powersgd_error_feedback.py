@@ -1,4 +1,4 @@
-"""PowerSGD loses nothing: error feedback, gradients of low rank, zero gradients."""
+"""Test that PowerSGD loses nothing: error feedback, gradients of low rank, zero gradients."""
 
 from itertools import pairwise
 
@@ -33,7 +33,7 @@ from tests.tolerances import (
 
 
 def assert_nothing_is_lost(ranks, steps, factor_rank):
-    """The sum of the averaged outputs and the mean of the final errors is the sum of the mean gradients."""
+    """Assert that Σ averaged outputs + the mean of the final errors = Σ mean gradients."""
     numel = ranks[0][0][0].numel()
     given, out, largest = torch.zeros(numel).double(), torch.zeros(numel).double(), 0.0
     for step in range(steps):
@@ -42,7 +42,7 @@ def assert_nothing_is_lost(ranks, steps, factor_rank):
         for results in ranks:
             largest = max(largest, float((results[step][0].abs() + results[step][3][0].abs()).max()))
     errors = torch.stack([results[-1][3][0].double() for results in ranks]).mean(0)
-    # Per step and element: M rounds once, P Qᵀ (rank terms) twice, the error once.
+    # In each step and element M rounds once, P Qᵀ (rank terms) twice, and the error once.
     bound = steps * (2 * factor_rank + 4) * UNIT_ROUNDOFF[torch.float32] * largest
     assert (out + errors - given).abs().max() <= bound
     assert errors.abs().max() > 1e3 * bound, "nothing was compressed"
@@ -68,7 +68,7 @@ def test_error_feedback_loses_nothing(hook, rank, warm_start, world_size):
 
 
 def test_no_error_feedback():
-    """Every step compresses the gradient alone; there are no errors."""
+    """Without error feedback every step compresses the gradient alone, and there are no errors."""
     options = {"matrix_approximation_rank": 2, "use_error_feedback": False}
     ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 4, torch.float32)
     assert not any(results[step][3][0].any() for results in ranks for step in range(4))
@@ -82,7 +82,7 @@ def test_no_error_feedback():
 
 
 def test_no_warm_start():
-    """The projections are new at every step, the same on all ranks, and give the oracle's step."""
+    """The projections are new in every step, equal on all ranks, and lead to the oracle's step."""
     options = {"matrix_approximation_rank": 2, "warm_start": False}
     ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 4, torch.float32)
     order = compressed(SHAPES, 2)
@@ -98,16 +98,18 @@ def test_no_warm_start():
 
 
 def low_rank_steps(rank, factor_rank, shapes, sequence):
-    """The outputs for a sequence of gradients: "low" (the same of rank factor_rank on all ranks), "zero", "one"
-    (of rank one) or "own" (any, of this rank's).
+    """Return the outputs for a sequence of gradients.
+
+    They are "low" (of rank factor_rank, the same on all ranks), "zero", "one" (of rank one) or "own" (any, of
+    this rank's).
     """
     options = {"matrix_approximation_rank": factor_rank, "use_error_feedback": False}
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=START, **options)
     results = []
-    for step, kind in enumerate(["own"] * START + sequence):
+    for step, choice in enumerate(["own"] * START + sequence):
         gradient = random_gradient(shapes, rank, step)
-        if kind != "own":
-            columns = {"low": factor_rank, "one": 1, "zero": 0}[kind]
+        if choice != "own":
+            columns = {"low": factor_rank, "one": 1, "zero": 0}[choice]
             generator = torch.Generator().manual_seed(step)
             gradient = torch.cat(
                 [
@@ -125,7 +127,7 @@ def low_rank_steps(rank, factor_rank, shapes, sequence):
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_gradients_of_low_rank_are_recovered(rank):
-    """Another gradient of rank r at every step: each exactly, whatever the projection."""
+    """Each step's gradient is another one of rank r, which any projection recovers."""
     for results in simulate(low_rank_steps, 2, rank, MATRICES, ["low"] * 4):
         for gradient, output in results:
             assert relative(output, gradient) <= RECOVERY
@@ -134,7 +136,7 @@ def test_gradients_of_low_rank_are_recovered(rank):
 @pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("pause", ["zero", "one"])
 def test_gradients_are_recovered_after_poorer_ones(pause, rank):
-    """A zero gradient (a parameter not in use) or one of rank 1 must not cost the next one its rank."""
+    """A zero gradient (an unused parameter's) or one of rank 1 must not lower the next result's rank."""
     for results in simulate(low_rank_steps, 2, rank, MATRICES, ["low", pause, pause, "low", "low"]):
         for gradient, output in results:
             if gradient.any():
@@ -144,7 +146,7 @@ def test_gradients_are_recovered_after_poorer_ones(pause, rank):
 
 
 def zero_then_random(rank, options):
-    """Errors after 12 steps, of which the first compressed ones are zero, and their sum of gradients."""
+    """Return the error after 12 steps, the first compressed ones being zero, and the sum of the gradients."""
     state = powerSGD_hook.PowerSGDState(None, 2, START, **options)
     outputs = []
     for step in range(12):
@@ -155,15 +157,15 @@ def zero_then_random(rank, options):
 
 @pytest.mark.parametrize("options", [{}, {"orthogonalization_epsilon": 1e-8}, {"warm_start": False}], ids=str)
 def test_zero_gradients_first(options):
-    """A layer that starts without gradients is compressed as any other once it has some."""
+    """A layer without gradients in the first steps is compressed like any other once it has some."""
     begin = starts(MATRICES)
     for output in simulate(zero_then_random, 2, options):
         for start, end in pairwise(begin):
             assert output[start:end].any(), "its gradients are never sent"
 
 
-def near_the_end_of_fp16(rank, hook, kind, factor_rank):
-    """Ordinary fp16 steps, one of gradients near fp16's largest, and ordinary ones: what error feedback has to add up of each."""
+def near_the_end_of_fp16(rank, hook, distribution, factor_rank):
+    """Take fp16 steps, one with gradients near fp16's largest; return what error feedback adds up in each."""
     state = powerSGD_hook.PowerSGDState(None, factor_rank, START)
     results, before, generator = [], None, torch.Generator().manual_seed(5 + rank)
     for step in range(12):
@@ -173,7 +175,7 @@ def near_the_end_of_fp16(rank, hook, kind, factor_rank):
                 "signs": gradient.sign() * 32_768,
                 "equal": torch.full_like(gradient, 30_000) + gradient,
                 "normal": gradient / gradient.abs().max() * 60_000,
-            }[kind]
+            }[distribution]
         gradient = gradient.half()
         output = HOOKS[hook](state, Bucket(gradient.clone(), [(64, 64)])).wait()
         after = error_of(state) if step >= START else None
@@ -182,11 +184,11 @@ def near_the_end_of_fp16(rank, hook, kind, factor_rank):
     return results[START + 3 :]
 
 
-@pytest.mark.parametrize("kind", ["signs", "equal", "normal"])
+@pytest.mark.parametrize("distribution", ["signs", "equal", "normal"])
 @pytest.mark.parametrize(("hook", "factor_rank"), [("powerSGD", 1), ("powerSGD", 4), ("batched", 1)])
-def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(hook, factor_rank, kind):
-    """fp16's resolution is 2^-11 of what is added up: the largest of a gradient, an error and an output."""
-    ranks = simulate(near_the_end_of_fp16, 2, hook, kind, factor_rank)
+def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(hook, factor_rank, distribution):
+    """fp16 resolves 2^-11 of the largest summand: a gradient, an error or an output."""
+    ranks = simulate(near_the_end_of_fp16, 2, hook, distribution, factor_rank)
     for steps in zip(*ranks, strict=True):
         gradient, before, output, after = (torch.stack(each).double() for each in zip(*steps, strict=True))
         assert output.isfinite().all()

@@ -1,4 +1,4 @@
-"""PowerSGD continued from a state of torch's hook."""
+"""Test PowerSGD that continues from a state of torch's hook."""
 
 import copy
 import pickle
@@ -38,7 +38,7 @@ from tests.tolerances import (
 
 
 def test_from_torch_without_warm_start_keeps_the_errors():
-    """There are no factors to continue from, and the next projections differ; but not what is owed."""
+    """There are no factors to continue from, so the next projections differ, but the errors do not."""
     options = {"matrix_approximation_rank": 2, "warm_start": False}
     mask = positions(SHAPES, compressed(SHAPES, 2))
     ranks = run_ranks(step_of_both, 2, options, SHAPES, 3)
@@ -64,7 +64,7 @@ def test_from_torch_that_compressed_vectors():
 
 
 def take_over(rank, saved):
-    """From torch's state or its file: hyperparameters, progress, and the next steps."""
+    """Convert torch's state or its file; return hyperparameters, progress, and the next steps."""
     theirs = torch_powersgd.PowerSGDState(
         None, 2, START, min_compression_rate=1.5, orthogonalization_epsilon=1e-9
     )
@@ -81,7 +81,7 @@ def take_over(rank, saved):
     with Messages():
         whole = reload(ours)
     with Messages() as said:
-        # The first one is a plain all-reduce.
+        # The first step is a plain all-reduce.
         outputs = [run_steps(each, rank, [49, 50, 51])[1:] for each in (ours, again, later, whole)]
     gradient = random_gradient(FEW_SHAPES, rank, 50)
     expected = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient, FEW_SHAPES)).wait()
@@ -98,7 +98,7 @@ def test_from_torch(saved):
 
 
 def consolidate_torchs(rank):
-    """The errors of torch's state, and those in one state_dict for all ranks, made in both ways."""
+    """Return the errors of torch's state, and those in one state_dict for all ranks, made in both ways."""
     theirs = torch_powersgd.PowerSGDState(None, 2, START)
     for step in range(START + 3):
         bucket = Bucket(random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES)
@@ -119,7 +119,7 @@ def test_torchs_errors_are_averaged_before_their_first_compressed_step():
 
 
 def from_torch_twice(rank):
-    """Torch overwrites its Q in place: what was taken over must not change with it."""
+    """Convert a state twice; torch overwrites its Q in place, which must not change the converted state."""
     theirs = torch_powersgd.PowerSGDState(None, 2, START)
     for step in range(START + 3):
         torch_powersgd.powerSGD_hook(
@@ -137,7 +137,7 @@ def test_from_torch_copies():
 
 
 def unused_layer(rank, factor_rank, bad):
-    """Torch's step, and ours from the state before it, where a matrix has had gradients of zero, or of NaN."""
+    """Return torch's step, and ours from the state before it, after gradients of zero or NaN in a matrix."""
     options = {"process_group": None, "matrix_approximation_rank": factor_rank, "start_powerSGD_iter": START}
     theirs, shapes = (
         torch_powersgd.PowerSGDState(**options, orthogonalization_epsilon=1e-8),
@@ -156,13 +156,13 @@ def unused_layer(rank, factor_rank, bad):
 def test_from_torch_where_factors_are_no_use(factor_rank, bad):
     for output in run_ranks(unused_layer, 1, factor_rank, bad):
         assert output[: 64 * 48].isfinite().all()
-        # An error of NaN costs the first step.
+        # An error of NaN spoils the first step.
         assert bad or output[64 * 48 :].isfinite().all()
         assert output[: 64 * 48].any()
 
 
 def continue_in_ddp(rank):
-    """The same step of torch's model and of a new one that continues from its state: the gradients of both."""
+    """Return the gradients of torch's model, and of a new one that continues from its state, in one step."""
 
     def gradients(model, step):
         model.zero_grad(set_to_none=True)
@@ -186,7 +186,7 @@ def continue_in_ddp(rank):
 
 
 def test_from_torch_in_a_new_model():
-    """Its layers are alike and in one bucket, which DDP turns round after the first step."""
+    """The model's layers have one shape and one bucket, whose order DDP reverses after the first step."""
     for expected, found, said in run_ranks(continue_in_ddp, 2):
         assert relative(found, expected) <= 10 * MEAN_ERROR
         assert said == []

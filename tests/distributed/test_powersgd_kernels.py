@@ -1,4 +1,4 @@
-"""PowerSGD's hooks on the Triton kernels (on a GPU, or interpreted), with real processes."""
+"""Test PowerSGD's hooks on the Triton kernels (on a GPU, or interpreted), with real processes."""
 
 import math
 
@@ -9,21 +9,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.kernels import powersgd_plan
+from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import Bucket, compressed, powersgd_step, random_gradient, relative
 from tests.distributed.powersgd_runs import FEW_SHAPES, HOOKS, START, equal, new_state, reload
-from tests.distributed.ranks import device_of_rank, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_default_hooks import flat_grads
 from tests.tolerances import ONE_STEP
 
 
 def memory_of(state):
-    """A bucket's error and directions, as a checkpoint has them."""
+    """Return a bucket's error and directions from a checkpoint."""
     bucket = state.state_dict()["buckets"][0]
     return bucket["error"].cpu(), [direction.cpu() for direction in bucket["directions"]]
 
 
 def steps_on_kernels(rank, num_steps):
-    """(gradient, output, the memory after it) of every compressed step; and whether the kernels made it."""
+    """Return (gradient, output, memory) after every compressed step, and whether kernels computed it."""
     state, results = new_state(), []
     for step in range(START + num_steps):
         gradient = random_gradient(FEW_SHAPES, rank, step)
@@ -98,12 +99,12 @@ def test_one_step_that_is_not_finite():
 
 
 def save_and_load(rank):
-    """From a checkpoint the kernels go on with the same error, in the same directions."""
+    """Save and load the kernels' state, which continues with the same error and directions."""
     state = new_state()
     for step in range(START + 2):
         bucket = Bucket(random_gradient(FEW_SHAPES, rank, step).to(device_of_rank()), FEW_SHAPES)
         powerSGD_hook.powerSGD_hook(state, bucket).wait()
-    del bucket  # so that the next ones are of a model made anew
+    del bucket  # a state takes the next buckets for a new model's
     loaded = reload(state)
     gradient = random_gradient(FEW_SHAPES, rank, 9)
     buckets = [Bucket(gradient.clone().to(device_of_rank()), FEW_SHAPES) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""PowerSGD resumed in a new DDP model, bitwise; and what happens when the layout of the buckets changes."""
+"""Test that PowerSGD resumes bitwise in a new DDP model, and what happens when buckets are rearranged."""
 
 import copy
 import io
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
+from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import (
     Bucket,
     random_gradient,
@@ -24,12 +25,12 @@ from tests.distributed.powersgd_runs import (
     new_state,
     run_steps,
 )
-from tests.distributed.ranks import device_of_rank, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_default_hooks import Net, backward
 
 
 class Alike(nn.Sequential):
-    """Layers of one shape, all in one bucket, which DDP turns round after the first step."""
+    """This model's layers have one shape and one bucket, whose order DDP reverses after the first step."""
 
     def __init__(self, unused):
         super().__init__(nn.Flatten(), *(nn.Linear(64, 64, bias=False) for _ in range(5)))
@@ -62,7 +63,7 @@ def parameters_of(model):
 
 
 def interrupt(rank, hook, options, warm_up, net=Net, after=6):
-    """Train 12 steps; then the last ones again from this rank's checkpoint. The parameters of both."""
+    """Train 12 steps, then the last ones again from this rank's checkpoint; return the parameters of both."""
     state = new_state()
     model, optimizer, indices = make_trainer(rank, hook, state, net, options)
     continue_training(rank, model, optimizer, range(after))
@@ -83,7 +84,7 @@ def interrupt(rank, hook, options, warm_up, net=Net, after=6):
         saved, resumed_state = resumed_state.state_dict(), new_state()
     resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, net, options)
     if warm_up:
-        # One step for DDP to arrange its buckets, which it does once.
+        # In this step DDP arranges its buckets, which it does once.
         continue_training(rank, resumed, resumed_optimizer, [0])
         resumed(torch.zeros(1, 1, 8, 8, device=device_of_rank()))
         resumed_state.load_state_dict(saved)
@@ -103,26 +104,26 @@ def assert_resumed(ranks, num_buckets=5):
         assert torch.equal(resumed, ranks[0][3])
         if device_of_rank().type == "cpu":
             assert torch.equal(resumed, uninterrupted)
-        else:  # what was saved is the kernels' error but for its last bits
+        else:  # the saved error is the kernels' except for its last bits
             assert torch.allclose(resumed, uninterrupted, atol=1e-5)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("hook", RESUMED)
 def test_resuming_is_bitwise(hook, world_size):
-    """A new DDP model and the checkpoint: DDP puts all gradients in one bucket in the new model's first step."""
+    """In a new model's first step, DDP puts all gradients in one bucket."""
     assert_resumed(run_ranks(interrupt, world_size, hook, {}, False))
 
 
 @pytest.mark.parametrize("after", [1, START, START + 1])
 def test_resuming_is_bitwise_around_the_first_compressed_step(after):
-    """The buckets are remembered before there is anything to remember in them."""
+    """A state remembers its buckets before there are errors in them."""
     assert_resumed(run_ranks(interrupt, 2, "powerSGD", {}, False, Net, after))
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
 def test_resuming_finds_layers_of_one_shape(hook):
-    """Their gradients come in another order in the first step, and nothing shows in the shapes."""
+    """In the first step their gradients come in another order, which shapes do not show."""
     assert_resumed(run_ranks(interrupt, 2, hook, {}, False, Alike), num_buckets=1)
 
 
@@ -134,12 +135,12 @@ def test_resuming_is_bitwise_with_buckets_that_stay(hook):
 
 @pytest.mark.parametrize("hook", RESUMED)
 def test_resuming_is_bitwise_after_a_warm_up_step(hook):
-    """load_state_dict once DDP has arranged its buckets."""
+    """load_state_dict is called after DDP has arranged its buckets."""
     assert_resumed(run_ranks(interrupt, 2, hook, {}, True))
 
 
 def change_layouts(rank):
-    """Lines that two buckets log when the first one's layout changes, and the outputs of a fresh state."""
+    """Return what is logged when the first of two buckets changes its layout, and a fresh state's outputs."""
     state, fresh = new_state(), new_state()
     plan = {
         state: [(START + 2, FEW_SHAPES, FEW_SHAPES), (3, OTHER_SHAPES, FEW_SHAPES)],
@@ -191,7 +192,7 @@ def test_a_checkpoint_of_another_layout_starts_afresh():
 
 
 def resume_with_larger_buckets(rank, hook):
-    """(Collectives of each step, what was said, the parameters): of the saved run, and of one with larger buckets."""
+    """Return (collectives per step, log lines, parameters) of the saved run and one with larger buckets."""
     calls, counts, all_reduce, state = [], [], dist.all_reduce, new_state()
     model, optimizer, _ = make_trainer(rank, hook, state, Net, {})
     continue_training(rank, model, optimizer, range(6))
@@ -230,7 +231,7 @@ def test_resuming_the_batched_hook_with_larger_buckets():
 
 
 def change_rank(rank):
-    """A user may raise the rank between steps: the factors no longer fit."""
+    """Raise the rank between steps, as a user may, after which the factors no longer fit."""
     state = new_state()
     run_steps(state, rank, range(START + 2))
     state.matrix_approximation_rank = 4

@@ -1,4 +1,4 @@
-"""PowerSGDState: its arguments, groups, random projections, memory, numbers and log lines."""
+"""Test PowerSGDState: its arguments, groups, random projections and memory."""
 
 import math
 
@@ -20,9 +20,7 @@ from tests.distributed.powersgd_runs import (
     FEW_SHAPES,
     HOOKS,
     MATRICES,
-    OTHER_SHAPES,
     START,
-    Messages,
     directions_of,
     equal,
     error_of,
@@ -96,7 +94,7 @@ def draw(rank, seed, disturb):
 
 
 def test_random_projections():
-    """From random_seed alone: not from the generators of the user, who may seed each rank differently."""
+    """They depend on random_seed alone, not on the user's generators, which may differ between ranks."""
     first, second = run_ranks(draw, 2, 0, True)
     (other_seed, _), _ = run_ranks(draw, 2, 1, False)
     for mine, theirs, other in zip(first[0], second[0], other_seed, strict=True):
@@ -111,7 +109,7 @@ def one_gradient_again_and_again(rank, hook):
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
 def test_without_warm_start_every_step_has_its_own_projection(hook):
-    """The first two as well."""
+    """Each step's output differs from all earlier ones, also in the first two steps."""
     (outputs,) = simulate(one_gradient_again_and_again, 1, hook)
     for i, output in enumerate(outputs):
         assert not any(torch.equal(output, other) for other in outputs[:i])
@@ -123,7 +121,7 @@ def in_autocast(rank, enabled):
 
 
 def test_autocast_around_backward_changes_nothing():
-    """Many a loop calls backward within it, and with it the hooks."""
+    """Loops may call backward, and with it the hooks, within autocast."""
     for results, expected in zip(
         simulate(in_autocast, 2, True), simulate(in_autocast, 2, False), strict=True
     ):
@@ -177,7 +175,7 @@ def test_wrong_states_and_buckets_are_refused():
 
 
 def odd_buckets(rank, hook_name):
-    """Buckets of nothing to compress, of one element, and of none."""
+    """Run the hook on buckets with nothing to compress, with one element, and with none."""
     results = []
     for shapes in ([(7,), (3,)], [(1,)], [(0,)], [(0, 4), (64, 48)], [(1, 1)]):
         state = powerSGD_hook.PowerSGDState(None, 1, START)
@@ -221,7 +219,7 @@ def memory_of_gradient_size(rank, shapes, options, hook, dtype):
 
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize(
-    # scratch: elements of the fp32 matrix that plain torch needs besides; the square has 943 rows.
+    # scratch: elements of the fp32 matrix that plain torch also needs; the square has 943 rows.
     ("hook", "dtype", "scratch"),
     [
         ("powerSGD", torch.float32, 0),
@@ -235,71 +233,8 @@ def test_memory_is_the_error_and_small_factors(error_feedback, hook, dtype, scra
     options = {"use_error_feedback": error_feedback}
     (held_bytes,) = run_ranks(memory_of_gradient_size, 1, shapes, options, hook, dtype)
     numel = sum(math.prod(shape) for shape in shapes)
-    factors = 0.25 * 4 * numel  # with their copies in fp64
+    factors = 0.25 * 4 * numel  # including their copies in fp64
     assert held_bytes <= error_feedback * dtype.itemsize * (numel + 943) + 4 * scratch + factors
-
-
-def count(rank, name, hook_name, options, steps):
-    """compression_stats after every step of two buckets, and what was logged at INFO."""
-    module = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}[name]
-    with Messages(module.__name__) as said:
-        state = module.PowerSGDState(None, **options)
-        stats = []
-        for step in range(steps):
-            for index, shapes in enumerate((FEW_SHAPES, OTHER_SHAPES)):
-                bucket = Bucket(random_gradient(shapes, rank, step), shapes, index, index == 1)
-                getattr(module, hook_name)(state, bucket).wait()
-            stats.append((state.iter, state.compression_stats()))
-    return stats, [line for line in said if "Compression stats" in line]
-
-
-@pytest.mark.parametrize("rank", [1, 2, 32])
-def test_compression_stats_are_torchs(rank):
-    """The numbers, the line, and when it comes: in the first compressed step, then every third."""
-    options = {
-        "matrix_approximation_rank": rank,
-        "start_powerSGD_iter": START,
-        "compression_stats_logging_frequency": 3,
-    }
-    ours, theirs = (
-        run_ranks(count, 1, name, "powerSGD_hook", options, 10)[0] for name in ("gradcomp", "torch")
-    )
-    assert ours == theirs
-    stats, lines = ours
-    assert stats[START - 1] == (START, (0, 0, 0))
-    assert stats[-1][1][0] > 1 or rank == 32
-    assert [line.split(",")[0] for line in lines] == [
-        f"INFO Compression stats: iter {step}" for step in (2, 5, 8)
-    ]
-
-
-def test_compression_stats_of_the_batched_hook():
-    """Two factors of the side of the square, as torch counts (it counts before it fails)."""
-    options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
-    ((stats, _),) = run_ranks(count, 1, "gradcomp", "batched_powerSGD_hook", options, START + 1)
-    before = [64 * 48 + 7 + 40 * 90 + 64 * 48 + 9, 64 * 48 + 40 * 90 + 7]
-    sides = [99, 82]
-    assert stats[-1][1][1:] == (sum(before), sum(2 * 2 * side for side in sides))
-
-
-def test_the_configuration_and_the_start_are_logged_once():
-    lines = run_ranks(log_everything, 1)[0]
-    assert lines[0].startswith("INFO PowerSGD config: matrix_approximation_rank = 2; ")
-    for name in COMMON[:8]:
-        assert f"{name} = " in lines[0]
-    assert [line for line in lines if "Start" in line] == [
-        f"INFO Start to apply PowerSGD after {START} iterations."
-    ]
-
-
-def log_everything(rank):
-    with Messages() as said:
-        state = new_state()
-        for step in range(START + 3):
-            for index in (0, 1):
-                bucket = Bucket(random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES, index, index == 1)
-                powerSGD_hook.powerSGD_hook(state, bucket).wait()
-    return said
 
 
 def memory_of_tensors_not_compressed(rank):
@@ -309,7 +244,7 @@ def memory_of_tensors_not_compressed(rank):
 
 
 def test_what_a_state_dict_holds():
-    """As documented: errors where something is compressed, and one Q [cols, rank] per matrix, by shape."""
+    """It holds errors where tensors are compressed, and one Q [cols, rank] per matrix, by shape."""
     first, second = run_ranks(memory_of_tensors_not_compressed, 2)
     mask = positions(FEW_SHAPES, compressed(FEW_SHAPES, 2))
     for bucket in (first, second):

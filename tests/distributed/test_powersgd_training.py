@@ -1,4 +1,4 @@
-"""PowerSGD under torch's DDP: replicas stay equal, losses fall, late layers learn."""
+"""Test trainings with PowerSGD under torch's DDP: replicas stay equal, losses fall, late layers learn."""
 
 import hashlib
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
+from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import (
     Bucket,
     random_gradient,
@@ -16,7 +17,7 @@ from tests.distributed.powersgd_runs import (
     HOOKS,
     START,
 )
-from tests.distributed.ranks import device_of_rank, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_default_hooks import Net, backward, flat_grads
 
 
@@ -25,7 +26,7 @@ def digest(tensor):
 
 
 def train(rank, hook_name, options, state_options, steps, dtype=torch.float32, lr=0.1):
-    """Per step: the digest of the gradients and whether they are finite; the losses, the buckets' order."""
+    """Return the gradients' digests and whether they are finite, by step; losses; and the buckets' order."""
     torch.manual_seed(0)
     unused = options.get("find_unused_parameters", False)
     model = DistributedDataParallel(Net(unused).to(device_of_rank(), dtype), bucket_cap_mb=0.02, **options)
@@ -63,7 +64,7 @@ def assert_replicas_equal(ranks):
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_replicas_stay_equal(hook, world_size):
-    """100 steps with many buckets in flight; torch's hook dies of two."""
+    """Replicas stay equal in 100 steps with many buckets in flight; torch's hook dies with two."""
     options = {"matrix_approximation_rank": 4}
     assert_replicas_equal(run_ranks(train, world_size, hook, {}, options, 100))
 
@@ -127,11 +128,11 @@ def test_training_reaches_about_the_loss_of_no_compression(hook):
         assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
 
 
-# Layers not in use.
+# Layers that a step does not use.
 
 
 class Branches(nn.Module):
-    """A layer used in some steps only."""
+    """This model uses a layer in some steps only."""
 
     def __init__(self):
         super().__init__()
@@ -154,5 +155,5 @@ def use_a_layer_late(rank):
 
 
 def test_a_layer_that_is_used_later_gets_gradients():
-    """DDP fills the bucket with zeros for a layer not in use: those must not stop its gradients for ever."""
+    """DDP fills the bucket with zeros for an unused layer, which must not stop its gradients for ever."""
     assert all(norm > 0 for norm in run_ranks(use_a_layer_late, 2))

@@ -1,4 +1,4 @@
-"""PowerSGD's memory on its way to another number of ranks, in one file or through torch.distributed.checkpoint."""
+"""Test that PowerSGD's memory moves to another world size, in one file or torch.distributed.checkpoint."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ NO_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "sc
 
 
 def train(state, rank, steps):
-    """Steps of two buckets: (the sum of this rank's gradients, the sum of the outputs), in float64."""
+    """Take steps of two buckets; return the sums of this rank's gradients and of the outputs, in float64."""
     sums = 0, 0
     for step in steps:
         flat = []
@@ -45,7 +45,7 @@ def errors_of(state_dict):
 
 
 def consolidate(rank):
-    """What the steps add up to, this rank's state_dict, and the one for all, made without pickled objects."""
+    """Return what the steps add up to, this rank's state_dict, and one for all ranks, made without pickle."""
     state = new_state()
     sums = train(state, rank, range(START + 4))
     before = state.state_dict()
@@ -61,7 +61,7 @@ def consolidate(rank):
 
 
 def go_on(rank, saved):
-    """A step with the state_dict, so that errors that aren't a mean are noticed, and more."""
+    """Load the state_dict and take steps, the first alone, so that errors that aren't a mean are noticed."""
     state = new_state()
     with Messages() as said:
         state.load_state_dict(saved)
@@ -71,7 +71,7 @@ def go_on(rank, saved):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_one_file_for_another_world_size(before, after):
-    """Nothing is lost: Σ outputs + the mean of the errors = Σ mean gradients, across the change."""
+    """Σ outputs + the mean of the errors = Σ mean gradients, across the change."""
     first = run_ranks(consolidate, before)
     merged = first[0][2]
     assert all(equal(other, merged) for _, _, other in first)
@@ -88,7 +88,7 @@ def test_one_file_for_another_world_size(before, after):
 
 
 def consolidate_float64(rank):
-    """A loaded state's tensors are the caller's: float64 ones are not summed in place."""
+    """Consolidate a float64 state_dict, whose tensors are the caller's and are not summed in place."""
     state = new_state()
     for step in range(START + 1):
         gradient = random_gradient(FEW_SHAPES, rank, step, torch.float64)
@@ -126,7 +126,7 @@ def test_what_is_no_state_is_refused():
 
 
 def load_one_ranks_errors(rank, file):
-    """Rank 0's file on every rank: what is said by a state that has its group, and by one that torch.load makes."""
+    """Load rank 0's file on every rank; return what states with a group and those of torch.load log."""
     saved = torch.load(io.BytesIO(file))
     with Messages() as when_loaded:
         state = new_state()
@@ -165,20 +165,21 @@ def test_one_ranks_errors_on_another_rank_are_noticed():
             else:
                 (line,) = when_loaded
                 assert line.startswith(
-                    f"WARNING PowerSGD: the errors loaded on rank {rank} of {world_size} are those of rank 0 of 2."
+                    f"WARNING PowerSGD: the errors loaded on rank {rank} of {world_size} "
+                    "are those of rank 0 of 2."
                 )
                 assert "consolidated_state_dict(state)" in line
             assert silent == []
 
 
 def save_with_dcp(rank, path):
-    """Train and save; the parameters after more steps, and this rank's error when it saved."""
+    """Train and save; return the parameters after more steps, and this rank's error at the time of saving."""
     state = new_state()
     model, optimizer, _ = make_trainer(rank, "powerSGD", state, Net, {})
     continue_training(rank, model, optimizer, range(6))
     entries = {
         "model": model.state_dict(),
-        # In a tuple, or a fresh optimizer would get no momentum.
+        # Without a tuple, a fresh optimizer would get no momentum.
         "optimizer": (optimizer.state_dict(),),
         "app": {"powersgd": powerSGD_hook.per_rank_state_dict(state)},
     }
@@ -190,7 +191,7 @@ def save_with_dcp(rank, path):
 
 
 def load_with_dcp(rank, path):
-    """Into a new model in a new process: the parameters after the same steps, and the error that was loaded."""
+    """Load into a new model in a new process; return the parameters steps later, and the loaded error."""
     state = new_state(matrix_approximation_rank=1)
     model, optimizer, _ = make_trainer(rank, "powerSGD", state, Net, {})
     entries = {"model": model.state_dict(), "optimizer": ()}
@@ -218,7 +219,7 @@ def load_wrongly_with_dcp(rank, path):
 
 
 def test_torchs_distributed_checkpoint(tmp_path):
-    """With as many ranks to the bit; with others from the mean; a state's own state_dict is refused with what to do."""
+    """As many ranks resume to the bit, others from the mean; a state's own state_dict raises, with advice."""
     saved = run_ranks(save_with_dcp, 2, tmp_path)
     for (parameters, error), (resumed, loaded, said) in zip(
         saved, run_ranks(load_with_dcp, 2, tmp_path), strict=True

@@ -1,4 +1,4 @@
-"""Layers that a step leaves out, and models that share a state: whatever PowerSGD holds back comes out in the end."""
+"""Test that PowerSGD loses no error for layers that steps leave out, and for models with one state."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ SIZE, START, STEPS = 24, 2, 60
 
 
 class Layers(nn.Module):
-    """Three layers; the second is used in every `every`-th step alone."""
+    """This model has three layers, of which the second is used in every `every`-th step alone."""
 
     def __init__(self, every):
         super().__init__()
@@ -38,16 +38,16 @@ def record(kept, gradient):
     kept.copy_(gradient)
 
 
-def sums(rank, kind, hook, every, set_to_none, as_view):
-    """What came in and what came out of the second layer, and this rank's error of it; then the same of the first."""
+def sums(rank, library, hook, every, set_to_none, as_view):
+    """Return Σ gradients, Σ outputs and this rank's error of the second layer; then the same of the first."""
     model = Layers(every)
     state = powerSGD_hook.PowerSGDState(None, 1, START, min_compression_rate=1.5)
-    ddp = {"gradcomp": gradcomp.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}[kind](
-        model, find_unused_parameters=True, gradient_as_bucket_view=as_view
-    )
+    ddp = {"gradcomp": gradcomp.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}[
+        library
+    ](model, find_unused_parameters=True, gradient_as_bucket_view=as_view)
     ddp.register_comm_hook(state, HOOKS[hook])
     weights = [model.layers[1].weight, model.layers[0].weight]
-    local = [torch.zeros(SIZE, SIZE) for _ in weights]  # the gradient of this step
+    local = [torch.zeros(SIZE, SIZE) for _ in weights]  # this step's gradients
     for weight, kept in zip(weights, local, strict=True):
         weight.register_hook(partial(record, kept))
     given, out = torch.zeros(2, SIZE, SIZE), torch.zeros(2, SIZE, SIZE)
@@ -67,7 +67,7 @@ def sums(rank, kind, hook, every, set_to_none, as_view):
 
 
 def lost(ranks):
-    """‖in − out − mean error‖ / ‖in‖ of the layer that is left out at times, and of another."""
+    """Return ‖in − out − mean error‖ / ‖in‖ of the layer that some steps leave out, and of another."""
     given, out, owed = (torch.stack(each).double().mean(0) for each in zip(*ranks, strict=True))
     missing = (given - out - owed).flatten(1).norm(dim=1) / given.flatten(1).norm(dim=1)
     assert owed.flatten(1).norm(dim=1).min() > 0.01 * given[0].norm()
@@ -94,14 +94,14 @@ def test_torchs_ddp_loses_nothing_where_gradients_are_none(every):
 
 
 def test_what_torchs_ddp_loses_where_gradients_are_zeros():
-    """A hook cannot tell them from a layer in use: docs/powersgd.md gives the number."""
+    """A hook cannot tell zeros from a used layer's gradients; docs/powersgd.md has the number."""
     skipped, used = lost(run_ranks(sums, 2, "torch", "powerSGD", 4, False, False))
     assert skipped > 0.1
     assert used <= 1e-5
 
 
 def two_models(rank, is_wrapped):
-    """What came in, what came out and what is owed, of two models of the same shapes with one state, a step of each in turn."""
+    """Train two models alternately with one state; return Σ gradients, Σ outputs and errors."""
     state = powerSGD_hook.PowerSGDState(None, 1, 4, min_compression_rate=1.5)
     models = [nn.Linear(SIZE, SIZE, bias=False) for _ in range(2)]
     ddps = [nn.parallel.DistributedDataParallel(model) for model in models]

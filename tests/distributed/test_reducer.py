@@ -1,4 +1,4 @@
-"""The Reducer with real processes: the gradients of torch's DDP, on every rank the same."""
+"""Test that the Reducer computes the gradients of torch's DDP, the same on every rank, in real processes."""
 
 import weakref
 
@@ -13,9 +13,9 @@ from tests.distributed.reducer_models import (
     UNUSED,
     VIEW,
     Branches,
-    in_turn,
     loss_of,
     make_reducer,
+    run_cases,
     train_both,
 )
 from tests.tolerances import average
@@ -34,18 +34,18 @@ GRID = [
 
 
 def assert_as_torchs(ranks, wire, case):
-    """Every gradient is torch's up to the rounding of a sum of the ranks; and the replicas' have the same bits."""
+    """Assert that gradients are torch's up to the rounding of a sum, and have the same bits on every rank."""
     world_size = len(ranks)
     for rank, (steps, (_, parameters)) in enumerate(ranks):
         assert torch.equal(parameters, ranks[0][1][1]), case
         for step, (theirs, ours) in enumerate(steps):
             # A bias before BatchNorm has a gradient of zero, and rounding errors of its neighbours' size.
             largest = max(gradient.abs().max() for gradient in theirs if gradient is not None)
-            for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
-                where = f"{case}, rank {rank}, step {step}, parameter {number}"
+            for index, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+                where = f"{case}, rank {rank}, step {step}, parameter {index}"
                 assert (their is None) == (our is None), where
                 if our is not None:
-                    first = ranks[0][0][step][1][number]
+                    first = ranks[0][0][step][1][index]
                     assert torch.equal(our, first), where
                     bound = (step + 1) * average(wire, world_size, largest)
                     assert (their - our).abs().max() <= bound, where
@@ -55,10 +55,10 @@ WIRES = {"none": torch.float32, "allreduce": torch.float32, "fp16": torch.float1
 
 
 def assert_all_as_torchs(world_size, cases):
-    """Cases of arguments to train_both: model, hook, options, number of steps, ..."""
-    ranks = run_ranks(in_turn, world_size, train_both, cases)
-    for number, case in enumerate(cases):
-        assert_as_torchs([results[number] for results in ranks], WIRES[case[1]], case)
+    """Assert it for several cases of arguments to train_both: model, hook, options, number of steps, ..."""
+    ranks = run_ranks(run_cases, world_size, train_both, cases)
+    for index, case in enumerate(cases):
+        assert_as_torchs([results[index] for results in ranks], WIRES[case[1]], case)
 
 
 def test_gradients_are_those_of_torchs_ddp():
@@ -117,7 +117,10 @@ def test_close_and_construct_again():
 
 
 def ask_once(rank, options):
-    """Per step of a static graph, other on every rank: its gradients, and how often the ranks have asked each other."""
+    """Train a static graph that differs between ranks.
+
+    Return each step's gradients, and how often the ranks have exchanged which parameters are used.
+    """
     asked, results = [], []
     used_map = usage.UsedMap
     usage.UsedMap = lambda *arguments: asked.append(arguments) or used_map(*arguments)
@@ -152,7 +155,7 @@ def test_a_static_graph_asks_once_which_parameters_no_rank_uses(options):
 
 
 def sums_that_overflow(rank):
-    """The sum of the ranks' gradients doesn't fit float16, their mean does."""
+    """Average gradients whose mean fits float16 while their sum does not."""
     param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
     reducer = Reducer([param])
     (param * 40000.0).sum().backward()
@@ -166,7 +169,7 @@ def test_the_division_comes_first():
 
 
 def leave_gradients_alone(rank):
-    """A parameter that is used in the first step, and its gradient after the second, which no rank uses it in."""
+    """Return the gradients after each of two steps, of a parameter that no rank uses in the second."""
     results = []
     for options in ({}, VIEW):
         torch.manual_seed(0)
@@ -177,7 +180,7 @@ def leave_gradients_alone(rank):
             reducer.prepare_for_backward(outputs)
             loss_of(outputs).backward()
             if x == 0.05:
-                # More than fits the wire's precision.
+                # This exceeds the wire's precision.
                 model.branches[0].weight.grad.add_(1e-6)
                 before = model.branches[0].weight.grad.clone()
         results.append((before, model.branches[0].weight.grad, model.branches[1].weight.grad))
@@ -193,7 +196,7 @@ def test_gradients_that_no_rank_uses_stay_exactly_as_they_were():
 
 
 def without_input(rank):
-    """join_with_zeros with a hook that raises."""
+    """Call join_with_zeros with a hook that raises."""
     model = MLP()
     reducer = make_reducer(model)
 

@@ -1,4 +1,4 @@
-"""Ranks that give the Reducer or the wrapper other options or hooks: an error on every rank, which names them."""
+"""Test that ranks whose Reducer or wrapper has other options or hooks all raise an error that names them."""
 
 import functools
 from datetime import timedelta
@@ -14,9 +14,9 @@ from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.reducer import Reducer
 from tests.distributed.beside_torch import run_quietly
 from tests.distributed.ranks import run_ranks
-from tests.distributed.reducer_models import Embeddings, in_turn
+from tests.distributed.reducer_models import Embeddings, run_cases
 
-# Options of rank 0 and of the others, and what is said.
+# The options of rank 0 and of the others, and the message.
 OPTIONS = [
     ("bucket_cap_mb", 1, 2, "bucket_cap_mb is 1.0 on rank 0 and 2.0 on rank"),
     ("gradient_as_bucket_view", True, False, "gradient_as_bucket_view is true on rank 0 and false on rank"),
@@ -63,14 +63,14 @@ def construct(rank, of_the_wrapper, name, first, others):
 def test_other_options():
     cases = [(True, *case) for case in OPTIONS + OF_THE_WRAPPER]
     cases += [(False, *case) for case in OPTIONS + OF_THE_REDUCER]
-    for messages in run_ranks(in_turn, 2, construct, [case[:-1] for case in cases]):
+    for messages in run_ranks(run_cases, 2, construct, [case[:-1] for case in cases]):
         for case, message in zip(cases, messages, strict=True):
             with pytest.raises(RuntimeError, match=case[-1]):
                 raise RuntimeError(message)
 
 
 def construct_others(rank):
-    """Other sparse parameters; other buffers; the same caps, of other types."""
+    """Construct with other sparse parameters, other buffers, and the same caps as other types."""
     model = Embeddings()
     sparse = [] if rank else [model.sparse.weight]
     messages = [said_by(lambda: Reducer(model.named_parameters(), sparse_params=sparse))]
@@ -88,14 +88,14 @@ def test_other_sparse_parameters_and_buffers():
 
 
 class MyHook:
-    """A hook that is an instance, whose repr has an address."""
+    """This hook is an instance, whose repr has an address."""
 
     def __call__(self, state, bucket):
         return default_hooks.allreduce_hook(None, bucket)
 
 
 def one_hook(rank, hooks):
-    """What a first step says with hooks of (state, hook) by rank, or None; then the gradient, if it says nothing."""
+    """Take a first step with the (state, hook) of this rank; return the message, or None and the gradient."""
     model = nn.Linear(3, 3)
     reducer = Reducer(model.parameters())
     chosen = hooks(rank)
@@ -112,7 +112,7 @@ def power(rank, **options):
 
 
 def of_a_subgroup():
-    """The group that has the default group's ranks but the last, on those ranks."""
+    """Return the group of the default group's ranks but the last, on those ranks."""
     group = dist.new_group(range(dist.get_world_size() - 1), timeout=timedelta(seconds=20))
     return group if isinstance(group, dist.ProcessGroup) else None
 
@@ -120,7 +120,8 @@ def of_a_subgroup():
 HOOKS = [
     (
         lambda rank: (None, (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)[rank]),
-        r'hook is "gradcomp\.hooks\.default_hooks\.fp16_compress_hook" on rank 0 and .*bf16_compress_hook" on rank 1',
+        r'hook is "gradcomp\.hooks\.default_hooks\.fp16_compress_hook" on rank 0 '
+        r'and .*bf16_compress_hook" on rank 1',
     ),
     (lambda rank: (None, default_hooks.fp16_compress_hook) if rank else None, "hook is null on rank 0 and "),
     (
@@ -141,7 +142,8 @@ HOOKS = [
                 powerSGD_hook.powerSGD_hook
             ),
         ),
-        r"fp16_compress_wrapper\(powerSGD_hook\)\" on rank 0 and .*bf16_compress_wrapper\(powerSGD_hook\)\" on rank 1",
+        r"fp16_compress_wrapper\(powerSGD_hook\)\" on rank 0 "
+        r"and .*bf16_compress_wrapper\(powerSGD_hook\)\" on rank 1",
     ),
     (
         lambda rank: ({} if rank else None, MyHook()),
@@ -158,31 +160,31 @@ ALIKE = [
 ]
 
 
-def every_hook(rank, number):
-    return one_hook(rank, HOOKS[number][0])
+def every_hook(rank, index):
+    return one_hook(rank, HOOKS[index][0])
 
 
 def test_other_hooks():
-    for messages in run_ranks(in_turn, 2, every_hook, [(number,) for number in range(len(HOOKS))]):
+    for messages in run_ranks(run_cases, 2, every_hook, [(index,) for index in range(len(HOOKS))]):
         for (_, expected), message in zip(HOOKS, messages, strict=True):
             with pytest.raises(RuntimeError, match=expected):
                 raise RuntimeError(message)
 
 
-def the_same_hook(rank, number):
-    return one_hook(rank, ALIKE[number])
+def the_same_hook(rank, index):
+    return one_hook(rank, ALIKE[index])
 
 
 def test_hooks_that_are_the_same():
-    """Instances, partials; the default group given as None; states without a group."""
-    cases = [(number,) for number in range(len(ALIKE))]
-    for results in run_ranks(in_turn, 2, the_same_hook, cases):
+    """Instances and partials, the default group given as None, and states without a group are the same."""
+    cases = [(index,) for index in range(len(ALIKE))]
+    for results in run_ranks(run_cases, 2, the_same_hook, cases):
         for gradient in results:
             assert torch.equal(gradient, torch.full((3, 3), 1.5))
 
 
 def hooks_of_other_groups(rank):
-    """Rank 2 of three isn't in the reducer's group, or in the hook's."""
+    """Take a step where rank 2 of three isn't in the reducer's group, or in the hook's."""
     pair = of_a_subgroup()
     messages = []
     for state in (power(rank), None, dist.group.WORLD):
@@ -212,7 +214,7 @@ def test_a_hook_of_another_group():
 
 
 def collectives(rank, cls, options):
-    """The collectives of construction and of each of three steps."""
+    """Return the collectives of construction and of each of three steps."""
     counted = []
     gather = dist.all_gather
     dist.all_gather = lambda *args, **kwargs: (counted.append(1), gather(*args, **kwargs))[1]
@@ -234,7 +236,7 @@ def test_hooks_are_compared_once():
         (DistributedDataParallel, {}),
         (DistributedDataParallel, {"init_sync": False}),
     ]
-    for results in run_ranks(in_turn, 2, collectives, cases):
+    for results in run_ranks(run_cases, 2, collectives, cases):
         assert results == [[2, 3, 3, 3], [0, 1, 1, 1], [3, 4, 4, 4], [0, 1, 1, 1]]
 
 

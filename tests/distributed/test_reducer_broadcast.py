@@ -1,4 +1,4 @@
-"""One rank's tensors for all ranks: of every kind, and in few operators."""
+"""Test the broadcast of one rank's tensors, of all shapes, dtypes and strides, and in few operators."""
 
 import copy
 
@@ -15,8 +15,8 @@ from tests.distributed.ranks import run_ranks
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16, torch.uint8)
 
 
-def tensors_of_every_kind(seed):
-    """0-dim, empty, of a prime's length, non-contiguous, channels-last; the dtypes in turn."""
+def assorted_tensors(seed):
+    """Return 0-dim, empty, prime-length, non-contiguous and channels-last tensors, whose dtypes alternate."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(*shape):
@@ -27,33 +27,33 @@ def tensors_of_every_kind(seed):
         flat = [values(()), values(0), values(7), values(3, 0), values(2, 3)]
         flat += [values(4, 5).t(), values(10)[::3], values(2, 3, 4, 5).to(memory_format=torch.channels_last)]
         made.append([each.abs().to(dtype) for each in flat])
-    # Two of every other dtype are nowhere near their own dtype's neighbours.
+    # Neighbours in the list have different dtypes.
     return [each for several in zip(*made, strict=True) for each in several]
 
 
 def broadcast_all(rank, chunk_bytes):
-    """Twice with the same object, of other values; once by the function."""
+    """Broadcast twice with the same object and other values, and once with the function."""
     broadcast.BROADCAST_BYTES = chunk_bytes
     repeated = RepeatedBroadcast()
     results = []
     for seed, copy_all in ((0, repeated), (10, repeated), (20, broadcast_coalesced)):
-        tensors = tensors_of_every_kind(seed + rank)
+        tensors = assorted_tensors(seed + rank)
         strides = [each.stride() for each in tensors]
         copy_all(tensors, 1, dist.group.WORLD)
         assert [each.stride() for each in tensors] == strides
         results.append(tensors)
-    fewer = tensors_of_every_kind(30 + rank)[::2]  # others than the object has seen
+    fewer = assorted_tensors(30 + rank)[::2]  # the object has not seen these
     repeated(fewer, 1, dist.group.WORLD)
     return [*results, fewer]
 
 
 @pytest.mark.parametrize("chunk_bytes", [250 << 20, 100, 1])
-def test_tensors_of_every_kind(chunk_bytes):
+def test_assorted_tensors(chunk_bytes):
     ranks = run_ranks(broadcast_all, 2, chunk_bytes)
-    for number, seed in enumerate((0, 10, 20, 30)):
-        expected = tensors_of_every_kind(seed + 1)[:: 2 if seed == 30 else 1]
+    for index, seed in enumerate((0, 10, 20, 30)):
+        expected = assorted_tensors(seed + 1)[:: 2 if seed == 30 else 1]
         for results in ranks:
-            for got, want in zip(results[number], expected, strict=True):
+            for got, want in zip(results[index], expected, strict=True):
                 assert got.dtype == want.dtype
                 assert torch.equal(got, want)
 
@@ -69,15 +69,15 @@ class Operators(TorchDispatchMode):
 
 
 class ManyBuffers(nn.Module):
-    """159 buffers of two dtypes, as ResNet-50 has."""
+    """This model has 159 buffers of two dtypes, like ResNet-50."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
-        for number in range(53):
-            self.register_buffer(f"mean_{number}", torch.zeros(3))
-            self.register_buffer(f"variance_{number}", torch.ones(3))
-            self.register_buffer(f"count_{number}", torch.tensor(0))
+        for index in range(53):
+            self.register_buffer(f"mean_{index}", torch.zeros(3))
+            self.register_buffer(f"variance_{index}", torch.ones(3))
+            self.register_buffer(f"count_{index}", torch.tensor(0))
 
     def forward(self, x):
         return self.weight * x

@@ -1,4 +1,4 @@
-"""The Reducer's buckets: their order, their memory, when they start."""
+"""Test the Reducer's buckets: their order, their memory, and when their averaging starts."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.distributed.reducer_models import MLP, STATIC, UNUSED, VIEW, Branches
 
 
 def order_of_events(rank, options):
-    """What happened in the third backward: "ready n" for a parameter's gradient, "bucket i" for its averaging."""
+    """Return the third backward's events: "ready n" for a gradient, "bucket i" for a bucket's averaging."""
     torch.manual_seed(0)
     model, events = MLP(), []
     reducer = make_reducer(model, **{"bucket_cap_mb": 0.005, "first_bucket_cap_mb": 0.005} | options)
@@ -20,8 +20,8 @@ def order_of_events(rank, options):
         return default_hooks.allreduce_hook(state, bucket)
 
     reducer.register_comm_hook(None, hook)
-    for number, param in enumerate(model.parameters()):
-        param.register_post_accumulate_grad_hook(lambda _, number=number: events.append(f"ready {number}"))
+    for index, param in enumerate(model.parameters()):
+        param.register_post_accumulate_grad_hook(lambda _, index=index: events.append(f"ready {index}"))
     for step in range(3):
         events.clear()
         generator = torch.Generator().manual_seed(step)
@@ -42,15 +42,15 @@ def test_buckets_are_averaged_in_order_while_backward_runs(options):
 
 
 class OutOfOrder(nn.Module):
-    """The layers' gradients are ready in another order than their parameters suggest, and rank 1 differs."""
+    """This model uses its layers in the order that a forward gets, not in that of its parameters."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(5))
 
     def forward(self, x, order):
-        for number in order:
-            x = torch.tanh(self.layers[number](x))
+        for index in order:
+            x = torch.tanh(self.layers[index](x))
         return x
 
 
@@ -70,14 +70,14 @@ def test_buckets_are_rebuilt_once_in_rank_0s_order():
     first, second = run_ranks(rebuilt_order, 2)
     for orders, _ in (first, second):
         assert orders[0] == orders[1] == orders[2] == first[0][0]
-        # The layer that came last in rank 0's forward is ready first.
-        layers = [number // 2 for bucket in orders[0] for number in bucket]
+        # The last layer of rank 0's forward is ready first.
+        layers = [index // 2 for bucket in orders[0] for index in bucket]
         assert [layer for i, layer in enumerate(layers) if layer not in layers[:i]] == [2, 1, 4, 0, 3]
     assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
 
 
 def memory_of_gradients(rank, set_to_none):
-    """Whether all gradients lie in the buckets, after each of several steps."""
+    """Return after each of several steps whether all gradients are stored in the buckets."""
     model = MLP()
     reducer = make_reducer(model, gradient_as_bucket_view=True)
     facts = []
@@ -96,7 +96,7 @@ def test_gradients_are_views_of_the_buckets(set_to_none):
 
 
 def views_during_backward(rank):
-    """For every bucket, whether the gradients of those before it lie in their buckets when it is averaged."""
+    """Return for every bucket whether the gradients up to it are views of buckets when it is averaged."""
     model = MLP()
     caps = {"bucket_cap_mb": 0.005, "first_bucket_cap_mb": 0.005}
     reducer = make_reducer(model, gradient_as_bucket_view=True, **caps)
@@ -120,14 +120,14 @@ def views_during_backward(rank):
 
 
 def test_new_gradients_do_not_outlive_their_bucket():
-    """With bucket views, what autograd made anew is free as soon as its bucket is filled."""
+    """With bucket views, gradients that autograd allocates are freed as soon as their bucket is filled."""
     (facts,) = run_ranks(views_during_backward, 1)
     assert len(facts) >= 9
     assert all(facts)
 
 
 def skip_unused(rank, skip):
-    """How many buckets of a model with layers that no rank uses were averaged, and their gradients."""
+    """Return the indices of the averaged buckets of a model with unused layers, and its gradients."""
     torch.manual_seed(0)
     model, indices = Branches(), []
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skip}
@@ -139,7 +139,7 @@ def skip_unused(rank, skip):
 
     reducer.register_comm_hook(None, hook)
     x = torch.full((2, 12), 0.05) + rank
-    x[0, 0] = 0.05  # the first branch, on both ranks
+    x[0, 0] = 0.05  # both ranks use the first branch
     outputs = model(x)
     reducer.prepare_for_backward(outputs)
     loss_of(outputs).backward()

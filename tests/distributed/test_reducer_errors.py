@@ -1,4 +1,4 @@
-"""What the Reducer says when it is used wrongly."""
+"""Test the Reducer's errors when it is used wrongly."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.distributed.reducer_models import MLP, Branches, Embeddings, loss_of,
 
 
 def different_models(rank):
-    """The message that each rank gets for a parameter more, another shape, dtype or layer frozen on rank 1."""
+    """Return this rank's messages where rank 1 has another parameter, shape, dtype or frozen layer."""
     messages = []
     for change in ("number", "shape", "dtype", "frozen"):
         model = MLP()
@@ -70,7 +70,7 @@ def test_a_backward_that_does_not_reach_all_parameters():
 
 
 class Late(torch.autograd.Function):
-    """Runs a second backward over the same parameters from within the first."""
+    """This function runs a second backward over the same parameters from within the first."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -98,7 +98,7 @@ def test_a_parameter_that_is_ready_twice():
 
 
 class Breaks(torch.autograd.Function):
-    """Raises in backward while `is_broken`."""
+    """This function raises in backward while `is_broken`."""
 
     is_broken = True
 
@@ -114,7 +114,7 @@ class Breaks(torch.autograd.Function):
 
 
 def break_off(rank):
-    """What three backwards say, the first of which is broken off, and the last one's averages."""
+    """Return the messages of three backwards, the first of which is aborted, and the last one's averages."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     kept = make_reducer(model)
     said = []
@@ -209,7 +209,7 @@ def test_sparse_gradients_have_to_be_declared():
 
 
 def converted(rank):
-    """A gradient that a user's hook has converted."""
+    """Return the message for a gradient that a user's hook has converted."""
     model = MLP()
     reducer = make_reducer(model)
 

@@ -1,11 +1,8 @@
-"""A rank that dies, raises or stays away: the others end with an error, in time."""
+"""Test that the other ranks end with an error, in time, if a rank dies, raises or leaves a backward out."""
 
 import os
 import re
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +11,13 @@ import torch.distributed as dist
 from gradcomp.hooks import default_hooks
 from tests.distributed.ranks import RankError, run_ranks
 from tests.distributed.reducer_models import MLP, loss_of, make_reducer
+from tests.programs import TORCHRUN, run_python
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 4
 
 
 def two_steps(rank, how):
-    """Rank 1 fails in the second step's first bucket, or leaves that backward out until rank 0 has its error."""
+    """Fail on rank 1 in the second step's first bucket, or skip that backward until rank 0 has its error."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S))
     store = dist.distributed_c10d._get_default_store()
     model = MLP()
@@ -94,10 +91,6 @@ for step in range(3):
 def test_torchrun_ends_with_an_error(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=80
-    )
+    done = run_python(*TORCHRUN, path, OMP_NUM_THREADS="1")
     assert done.returncode != 0
     assert "Signal 9 (SIGKILL)" in done.stderr

@@ -1,4 +1,4 @@
-"""Communication hooks on the Reducer: ours, torch's, and wrong ones."""
+"""Test communication hooks on the Reducer: ours, torch's, and wrong ones."""
 
 import copy
 
@@ -36,7 +36,7 @@ def with_torchs_hook(rank, name):
     [("allreduce", 1e-6), ("fp16", 1e-2), ("powerSGD", 0.9)],
 )
 def test_hooks_of_torchs_and_ours(hook, tolerance):
-    """Every one runs, gives all ranks the same and something like the mean."""
+    """Every hook returns the same on all ranks, and approximates the mean."""
     ranks = run_ranks(with_torchs_hook, 2, hook)
     mean = torch.stack([local for local, _ in ranks]).mean(0)
     for _, averaged in ranks:

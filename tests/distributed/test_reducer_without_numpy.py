@@ -1,4 +1,4 @@
-"""Where numpy is absent, everything that runs in training runs: only torch and triton are required."""
+"""Test that training works without numpy: only torch and triton are required."""
 
 import subprocess
 import sys
@@ -70,7 +70,7 @@ print("done")
 
 def test_training_without_numpy(tmp_path):
     (tmp_path / "numpy").mkdir()
-    # What Python raises where there is none. torch's own import of it takes this error, and no other.
+    # Python raises this where numpy is absent. torch's own import of it accepts this error, and no other.
     absent = 'raise ModuleNotFoundError("No module named \'numpy\'", name="numpy")'
     (tmp_path / "numpy" / "__init__.py").write_text(absent)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""The 16-bit buffers that cross the wire: never shared by two buckets in flight, and no more than half of the gradients."""
+"""Test 16-bit wire buffers: buckets in flight share none, and they take at most half the gradients' size."""
 
 import copy
 
@@ -16,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 
 
 def wrapped(state, bucket):
-    """A hook that the wrappers don't replace by one of ours."""
+    """Average with a hook that the wrappers don't replace by one of ours."""
     return allreduce_hook(state, bucket)
 
 
@@ -29,7 +29,7 @@ HOOKS = [
 
 
 def two_buckets_of_one_parameter(rank, process_group, hook):
-    """Both are on their way before anyone waits."""
+    """Start the averaging of both buckets before waiting for either."""
     parameter = nn.Parameter(torch.zeros(8))
     buckets = [GradBucket(0, torch.full((8,), 1.0 + rank + 10 * i), [parameter], True) for i in range(2)]
     futures = [hook(process_group, bucket) for bucket in buckets]
@@ -43,7 +43,7 @@ def test_a_hook_called_again_before_anyone_waits_has_another_wire(hook):
 
 
 def two_towers_with_one_head(rank):
-    """The gradients of two models that share their last layer, in one backward, beside those without a hook."""
+    """Return the gradients of two models with one last layer, in one backward, with and without a hook."""
     torch.manual_seed(0)
     head = nn.Linear(64, 64)
     towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), head) for _ in range(2))

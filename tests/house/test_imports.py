@@ -1,133 +1,138 @@
-"""Imports point one way (docs/architecture.md), and importing gradcomp changes nothing outside of it."""
+"""Check that imports follow the arrows of docs/architecture.md, and that they form no circle."""
 
-import ast
-import glob
-import subprocess
+import re
 import sys
-from collections import Counter
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 
-PACKAGE = Path(__file__).parents[2] / "gradcomp"
+from tests.house.imports import PACKAGE, import_graph, imported_names, sources_of
 
-# Which rooms a room may import. The kernels know torch and Triton, and nobody here.
-MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": {"hooks", "parallel", "reducer"},
-    "__main__": {"__version__", "ops"},
-    "kernels": set(),
-    "layout": set(),
-    "cpu": set(),
-    "ops": {"kernels", "cpu"},
-    "compress": {"ops", "layout"},
-    "hooks": {"compress", "ops", "layout"},
-    "reducer": {"compress", "ops", "layout", "hooks"},
-    "parallel": {"compress", "reducer", "hooks"},
-    "testing": {"compress", "hooks", "reducer"},
-}
-# Folders below a room that import nothing of ours but themselves.
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+SOURCES = sources_of(PACKAGE)
+# Packages below those on the page that import nothing of gradcomp but themselves.
 SELF_CONTAINED = {"gradcomp.testing.ranks"}
 MAY_USE_DISTRIBUTED = {"__main__", "compress", "hooks", "parallel", "reducer", "testing"}
 
 
-def modules_of(package: Path) -> list[Path]:
-    """Its Python files at every depth. Path.rglob would leave out kernels, a symbolic link."""
-    return [Path(name) for name in glob.glob(str(package / "**" / "*.py"), recursive=True)]
+def drawn_arrows(page: str) -> dict[str, set[str]]:
+    """Return the page's arrows, `name ──▶ name, name`, as package -> packages it may import."""
+    lines = re.findall(r"^(\w+) +──▶ (.+)$", page, re.MULTILINE)
+    return {package: set(targets.split(", ")) for package, targets in lines}
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+ARROWS = drawn_arrows(PAGE.read_text())
 
 
-def imported_modules(source: str, package: str) -> set[str]:
-    """Absolute names of all that a module of this package imports when it runs, as `a.b` or `a.b.name`."""
-    names = set()
-    for node in ast.walk(_without_type_checking(ast.parse(source))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            base = parents[: len(parents) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names |= {f"{module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed"):
-            names.add("torch.distributed")
-    return names
+def package_of(module: str) -> str:
+    """Return the package or module directly below gradcomp to which a name of gradcomp's belongs."""
+    return [*module.split("."), "__init__"][1]
 
 
-def _without_type_checking(tree: ast.Module) -> ast.Module:
-    tree.body = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    ]
-    return tree
+PACKAGES = {package_of(module) for module in SOURCES}
 
 
-def violations(room: str, modules: set[str]) -> list[str]:
-    found = []
-    for module in sorted(modules):
-        parts = module.split(".")
-        if parts[0] == "gradcomp" and len(parts) > 1 and parts[1] not in MAY_IMPORT[room] | {room}:
-            found.append(f"{room} imports {module}")
-        if parts[:2] == ["torch", "distributed"] and room not in MAY_USE_DISTRIBUTED:
-            found.append(f"{room} uses {module}")
-        if room == "kernels" and parts[0] not in {"gradcomp", "torch", "triton", *sys.stdlib_module_names}:
-            found.append(f"{room} imports {module}")
-    return found
+def crossings(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return package -> other packages that it imports."""
+    found: dict[str, set[str]] = {}
+    for module, targets in import_graph(sources).items():
+        package = package_of(module)
+        found.setdefault(package, set()).update({package_of(each) for each in targets} - {package})
+    return {package: targets for package, targets in found.items() if targets}
 
 
-def intrusions(package: str, modules: set[str]) -> list[str]:
-    """What a self-contained package, or one within it, imports from the rest of gradcomp."""
+def violations(module: str, source: str, arrows: Mapping[str, set[str]] = ARROWS) -> list[str]:
+    """Return what is wrong with the module's imports."""
+    package, found = package_of(module), []
+    for name in sorted(imported_names(source, module)):
+        parts = name.split(".")
+        if parts[0] == "gradcomp":
+            target = package_of(name) if package_of(name) in PACKAGES else "__init__"
+            if target not in arrows.get(package, set()) | {package}:
+                found.append(f"{package} imports {name}")
+        if parts[:2] == ["torch", "distributed"] and package not in MAY_USE_DISTRIBUTED:
+            found.append(f"{package} uses {name}")
+        if package == "kernels" and parts[0] not in {"gradcomp", "torch", "triton", *sys.stdlib_module_names}:
+            found.append(f"{package} imports {name}")
+    return found + intrusions(module, source)
+
+
+def intrusions(module: str, source: str) -> list[str]:
+    """Return what a module of a self-contained package imports from the rest of gradcomp."""
     return [
-        f"{package} imports {module}"
+        f"{folder} imports {name}"
         for folder in SELF_CONTAINED
-        if f"{package}.".startswith(f"{folder}.")
-        for module in sorted(modules)
-        if f"{module}.".startswith("gradcomp.") and not f"{module}.".startswith(f"{folder}.")
+        if module.startswith(f"{folder}.")
+        for name in sorted(imported_names(source, module))
+        if f"{name}.".startswith("gradcomp.") and not f"{name}.".startswith(f"{folder}.")
     ]
 
 
-def names_used_twice(modules: Iterable[Path]) -> list[str]:
-    """The names of several modules or packages; those that every package may have don't count."""
-    names = [path.parent.name if path.stem == "__init__" else path.stem for path in modules]
-    return sorted(name for name, times in Counter(names).items() if times > 1 and name != "__main__")
-
-
-def test_imports_point_one_way():
-    modules = modules_of(PACKAGE)
-    assert {room_of(path) for path in modules} == set(MAY_IMPORT), "a room without a rule, or the reverse"
-    found = []
-    for path in modules:
-        package = ".".join(["gradcomp", *path.relative_to(PACKAGE).parts[:-1]])
-        imported = imported_modules(path.read_text(), package)
-        found += violations(room_of(path), imported) + intrusions(package, imported)
-    assert found == []
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return modules in a circle, where each imports the one before it; none if there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
 
 
 def test_every_depth_is_looked_at():
-    found = {path.relative_to(PACKAGE).as_posix() for path in modules_of(PACKAGE)}
-    assert found >= {"ops.py", "hooks/__init__.py", "kernels/flatten.py", "testing/ranks/scheduler.py"}
+    assert set(SOURCES) >= {
+        "gradcomp.__init__",
+        "gradcomp.ops",
+        "gradcomp.hooks.__init__",
+        "gradcomp.kernels.flatten",
+        "gradcomp.testing.ranks.scheduler",
+    }
 
 
-def test_no_two_modules_have_the_same_name():
-    assert names_used_twice(modules_of(PACKAGE)) == []
-    paths = ["__main__.py", "a/__init__.py", "a/__main__.py", "a/errors.py", "b/__init__.py", "b/c/errors.py"]
-    assert names_used_twice(map(Path, paths)) == ["errors"]
-    assert names_used_twice(map(Path, ["a/ranks.py", "b/ranks/__init__.py"])) == ["ranks"]
+def test_the_arrows_are_the_imports():
+    """A wrong import fails, and so does an arrow that no import needs, or a package without any arrow."""
+    assert [each for module, source in SOURCES.items() for each in violations(module, source)] == []
+    assert crossings(SOURCES) == ARROWS
+    assert set(ARROWS).union(*ARROWS.values()) == PACKAGES
+
+
+def test_no_circles():
+    assert circle(ARROWS) == []
+    assert circle(import_graph(SOURCES)) == []
+
+
+def test_arrows_are_read():
+    assert drawn_arrows("a  ──▶ b\n\nbc ──▶ d, e") == {"a": {"b"}, "bc": {"d", "e"}}
+    assert len(ARROWS) > 5
 
 
 def test_a_wrong_import_is_found():
-    for room, source, message in [
-        ("kernels", "from gradcomp.ops import flatten", "kernels imports gradcomp.ops.flatten"),
-        ("kernels", "from ..layout import FlatLayout", "kernels imports gradcomp.layout.FlatLayout"),
-        ("kernels", "import numpy", "kernels imports numpy"),
+    for module, source, message in [
+        ("kernels.cast", "from gradcomp.ops import flatten", "kernels imports gradcomp.ops.flatten"),
+        ("kernels.cast", "from ..layout import FlatLayout", "kernels imports gradcomp.layout.FlatLayout"),
+        ("kernels.cast", "import numpy", "kernels imports numpy"),
         ("ops", "from . import hooks", "ops imports gradcomp.hooks"),
+        ("ops", "import gradcomp", "ops imports gradcomp"),
+        ("ops", "from gradcomp import __version__", "ops imports gradcomp.__version__"),
         ("ops", "import torch\ntorch.distributed.barrier()", "ops uses torch.distributed"),
-        ("cpu", "import torch.distributed as dist", "cpu uses torch.distributed"),
-        ("layout", "def f():\n    from .cpu import cast", "layout imports gradcomp.cpu.cast"),
+        ("cpu.__init__", "import torch.distributed as dist", "cpu uses torch.distributed"),
+        ("layout.flat", "def f():\n    from ..cpu import cast", "layout imports gradcomp.cpu.cast"),
+        ("layout.__init__", "from ..cpu import cast", "layout imports gradcomp.cpu.cast"),
     ]:
-        package = "gradcomp.kernels" if room == "kernels" else "gradcomp"
-        assert violations(room, imported_modules(source, package)) == [message]
+        assert violations(f"gradcomp.{module}", source) == [message]
+    for_types_only = "if TYPE_CHECKING:\n    from .layout import FlatLayout"
+    assert violations("gradcomp.ops", for_types_only) == []
+
+
+def test_every_package_is_bound_by_its_arrows():
+    """For each package, an import of each package that its arrows don't point to is found."""
+    for package in PACKAGES:
+        for target in PACKAGES - ARROWS.get(package, set()) - {package, "__init__"}:
+            source = f"from gradcomp.{target} import name"
+            assert violations(f"gradcomp.{package}.module", source) == [
+                f"{package} imports gradcomp.{target}.name"
+            ]
+
+
+def test_an_intrusion_is_found():
+    package = "gradcomp.testing.ranks"
     for source, found in [
         ("from gradcomp.testing.ranks import c10d", []),
         ("from . import c10d", []),
@@ -135,49 +140,22 @@ def test_a_wrong_import_is_found():
         ("from ..run import Run", ["gradcomp.testing.run.Run"]),
         ("import gradcomp.testing.ranks_of_ours", ["gradcomp.testing.ranks_of_ours"]),
     ]:
-        package = "gradcomp.testing.ranks"
-        expected = [f"{package} imports {module}" for module in found]
-        assert intrusions(package, imported_modules(source, package)) == expected
-        assert intrusions("gradcomp.testing", imported_modules(source, package)) == []
-    for_types_only = "if TYPE_CHECKING:\n    from .layout import FlatLayout"
-    assert violations("ops", imported_modules(for_types_only, "gradcomp")) == []
+        expected = [f"{package} imports {name}" for name in found]
+        assert intrusions(f"{package}.collectives", source) == expected
+        assert intrusions("gradcomp.testing.check", source) == []
 
 
-PROBE = """
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
-before = dict(c10d._world.pg_map), c10d._world.default_pg, dist.is_initialized()
-random_state = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
-{imports}
-now = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
-unchanged = {{
-    "initialised CUDA": not torch.cuda.is_initialized(),
-    "process groups": (dict(c10d._world.pg_map), c10d._world.default_pg, dist.is_initialized()) == before,
-    "torch's settings": torch.equal(now[0], random_state[0]) and now[1:] == random_state[1:],
-    "test packages": "hypothesis" not in sys.modules and "pytest" not in sys.modules,
-}}
-print(*(name for name, holds in unchanged.items() if not holds), sep="\\n", end="")
-"""
+def test_a_circle_is_found():
+    sources = {
+        "gradcomp.hooks.a": "from gradcomp.hooks import b",
+        "gradcomp.hooks.b": "def f():\n    from .c import name",
+        "gradcomp.hooks.c": "import gradcomp.hooks.a",
+    }
+    assert sorted(set(circle(import_graph(sources)))) == sorted(sources)
+    assert circle(import_graph(sources | {"gradcomp.hooks.c": ""})) == []
+    assert circle({"a": {"b"}, "b": {"a"}}) != []
 
 
-def probe(imports: str) -> list[str]:
-    """What a fresh process finds that these imports have changed; a warning is an error."""
-    code = "import sys\nimport torch\n" + PROBE.format(imports=imports)
-    command = [sys.executable, "-W", "error", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()
-
-
-def test_importing_has_no_side_effects():
-    assert probe("import gradcomp, gradcomp.ops, gradcomp.hooks.default_hooks") == []
-
-
-def test_side_effects_are_found():
-    everything = """
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-torch.cuda.is_initialized = lambda: True
-torch.rand(1)
-import hypothesis
-"""
-    assert probe(everything) == ["initialised CUDA", "process groups", "torch's settings", "test packages"]
+def test_an_arrow_without_an_import_is_found():
+    sources = {"gradcomp.hooks.a": "from gradcomp.compress import b", "gradcomp.compress.b": ""}
+    assert crossings(sources) == {"hooks": {"compress"}}

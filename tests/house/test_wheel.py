@@ -1,4 +1,4 @@
-"""A built wheel holds gradcomp alone, kernels included, and works where nothing else is."""
+"""Test that a built wheel holds gradcomp alone, kernels included, and works in a clean environment."""
 
 import glob
 import subprocess
@@ -19,7 +19,7 @@ def run(*command: str, cwd: Path) -> str:
 
 
 def build(folder: Path, included: str = "gradcomp*") -> Path:
-    """The wheel of a copy of this checkout: setuptools packs what an earlier build left in the source."""
+    """Build the wheel from a copy of this checkout: setuptools packs what an earlier build left there."""
     source = folder / "source"
     source.mkdir()
     files = ["pyproject.toml", "README.md", "LICENSE", "gradcomp", "kernels"]
@@ -58,13 +58,13 @@ def test_a_top_level_kernels_package_is_found(tmp_path):
 
 
 def test_the_wheel_installs_and_imports_in_a_clean_environment(wheel, tmp_path):
-    """In a fresh environment that has torch and Triton, but not this checkout."""
+    """The environment has torch and Triton, but not this checkout."""
     run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=tmp_path)
     python = str(tmp_path / "venv" / "bin" / "python")
     site = Path(
         run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
     )
-    # A path file lends torch and Triton; path files in the folder lent (the editable install's) are not read.
+    # A path file adds torch and Triton; path files in the added folder (the editable install's) are not read.
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     check = "import gradcomp; print(gradcomp.__file__)"
     absent = subprocess.run([python, "-c", check], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -86,7 +86,10 @@ def test_the_wheel_installs_and_imports_in_a_clean_environment(wheel, tmp_path):
     )
     assert run(python, "-c", check, cwd=tmp_path).strip() == str(site / "gradcomp" / "__init__.py")
     run(python, "-c", "import gradcomp.kernels.flatten, gradcomp.hooks.default_hooks", cwd=tmp_path)
-    lonely = "import importlib.util as u; assert u.find_spec('kernels') is None; assert u.find_spec('tests') is None"
+    lonely = (
+        "import importlib.util as u; "
+        "assert u.find_spec('kernels') is None; assert u.find_spec('tests') is None"
+    )
     run(python, "-c", lonely, cwd=tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A user's program with types. Nothing runs it: `make lint` checks that mypy and pyright accept it."""
+"""Use gradcomp with types, as users do. Nothing runs this: `make lint` has mypy and pyright check it."""
 
 import torch
 import torch.distributed as dist

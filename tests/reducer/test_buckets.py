@@ -1,4 +1,4 @@
-"""How parameters are shared out into buckets, and what lies where in a bucket."""
+"""Test how parameters are assigned to buckets, and where each is stored in its bucket."""
 
 import pytest
 import torch
@@ -17,25 +17,25 @@ def test_a_tensor_larger_than_the_cap_is_alone():
     assert assign_buckets([1, 100, 1, 1], ["a"] * 4, (8, 8)) == [[0], [1], [2, 3]]
 
 
-def test_kinds_do_not_mix_and_buckets_come_when_they_are_full():
-    kinds = ["a", "b", "a", "b", "a"]
-    assert assign_buckets([4] * 5, kinds, (8, 8)) == [[0, 2], [1, 3], [4]]
+def test_types_do_not_mix_and_buckets_come_when_they_are_full():
+    types = ["a", "b", "a", "b", "a"]
+    assert assign_buckets([4] * 5, types, (8, 8)) == [[0, 2], [1, 3], [4]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from("ab")), max_size=30), st.integers(1, 60))
 def test_every_tensor_is_in_one_bucket(tensors, cap):
-    sizes, kinds = [size for size, _ in tensors], [kind for _, kind in tensors]
-    buckets = assign_buckets(sizes, kinds, (cap, 2 * cap))
-    assert sorted(number for bucket in buckets for number in bucket) == list(range(len(tensors)))
+    sizes, types = [size for size, _ in tensors], [type_ for _, type_ in tensors]
+    buckets = assign_buckets(sizes, types, (cap, 2 * cap))
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
     for bucket in buckets:
         assert bucket == sorted(bucket)
-        assert len({kinds[number] for number in bucket}) == 1
-        assert len(bucket) == 1 or sum(sizes[number] for number in bucket) <= 2 * cap
+        assert len({types[index] for index in bucket}) == 1
+        assert len(bucket) == 1 or sum(sizes[index] for index in bucket) <= 2 * cap
     assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
 
 
 def parameters():
-    """Contiguous, channels-last, empty, without dimensions, transposed, and one with gaps."""
+    """Return parameters that are contiguous, channels-last, empty, 0-dim, transposed, and one with gaps."""
     generator = torch.Generator().manual_seed(0)
     tensors = [
         torch.randn(3, 5, generator=generator),
@@ -69,7 +69,7 @@ def test_views_have_their_parameters_strides():
 
 @pytest.fixture(params=[True, False], ids=["kernels", "no kernels"])
 def has_kernels(request, monkeypatch):
-    """With Triton's interpreter, and as the CPU does without."""
+    """Run with Triton's interpreter, and without it, in plain torch."""
     if not request.param:
         monkeypatch.setattr("gradcomp.ops.runs_triton", lambda device: False)
     return request.param
@@ -117,7 +117,7 @@ def test_fill_rounds_the_scaled_gradient_once(dtype, has_kernels):
 
 
 def test_fill_is_one_flatten(monkeypatch):
-    """Where there are kernels."""
+    """With kernels, one launch fills a bucket."""
     calls = []
     monkeypatch.setattr("gradcomp.ops.runs_triton", lambda device: True)
     monkeypatch.setattr("gradcomp.ops.flatten", lambda tensors, *_, **__: calls.append(len(tensors)))

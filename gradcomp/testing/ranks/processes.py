@@ -1,4 +1,4 @@
-"""Ranks as processes on gloo, kept from call to call, as starting one takes seconds."""
+"""Run ranks as processes on gloo, which a pool keeps from call to call, as starting one takes seconds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ _REPORT_TIMEOUT_S = 5.0
 
 # (succeeded, value or traceback)
 _Outcome = tuple[bool, Any]
+_Context = SpawnContext | ForkServerContext
 
 
 class _Rank:
     """A rank's process, which waits for functions to run."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, rank: int, folder: Path, context: _Context) -> None:
         self.connection, theirs = context.Pipe()
         self.stack = folder / f"stack-{rank}"
         # A daemon: it ends with this process.
@@ -55,9 +56,14 @@ class _Rank:
 
 
 class Pool:
-    """The processes of ranks 0, 1, ...: as many as the largest world size so far."""
+    """A pool holds the processes of ranks 0, 1, ...: as many as the largest world size so far.
 
-    def __init__(self) -> None:
+    context: how multiprocessing starts them. By default each is spawned; those of a fork server start sooner,
+    because the server may have imported what they need.
+    """
+
+    def __init__(self, context: _Context | None = None) -> None:
+        self._context: _Context = context or multiprocessing.get_context("spawn")
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_jobs = 0
@@ -66,17 +72,17 @@ class Pool:
     def run(
         self, function: Callable[..., Any], world_size: int, arguments: Sequence[Any], timeout_s: float
     ) -> list[Any]:
-        """Call `function(rank, process_group, *arguments)` on every rank, and return what it returned, by rank.
+        """Call `function(rank, process_group, *arguments)` on every rank; return its results, by rank.
 
-        Raises TypeError if it can't be sent to another process; RankError if a rank raises, dies or isn't done after
-        timeout_s. After the last two all processes are killed, and the next call starts new ones.
+        Raises TypeError if it can't be sent to another process; RankError if a rank raises, dies or is not
+        done after timeout_s. After the last two all processes are killed, and the next call starts new ones.
         """
         try:
             payload = pickle.dumps((function, arguments))
         except Exception as error:
             raise TypeError(
-                f"ranks='gloo' sends the function and its arguments to other processes, which pickle refuses: {error}. "
-                "Define the function, and what it is given, at the top level of a module"
+                f"ranks='gloo' sends the function and its arguments to other processes, which pickle "
+                f"refuses: {error}. Define the function, and what it is given, at the top level of a module"
             ) from error
         with self._one_at_a_time:
             try:
@@ -87,13 +93,13 @@ class Pool:
                     rank.connection.send((world_size, str(store), timeout_s, payload))
                 outcomes = _collect(ranks, timeout_s)
             except BaseException:
-                self._close()
+                self.close()
                 raise
             if _succeeded(ranks, outcomes):
                 return [outcomes[rank][1] for rank in ranks]
             report = _report(ranks, outcomes)
             if not all(rank in outcomes and rank.process.is_alive() for rank in ranks):
-                self._close()
+                self.close()
             raise RankError(report)
 
     def _ready(self, world_size: int) -> list[_Rank]:
@@ -101,16 +107,17 @@ class Pool:
             self._folder = tempfile.TemporaryDirectory()
         started = []
         while len(self._ranks) < world_size:
-            started.append(_Rank(len(self._ranks), Path(self._folder.name)))
+            started.append(_Rank(len(self._ranks), Path(self._folder.name), self._context))
             self._ranks.append(started[-1])
         if not _succeeded(started, _collect(started, _START_TIMEOUT_S)):
             raise RankError(
-                "the processes of ranks='gloo' did not start. They import the program's main module: a script has to "
-                "run its own work under `if __name__ == '__main__':`"
+                "the processes of ranks='gloo' did not start. They import the program's main module: a "
+                "script has to run its own work under `if __name__ == '__main__':`"
             )
         return self._ranks[:world_size]
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Kill all processes. The next call of `run` starts new ones."""
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
@@ -120,7 +127,7 @@ class Pool:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> dict[_Rank, _Outcome]:
-    """The ranks' outcomes in the order in which they come; a rank that takes longer than timeout_s has none."""
+    """Return the ranks' outcomes in the order they come; a rank that takes longer than timeout_s has none."""
     deadline = time.monotonic() + timeout_s
     outcomes: dict[_Rank, _Outcome] = {}
     while len(outcomes) < len(ranks) and (left := deadline - time.monotonic()) > 0:
@@ -142,7 +149,7 @@ def _succeeded(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> bool:
 
 
 def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
-    """Every rank's outcome, traceback or stack; the first to fail comes first."""
+    """Return every rank's outcome, traceback or stack; the first to fail comes first."""
     reports = [
         f"rank {ranks.index(rank)} {'returned' if succeeded else 'failed: ' + text}"
         for rank, (succeeded, text) in outcomes.items()

@@ -1,4 +1,4 @@
-"""PowerSGD with real processes: one step against torch's and a float64 oracle, in every dtype."""
+"""Test one step of PowerSGD with real processes against torch's and a float64 oracle, in every dtype."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from tests.tolerances import (
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])
 def test_one_step_as_torchs(rank, world_size):
-    """From torch's own state after some steps, whether torch batches the matrices or not."""
+    """The step starts from torch's own state after some steps, whether torch batches the matrices or not."""
     for batched in (False, True):
         options = {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batched}
         ranks = simulate(step_of_both, world_size, options, SHAPES, 3)
@@ -81,7 +81,7 @@ def test_fp64_buckets_in_fp64(rank):
 
 
 def test_min_compression_rate():
-    """At 0.5 even matrices are compressed that grow by it; at 30 only the largest."""
+    """At 0.5 even matrices that grow by it are compressed; at 30 only the largest."""
     for rate, rank in [(0.5, 4), (30, 2)]:
         options = {"matrix_approximation_rank": rank, "min_compression_rate": rate}
         order = compressed(SHAPES, rank, rate)
@@ -92,7 +92,7 @@ def test_min_compression_rate():
 
 
 def test_rank_above_the_matrix():
-    """Then P Qᵀ is the mean itself, and there is no error."""
+    """With a rank above min(n, m), P Qᵀ is the mean itself, and there is no error."""
     shapes = ((3, 40), (40, 3), (5, 5), (1, 9), (9, 1), (4,))
     options = {"matrix_approximation_rank": 64, "min_compression_rate": 0.1}
     assert len(compressed(shapes, 64, 0.1)) == 5
@@ -108,7 +108,7 @@ def test_rank_above_the_matrix():
 
 
 def owed_before(ranks, step):
-    """The mean of the ranks' errors before a step: what its output may hold beside the mean gradient."""
+    """Return the ranks' mean error before a step, which its output may hold beside the mean gradient."""
     if step == 0:
         return torch.zeros(ranks[0][0][0].numel(), dtype=torch.float64)
     return torch.stack([results[step][1][0].double() for results in ranks]).mean(0)
@@ -120,7 +120,7 @@ def owed_before(ranks, step):
 )
 @pytest.mark.parametrize("inner", ["powerSGD", "batched"])
 def test_one_wrapped_step_is_close(inner, hook, dtype, world_size):
-    """Both first steps project on the same random directions."""
+    """The first steps of both project on the same random directions."""
     options = {"matrix_approximation_rank": 2}
     plain, wrapped = (
         simulate(steps_of_ours, world_size, name, options, SHAPES, 1, torch.float32)
@@ -134,7 +134,7 @@ def test_one_wrapped_step_is_close(inner, hook, dtype, world_size):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bit_buckets(dtype):
-    """A model's own 16-bit buckets: the oracle's step from the same state, within 16-bit rounding."""
+    """A 16-bit model's step is the oracle's from the same state, within 16-bit rounding."""
     options = {"matrix_approximation_rank": 2}
     ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, dtype)
     order = compressed(SHAPES, 2)

@@ -1,0 +1,20 @@
+"""Choose the device that tests compute on, and let torch's PowerSGD work there, without importing Triton."""
+
+import torch
+
+
+def device_of_rank() -> torch.device:
+    """Return a rank's device: the one GPU if there is one (gloo takes CUDA tensors), else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def let_torchs_power_sgd_have_cpu_buckets() -> None:
+    """Let torch's hook average CPU buckets where a GPU is visible.
+
+    There it synchronises with the bucket's device, which raises for the CPU.
+    """
+    synchronize = torch.cuda.synchronize
+    if torch.cuda.is_available():
+        torch.cuda.synchronize = lambda device=None: (
+            None if getattr(device, "type", "cuda") == "cpu" else synchronize(device)
+        )
