@@ -14,6 +14,7 @@ from torch import Tensor
 from gradcomp.compress import CompressorState
 from gradcomp.compress.hook import Hook
 from gradcomp.hooks import powerSGD_hook
+from gradcomp.layout.matrices import is_compressed
 from gradcomp.testing.claims import (
     LARGEST_OF_LOSSY,
     LARGEST_OF_LOSSY_FP16,
@@ -205,8 +206,7 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
 
 
 def _is_not_compressed(rank: int, min_compression_rate: float, shape: Shape) -> bool:
-    rows, cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
-    return not (rows + cols) * min(rows, cols, rank) * min_compression_rate < rows * cols
+    return not is_compressed(shape, rank, min_compression_rate)
 
 
 def _our_errors(state: Any) -> dict[int, Tensor]:
