@@ -27,8 +27,8 @@ class Matrix:
 def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) -> bool:
     """Return whether PowerSGD compresses a tensor of this shape.
 
-    A tensor of two or more dimensions is a matrix, its first dimension against the others. It is compressed if that
-    saves enough: (rows + cols) · min(rows, cols, rank) · min_compression_rate < rows · cols.
+    A tensor of two or more dimensions is a matrix, its first dimension against the others. It is compressed if
+    that saves enough: (rows + cols) · min(rows, cols, rank) · min_compression_rate < rows · cols.
     """
     if len(shape) < 2:
         return False
