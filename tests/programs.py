@@ -1,4 +1,4 @@
-"""Programs that tests start."""
+"""Start programs from tests."""
 
 import os
 import subprocess
@@ -9,12 +9,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def users_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without Triton's interpreter, which a user's process doesn't have either."""
+    """Return this process's environment without Triton's interpreter, as a user's process has it."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changes
 
 
 def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """python -m arguments, in the checkout, without a GPU and without the interpreter."""
+    """Run python -m arguments in the checkout, without a GPU and without the interpreter."""
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
