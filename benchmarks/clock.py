@@ -123,7 +123,7 @@ class Clock:
 
     @cached_property
     def copy_gb_per_s(self) -> float:
-        """GB/s of copying a large buffer within the device, bytes read plus bytes written."""
+        """The bandwidth of copying a large buffer within the device, bytes read plus bytes written."""
         source = torch.randn(self._copied_bytes // 4, device=self.device)
         target = torch.empty_like(source)
         timing = self.time({"copy": lambda: target.copy_(source)})["copy"]

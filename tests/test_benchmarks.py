@@ -70,7 +70,7 @@ def case_of(provider, *, outputs=(), max_error=0.0) -> Case:
     return Case("count", "to 4", "float32", 16, max_error, build, baseline="torch")
 
 
-out = torch.arange(4.0)  # right from the start, so only poison shows that nothing was written
+out = torch.arange(4.0)  # right from the start, so only the NaN fill shows that it was not written
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_ddp_with_a_broken_hook_fails(tmp_path):
     assert done.returncode == 1
     for hook in broken:
         assert f"{hook:<24} FAILED" in done.stdout
-    assert f"{'allreduce_hook':<24} ok" in done.stdout  # a broken hook hides nothing about the next
+    assert f"{'allreduce_hook':<24} ok" in done.stdout  # broken hooks don't hide the results of others
     assert "the replicas differ" in done.stdout
 
     done = run_module(*command, "--hook", "broken_hooks:raises", PYTHONPATH=str(tmp_path))

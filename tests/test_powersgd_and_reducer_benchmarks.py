@@ -74,7 +74,7 @@ def test_reducers_are_checked_before_they_are_timed(group_of_one):
     for provider in setup.providers.values():
         for _ in range(3):
             provider()
-    assert check(case, setup)  # nothing that earlier calls have left gets in the way
+    assert check(case, setup)  # earlier calls leave no state that changes results
 
     def wrong() -> list[torch.Tensor]:
         return [result * (1 + 2 * bound) for result in setup.providers["gradcomp"]()]
@@ -94,7 +94,7 @@ def test_both_reducers_train_the_same_model_without_copies(group_of_one):
 def test_launches_are_counted_without_views_and_allocations():
     assert reducer.num_launches(lambda: torch.ones(4).add_(1).view(2, 2).t()) == 2
     assert reducer.num_launches(lambda: torch.empty(4)[1:]) == 0
-    # In a backward too, whatever thread runs it.
+    # Launches in backward are counted too, though another thread may run it.
     x = torch.ones(3, requires_grad=True)
     forward = reducer.num_launches(lambda: x.exp().sum())
     assert reducer.num_launches(lambda: x.exp().sum().backward()) > forward

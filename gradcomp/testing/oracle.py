@@ -151,7 +151,7 @@ def low_rank_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple
     """Compute algorithm 1 of Vogels et al. 2019: (P Qᵀ [n, m], the new Q [m, r]) of every rank's M [n, m].
 
     With M̄ the mean of the M, P Qᵀ = P Pᵀ M̄ is M̄ projected on the span of M̄ q. So it depends on the span
-    of q alone, and not on which basis P is; ‖M̄ − P Qᵀ‖ ≤ ‖M̄‖; and an M̄ of rank r or less comes out
+    of q alone, not on the basis P; ‖M̄ − P Qᵀ‖ ≤ ‖M̄‖; and an M̄ of rank r or less is reproduced
     exactly, unless a part of it is orthogonal to q.
     """
     directions = basis(q)

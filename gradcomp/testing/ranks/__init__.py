@@ -28,7 +28,7 @@ def run_ranks(
     rank. Simulated ranks share the arguments; processes get copies.
 
     ranks: "simulated" ranks are threads of this process, of which one runs at a time (see
-    gradcomp.testing.ranks.simulation); the same schedule gives the same run, bit for bit. Schedule 0 runs
+    gradcomp.testing.ranks.simulation); the same schedule repeats the same run, bit for bit. Schedule 0 runs
     collectives and callbacks as early as possible, any other schedule at random times. "gloo" ranks are
     processes, kept from call to call; function and arguments have to be picklable, and the operating system
     is the scheduler.
