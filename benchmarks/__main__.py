@@ -21,17 +21,18 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks import apart, environment, report
+from benchmarks import environment, isolated
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.harness import Case, check
+from benchmarks.records import RESULTS, Row, append, header, table
 
 
 def discover(device: torch.device, quick: bool) -> list[Case]:
-    """The cases of every module in benchmarks/kernels/, then those of hooks.py, powersgd.py and reducer.py."""
+    """List the cases of every module in benchmarks/kernels/, of the hooks, PowerSGD and the reducers."""
     folder = Path(__file__).parent / "kernels"
     names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
     modules = [f"benchmarks.kernels.{name}" for name in names]
-    modules += ["benchmarks.hooks", "benchmarks.powersgd", "benchmarks.reducer"]
+    modules += [f"benchmarks.{name}" for name in ("hooks", "powersgd_hooks", "powersgd_stages", "reducer")]
     return [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
 
 
@@ -41,7 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--filter", default="", help="only cases whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
     parser.add_argument("--record", action="store_true", help="append the rows to --results")
-    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the records")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="start no case after this many seconds"
@@ -51,9 +52,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(
     cases: Sequence[Case], clock: Clock, budget_s: float = float("inf")
-) -> tuple[list[report.Row], list[str], list[str]]:
-    """Run the cases, printing as it goes: the rows, the cases that failed, those not reached."""
-    rows: list[report.Row] = []
+) -> tuple[list[Row], list[str], list[str]]:
+    """Run the cases and print their rows; return the rows, the cases that failed and those not reached."""
+    rows: list[Row] = []
     failed: list[str] = []
     deadline = time.monotonic() + budget_s
     for number, case in enumerate(cases, 1):
@@ -63,24 +64,24 @@ def measure(
         try:
             case_rows = run_case(case, clock)
         except Exception:
-            # One broken case must not hide what the others say.
+            # One broken case must not hide the results of the others.
             traceback.print_exc(file=sys.stdout)
             failed.append(str(case))
             continue
-        print(report.table(case_rows), flush=True)
+        print(table(case_rows), flush=True)
         rows += case_rows
     return rows, failed, []
 
 
-def run_case(case: Case, clock: Clock) -> list[report.Row]:
+def run_case(case: Case, clock: Clock) -> list[Row]:
     """Check the case, time it, and return one row per provider."""
-    if case.apart:
-        errors, timings, launches = apart.measure(case, clock)
+    if case.isolated:
+        errors, timings, launches = isolated.measure(case, clock)
     else:
         setup = case.build()
         errors = check(case, setup)
         timings = clock.time(setup.providers, case.seconds)
-        # After the timing, which has warmed the providers up.
+        # The timing has warmed the providers up.
         count = setup.num_launches
         launches = {name: count(each) if count else None for name, each in setup.providers.items()}
     baseline_us = timings[case.baseline].p50_us
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
         print("\n".join(f"  {case}" for case in found))
         return 1
     clock = Clock(device, args.quick)
-    print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)\n{report.header()}")
+    print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)\n{header()}")
     rows, failed, skipped = measure(selected, clock, args.budget_s)
     for name in failed:
         print(f"benchmarks: FAILED {name}")
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
     if args.record and failed:
         print("benchmarks: nothing recorded, because of the failures")
     elif args.record and rows:
-        print(f"benchmarks: {len(rows)} rows appended to {report.append(rows, facts, args.results)}")
+        print(f"benchmarks: {len(rows)} rows appended to {append(rows, facts, args.results)}")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Time calls on any device, several providers taking turns.
+"""Time calls on any device, with the calls of several providers interleaved.
 
 Before each call the cache is emptied by reading a buffer four times its size: reading leaves no dirty
 lines behind for the timed call to write back.
@@ -21,15 +21,15 @@ import torch
 WARM_UP_CALLS = 3
 MIN_ROUNDS, MAX_ROUNDS = 5, 500
 MIN_HOST_CALLS, MAX_HOST_CALLS = 3, 30
-# Only a lead: a slower clock makes the sleeping kernel last longer, which does no harm.
+# The rate at which the sleeping kernel counts; a slower clock makes it last longer, which does no harm.
 SLEEP_CYCLES_PER_US = 2000
 MAX_HEAD_START_US = 50_000
-CPU_CACHE_BYTES = 2**25  # of the last level, roughly; torch doesn't tell
+CPU_CACHE_BYTES = 2**25  # roughly the last level's size, which torch doesn't tell
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Quantiles over the rounds, in microseconds; host_us only where the host doesn't compute."""
+    """The quantiles of a call's time over the rounds, in µs. host_us is None where the host computes."""
 
     p20_us: float
     p50_us: float
@@ -57,7 +57,7 @@ class Clock:
     def time(
         self, providers: Mapping[str, Callable[[], object]], seconds: float | None = None
     ) -> dict[str, Timing]:
-        """Time the providers' calls, in turns."""
+        """Time the providers' calls, interleaved."""
         host_us: dict[str, float | None] = {}
         for name, call in providers.items():
             for _ in range(WARM_UP_CALLS):
@@ -66,10 +66,10 @@ class Clock:
         samplers = {name: partial(self.sample_us, call, host_us[name]) for name, call in providers.items()}
         return {
             name: quantiles(samples, host_us[name])
-            for name, samples in self.take_turns(samplers, seconds).items()
+            for name, samples in self.interleave(samplers, seconds).items()
         }
 
-    def take_turns(
+    def interleave(
         self, samplers: Mapping[str, Callable[[], float]], seconds: float | None
     ) -> dict[str, list[float]]:
         """Ask the samplers for samples, round after round, every second round backwards."""
@@ -88,7 +88,7 @@ class Clock:
         return self.seconds_per_case if seconds is None else min(seconds, self.seconds_per_case)
 
     def sample_us(self, call: Callable[[], object], host_us: float | None = None) -> float:
-        """Time one call, the cache being empty. host_us: what it takes the host, on CUDA."""
+        """Time one call with an empty cache. host_us: the host's time for the call, on CUDA."""
         torch.sum(self._flush)
         if host_us is not None:
             return self._once_on_cuda_us(call, host_us)
@@ -108,7 +108,7 @@ class Clock:
         return start.elapsed_time(end) * 1e3
 
     def _host_us(self, call: Callable[[], object], seconds: float) -> float:
-        """The median time for which a call keeps the host, the device being idle at its start."""
+        """Measure the median time for which a call keeps the host, with the device idle at its start."""
         samples: list[float] = []
         deadline = time.perf_counter() + seconds
         for num_calls in range(MAX_HOST_CALLS):
@@ -123,7 +123,7 @@ class Clock:
 
     @cached_property
     def copy_gb_per_s(self) -> float:
-        """GB/s of copying a large buffer within the device, bytes read plus bytes written."""
+        """The bandwidth of copying a large buffer within the device, bytes read plus bytes written."""
         source = torch.randn(self._copied_bytes // 4, device=self.device)
         target = torch.empty_like(source)
         timing = self.time({"copy": lambda: target.copy_(source)})["copy"]

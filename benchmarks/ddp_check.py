@@ -1,22 +1,21 @@
-"""Train with each hook on real processes, on torch's DDP and on our Reducer, and check the gradients.
+"""Train with each hook on real processes, on torch's DDP and on gradcomp's Reducer, and check the gradients.
 
-python -m benchmarks.ddp_check --backend gloo --world-size 2 --device cuda: all ranks share one GPU
-(or the CPU). For every hook and for none, on either, for every step and parameter:
+With python -m benchmarks.ddp_check --backend gloo --world-size 2 --device cuda all ranks share one GPU
+(or the CPU). For every hook and without one, on either reducer, for every step and parameter:
 
-1. backward under no_sync gives each rank its own gradient;
-2. a synchronised backward on the same inputs gives the averaged one;
-3. it must agree with the float64 mean of the ranks' own, and be the same bits on every rank.
+1. backward under no_sync computes each rank's own gradient;
+2. a synchronised backward on the same inputs computes the averaged one;
+3. that must agree with the float64 mean of the ranks' own gradients, and have the same bits on every rank.
 
-A hook that owes the gradients something (PowerSGD: error feedback) must agree over all steps: the sum of its
-results, and the mean of what the ranks' states owe at the end, are the sum of the means.
+A hook with error feedback (PowerSGD) must agree over all steps: the sum of its results plus the mean of the
+ranks' errors at the end is the sum of the means.
 
-The model has several buckets, so several are in flight. Exit status: 0 when all is right, 1 otherwise.
+The model has several buckets, so several are in flight. Exit status: 0 if all is right, 1 otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import tempfile
@@ -31,82 +30,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.checked_hooks import HOOKS, NO_HOOK, NUM_STEPS_WITH_ERROR, HookCheck, find
 from gradcomp import Reducer
-from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 
 NUM_STEPS = 4
-# The first of them without compression, as DDP rebuilds its buckets.
-NUM_STEPS_WITH_ERROR, NUM_PLAIN_STEPS = 10, 2
 BUCKET_CAP_MB = 1.0
 
 
-@dataclass(frozen=True)
-class HookCheck:
-    """A hook (or None), the narrowest dtype on its way, and whether it averages at all.
-
-    make_state: its state when it has error feedback, one whose state_dict() is as PowerSGDState's.
-    """
-
-    make: Callable[[], Callable | None]
-    dtype: torch.dtype = torch.float32
-    averages: bool = True
-    make_state: Callable[[], Any] | None = None
-
-    @property
-    def max_error(self) -> float:
-        # Relative to the parameter's largest gradient. Each rank rounds its own (half an eps), the
-        # sum is rounded and so is the division: eps and a half; doubled for backward's own noise.
-        each_step = 3 * torch.finfo(self.dtype).eps
-        # With error feedback: of the sum over the steps.
-        return NUM_STEPS_WITH_ERROR * each_step if self.make_state else each_step
-
-
-def _power_sgd_state() -> powerSGD_hook.PowerSGDState:
-    return powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=NUM_PLAIN_STEPS
-    )
-
-
-HOOKS = {
-    "allreduce_hook": HookCheck(lambda: default_hooks.allreduce_hook),
-    "fp16_compress_hook": HookCheck(lambda: default_hooks.fp16_compress_hook, torch.float16),
-    "bf16_compress_hook": HookCheck(lambda: default_hooks.bf16_compress_hook, torch.bfloat16),
-    # Around a hook of torch's: around ours the wrappers are the two hooks above.
-    "fp16_compress_wrapper": HookCheck(
-        lambda: default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook), torch.float16
-    ),
-    "bf16_compress_wrapper": HookCheck(
-        lambda: default_hooks.bf16_compress_wrapper(torch_hooks.allreduce_hook), torch.bfloat16
-    ),
-    "noop_hook": HookCheck(lambda: debugging_hooks.noop_hook, averages=False),
-    "powerSGD_hook": HookCheck(lambda: powerSGD_hook.powerSGD_hook, make_state=_power_sgd_state),
-    "batched_powerSGD_hook": HookCheck(
-        lambda: powerSGD_hook.batched_powerSGD_hook, make_state=_power_sgd_state
-    ),
-}
-
-
-NO_HOOK = "none"  # what averages then is the reducer's own
-
-
-def find(name: str) -> HookCheck:
-    """A hook of HOOKS, none, or as "module:attribute" anybody's fp32 averaging hook, or their HookCheck."""
-    if name == NO_HOOK:
-        return HookCheck(lambda: None)
-    if name in HOOKS:
-        return HOOKS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise KeyError(f"no hook {name!r}: one of {', '.join(HOOKS)}, or module:attribute")
-    found = getattr(importlib.import_module(module), attribute)
-    return HookCheck(lambda: found) if callable(found) else found
-
-
 def check_hook(name: str, device: torch.device) -> list[str]:
-    """Train a few steps with the hook, on either reducer; what was wrong on this rank. Collective."""
+    """Train a few steps with the hook on every reducer, and list the failures on this rank. A collective."""
     hook_check = find(name)
     all_failures = []
     for reducer, make in REDUCERS.items():
@@ -124,7 +58,7 @@ def check_hook(name: str, device: torch.device) -> list[str]:
 
 @dataclass
 class _Run:
-    """A model and what averages its gradients, with a hook, which notes which parameters lie in which bucket."""
+    """A model and the averager of its gradients, with a hook, wrapped to record each bucket's parameters."""
 
     model: torch.nn.Module
     reducer: DistributedDataParallel | Reducer
@@ -138,16 +72,16 @@ class _Run:
         if hook is None:
             return
 
-        @wraps(hook)  # with its name and annotations, which DDP looks at
-        def noting(state, bucket):
+        @wraps(hook)  # DDP checks the annotations
+        def recording(state, bucket):
             self.buckets[bucket.index()] = bucket.parameters()
             return hook(state, bucket)
 
-        self.reducer.register_comm_hook(self.state, noting)
+        self.reducer.register_comm_hook(self.state, recording)
 
-    def step(self, number: int, device: torch.device) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Collect for every parameter the ranks' own gradients and those that the hook gave them."""
-        torch.manual_seed(100 * number + dist.get_rank() + 1)
+    def step(self, step: int, device: torch.device) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Collect for every parameter the ranks' own gradients and their averages."""
+        torch.manual_seed(100 * step + dist.get_rank() + 1)
         inputs = torch.randn(32, 256).to(device)
         with self.reducer.no_sync():
             own = _gradients(self.model, inputs)
@@ -155,25 +89,25 @@ class _Run:
         return [(gather(a), gather(b)) for a, b in zip(own, result, strict=True)]
 
     def mean_errors(self) -> list[torch.Tensor]:
-        """Compute for every parameter the mean of what the ranks' states owe it."""
-        owed = {}
+        """Compute for every parameter the mean of the ranks' errors."""
+        errors = {}
         for index, memory in self.state.state_dict()["buckets"].items():
             parameters = self.buckets[index]
             parts = memory["error"].split([parameter.numel() for parameter in parameters])
-            owed |= {id(parameter): part for parameter, part in zip(parameters, parts, strict=True)}
-        return [_mean(gather(owed[id(p)].view_as(p))) for p in self.model.parameters()]
+            errors |= {id(parameter): part for parameter, part in zip(parameters, parts, strict=True)}
+        return [_mean(gather(errors[id(p)].view_as(p))) for p in self.model.parameters()]
 
 
 def _check_steps(
     name: str, run: _Run, hook_check: HookCheck, device: torch.device
 ) -> tuple[float, list[str]]:
-    """The largest error of any step, and what was wrong."""
+    """Check every step: return the largest error and the failures."""
     failures = []
     largest = 0.0
     for step in range(NUM_STEPS):
-        for index, (parts, replicas) in enumerate(run.step(step, device)):
+        for index, (own, replicas) in enumerate(run.step(step, device)):
             where = f"{name}, step {step}, parameter {index}"
-            error = _error(parts, replicas, hook_check.averages)
+            error = _error(own, replicas, hook_check.averages)
             largest = max(largest, error)
             if not error <= hook_check.max_error:
                 failures.append(f"{where}: off by {error:.3g}, allowed {hook_check.max_error:.3g}")
@@ -183,20 +117,20 @@ def _check_steps(
 
 
 def _check_sums(name: str, run: _Run, hook_check: HookCheck, device: torch.device) -> tuple[float, list[str]]:
-    """Check the sums over the steps likewise, with what the states owe at the end."""
+    """Check the sums over the steps plus the errors at the end: return the largest error and the failures."""
     failures = []
     largest = 0.0
     sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for step in range(NUM_STEPS_WITH_ERROR):
-        for index, (parts, replicas) in enumerate(run.step(step, device)):
+        for index, (own, replicas) in enumerate(run.step(step, device)):
             means, results = sums.get(index, (0.0, 0.0))
-            sums[index] = means + _mean(parts), results + replicas[0].double()
+            sums[index] = means + _mean(own), results + replicas[0].double()
             if _differ(replicas):
                 failures.append(f"{name}, step {step}, parameter {index}: the replicas differ")
-    total = total_owed = torch.zeros((), dtype=torch.float64)
-    for index, owed in enumerate(run.mean_errors()):
+    total = total_held_back = torch.zeros((), dtype=torch.float64)
+    for index, held_back in enumerate(run.mean_errors()):
         means, results = sums[index]
-        error = ((results + owed - means).abs().max() / means.abs().max()).item()  # NaN if there is one
+        error = ((results + held_back - means).abs().max() / means.abs().max()).item()  # NaN if there is one
         largest = max(largest, error)
         where = f"{name}, parameter {index}"
         if not error <= hook_check.max_error:
@@ -204,17 +138,18 @@ def _check_sums(name: str, run: _Run, hook_check: HookCheck, device: torch.devic
                 f"{where}: results and errors are off by {error:.3g}, allowed {hook_check.max_error:.3g}"
             )
         total = total + means.square().sum()
-        total_owed = total_owed + owed.square().sum()
-    # Owing everything and giving nothing would satisfy that too. Steps are independent here, so who owes all
-    # but the plain ones owes 0.89 of the sum; batched_powerSGD_hook owes 0.36, powerSGD_hook 0.03.
-    share = (total_owed / total).sqrt().item()
-    if not share < 0.75:
-        failures.append(f"{name}: owes {share:.2f} of the gradients at the end")
+        total_held_back = total_held_back + held_back.square().sum()
+    # A hook that sends nothing and keeps everything as its error would satisfy that too. Steps are
+    # independent here, so such a hook holds back 0.89 of the sum, all but the plain steps;
+    # batched_powerSGD_hook 0.36, powerSGD_hook 0.03.
+    fraction = (total_held_back / total).sqrt().item()
+    if not fraction < 0.75:
+        failures.append(f"{name}: holds back {fraction:.2f} of the gradients at the end")
     return largest, failures
 
 
-def _mean(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([part.double() for part in parts]).mean(0)
+def _mean(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.double() for tensor in tensors]).mean(0)
 
 
 def _differ(replicas: list[torch.Tensor]) -> bool:
@@ -222,7 +157,7 @@ def _differ(replicas: list[torch.Tensor]) -> bool:
 
 
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's tensor, on the CPU."""
+    """Gather every rank's tensor on the CPU."""
     host = tensor.cpu()
     if dist.get_world_size() == 1:
         return [host]
@@ -250,7 +185,7 @@ def _with_reducer(model: torch.nn.Module, **options: bool) -> tuple[torch.nn.Mod
     return model, Reducer(model.named_parameters(), bucket_cap_mb=BUCKET_CAP_MB, **options)
 
 
-# name -> (what is called, what averages) of a model
+# By name, the function from a model to (the module to call, the averager of its gradients).
 REDUCERS: dict[str, Callable[[torch.nn.Module], tuple[torch.nn.Module, Any]]] = {
     "DistributedDataParallel": _with_ddp,
     "Reducer": _with_reducer,
@@ -264,11 +199,14 @@ def _gradients(model: torch.nn.Module, inputs: torch.Tensor) -> list[torch.Tenso
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def _error(parts: list[torch.Tensor], replicas: list[torch.Tensor], averages: bool) -> float:
-    """The largest deviation on any rank, relative to the largest gradient."""
-    scale = torch.stack(parts).abs().max().item()
-    mean = _mean(parts)
-    expected = [mean] * len(parts) if averages else parts
+def _error(own: list[torch.Tensor], replicas: list[torch.Tensor], averages: bool) -> float:
+    """Compute the largest deviation on any rank, relative to the largest gradient.
+
+    own: each rank's own gradient. replicas: each rank's result.
+    """
+    scale = torch.stack(own).abs().max().item()
+    mean = _mean(own)
+    expected = [mean] * len(own) if averages else own
     errors = [
         (replica.double() - right.double()).abs().max()
         for replica, right in zip(replicas, expected, strict=True)
@@ -302,7 +240,7 @@ def _run_rank(
 
 
 def run(backend: str, world_size: int, device: str, hooks: Sequence[str], timeout_s: float) -> str | None:
-    """Spawn the ranks and wait for them. None when all is right, else what went wrong."""
+    """Spawn the ranks and wait for them. Return None if all is right, else a description of the failure."""
     # All ranks are on this machine, which need not have any network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

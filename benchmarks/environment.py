@@ -1,4 +1,4 @@
-"""Describes where a measurement was made: device, driver, versions, commit."""
+"""Describe where a measurement was made: device, driver, versions, commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """The fields that every recorded row carries besides its measurement."""
+    """Return the fields that every recorded row carries besides its measurement."""
     capability = None
     driver = None
     if device.type == "cuda":
@@ -41,7 +41,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, "-dirty" when any file but the results differs from it.
+    """Return the checkout's commit, with "-dirty" if any file but the results differs from it.
 
     Without git or a .git folder: the environment variable GRADCOMP_COMMIT, else "unknown".
     """
@@ -70,7 +70,7 @@ def _cpu_name() -> str:
 
 
 def _output_of(command: list[str]) -> str | None:
-    """What the command prints; None when it is not there or fails."""
+    """Return what the command prints, or None if it does not exist or fails."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

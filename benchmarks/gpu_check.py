@@ -1,11 +1,11 @@
-"""Everything that needs a GPU, in one command: python -m benchmarks.gpu_check (make gpu-check).
+"""Run everything that needs a GPU: python -m benchmarks.gpu_check (make gpu-check).
 
-Usable from a bare checkout with torch, triton, pytest and hypothesis installed, without a network, in
+It runs from a bare checkout with torch, triton, pytest and hypothesis installed, without a network, in
 under 9 minutes. First all at once, as they check but don't measure:
 
 - kernels, hooks, distributed, testing: the tests of those folders, which run on CUDA where there is one,
   the larger ones in several processes (kernels:1, kernels:2 ...);
-- ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on our Reducer, on NCCL at world size
+- ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on gradcomp's Reducer, on NCCL at world size
   1, and on gloo with 2 ranks that share the GPU (ddp_check.py);
 
 then, each with the GPU to itself:
@@ -13,8 +13,8 @@ then, each with the GPU to itself:
 - streams: no hook makes the host wait (stream_check.py);
 - benchmarks: python -m benchmarks, its rows appended to benchmarks/results/.
 
-A step that fails or runs out of its time does not stop the others, but nothing is recorded then; nor
-when steps were left out. Exit status: 0 when all passed, 1 when a step did not, 2 without a GPU.
+A step that fails or exceeds its time limit does not stop the others, but nothing is recorded then, nor if
+steps were left out. Exit status: 0 if all steps passed, 1 if one did not, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TOTAL_S = 520  # under 9 minutes, with what it takes to start and to end
+TOTAL_S = 520  # under 9 minutes, including the time to start and to end
 
 PASSED = "passed"
 
@@ -40,7 +40,7 @@ PASSED = "passed"
 @dataclass(frozen=True)
 class Step:
     name: str
-    command: list[str]  # of the Python interpreter
+    command: list[str]  # the Python interpreter's arguments
     budget_s: float
 
 
@@ -52,9 +52,9 @@ class Outcome:
 
 
 def stages(device: str) -> list[list[Step]]:
-    """The steps for this device, those of a stage to be run together.
+    """List the steps for this device; those of a stage are run together.
 
-    On the CPU only those that make sense there, to try them out.
+    On the CPU, where the command itself can be tried out, only the steps that make sense there.
     """
     cuda = device == "cuda"
     checks = [Step("ddp-gloo", _ddp(device, "gloo", world_size=2), 150)]
@@ -68,7 +68,10 @@ def stages(device: str) -> list[list[Step]]:
 
 
 def _tests(folder: str, processes: int) -> list[Step]:
-    """The tests of a folder and those below it, divided among so many processes, without the one that needs minutes and no GPU."""
+    """Make the steps that run the tests of a folder and those below it in so many processes.
+
+    tests/kernels/test_compiled.py is left out: it takes minutes and no GPU.
+    """
     paths = (path for path in (ROOT / "tests" / folder).rglob("test_*.py") if path.name != "test_compiled.py")
     files = sorted(str(path.relative_to(ROOT)) for path in paths)
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3"]
@@ -77,7 +80,7 @@ def _tests(folder: str, processes: int) -> list[Step]:
 
 
 def _group(step: Step) -> str:
-    """The name that --only knows it by."""
+    """Return the name by which --only selects the step."""
     return step.name.partition(":")[0]
 
 
@@ -87,7 +90,10 @@ def _ddp(device: str, backend: str, world_size: int) -> list[str]:
 
 
 class Running:
-    """A step in a session of its own. Where several run together, each one's output is kept for its end."""
+    """A running step, in a session of its own.
+
+    keep_output: its output is printed at its end, not as it comes.
+    """
 
     def __init__(self, step: Step, extra: Sequence[str], limit_s: float, keep_output: bool):
         self.step = step
@@ -105,7 +111,7 @@ class Running:
         )
 
     def poll(self) -> Outcome | None:
-        """The outcome if there is one by now; whatever is left of the step's processes is killed then."""
+        """Return the outcome if the step has ended or timed out, and kill what is left of its processes."""
         seconds = time.monotonic() - self.start
         status = self.process.poll()
         if status is None and seconds < self.timeout_s:
@@ -127,7 +133,7 @@ class Running:
         return Outcome(self.step.name, verdict, seconds)
 
     def kill(self) -> None:
-        """Also what the step has left behind: ranks outlive a process that dies of a signal."""
+        """Kill the step and its processes: ranks outlive a process that dies of a signal."""
         self._signal(signal.SIGKILL)
         self.process.wait()
 
@@ -139,7 +145,7 @@ class Running:
 def run_together(
     stage: Sequence[Step], extra: Sequence[str] = (), limit_s: float = float("inf")
 ) -> list[Outcome]:
-    """Run the steps of a stage at once, each within its time."""
+    """Run the steps of a stage at once, each within its time limit."""
     outcomes: dict[str, Outcome] = {}
     running = [Running(step, extra, limit_s, keep_output=len(stage) > 1) for step in stage]
     try:
@@ -163,13 +169,13 @@ def _environment() -> dict[str, str]:
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # Steps and ranks share the cores.
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # Plugins that happen to be installed have no say; warnings of theirs would be errors.
+    # Plugins that happen to be installed are not loaded: their warnings would be errors.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     return environment
 
 
 def missing(device: str) -> str | None:
-    """Why nothing can be run here; None if it can."""
+    """Return the reason why nothing can be run here, or None if there is none."""
     try:
         import torch
         import triton  # noqa: F401
@@ -212,7 +218,7 @@ def run_all(args: argparse.Namespace) -> list[Outcome]:
 
 
 def _benchmark_arguments(args: argparse.Namespace, sound: bool, timeout_s: float) -> list[str]:
-    # They stop by themselves before they would be killed, so that what was measured is kept.
+    # The benchmarks stop by themselves before they would be killed, so that their measurements are kept.
     arguments = ["--budget-s", str(max(0, round(timeout_s) - 35))]
     if args.quick or args.device == "cpu":
         arguments.append("--quick")

@@ -1,4 +1,4 @@
-"""What there is to time: an operation on a problem, by several providers, each checked before it is timed.
+"""A benchmark case: an operation on a problem, with several providers, each checked before it is timed.
 
 Every provider's result is compared with a float64 reference, after the outputs were filled with NaN.
 """
@@ -15,13 +15,13 @@ Provider = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass
 class Setup:
-    """A case's tensors and callables, alive while it runs.
+    """The tensors and callables of a case, alive while it runs.
 
-    providers: name -> the call to time; it returns the tensors that hold its results.
+    providers: by name, the call to time; it returns the tensors that hold its results.
     reference: yields the right results in float64, one per result tensor.
-    outputs: tensors to be filled with NaN before each provider is checked.
-    restore: puts the inputs back before each provider is checked, for providers that work in place.
-    num_launches: counts what a provider launches in a call; None where that isn't asked.
+    outputs: tensors to fill with NaN before each provider is checked.
+    restore: restores the inputs before each provider is checked, for providers that work in place.
+    num_launches: counts a provider's launches in a call; None where launches aren't counted.
     """
 
     providers: dict[str, Provider]
@@ -35,12 +35,15 @@ class Setup:
 class Case:
     """One operation on one problem.
 
-    num_bytes: the least it can move, each input read once and each output written once; every
-    provider's rate is reckoned with it. max_error: the bound for error_of(result, reference).
-    baseline: the provider that the others' ratios refer to. seconds: for its rounds, where the clock's
-    own are too many. num_buckets: what a call handles, for the host's time per bucket. num_elements: of the
-    gradients, for the bytes per element; None where that says nothing. apart: the providers' names, where
-    each is to be timed in a process of its own; see apart.py.
+    num_bytes: the fewest bytes it can move, each input read once and each output written once; every
+    provider's
+        bandwidth is computed from it.
+    max_error: the bound for error_of(result, reference).
+    baseline: the provider that the others' ratios refer to.
+    seconds: the time limit of its rounds, where the clock's own is too long.
+    num_buckets: the number of buckets that a call handles, for the host's time per bucket.
+    num_elements: the number of gradient elements, for the bytes per element; None where that is meaningless.
+    isolated: the providers' names, if each is to be timed in a process of its own; see isolated.py.
     """
 
     name: str
@@ -54,7 +57,7 @@ class Case:
     seconds: float | None = None
     num_buckets: int = 1
     num_elements: int | None = None
-    apart: tuple[str, ...] = ()
+    isolated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} {self.label} {self.dtype}"
@@ -67,10 +70,10 @@ class WrongResultError(Exception):
 def elementwise_error(
     result: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype | None = None
 ) -> float:
-    """max |result − reference| / max(|reference|, the smallest normal number of dtype).
+    """Compute max |result − reference| / max(|reference|, the smallest normal number of dtype).
 
     Below that number a floating-point format has an absolute precision, not a relative one.
-    dtype: the narrowest on the way to the result; result's own when not given.
+    dtype: the narrowest dtype on the way to the result; by default the result's own.
     """
     if result.shape != reference.shape:
         raise WrongResultError(f"shape {tuple(result.shape)}, expected {tuple(reference.shape)}")
@@ -82,21 +85,21 @@ def elementwise_error(
 
 
 def frobenius_error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖result − reference‖ / ‖reference‖."""
+    """Compute ‖result − reference‖ / ‖reference‖."""
     return ((result.double() - reference).norm() / reference.norm()).item()
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """The error allowed to scaling and casting: one unit in the last place and a half.
+    """Return the error allowed to scaling and casting: one and a half units in the last place.
 
-    Half of one for rounding the result; another half because the scale is rounded too, or because
-    torch's way rounds twice; the rest is slack for the products of these.
+    Rounding the result takes half a unit. Another half is for the scale, which is rounded too, or for torch's
+    way, which rounds twice. The last half is slack for the products of these.
     """
     return 1.5 * torch.finfo(dtype).eps
 
 
 def check(case: Case, setup: Setup) -> dict[str, float]:
-    """Every provider's error. Raises WrongResultError for one beyond the bound, or not a number."""
+    """Compute every provider's error. Raises WrongResultError if one is beyond the bound, or NaN."""
     errors = {}
     references = list(setup.reference())
     for name, provider in setup.providers.items():

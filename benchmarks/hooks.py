@@ -1,11 +1,11 @@
-"""Whole hooks beside torch's own, at world size 1: called directly on a bucket and, on CPU, in training.
+"""gradcomp's default hooks beside torch's, at world size 1: on a bucket directly and, on CPU, in training.
 
-One process, so nothing crosses a wire: what is timed is the work on the device, and on the host, that
-a hook adds to each bucket. The backend is NCCL on CUDA and gloo on CPU. A call ends when the current
-stream waits for the hook's future (on CPU: when the future is done).
+There is one process, so nothing crosses a wire: what is timed is the work on the device, and on the host,
+that a hook adds to each bucket. The backend is NCCL on CUDA and gloo on CPU. A call ends when the current
+stream waits for the hook's future (on CPU, when the future is done).
 
-In training a call is forward and backward of a small model under torch's DDP, without a hook ("none") too. There a
-hook costs more than its own time on CPU: see apart.py.
+In training a call is forward and backward of a small model under torch's DDP, also without a hook ("none").
+On CPU a hook costs more there than its own time: see isolated.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FakeBucket(GradBucket):
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    # name, the dtype on the wire, the bytes that the hook's own passes have to move per element
+    # The name, the dtype on the wire, and the bytes per element that the hook's own passes have to move.
     for name, dtype, bytes_per_element in (
         ("allreduce_hook", torch.float32, 4 + 4),
         ("fp16_compress_hook", torch.float16, (4 + 2) + (2 + 4)),
@@ -56,7 +56,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             baseline="torch",
             build=partial(_calling, name, device),
             error_of=partial(elementwise_error, dtype=dtype),
-            apart=("gradcomp", "torch") if device.type == "cpu" else (),
+            isolated=("gradcomp", "torch") if device.type == "cpu" else (),
         )
 
     if device.type == "cpu":
@@ -69,7 +69,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             baseline="torch",
             build=_training,
             error_of=frobenius_error,
-            apart=("gradcomp", "torch", "none"),
+            isolated=("gradcomp", "torch", "none"),
         )
 
 
@@ -123,7 +123,7 @@ def call(hook: Hook, bucket: GradBucket, state: object = None) -> list[torch.Ten
 
 
 def join_group_of_one(device: torch.device) -> None:
-    """Make this process a process group of its own, unless it is in one; left at exit."""
+    """Join a process group of this process alone, unless it is in a group; leave it at exit."""
     if dist.is_initialized():
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -132,6 +132,6 @@ def join_group_of_one(device: torch.device) -> None:
 
 
 def _leave() -> None:
-    gc.collect()  # models of torch's DDP, which would keep the group's threads alive
+    gc.collect()  # frees models of torch's DDP, which would keep the group's threads alive
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""The parameter lists of three real models, and the buckets that DDP cuts them into.
+"""The parameter shapes of three real models, and the buckets that DDP cuts them into.
 
-Shapes only, in registration order, written out so that nothing has to be downloaded or installed.
+The shapes are in registration order, written out so that nothing has to be downloaded or installed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 Shape = tuple[int, ...]
 
-# DDP's defaults: torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25), 1 MiB to start with.
+# DDP's defaults: torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25), and 1 MiB for the first bucket.
 FIRST_BUCKET_BYTES = 2**20
 BUCKET_CAP_BYTES = 25 * 2**20
 
 
 def resnet50() -> Iterator[Shape]:
-    """torchvision's resnet50: 161 parameters, 25,557,032 elements."""
+    """Yield the shapes of torchvision's resnet50: 161 parameters, 25,557,032 elements."""
     yield (64, 3, 7, 7)
     yield from _weight_and_bias(64)
     channels = 64
@@ -40,7 +40,7 @@ def resnet50() -> Iterator[Shape]:
 
 
 def bert_large() -> Iterator[Shape]:
-    """Hugging Face's BertModel, bert-large-uncased, with its pooler, without a head.
+    """Yield the shapes of Hugging Face's BertModel, bert-large-uncased, with its pooler, without a head.
 
     391 parameters, 335,141,888 elements.
     """
@@ -58,7 +58,7 @@ def bert_large() -> Iterator[Shape]:
 
 
 def gpt2_medium() -> Iterator[Shape]:
-    """Hugging Face's GPT2LMHeadModel, gpt2-medium, its head tied to the token embedding.
+    """Yield the shapes of Hugging Face's GPT2LMHeadModel, gpt2-medium, its head tied to the token embedding.
 
     292 parameters, 354,823,168 elements. Its linear layers store the transposed matrix.
     """
@@ -75,7 +75,7 @@ def gpt2_medium() -> Iterator[Shape]:
 
 
 def _weight_and_bias(num_features: int) -> Iterator[Shape]:
-    """A normalisation layer's two vectors."""
+    """Yield the shapes of a normalisation layer's two vectors."""
     yield (num_features,)
     yield (num_features,)
 
@@ -84,11 +84,11 @@ MODELS = {"resnet50": resnet50, "bert-large": bert_large, "gpt2-medium": gpt2_me
 
 
 def buckets(model: str, dtype: torch.dtype = torch.float32) -> list[list[Shape]]:
-    """The shapes of each bucket of a model of MODELS, as DDP has them from its second iteration on.
+    """Return the shapes of each bucket of a model of MODELS, as DDP has them from its second iteration on.
 
-    DDP rebuilds its buckets in the order in which gradients become ready; the reverse of the
-    registration order stands for it here. A bucket closes once it has reached its cap, so one large
-    parameter makes a large bucket.
+    DDP rebuilds its buckets in the order in which gradients become ready. This function takes the reverse of
+    the registration order for it. A bucket closes once it has reached its cap, so one large parameter makes a
+    large bucket.
     """
     shapes = list(reversed(list(MODELS[model]())))
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
@@ -99,7 +99,7 @@ def buckets(model: str, dtype: torch.dtype = torch.float32) -> list[list[Shape]]
 
 
 def one_bucket(model: str, dtype: torch.dtype = torch.float32) -> list[Shape]:
-    """The bucket of the model with the most parameters: the awkward one to flatten."""
+    """Return the model's bucket with the most parameters, which is the hardest to flatten."""
     return max(buckets(model, dtype), key=len)
 
 

@@ -1,17 +1,17 @@
-"""Backward and averaging with our Reducer beside torch's DistributedDataParallel, at world size 1.
+"""Backward and averaging with gradcomp's Reducer beside torch's DistributedDataParallel, at world size 1.
 
-One process, so nothing crosses a wire: what is timed is the work that a reducer adds to backward. The model's
-forward and backward do next to nothing: forward gives zero, backward gives every parameter a fixed tensor as its
-gradient, without a copy. The backend is NCCL on CUDA and gloo on CPU. Gradients are None before each step.
-Providers:
+There is one process, so nothing crosses a wire: what is timed is the work that a reducer adds to backward.
+The model's forward and backward do next to nothing: forward returns zero, and backward sets every parameter's
+gradient to a fixed tensor, without a copy. The backend is NCCL on CUDA and gloo on CPU. Gradients are None
+before each step. Providers:
 
-gradcomp, torch              as they come, 25 MiB a bucket.
+gradcomp, torch              the defaults, 25 MiB a bucket.
 gradcomp_view, torch_view    the same with gradient_as_bucket_view.
 
-A call is a whole step, with DDP's forward and the setting to None: neither can be left out of the timing, and
-both are small. Launches are counted in a call of its own: the operators that torch dispatches, without views and
-allocations, and Triton's kernels. One operator may stand for many copies: on the CPU torch._foreach_copy_ is a
-loop in C++.
+A call is a whole step, including DDP's forward and setting the gradients to None: neither can be left out of
+the timing, and both are small. Launches are counted in a separate call: the operators that torch dispatches,
+without views and allocations, and Triton's kernels. One operator may stand for many copies: on the CPU
+torch._foreach_copy_ is a loop in C++.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradcomp import Reducer
 
 SMALL: list[models.Shape] = [(64, 64), (256,)] * 200
 PROVIDERS = ("gradcomp", "torch", "gradcomp_view", "torch_view")
-CUDA_SECONDS = 0.5  # a case's time in gpu-check, which has many
+CUDA_SECONDS = 0.5  # the time limit of a case, as gpu-check has many
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -50,12 +50,12 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             build=partial(_training, shapes, device),
             baseline="torch",
             seconds=CUDA_SECONDS if device.type == "cuda" else None,
-            apart=PROVIDERS if device.type == "cpu" else (),
+            isolated=PROVIDERS if device.type == "cpu" else (),
         )
 
 
-class _Give(torch.autograd.Function):
-    """Zero, and in backward these gradients."""
+class _FixedGradients(torch.autograd.Function):
+    """A function whose value is zero and whose gradients are the given tensors."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
@@ -64,21 +64,21 @@ class _Give(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Tensors of their own, of the same memory: autograd keeps those as they are, and would copy the others.
+        # New tensors on the same memory: autograd keeps these, and would copy the given ones.
         return None, *(gradient.detach() for gradient in ctx.gradients)
 
 
 class Model(torch.nn.Module):
-    """Parameters of these gradients' shapes."""
+    """A model with a parameter of each gradient's shape, whose backward yields these gradients."""
 
     def __init__(self, gradients: Sequence[torch.Tensor]):
         super().__init__()
         self.gradients = gradients
         weights = torch.nn.ParameterList(torch.zeros_like(gradient) for gradient in gradients)
-        self.registered, self.weights = weights, tuple(weights)  # a ParameterList is slow to go through
+        self.registered, self.weights = weights, tuple(weights)  # iterating over a ParameterList is slow
 
     def forward(self) -> torch.Tensor:
-        return _Give.apply(self.gradients, *self.weights)
+        return _FixedGradients.apply(self.gradients, *self.weights)
 
 
 def _training(shapes: Sequence[models.Shape], device: torch.device) -> Setup:
@@ -110,7 +110,7 @@ def _with_torch(gradients: Sequence[torch.Tensor], options: dict[str, bool]) -> 
 
 
 def _step(forward: torch.nn.Module, model: Model, _: Reducer | None) -> list[torch.Tensor]:
-    """A step; the reducer is here to be kept alive."""
+    """Run a step and return the gradients. The last argument only keeps the reducer alive."""
     for weight in model.weights:
         weight.grad = None
     forward().backward()
@@ -118,7 +118,7 @@ def _step(forward: torch.nn.Module, model: Model, _: Reducer | None) -> list[tor
 
 
 class _Launches(TorchDispatchMode):
-    """Counts operators that are dispatched, those apart that only make views or allocate."""
+    """A counter of the operators that torch dispatches, except those that only make views or allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Launches(TorchDispatchMode):
 
 
 def num_launches(call: Callable[[], object]) -> int:
-    """How many operators and Triton kernels a call launches."""
+    """Count the operators and Triton kernels that a call launches."""
     with _Launches() as launches:
         triton.knobs.runtime.launch_enter_hook.add(launches.on_kernel)
         try:

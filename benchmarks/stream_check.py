@@ -1,15 +1,15 @@
-"""Show that no hook makes the host wait for the GPU, and that each one keeps to stream order.
+"""Check that no hook makes the host wait for the GPU, and that each one keeps to stream order.
 
-python -m benchmarks.stream_check, on NCCL at world size 1. The gradient of a bucket is made to arrive
+python -m benchmarks.stream_check runs on NCCL at world size 1. The gradient of a bucket is made to arrive
 late: a sleeping kernel runs before the copy that writes it, and the buffer holds NaN until then. The
 hook is called at once. It must
 
 1. not synchronise in any way that torch.cuda.set_sync_debug_mode("error") sees;
 2. return to the host while the kernel still sleeps;
-3. make the current stream wait for its result, which must be the gradient's; with error feedback, the
-   gradient's and what the state owed before, less what it owes now.
+3. make the current stream wait for its result, which must be the gradient; with error feedback, the
+   gradient plus the state's error before the call, minus its error after it.
 
-A hook that synchronises is called too, to see that it is caught. Exit status: 0 when all is right, 2
+The check is also run on a hook that synchronises, which it must catch. Exit status: 0 if all is right, 2
 without a GPU, 1 otherwise.
 """
 
@@ -20,24 +20,28 @@ from typing import Any
 
 import torch
 
-from benchmarks.ddp_check import HOOKS
+from benchmarks.checked_hooks import HOOKS
 from benchmarks.hooks import SHAPES, FakeBucket, Hook, call, join_group_of_one
 
 SLEEP_CYCLES = 1_000_000_000  # about half a second; a hook needs a few milliseconds
+# The first calls pass over steps without compression, compile, build what is kept per bucket, and fill the
+# allocator's cache.
+NUM_WARM_UP_CALLS = 5
 
 
 def problem_of(hook: Hook, state: Any, max_error: float, device: torch.device) -> str | None:
-    """What is wrong with the hook; None if nothing. state: None, or one with a PowerSGDState's state_dict()."""
+    """Describe what is wrong with the hook; None if nothing is.
+
+    state: None, or a state whose state_dict() is as PowerSGDState's.
+    """
     bucket = FakeBucket(SHAPES, device)
     buffer = bucket.buffer()
     gradient = torch.randn_like(buffer)
     result = torch.empty_like(buffer)
-    for _ in range(
-        5
-    ):  # passes over steps without compression, compiles, builds what is kept per bucket, fills the allocator's cache
+    for _ in range(NUM_WARM_UP_CALLS):
         bucket.set_buffer(buffer.copy_(gradient))
         result.copy_(call(hook, bucket, state)[0])
-    owed = _owed(state)
+    error_before = _error_in(state)
     bucket.set_buffer(buffer.fill_(float("nan")))
     result.fill_(float("nan"))
     arrival = torch.cuda.Event()
@@ -54,15 +58,15 @@ def problem_of(hook: Hook, state: Any, max_error: float, device: torch.device) -
         torch.cuda.synchronize(device)
     if host_waited:
         return "the host was held until the gradient had arrived"
-    expected = gradient.double() + owed - _owed(state)
+    expected = gradient.double() + error_before - _error_in(state)
     error = (result - expected).abs().max().item() / gradient.abs().max().item()
     if not error <= max_error:  # written so that NaN fails
         return f"off by {error:.3g}, allowed {max_error:.3g}: it does not keep to stream order"
     return None
 
 
-def _owed(state: Any) -> torch.Tensor | float:
-    """The error that the state keeps for the one bucket."""
+def _error_in(state: Any) -> torch.Tensor | float:
+    """Return the error that the state keeps for the only bucket."""
     if state is None:
         return 0.0
     torch.cuda.synchronize()
@@ -90,7 +94,7 @@ def main() -> int:
         try:
             state = hook_check.make_state() if hook_check.make_state else None
             problem = problem_of(hook_check.make(), state, hook_check.max_error, device)
-        except Exception as error:  # one broken hook must not hide what is wrong with the others
+        except Exception as error:  # one broken hook must not hide the problems of the others
             problem = f"raised {type(error).__name__}: {error}"
         print(f"{name:<24} {'FAILED: ' + problem if problem else 'ok'}", flush=True)
         failed |= problem is not None

@@ -1,4 +1,4 @@
-"""Without a GPU, the kernels run under Triton's interpreter: chosen here, before anything imports Triton."""
+"""Choose Triton's interpreter for the kernels if there is no GPU, before any module imports Triton."""
 
 import os
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ let_torchs_power_sgd_have_cpu_buckets()
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the kernels run: on the GPU if there is one, else interpreted on the CPU."""
+    """Return the device of the kernels: the GPU if there is one, else the CPU, where they are interpreted."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
-    """This process in a process group of its own, for one test."""
+    """Join a process group of this process alone, for one test."""
     from benchmarks.hooks import join_group_of_one  # imports Triton
 
     join_group_of_one(torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""benchmarks/accuracy: a tiny real run, its data, its statistics; docs/accuracy.md shows what was run.
+"""Tests of benchmarks/accuracy: a tiny real run, its data, its statistics, the tables of docs/accuracy.md.
 
-Needs scikit-learn and matplotlib: pip install 'gradcomp[accuracy]'.
+They need scikit-learn and matplotlib: pip install 'gradcomp[accuracy]'.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp[accuracy]'")
 
-from benchmarks.accuracy import report
+from benchmarks.accuracy import comparison
 from benchmarks.accuracy.__main__ import parse
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from gradcomp.compress.consistency import MESSAGE_BYTES
@@ -49,13 +49,14 @@ def test_a_whole_run(tmp_path):
     assert all(row["commit"] and row["torch"] == torch.__version__ and row["ranks"] == 2 for row in rows)
     for none, power_sgd in (rows[:2], rows[2:]):
         assert none["bytes_per_step"] == 4 * none["num_parameters"]
-        # In the first step DDP also tells the ranks how it arranges the buckets.
-        assert 0 < (told := none["sent_bytes"] - 60 * none["bytes_per_step"]) < 200
+        # In the first step DDP also broadcasts its bucket assignment.
+        assert 0 < (assignment := none["sent_bytes"] - 60 * none["bytes_per_step"]) < 200
         assert power_sgd["start_powerSGD_iter"] == 6
         compressed = power_sgd["bytes_per_step"]
         assert compressed < none["bytes_per_step"] / 4
         compared = 2 * MESSAGE_BYTES  # the options of both ranks, in the first step
-        assert power_sgd["sent_bytes"] == told + compared + 6 * none["bytes_per_step"] + 54 * compressed
+        plain = 6 * none["bytes_per_step"]
+        assert power_sgd["sent_bytes"] == assignment + compared + plain + 54 * compressed
         # The same weights and data; compression shows after the sixth step.
         start, *_, end = none["validation_losses"]
         assert power_sgd["validation_losses"][:2] == none["validation_losses"][:2]
@@ -64,7 +65,7 @@ def test_a_whole_run(tmp_path):
         assert end[1] < start[1]
     digits = rows[2]
     assert digits["validation_accuracy"] > 0.5, "a tenth would be guessing"
-    assert report.tables(rows) in done.stdout
+    assert comparison.tables(rows) in done.stdout
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -117,21 +118,21 @@ def test_hooks_are_compared_seed_by_seed():
         row("none", 1, 3.0, 40),
         row("fp16", 1, 3.3, 20),
     ]
-    none, fp16 = report.summaries(rows)["gpt"]
+    none, fp16 = comparison.summaries(rows)["gpt"]
     assert none.differences == [0, 0]
     assert fp16.differences == pytest.approx([0.1, 0.3])
-    table = report.tables(rows)
+    table = comparison.tables(rows)
     # Standard deviations of two values: their distance / √2.
     assert re.search(r"none +40 +1\.0× +40\.0 +2\.500 ± 0\.707 +50\.0 ± 0\.0 %", table)
     assert re.search(r"fp16 +20 +2\.0× +20\.0 +2\.700 ± 0\.849 +\+0\.200 ± 0\.141 +50\.0 ± 0\.0 %", table)
-    assert re.search(r"none +40 +1\.0× +40\.0 +2\.000 +50\.0 %", report.tables(rows[:1])), (
+    assert re.search(r"none +40 +1\.0× +40\.0 +2\.000 +50\.0 %", comparison.tables(rows[:1])), (
         "one seed has no spread"
     )
 
 
 def test_the_documented_tables_are_of_the_recorded_runs():
     rows = rows_of(ROOT / "benchmarks" / "results" / "accuracy.jsonl")
-    assert report.tables(rows) in (ROOT / "docs" / "accuracy.md").read_text()
+    assert comparison.tables(rows) in (ROOT / "docs" / "accuracy.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,16 @@
-"""The benchmarks: as far as they can be tried without a GPU."""
+"""The benchmarks' models, harness and records, as far as they can be tried without a GPU."""
 
 import json
 import math
 import os
 import signal
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import apart, models, powersgd, reducer, report
+from benchmarks import isolated, models
 from benchmarks.clock import Clock
 from benchmarks.harness import (
     Case,
@@ -19,10 +18,10 @@ from benchmarks.harness import (
     WrongResultError,
     check,
     elementwise_error,
-    frobenius_error,
     rounding_error,
 )
-from gradcomp import ops
+from benchmarks.powersgd_problem import PASSES
+from benchmarks.records import RESULTS
 from tests.programs import run_module
 
 CPU = torch.device("cpu")
@@ -61,7 +60,7 @@ def test_buckets_follow_ddp(model, dtype):
 
 
 def case_of(provider, *, outputs=(), max_error=0.0) -> Case:
-    """A case whose right answer is 0, 1, 2, 3."""
+    """Make a case whose right result is 0, 1, 2, 3."""
 
     def build() -> Setup:
         right = torch.arange(4.0)
@@ -71,7 +70,7 @@ def case_of(provider, *, outputs=(), max_error=0.0) -> Case:
     return Case("count", "to 4", "float32", 16, max_error, build, baseline="torch")
 
 
-out = torch.arange(4.0)  # right from the start, so only poison shows that nothing was written
+out = torch.arange(4.0)  # right from the start, so only the NaN fill shows that it was not written
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_every_file_of_kernels_is_found_and_its_cases_have_different_names(quick
             "powerSGD_hook ",
             "reducer ",
         ),
-        *(f"powerSGD {stage} " for stage in powersgd.PASSES),
+        *(f"powerSGD {stage} " for stage in PASSES),
     ):
         assert any(name.startswith(expected) for name in names), expected
 
@@ -148,101 +147,6 @@ def test_each_model_is_flattened_whole_on_a_gpu():
     assert sizes == {name: 8 * models.num_elements(list(shapes())) for name, shapes in models.MODELS.items()}
 
 
-def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
-    cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name.startswith("powerSGD")]
-    assert len(cases) == 3 * 6 * 2 * (1 + 4)  # models, ranks, dtypes; the hook and its stages
-    for (label, dtype), group in {(case.label, case.dtype): [] for case in cases}.items():
-        group += [case for case in cases if (case.label, case.dtype) == (label, dtype)]
-        whole, *stages = group
-        assert whole.num_bytes == sum(stage.num_bytes for stage in stages)
-    by_name = {str(case): case for case in cases if case.label.startswith("bert-large")}
-    [whole] = [case for name, case in by_name.items() if "hook" in name and "r=1 float32" in name]
-    # 20 B per element of a matrix, 16 per element of a vector: all matrices but the token types are compressed.
-    shapes = list(models.bert_large())
-    vectors = models.num_elements([shape for shape in shapes if len(shape) == 1 or shape[0] == 2])
-    assert whole.num_bytes == 20 * models.num_elements(shapes) - 4 * vectors
-    assert whole.num_elements == models.num_elements(shapes)
-    assert whole.num_buckets == len(models.buckets("bert-large", torch.float32)) > 1
-
-
-SMALL = [(40, 30), (7,), (40, 30), (64, 2, 3, 3), (5, 4)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "build", [powersgd._hooks, *(partial(powersgd._stage, stage=s) for s in powersgd.PASSES)]
-)
-def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one, monkeypatch):
-    monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, for hundreds of steps
-    problem = powersgd.Problem((tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
-    setup = build(problem)
-    bound = powersgd.MAX_ERROR_WITH_TORCH[dtype]
-    case = Case("", "", "", 0, bound, lambda: setup, "", frobenius_error)
-    assert check(case, setup)
-    # As in the timed rounds, on what the last call has left: nothing may vanish, become NaN or grow, but for
-    # project alone, which adds the gradient to the error in every call.
-    growth = 302 if getattr(build, "keywords", None) == {"stage": "project"} else 1
-    for provider in setup.providers.values():
-        for _ in range(300):
-            provider()
-        for result, reference in zip(provider(), setup.reference(), strict=True):
-            assert 0.5 < result.double().norm() / reference.norm() < 2 * growth
-
-    def wrong() -> list[torch.Tensor]:
-        return [result * (1 + 2 * bound) for result in next(iter(setup.providers.values()))()]
-
-    with pytest.raises(WrongResultError):
-        check(case, replace(setup, providers={"wrong": wrong}))
-
-
-# --- the reducers ---
-
-
-def test_reducers_are_checked_before_they_are_timed(group_of_one):
-    setup = reducer._training(SMALL, CPU)
-    bound = rounding_error(torch.float32)
-    case = Case("", "", "", 0, bound, lambda: setup, "torch")
-    assert set(check(case, setup)) == {"gradcomp", "gradcomp_view", "torch", "torch_view"}
-    for provider in setup.providers.values():
-        for _ in range(3):
-            provider()
-    assert check(case, setup)  # nothing that earlier calls have left gets in the way
-
-    def wrong() -> list[torch.Tensor]:
-        return [result * (1 + 2 * bound) for result in setup.providers["gradcomp"]()]
-
-    with pytest.raises(WrongResultError):
-        check(case, replace(setup, providers={"wrong": wrong}))
-
-
-def test_both_reducers_train_the_same_model_without_copies(group_of_one):
-    gradients = [torch.randn(shape) for shape in SMALL]
-    model = reducer.Model(gradients)
-    for _ in range(2):
-        results = reducer._step(model, model, None)
-        assert [result.data_ptr() for result in results] == [each.data_ptr() for each in gradients]
-
-
-def test_launches_are_counted_without_views_and_allocations():
-    assert reducer.num_launches(lambda: torch.ones(4).add_(1).view(2, 2).t()) == 2
-    assert reducer.num_launches(lambda: torch.empty(4)[1:]) == 0
-    # In a backward too, whatever thread runs it.
-    x = torch.ones(3, requires_grad=True)
-    forward = reducer.num_launches(lambda: x.exp().sum())
-    assert reducer.num_launches(lambda: x.exp().sum().backward()) > forward
-
-
-def test_reducers_on_a_gpu_average_bert_large():
-    labels = {
-        quick: [each.label for each in bench.discover(torch.device("cuda"), quick) if each.name == "reducer"]
-        for quick in (False, True)
-    }
-    assert labels == {
-        False: ["400 small tensors", "resnet50", "bert-large"],
-        True: ["400 small tensors"],
-    }
-
-
 def test_a_run_records_rows_with_every_field(tmp_path):
     command = ["benchmarks", "--quick", "--filter", "decompress_cast 1 MiB", "--record"]
     done = run_module(*command, "--results", str(tmp_path), GRADCOMP_COMMIT="0123abc")
@@ -250,7 +154,7 @@ def test_a_run_records_rows_with_every_field(tmp_path):
     [path] = tmp_path.iterdir()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 4  # two dtypes, two providers
-    documented = (report.RESULTS / "README.md").read_text()
+    documented = (RESULTS / "README.md").read_text()
     for row in rows:
         assert row["case"] == "decompress_cast"
         assert row["p20_us"] <= row["p50_us"] <= row["p80_us"]
@@ -283,22 +187,22 @@ def test_hooks_are_timed_in_processes_of_their_own(tmp_path):
     ],
 )
 def test_what_goes_wrong_in_a_process_of_its_own_is_said(build, message):
-    case = Case("count", "to 4", "float32", 16, 0.0, build, baseline="torch", apart=("torch",))
+    case = Case("count", "to 4", "float32", 16, 0.0, build, baseline="torch", isolated=("torch",))
     with pytest.raises(RuntimeError, match=f"torch's process, asked for its error: (?s:.*){message}"):
-        apart.measure(case, Clock(CPU, quick=True))
+        isolated.measure(case, Clock(CPU, quick=True))
 
 
 def test_a_process_of_its_own_that_hangs_is_killed(monkeypatch):
-    monkeypatch.setattr(apart, "TIMEOUT_S", 1)
-    case = Case("count", "to 4", "float32", 16, 0.0, signal.pause, "torch", apart=("torch",))
-    with apart._Worker(case, "torch") as worker, pytest.raises(RuntimeError, match="said nothing for 1 s"):
+    monkeypatch.setattr(isolated, "TIMEOUT_S", 1)
+    case = Case("count", "to 4", "float32", 16, 0.0, signal.pause, "torch", isolated=("torch",))
+    with isolated._Worker(case, "torch") as worker, pytest.raises(RuntimeError, match="said nothing for 1 s"):
         worker.ask("error")
     assert worker._process.exitcode == -signal.SIGKILL
 
 
 def test_a_process_of_its_own_that_has_failed_before_it_is_asked_says_why():
-    case = Case("count", "to 4", "float32", 16, 0.0, partial(divmod, 1, 0), "torch", apart=("torch",))
-    with apart._Worker(case, "torch") as worker:
+    case = Case("count", "to 4", "float32", 16, 0.0, partial(divmod, 1, 0), "torch", isolated=("torch",))
+    with isolated._Worker(case, "torch") as worker:
         worker._process.join(60)
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             worker.ask("error")

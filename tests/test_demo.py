@@ -1,4 +1,4 @@
-"""The demo: real runs of a tiny size, what it counts, and how it ends when something goes wrong."""
+"""The demo in real runs of a tiny size: its counts, and its end after a failure."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TIMEOUT_S = 90
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a demo whose output goes to the file `demo.output`; whatever is left of it at the end is killed."""
+    """Start demos with their output in the file `demo.output`, and kill their processes at the end."""
     started = []
 
     def start_demo(*arguments: str) -> subprocess.Popen:
@@ -63,7 +63,7 @@ def wait_until_gone(pids: set[int]) -> None:
 
 
 def ranks_of(demo: subprocess.Popen) -> list[int]:
-    """The pids of the training ranks, in the order of their start."""
+    """Return the process ids of the training ranks, in the order of their start."""
     pids = sorted(descendants(demo.pid))
     return [pid for pid in pids if b"LOCAL_RANK" in Path(f"/proc/{pid}/environ").read_bytes()]
 
@@ -87,7 +87,8 @@ def test_a_whole_demo(start, tmp_path):
     assert none["reducer"] == "torch"
     assert "reducer: torch\n" in output
 
-    # Our Reducer trains as torch's DDP, to rounding. That the replicas have the same bits each run checks itself.
+    # gradcomp's Reducer trains as torch's DDP, to rounding. Each run checks by itself that replicas have the
+    # same bits.
     demo = start("--hook", "none", "--steps", "13", "--reducer", "gradcomp", "--out", str(tmp_path / "ours"))
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
@@ -106,8 +107,8 @@ def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
     none = json.loads((tmp_path / "none.json").read_text())
     for hook in ("powersgd", "batched"):
         power_sgd = json.loads((tmp_path / f"{hook}.json").read_text())
-        compared = 2 * MESSAGE_BYTES  # of both ranks, once
-        # Steps between counted ones are taken to be as the last of those.
+        compared = 2 * MESSAGE_BYTES  # the options of both ranks, once
+        # Steps between counted ones are assumed to be as the last counted one.
         assert power_sgd["step_bytes"][:4] == [none["step_bytes"][0] + compared, *none["step_bytes"][1:4]]
         assert power_sgd["step_bytes"][4:] == [power_sgd["bytes_per_step"]] * 46
         assert power_sgd["bytes_per_step"] < none["bytes_per_step"] / 2
@@ -117,7 +118,7 @@ def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_to_the_launcher_ends_every_rank(start, number, status):
-    """Only the launcher gets it, as from `kill`; from a terminal all would."""
+    """The signal goes to the launcher alone, as from `kill`; from a terminal all processes would get it."""
     demo = start("--hook", "none", "--steps", "100000")
     wait_for_text(demo, "step ")
     pids = descendants(demo.pid)
@@ -169,7 +170,7 @@ def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):
 
 
 def check_different_replicas(rank, capabilities):
-    """What the demo's check says of parameters that differ in one element."""
+    """Return the message of the demo's check on parameters that differ in one element."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capabilities[rank])
         check_replicas([torch.ones(3), torch.zeros(2)])

@@ -1,4 +1,4 @@
-"""gpu-check and the checks that it runs: as far as they can be tried without a GPU."""
+"""Tests of gpu-check and the checks that it runs, as far as they can be tried without a GPU."""
 
 import os
 import select
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import ddp_check, gpu_check, stream_check
+from benchmarks import checked_hooks, ddp_check, gpu_check, stream_check
 from tests.programs import ROOT, run_module
 
 CPU = torch.device("cpu")
@@ -20,15 +20,15 @@ def test_a_check_without_a_gpu_says_so(main, monkeypatch, capsys):
     assert "no CUDA GPU is available" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ddp_check.HOOKS)
+@pytest.mark.parametrize("name", checked_hooks.HOOKS)
 def test_stream_check_judges_results(name, monkeypatch, group_of_one):
-    """On the CPU, where no stream is: what is left is the comparison with the gradient."""
+    """On the CPU, which has no streams, the check still compares results with the gradient."""
     monkeypatch.setattr(stream_check, "SHAPES", [(64, 48), (9,), (64, 48)])
     for function in ("synchronize", "_sleep", "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, function, lambda *arguments: None)
     event = SimpleNamespace(record=lambda: None, query=lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    hook_check = ddp_check.HOOKS[name]
+    hook_check = checked_hooks.HOOKS[name]
     state = hook_check.make_state() if hook_check.make_state else None
     hook = hook_check.make()
 
@@ -94,7 +94,7 @@ def test_the_stages_end_within_nine_minutes():
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_test_file_of_its_folders_runs_once(device):
-    """But for the one that compiles ahead of time, which takes minutes and no GPU."""
+    """The exception is the file that compiles ahead of time, which takes minutes and no GPU."""
     steps = [step for stage in gpu_check.stages(device) for step in stage]
     files = [argument for step in steps for argument in step.command if argument.startswith("tests/")]
     folders = ("kernels", "hooks", "distributed", "testing")
@@ -112,7 +112,7 @@ def test_ddp_with_every_hook_on_two_ranks():
     done = run_module("benchmarks.ddp_check", "--device", "cpu", "--timeout-s", "90")
     assert done.returncode == 0, done.stdout
     passed = [line for line in done.stdout.splitlines() if " ok " in line]
-    for hook in (*ddp_check.HOOKS, ddp_check.NO_HOOK):
+    for hook in (*checked_hooks.HOOKS, checked_hooks.NO_HOOK):
         reducers = [line.partition("  on ")[2] for line in passed if line.startswith(f"{hook:<24} ok")]
         assert reducers == list(ddp_check.REDUCERS)
 
@@ -121,7 +121,7 @@ BROKEN = """
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from benchmarks.ddp_check import HookCheck
+from benchmarks.checked_hooks import HookCheck
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 def skips_a_bucket(state, bucket):
@@ -144,30 +144,30 @@ def differs(state, bucket):
 
 class Miser(PowerSGDState):
     def state_dict(self):
-        return {"buckets": self.owed}
+        return {"buckets": self.errors}
 
-def gives_nothing(state, bucket):
+def sends_nothing(state, bucket):
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return allreduce_hook(None, bucket)
-    buffer, owed = bucket.buffer(), state.__dict__.setdefault("owed", {})
-    owed[bucket.index()] = {"error": owed.get(bucket.index(), {"error": 0})["error"] + buffer}
+    buffer, errors = bucket.buffer(), state.__dict__.setdefault("errors", {})
+    errors[bucket.index()] = {"error": errors.get(bucket.index(), {"error": 0})["error"] + buffer}
     future = torch.futures.Future()
     future.set_result(buffer.zero_())
     return future
 
-def state(kind=PowerSGDState, **options):
-    return kind(None, matrix_approximation_rank=4, start_powerSGD_iter=2, **options)
+def state(state_class=PowerSGDState, **options):
+    return state_class(None, matrix_approximation_rank=4, start_powerSGD_iter=2, **options)
 
 forgetful = HookCheck(lambda: powerSGD_hook, make_state=lambda: state(use_error_feedback=False))
 differing = HookCheck(lambda: differs, make_state=state)
-miserly = HookCheck(lambda: gives_nothing, make_state=lambda: state(Miser))
+miserly = HookCheck(lambda: sends_nothing, make_state=lambda: state(Miser))
 """
 
 
 def test_ddp_with_a_broken_hook_fails(tmp_path):
     (tmp_path / "broken_hooks.py").write_text(BROKEN)
-    # Those with error feedback, the last three, are judged by sums over the steps.
+    # The last three, which have error feedback, are judged by sums over the steps.
     names = ("skips_a_bucket", "forgets_to_divide", "forgetful", "differing", "miserly")
     broken = [f"broken_hooks:{name}" for name in names]
     command = ["benchmarks.ddp_check", "--device", "cpu"]
@@ -176,7 +176,7 @@ def test_ddp_with_a_broken_hook_fails(tmp_path):
     assert done.returncode == 1
     for hook in broken:
         assert f"{hook:<24} FAILED" in done.stdout
-    assert f"{'allreduce_hook':<24} ok" in done.stdout  # a broken hook hides nothing about the next
+    assert f"{'allreduce_hook':<24} ok" in done.stdout  # broken hooks don't hide the results of others
     assert "the replicas differ" in done.stdout
 
     done = run_module(*command, "--hook", "broken_hooks:raises", PYTHONPATH=str(tmp_path))

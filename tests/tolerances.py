@@ -1,7 +1,7 @@
 """Every tolerance of the tests, with its reason.
 
-UNIT_ROUNDOFF[dtype]: the largest relative error of rounding once to nearest, 2^-p for p significant bits.
-SMALLEST[dtype]: the spacing of subnormal numbers, the absolute error below the normal range.
+UNIT_ROUNDOFF[dtype] is the largest relative error of rounding once to nearest, 2^-p for p significant bits.
+SMALLEST[dtype] is the spacing of subnormal numbers, the absolute error below the normal range.
 """
 
 import torch
@@ -16,9 +16,10 @@ SMALLEST = {dtype: torch.finfo(dtype).smallest_normal * 2 * UNIT_ROUNDOFF[dtype]
 
 
 def scaled_copy(source: torch.dtype, result: torch.dtype) -> float:
-    """Relative error of round(scale · x): the scale and the product round in the arithmetic's dtype (fp64
-    if either side is fp64, else fp32), the result once more (from fp64
-    to 16 bits by way of fp32: in torch always, in the kernels to bf16).
+    """Return the relative error of round(scale · x).
+
+    The scale and the product round in the arithmetic's dtype (fp64 if either side is fp64, else fp32), the
+    result once more (from fp64 to 16 bits by way of fp32: in torch always, in the kernels to bf16).
     """
     arithmetic = torch.float64 if torch.float64 in (source, result) else torch.float32
     detour = UNIT_ROUNDOFF[torch.float32] if source == torch.float64 else 0.0
@@ -26,21 +27,22 @@ def scaled_copy(source: torch.dtype, result: torch.dtype) -> float:
 
 
 def average(wire: torch.dtype, world_size: int, magnitude: torch.Tensor) -> torch.Tensor:
-    """Error of a mean of world_size values up to this magnitude, summed in the dtype on the wire: each
-    addend and each partial sum is rounded once.
+    """Return the error of a mean of world_size values up to this magnitude, summed in the dtype on the wire.
+
+    Each addend and each partial sum is rounded once.
     """
     return 1.01 * 2 * world_size * (UNIT_ROUNDOFF[wire] * magnitude + SMALLEST[wire])
 
 
-# PowerSGD. One step of float32 from an identical state: products of up to 300 terms and an orthonormalisation.
-# Measured 4e-7 against torch, 2e-7 against the oracle.
+# PowerSGD. One step of float32 from an identical state: products of up to 300 terms and an
+# orthonormalisation. Measured 4e-7 against torch, 2e-7 against the oracle.
 ONE_STEP = 1e-5
 # The span of the new Q, which the spread of its singular values magnifies. Measured 4e-7.
 ONE_STEP_SPAN = 1e-5
 # The same in float64. Measured 7e-16, but the span keeps a condition number of up to 100.
 ONE_STEP_FP64 = 1e-12
-# Of a gradient of rank ≤ r, what one step in float32 leaves out: rounding P, times its condition number, which is a
-# few hundred where random directions stand in for lost ones. Measured 2e-6 to 4e-5.
+# The part of a gradient of rank ≤ r that one step in float32 leaves out: rounding P, times its condition
+# number, which is a few hundred where random directions replace lost ones. Measured 2e-6 to 4e-5.
 RECOVERY = 1e-4
 # Two ways to orthonormalise with epsilon 1e-8 added to columns of length about 1. Measured 3e-7.
 EPSILON_STEP = 1e-5
@@ -48,21 +50,21 @@ EPSILON_STEP = 1e-5
 SIXTEEN_BIT_ROUNDINGS = 4
 # A mean of errors, rounded to float32 once. Measured 3e-8; ten times as much for a step behind it.
 MEAN_ERROR = 1e-6
-# How far torch's errors of tensors that are not compressed wander in 200 steps, in units of the gradients' rms;
-# the noise of one rank against the mean of two has rms 0.7. Measured 9.6.
+# The least distance that torch's errors of uncompressed tensors wander in 200 steps, in units of the
+# gradients' rms; the noise of one rank against the mean of two has rms 0.7. Measured 9.6.
 WANDERED = 5.0
 
-# Relative error (Frobenius) of one PowerSGD step from an identical state, times P's condition number. fp32: sums
-# of up to a thousand products in fp32 and one rounding each of M, P, Q and the output, measured 1e-7 to 6e-7.
-# 16 bits: M, P, Q and the output are rounded; P's rounding turns the space that it spans, hence the condition
-# number.
+# Relative error (Frobenius) of one PowerSGD step from an identical state, times P's condition number. fp32:
+# sums of up to a thousand products in fp32 and one rounding each of M, P, Q and the output, measured 1e-7 to
+# 6e-7. 16 bits: M, P, Q and the output are rounded; P's rounding rotates the space that it spans, hence the
+# condition number.
 POWERSGD_STEP = {
     torch.float64: 1e-12,
     torch.float32: 3e-6,
     torch.float16: 4 * 2.0**-11,
     torch.bfloat16: 4 * 2.0**-8,
 }
-# Error of one of its stages by itself: one rounding of its result, and its sums.
+# Relative error of one PowerSGD stage by itself: one rounding of its result, and its sums.
 POWERSGD_STAGE = {
     torch.float64: 1e-12,
     torch.float32: 1e-6,
@@ -71,9 +73,10 @@ POWERSGD_STAGE = {
 }
 # Above rank 8 on a GPU, sums in three parts of TF32: 2e-7 to 6e-7 emulated.
 POWERSGD_STAGE_DOT = 3e-6
-# ‖PᵀP−I‖_F: what the project asks of fp32 up to a condition number of 1e6. Measured: 2e-8 to 3e-6 where the second
-# pass just isn't made. fp64: the Gram matrix squares the condition number, 1e-16 · 1e8 · rank, once.
+# ‖PᵀP−I‖_F: the project's requirement for fp32 up to a condition number of 1e6. Measured: 2e-8 to 3e-6 where
+# the second pass is only just skipped. fp64: the Gram matrix squares the condition number, 1e-16 · 1e8 ·
+# rank, once.
 ORTHONORMAL = {torch.float32: 1e-5, torch.float64: 1e-6}
-# ‖P − Q Qᵀ P‖ / ‖P‖: rounding Q to fp32, 2^-24 · sqrt(rank) times 4; in fp64 rounding P Tᵀ for a condition number
-# of 1e4.
+# ‖P − Q Qᵀ P‖ / ‖P‖: rounding Q to fp32, 2^-24 · sqrt(rank) times 4; in fp64 rounding P Tᵀ for a condition
+# number of 1e4.
 SPAN = {torch.float32: 1e-6, torch.float64: 1e-11}

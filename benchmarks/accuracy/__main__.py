@@ -1,11 +1,11 @@
-"""What compression costs in accuracy: train to the end with each hook, from several seeds, and compare.
+"""Measure what compression costs in accuracy: train to the end with each hook, from several seeds.
 
     python -m benchmarks.accuracy --task digits --hook none,powersgd:4,batched:1 --seeds 3
 
-Trains the demo's GPT, of a smaller size, and a convolutional network on scikit-learn's digits, on several
+It trains the demo's GPT, of a smaller size, and a convolutional network on scikit-learn's digits, on several
 ranks (gloo, CPU). From one seed every hook trains the same weights on the same data in the same order.
 PowerSGD (powersgd:RANK, or batched:RANK for a bucket as one matrix) starts after a tenth of the steps.
-Writes accuracy.jsonl, a line per run, and a picture to --out.
+It writes accuracy.jsonl, a line per run, and a picture to --out.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch.multiprocessing
 
-from benchmarks.accuracy import report
+from benchmarks.accuracy import comparison
+from benchmarks.accuracy.runs import check_hook_name, work
 from benchmarks.accuracy.tasks import TASKS
-from benchmarks.accuracy.train import check_hook_name, work
 from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import add_training_options, check_training_options, positive
 
@@ -80,11 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
         # daemon: whatever ends this process ends the ranks.
         torch.multiprocessing.spawn(work, (store, options), nprocs=options.ranks, daemon=True)
     rows = [json.loads(line) for line in options.results.read_text().splitlines()]
-    print("\n" + report.tables(rows))
+    print("\n" + comparison.tables(rows))
     print(f"\nEvery run: {options.results}")
     picture = options.out / "accuracy.png"
     try:
-        report.draw(rows, picture)
+        comparison.draw(rows, picture)
         print(f"Validation loss against bytes sent: {picture}")
     except ImportError:
         print("No picture: it needs matplotlib (pip install 'gradcomp[accuracy]')")

@@ -1,4 +1,4 @@
-"""What is trained: the demo's GPT on its text, and a small convolutional network on scikit-learn's digits."""
+"""The tasks: the demo's GPT on its text, and a small convolutional network on scikit-learn's digits."""
 
 import argparse
 import sysconfig
@@ -14,20 +14,20 @@ from benchmarks.demo.train import GPT
 
 Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
 
-VALIDATION_WINDOWS = 128  # of the text
-VALIDATION_SHARE = 0.2  # of the digits
+VALIDATION_WINDOWS = 128  # held-out windows of the text
+VALIDATION_FRACTION = 0.2  # held-out fraction of the digits
 DIGITS_BATCH = 32  # images per rank and step
 
-# Chosen without compression: the hooks get what suits the baseline.
+# Chosen without compression: the hooks use the baseline's learning rates.
 GPT_LEARNING_RATE = 3e-3
 DIGITS_LEARNING_RATE, DIGITS_MOMENTUM, DIGITS_WEIGHT_DECAY = 0.05, 0.9, 5e-3
 
 
 @dataclass
 class Task:
-    """One rank's side of a run. Ranks have the same weights and validation data; each draws its own batches.
+    """One rank's model, optimizer and data. Ranks have the same weights and validation data; batches differ.
 
-    All of it follows from the options, the seed, the rank and the number of ranks, so that every hook trains
+    They all follow from the options, the seed, the rank and the number of ranks, so that every hook trains
     the same weights on the same data in the same order.
     """
 
@@ -38,7 +38,7 @@ class Task:
 
 
 def gpt(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
-    """The demo's GPT and AdamW. Validation: windows spread over the held-out files."""
+    """Make the demo's GPT with AdamW. The validation windows are spread over the held-out files."""
     folder, window = sysconfig.get_paths()["stdlib"], options.sequence + 1
     data = Windows(folder, options.sequence, seed, rank, ranks)
     _, held_out = read_corpus(folder)
@@ -58,17 +58,18 @@ def next_bytes(windows: Tensor) -> Batch:
 
 
 def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
-    """Three convolutions and SGD with momentum on 1,797 images of 8×8. Validation: the last fifth of them.
+    """Make three convolutions with SGD with momentum on 1,797 images of 8×8.
 
-    They stay in the data set's order: thirteen people wrote them, and a random split, which is easier, would
-    hold out images of writers that it trains on. Raises ImportError without scikit-learn.
+    The last fifth of the images is for validation. The images stay in the data set's order: thirteen people
+    wrote them, and a random split, which is easier, would hold out images of writers that are also trained
+    on. Raises ImportError without scikit-learn.
     """
     from sklearn.datasets import load_digits
 
     data = load_digits()
     images = torch.from_numpy(data.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(data.target).long()
-    num_training = len(labels) - round(VALIDATION_SHARE * len(labels))
+    num_training = len(labels) - round(VALIDATION_FRACTION * len(labels))
     generator = torch.Generator().manual_seed(seed * ranks + rank)
 
     def draw() -> Batch:
@@ -91,7 +92,7 @@ def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Tas
 
 
 def conv_net() -> nn.Module:
-    """Images, batch × 1 × 8 × 8, to the logits of ten digits."""
+    """Make a network from images, batch × 1 × 8 × 8, to the logits of ten digits."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -101,7 +102,7 @@ def conv_net() -> nn.Module:
 
 
 def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy in nats, and the share of predictions that are right."""
+    """Compute the mean cross-entropy in nats, and the fraction of predictions that are right."""
     inputs, classes = batch
     logits = model(inputs)
     loss = functional.cross_entropy(logits.flatten(0, -2), classes.flatten())

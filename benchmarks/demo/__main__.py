@@ -3,7 +3,7 @@
     python -m benchmarks.demo --hook fp16,bf16 --steps 400
 
 Each run is torchrun with benchmarks/demo/train.py: the same weights, data and order for every hook. The text
-is the source of Python's own standard library. Writes a JSON record per hook and a picture to --out.
+is the source of Python's own standard library. It writes a JSON record per hook and a picture to --out.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.demo import report
+from benchmarks.demo import chart
 from benchmarks.demo.options import (
     add_training_options,
     check_training_options,
@@ -27,7 +27,7 @@ from benchmarks.demo.options import (
 from benchmarks.demo.train import HOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE_S = 5.0  # between asking a run's processes to end and killing them
+GRACE_S = 5.0  # the time between asking a run's processes to end and killing them
 
 
 class RunFailedError(Exception):
@@ -54,8 +54,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_hook(hook: str, options: argparse.Namespace) -> report.Record:
-    """Train with one hook under torchrun, its output passing through; the record it wrote.
+def run_hook(hook: str, options: argparse.Namespace) -> chart.Record:
+    """Train with one hook under torchrun, which prints its output, and return the record it wrote.
 
     Whatever ends this call (a signal too) ends every process of the run. Raises RunFailedError.
     """
@@ -66,7 +66,7 @@ def run_hook(hook: str, options: argparse.Namespace) -> report.Record:
         *("--nproc-per-node", str(options.ranks), "-m", "benchmarks.demo.train"),
         *("--hook", hook, "--record", str(record.resolve()), *training_arguments(options)),
     ]
-    # torchrun sets one thread where nothing is said; the ranks share the cores by themselves.
+    # torchrun's default is one thread; the ranks divide the cores among themselves.
     threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
     # A session of its own, so that its processes can be ended together.
@@ -77,13 +77,14 @@ def run_hook(hook: str, options: argparse.Namespace) -> report.Record:
         end_session(run)
     if status:
         raise RunFailedError(f"training with {hook!r} failed: torchrun's exit status is {status}; see above")
-    result: report.Record = json.loads(record.read_text())
+    result: chart.Record = json.loads(record.read_text())
     return result
 
 
 def end_session(run: subprocess.Popen[bytes]) -> None:
-    """Ask every process of the run to end, and kill those that don't. torchrun's ranks are in sessions of
-    their own, so they are found by their parents, before these die.
+    """Ask every process of the run to end, and kill those that don't.
+
+    torchrun's ranks are in sessions of their own, so they are found by their parents, before these die.
     """
     pids = set() if run.poll() is not None else {run.pid, *descendants(run.pid)}
     for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
@@ -98,7 +99,7 @@ def end_session(run: subprocess.Popen[bytes]) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """The children of a process, theirs, and so on."""
+    """Return the process ids of all descendants of a process."""
     found: set[int] = set()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -114,9 +115,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def write_picture(records: list[report.Record], path: Path) -> None:
+def write_picture(records: list[chart.Record], path: Path) -> None:
     try:
-        report.draw(records, path)
+        chart.draw(records, path)
         print(f"\nLoss against bytes sent: {path}")
     except ImportError:
         print("\nNo picture: it needs matplotlib (pip install 'gradcomp[demo]')")
@@ -139,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         except RunFailedError as error:
             print(f"demo: {error}", file=sys.stderr)
             return 1
-    print("\n" + report.table(records))
+    print("\n" + chart.table(records))
     write_picture(records, options.out / "loss_vs_bytes.png")
     return 0
 

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of Python's own standard library, as bytes."""
+"""The text that the demo trains on: the source of Python's own standard library, as bytes."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,10 @@ from torch import Tensor
 
 VOCABULARY = 256  # a token is a byte
 MAX_BYTES, MIN_BYTES = 4_000_000, 200_000
-VALIDATION_SHARE = 0.1
+VALIDATION_FRACTION = 0.1
 VALIDATION_WINDOWS = 16  # per rank
 
-# Other people's packages, tests, tables of characters, generated files.
+# Third-party packages, tests, tables of characters, generated files.
 SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test"),
     *("encodings", "pydoc_data", "lib2to3"),
@@ -19,10 +19,10 @@ SKIPPED_FOLDERS = {
 
 
 def read_corpus(folder: str) -> tuple[Tensor, Tensor]:
-    """The Python files under ``folder``, in sorted order: bytes to train on, bytes to validate on.
+    """Read the Python files under ``folder``, in sorted order: (bytes to train on, bytes to validate on).
 
-    It stops at the file that passes ``MAX_BYTES``; the last whole files, a tenth of the bytes, are
-    held out for validation. Raises FileNotFoundError when there is too little to learn from.
+    Reading stops at the file that passes ``MAX_BYTES``. The last whole files, a tenth of the bytes, are
+    held out for validation. Raises FileNotFoundError if there is too little to learn from.
     """
     paths: list[Path] = []
     for parent, folders, names in os.walk(folder):
@@ -41,7 +41,7 @@ def read_corpus(folder: str) -> tuple[Tensor, Tensor]:
             "this Python installed without its standard library's source (zipped, or .pyc only)?"
         )
     held_out: list[bytes] = []
-    while sum(map(len, held_out)) < VALIDATION_SHARE * num_bytes:
+    while sum(map(len, held_out)) < VALIDATION_FRACTION * num_bytes:
         held_out.insert(0, texts.pop())
     return _as_tensor(texts), _as_tensor(held_out)
 
@@ -51,10 +51,10 @@ def _as_tensor(texts: list[bytes]) -> Tensor:
 
 
 class Windows:
-    """One rank's share of the corpus, in windows of ``sequence + 1`` bytes.
+    """The windows of ``sequence + 1`` bytes that one rank draws from the corpus.
 
-    What it draws depends on the seed, the rank and the number of ranks alone, so that every hook
-    trains on the same data in the same order. ``validation`` is spread over the held-out text.
+    They depend on the seed, the rank and the number of ranks alone, so that every hook trains on the same
+    data in the same order. ``validation`` holds windows spread over the held-out text.
     """
 
     def __init__(self, folder: str, sequence: int, seed: int, rank: int, ranks: int) -> None:
@@ -66,6 +66,6 @@ class Windows:
         self.validation = shared[rank::ranks].long()
 
     def draw(self, batch: int) -> Tensor:
-        """The next ``batch`` random windows: batch × (sequence + 1), int64."""
+        """Draw the next ``batch`` random windows: batch × (sequence + 1), int64."""
         starts = torch.randint(len(self._windows), (batch,), generator=self._generator)
         return self._windows[starts].long()

@@ -1,4 +1,4 @@
-"""What the demo measures while a hook trains: bytes on the wire, time per step, losses."""
+"""Measure a hook while it trains: bytes on the wire, time per step, losses."""
 
 import math
 import statistics
@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from gradcomp.compress.consistency import require_same_on_all_ranks
 
-WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, allocators and caches settle
-LAST_STEPS = 10  # the reported training loss is the mean over these
+WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, and allocators and caches fill
+LAST_STEPS = 10  # the steps over which the reported training loss is averaged
 
 
 class WireMeter(TorchDispatchMode):
-    """Counts the bytes that this rank hands to collectives inside a ``with`` block.
+    """A counter of the bytes that this rank hands to collectives inside a ``with`` block.
 
-    Every collective is an operator of torch's dispatcher, whoever issues it: DDP's C++ reducer or a hook.
+    Every collective is an operator of torch's dispatcher, whether DDP's C++ reducer or a hook issues it.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class WireMeter(TorchDispatchMode):
 
 
 class Recorder:
-    """One run's history. Most steps are timed; the others have their bytes counted instead.
+    """The history of one run. Most steps are timed; in the others bytes are counted instead.
 
-    A step between two counted ones is taken to send what the last counted one sent.
+    A step between two counted ones is assumed to send as many bytes as the last counted one.
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
@@ -74,15 +74,15 @@ class Recorder:
         return step % self.every == 0 or step == self.steps
 
     def add_validation(self, loss: Tensor) -> None:
-        """Note this rank's validation loss after the steps so far."""
+        """Record this rank's validation loss after the steps so far."""
         self.validation_losses.append((len(self.step_bytes), mean_over_ranks(loss).item()))
 
     def result(self) -> dict:
-        """Summary and history, losses averaged over the ranks: every rank must call it."""
+        """Return summary and history, with losses averaged over the ranks. Every rank must call it."""
         if not self.step_bytes[-1]:
             raise RuntimeError(
-                "a step handed 0 bytes to collectives: the hook does not communicate, or does so behind "
-                "the back of torch's dispatcher"
+                "a step handed 0 bytes to collectives: the hook does not communicate, or bypasses torch's "
+                "dispatcher"
             )
         losses = mean_over_ranks(torch.stack(self.losses)).tolist()
         return {
@@ -97,7 +97,7 @@ class Recorder:
 
 
 class Progress:
-    """Rank 0's progress: one line that rewrites itself on a terminal, now and then a line in a log."""
+    """Rank 0's progress: one line that is overwritten on a terminal, a line every two seconds in a log."""
 
     def __init__(self, hook: str, steps: int) -> None:
         self._hook, self._steps = hook, steps
@@ -106,7 +106,7 @@ class Progress:
         self._shown_at = -math.inf
 
     def show(self, recorder: Recorder) -> None:
-        """Print where the run is, unless that was done a moment ago."""
+        """Print the progress of the run, unless the interval since the last line has not passed."""
         step, now = len(recorder.step_bytes), time.monotonic()
         if dist.get_rank() != 0 or (now < self._shown_at + self._interval_s and step < self._steps):
             return
@@ -125,7 +125,7 @@ class Progress:
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """The mean of every rank's ``values``; a collective."""
+    """Average ``values`` over the ranks; a collective."""
     values = values.clone()
     dist.all_reduce(values)
     return values / dist.get_world_size()
@@ -142,7 +142,10 @@ def check_replicas(parameters: list[Tensor]) -> None:
         unlike = require_same_on_all_ranks("", {}, dist.group.WORLD, bits.device, "", notes)
         cause = "the hook has given the ranks different gradients"
         if unlike and bits.device.type == "cpu":
-            cause = f"the ranks run on unlike CPUs, whose sums differ in the last bit ({unlike}): docs/powersgd.md"
+            cause = (
+                f"the ranks run on unlike CPUs, whose sums differ in the last bit ({unlike}): "
+                "docs/powersgd.md"
+            )
         raise RuntimeError(
             f"{differing} of {bits.numel()} parameters differ between the ranks after training: {cause}"
         )

@@ -7,7 +7,7 @@ REDUCERS = ("torch", "gradcomp")  # what averages gradients during backward: tor
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    """What is trained, the same for every hook."""
+    """Add the options of the training, which are the same for every hook."""
     group = parser.add_argument_group("training")
     for name, default, text in (
         ("steps", 400, f"optimizer steps per hook, at least {MIN_STEPS}"),
@@ -28,7 +28,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """The whole number in ``text``, 1 or more; for argparse, which reports the error."""
+    """Parse a whole number of at least 1, for argparse, which reports the error."""
     try:
         value = int(text)
     except ValueError:
@@ -39,7 +39,7 @@ def positive(text: str) -> int:
 
 
 def check_training_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the program with a clear message when the options do not fit together."""
+    """End the program with a clear message if the options do not fit together."""
     if options.steps < MIN_STEPS:
         parser.error(f"--steps must be at least {MIN_STEPS} to time any of them: got {options.steps}")
     if options.width % options.heads:
@@ -49,6 +49,6 @@ def check_training_options(parser: argparse.ArgumentParser, options: argparse.Na
 
 
 def training_arguments(options: argparse.Namespace) -> list[str]:
-    """The training options as a command line, for the training script."""
+    """Format the training options as a command line for the training script."""
     names = ("steps", "width", "layers", "heads", "batch", "sequence", "powersgd-rank", "seed", "reducer")
     return [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]

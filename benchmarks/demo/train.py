@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.demo.train --hook fp16
 
-Using gradcomp is two of its lines: the import, and a registration in ``HOOKS`` (for PowerSGD with a state). The rest is what
-any DistributedDataParallel script holds. ``python -m benchmarks.demo`` runs it once per hook. With
-``--reducer gradcomp`` our Reducer stands in DistributedDataParallel's place.
+Two of its lines use gradcomp: the import, and a registration in ``HOOKS`` (for PowerSGD with a state). All
+other lines are those of any DistributedDataParallel script. ``python -m benchmarks.demo`` runs it once per
+hook. With ``--reducer gradcomp`` gradcomp's Reducer replaces DistributedDataParallel.
 """
 
 import argparse
@@ -38,8 +38,9 @@ def register_power_sgd(model: Averager, hook: Callable[..., Any], rank: int, sta
     model.register_comm_hook(state, hook)
 
 
-# How each hook is registered, given PowerSGD's rank and the steps before it compresses. "none" is the baseline: the
-# reducer's own all-reduce.
+# The function that registers each hook, given PowerSGD's rank and the steps before it compresses. "none" is
+# the
+# baseline: the reducer's own all-reduce.
 HOOKS: dict[str, Callable[[Averager, int, int], None]] = {
     "none": lambda model, *_: None,
     "allreduce": lambda model, *_: model.register_comm_hook(None, default_hooks.allreduce_hook),
@@ -50,7 +51,7 @@ HOOKS: dict[str, Callable[[Averager, int, int], None]] = {
 }
 
 LEARNING_RATE = 1e-3
-TIMEOUT = timedelta(seconds=60)  # how long a rank waits for another before it gives up
+TIMEOUT = timedelta(seconds=60)  # the time after which a rank stops waiting for another
 
 
 class Block(nn.Module):
@@ -72,7 +73,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits for each next byte out."""
+    """A GPT that maps bytes to logits for each next byte."""
 
     def __init__(self, width: int, layers: int, heads: int, sequence: int) -> None:
         super().__init__()
@@ -90,13 +91,13 @@ class GPT(nn.Module):
 
 
 def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
-    """Cross-entropy of predicting each next byte of the windows, in nats per byte."""
+    """Compute the cross-entropy of predicting each next byte of the windows, in nats per byte."""
     logits = model(windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 def with_reducer(net: nn.Module, reducer: str) -> tuple[nn.Module, Averager]:
-    """(what to call, what averages the gradients), with small buckets, to have several of a small model."""
+    """Return (the module to call, its averager), with buckets so small that there are several."""
     if reducer == "gradcomp":
         return net, Reducer(net.named_parameters(), bucket_cap_mb=1)
     model = DistributedDataParallel(net, bucket_cap_mb=1)
@@ -104,7 +105,7 @@ def with_reducer(net: nn.Module, reducer: str) -> tuple[nn.Module, Averager]:
 
 
 def train(options: argparse.Namespace, device: torch.device) -> Recorder:
-    """Train a GPT with ``options.hook`` on this rank's share of the data."""
+    """Train a GPT with ``options.hook`` on this rank's part of the data."""
     data = Windows(
         sysconfig.get_paths()["stdlib"],
         sequence=options.sequence,
@@ -116,8 +117,9 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     torch.manual_seed(options.seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
     model, averager = with_reducer(net, options.reducer)
-    # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets. So
-    # few that the last step whose bytes are always counted is compressed; the rule for real runs is a tenth.
+    # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets.
+    # They are so few that the last step whose bytes are always counted is compressed; the rule for real runs
+    # is a tenth.
     HOOKS[options.hook](averager, options.powersgd_rank, WARMUP_STEPS - 1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -145,9 +147,9 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
 
 
 def join_group() -> torch.device:
-    """Join torchrun's ranks; this rank's device.
+    """Join torchrun's ranks, and return this rank's device.
 
-    NCCL where every rank has a GPU of its own; gloo where ranks share GPUs, and on the CPU.
+    The backend is NCCL where every rank has a GPU of its own, and gloo where ranks share GPUs and on the CPU.
     """
     rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     num_gpus = torch.cuda.device_count()
@@ -180,7 +182,7 @@ def main() -> None:
         with open(options.record, "w") as file:
             json.dump({**facts, **versions, "options": vars(options), **result}, file)
     # DDP models are freed by the garbage collector only. Until then they keep the process group and its
-    # threads alive, which abort if they want to free a tensor while Python shuts down.
+    # threads alive, which abort if they free a tensor while Python shuts down.
     gc.collect()
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from gradcomp.compress.bucket_memory import Memory
+from gradcomp.layout.matrices import is_compressed
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -47,8 +48,8 @@ def _split(flat: torch.Tensor, memory: Memory) -> list[torch.Tensor]:
     groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
     for shape in memory.shapes:
         rows, cols = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
-        rank = min(rows, cols, memory.options.rank)
-        if (rows + cols) * rank * memory.options.min_compression_rate < rows * cols:
+        if is_compressed((rows, cols), memory.options.rank, memory.options.min_compression_rate):
+            rank = min(rows, cols, memory.options.rank)
             groups.setdefault((rows, cols), []).append((cols, rank, len(shape) > 1))
     theirs = [each for group in groups.values() for each in group]
     numels = [cols * rank for cols, rank, _ in theirs]

@@ -24,12 +24,23 @@ class Matrix:
     rank: int = 1
 
 
+def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) -> bool:
+    """Return whether PowerSGD compresses a tensor of this shape.
+
+    A tensor of two or more dimensions is a matrix, its first dimension against the others. It is compressed if
+    that saves enough: (rows + cols) · min(rows, cols, rank) · min_compression_rate < rows · cols.
+    """
+    if len(shape) < 2:
+        return False
+    rows, cols = shape[0], math.prod(shape[1:])
+    return (rows + cols) * min(rows, cols, rank) * min_compression_rate < rows * cols
+
+
 class LowRankLayout:
     """Which tensors of a bucket PowerSGD compresses, and where their factors lie on the wire.
 
-    shapes: the shapes of the bucket's tensors, which lie in it one after another. A tensor of two or more
-    dimensions is a matrix, its first dimension against the others; it is compressed if that saves enough:
-    (rows + cols) · rank · min_compression_rate < rows · cols. The rest is averaged as it is.
+    shapes: the shapes of the bucket's tensors, which lie in it one after another. Those for which
+    is_compressed holds are compressed. The rest is averaged as it is.
 
     matrices: the compressed ones; those of one shape are neighbours.
     rest: (offset, numel) of every other tensor.
@@ -42,11 +53,9 @@ class LowRankLayout:
         matrices, rest = [], []
         flat = FlatLayout(shapes)
         for shape, offset, numel in zip(flat.shapes, flat.offsets, flat.numels, strict=True):
-            rows = shape[0] if len(shape) > 1 else 0
-            cols = numel // rows if rows else 0
-            actual = min(rows, cols, rank)
-            if (rows + cols) * actual * min_compression_rate < numel and rows:
-                matrices.append(Matrix(offset, rows, cols, numel, actual))
+            if is_compressed(shape, rank, min_compression_rate):
+                rows, cols = shape[0], numel // shape[0]
+                matrices.append(Matrix(offset, rows, cols, numel, min(rows, cols, rank)))
             else:
                 rest.append((offset, numel))
         self._set(flat.numel, matrices, rest)

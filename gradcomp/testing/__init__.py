@@ -1,4 +1,4 @@
-"""Property-test gradient compression: check a DDP communication hook with one call. docs/testing.md has the tour.
+"""Property-test gradient compression: check a DDP communication hook with one call (docs/testing.md).
 
 report = check_hook(my_hook, make_state)
 report.raise_if_failed()

@@ -1,4 +1,4 @@
-"""The verdicts on gradcomp's hooks and torch's, in Markdown: python -m gradcomp.testing --help"""
+"""Print the verdicts on gradcomp's hooks and torch's in Markdown: python -m gradcomp.testing --help"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?
 
 
 def power_sgd(module: Any, rank: int) -> MakeState:
-    """A state of gradcomp's or torch's module that compresses from the third step on."""
+    """Return a maker of states of gradcomp's or torch's module that compress from the third step on."""
     return partial(module.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gradcomp.testing",
-        description="Check gradcomp's hooks and torch's on simulated ranks, and print the verdicts as tables in Markdown.",
+        description="Check gradcomp's hooks and torch's on simulated ranks; print the verdicts as Markdown.",
     )
     parser.add_argument(
         "max_examples",

@@ -1,4 +1,4 @@
-"""The workloads that are searched for a counter-example of each property: all within what a hook claims."""
+"""The workloads that are searched for a counter-example of each property, all within a hook's claims."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradcomp.testing.workload import Shape, Workload
 __all__ = ["CASES", "Case", "Drawn"]
 
 
-# Beyond DIMS: where only larger matrices are compressed.
+# Sides of matrices for hooks that compress none of DIMS.
 LARGER_DIMS = range(96, 2049, 32)
 
 
@@ -30,9 +30,13 @@ LARGER_DIMS = range(96, 2049, 32)
 class Case:
     """A property, and the way it is searched for a counter-example.
 
-    unclaimed(claims): why it doesn't apply, or "". workloads(drawn): of which kinds. measure: what it returns; worst: of
-    several. share: of max_examples, for the expensive ones. explains: what other properties raise for want of this one.
-    listed(drawn): workloads that are tried whatever is drawn.
+    check: the property.
+    unclaimed(claims): the reason why it doesn't apply, or "".
+    workloads(drawn): the strategies that draw its workloads.
+    measure: the name of what it returns. worst: chooses the worse of two such values.
+    fraction: the fraction of max_examples to try, less than 1 for expensive properties.
+    explains: the exceptions that other properties raise if this one fails.
+    listed(drawn): workloads that are tried besides the drawn ones.
     """
 
     check: Callable[..., Any]
@@ -40,7 +44,7 @@ class Case:
     workloads: Callable[[Drawn], Sequence[SearchStrategy[Workload]]] = lambda drawn: [drawn.any()]
     measure: str = ""
     worst: Callable[[float, float], float] = max
-    share: float = 1.0
+    fraction: float = 1.0
     explains: tuple[type[AssertionError], ...] = ()
     listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
 
@@ -59,7 +63,7 @@ class Drawn:
     device: str
 
     def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
-        """Any workloads, with one to `extra_steps` steps after the plain ones."""
+        """Draw any workloads, with one to `extra_steps` steps after the plain ones."""
         start = self.claims.start
         options.setdefault("steps", st.integers(start + 1, start + extra_steps))
         options.setdefault("tensors", self._shapes())
@@ -76,9 +80,10 @@ class Drawn:
         return self.any(poison=poisons(steps, self.world_size))
 
     def every_poison(self) -> Iterator[Workload]:
-        """inf, −inf and NaN on every rank, in a plain step, the first compressed one, and the last.
+        """List workloads with inf, −inf or NaN on each rank.
 
-        In a matrix that is compressed, and in the vector beside it.
+        The step is a plain one, the first compressed one or the last. The value is in a compressed matrix, or
+        in the vector beside it.
         """
         matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
         workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
@@ -88,7 +93,7 @@ class Drawn:
             yield replace(workload, poison=poison)
 
     def rearranged(self) -> SearchStrategy[Workload]:
-        """Workloads whose buckets are rearranged after the first step."""
+        """Draw workloads whose buckets are rearranged after the first step."""
         return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
             lambda workload: len(workload.buckets) > 1 < workload.steps
         )
@@ -97,7 +102,10 @@ class Drawn:
         return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
 
     def flushed(self) -> Sequence[SearchStrategy[Workload]]:
-        """Workloads whose gradients are zero at the end: in small tensors until little may be left, or for a few steps."""
+        """Draw workloads that end with zero gradients.
+
+        The zero steps are few, or in small tensors as many as it takes until little error may be left.
+        """
         options: dict[str, Any] = {
             "tensors": shapes(max_numel=25),
             "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
@@ -116,14 +124,20 @@ class Drawn:
 
     @property
     def _few(self) -> int:
-        """How many zero steps a workload ends with: few for a hook that averages, whose errors soon fall below its levels."""
+        """The least number of zero steps.
+
+        It is 4 for a hook that averages, whose errors soon fall below its quantisation levels, else 16.
+        """
         return 16 if self.claims.element_error >= 1 else 4
 
     def _with_zeros(self, workload: Workload) -> Workload:
-        """Add zero steps: as many as leave at most a quarter of the largest gradient held back, or, where all ranks have the
-        same gradients, twice as many as leave half of what is held back.
+        """Add zero steps until at most a quarter of the largest gradient may be held back.
+
+        If all ranks have the same gradients, add twice as many as leave half of the held-back error.
         """
-        numel = max(sum(math.prod(workload.shapes[n]) for n in numbers) for numbers in workload.buckets)
+        numel = max(
+            sum(math.prod(workload.shapes[index]) for index in indices) for indices in workload.buckets
+        )
         if workload.noise:
             zero_steps = self.claims.steps_until(1 / 4 / max(1.0, self.claims.largest_error(numel)), numel)
         else:
@@ -131,7 +145,7 @@ class Drawn:
         return replace(workload, zero_steps=max(self._few, zero_steps))
 
     def odd(self) -> Iterator[Workload]:
-        """Matrices that are compressed, each with an odd number of rows or columns between 16 and 64."""
+        """List workloads of one compressed matrix with an odd number of rows or columns between 16 and 64."""
         for shape in self._odd_shapes():
             yield self._listed((shape,), steps=self.claims.start + 3)
 
@@ -147,17 +161,17 @@ class Drawn:
         )
 
     def _shapes(self) -> SearchStrategy[Shape]:
-        """Shapes of which about half are compressed by the hook, as few are at a high rank."""
+        """Draw shapes of which the hook compresses about half, even at a high rank."""
         return shapes() | st.sampled_from(self._compressed_shapes()) if self.claims.exact_shapes else shapes()
 
     def _compressed_shapes(self) -> list[Shape]:
-        """Matrices that the hook compresses: all of DIMS and, of a high rank, larger ones."""
+        """List matrices that the hook compresses: all with sides of DIMS, else a larger one; and odd ones."""
         small = [shape for shape in product(DIMS, DIMS) if self._is_compressed(shape)]
         large = [(side, side) for side in LARGER_DIMS if self._is_compressed((side, side))]
         return [*(small or large[:1] or [(1, 1)]), *self._odd_shapes()]
 
     def _odd_shapes(self) -> list[Shape]:
-        """The smallest compressed matrices with each odd number of rows, and of columns, between 16 and 64."""
+        """List the smallest compressed matrices with each odd number of rows or columns from 17 to 63."""
         columns = (*DIMS, *LARGER_DIMS)
         found: list[Shape] = []
         for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):
@@ -169,7 +183,7 @@ class Drawn:
         return self.claims.exact_shapes is None or not self.claims.exact_shapes(shape)
 
     def _scales(self) -> tuple[int, int]:
-        """Exponents that leave room for elements 2^8 times the rms, and for 2^8 more than the smallest normal ones."""
+        """Return the least and largest log2_scale, with a margin of 2^8 to overflow and subnormal numbers."""
         limit = min(self.claims.limit(dtype) for dtype in self.dtypes)
         dtypes = [*self.dtypes, self.claims.precision]
         smallest = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
@@ -221,7 +235,7 @@ CASES = (
         _of_state,
         lambda drawn: drawn.flushed(),
         "still held at the end ≤",
-        share=0.5,
+        fraction=0.5,
     ),
     Case(
         properties.no_error_where_exact,
@@ -234,7 +248,7 @@ CASES = (
         lambda claims: "" if claims.unbiased else _of_lossy(claims) or "biased",
         lambda drawn: [drawn.small()],
         "t ≤",
-        share=0.3,
+        fraction=0.3,
     ),
     Case(
         properties.scale_equivariant,

@@ -1,4 +1,4 @@
-"""Check every property that applies to a hook, and find the smallest workloads on which it lacks one."""
+"""Check every property that applies to a hook, and find the smallest workloads on which one fails."""
 
 from __future__ import annotations
 
@@ -38,16 +38,20 @@ def check_hook(
     device: str = "cpu",
     only: Sequence[str] = (),
 ) -> Report:
-    """Look for a workload on which a communication hook lacks a property that applies to it.
+    """Search for workloads on which a communication hook fails a property that applies to it.
 
-    make_state(process_group): a rank's state; None for hooks whose state is the process group. world_size: ranks.
-    max_examples: workloads per property. claims: what the hook promises; by default what claims_of infers from its
-    state and a probe. ranks: "simulated" in this process, or "gloo": then hook and make_state have to be picklable.
-    dtypes, device: of the gradients. only: the names of the properties to check, all if empty.
+    make_state(process_group): makes a rank's state; None for hooks whose state is the process group.
+    world_size: the number of ranks.
+    max_examples: the number of workloads per property.
+    claims: what the hook promises; by default what claims_of infers from its state and a probe.
+    ranks: "simulated" in this process, or "gloo"; then hook and make_state have to be picklable.
+    dtypes, device: the gradients' dtypes and device.
+    only: the names of the properties to check, all if empty.
 
-    The same call draws the same workloads; a counter-example is the smallest that Hypothesis finds. Where a hook raises
-    in some workloads, or makes NaN of finite gradients, `completes` and `finite_in_finite_out` say so, and the others
-    pass over these workloads. Where standard error is a terminal, a line there tells which property is being checked.
+    The same call draws the same workloads; a counter-example is the smallest that Hypothesis finds. If a hook
+    raises in some workloads, or makes NaN of finite gradients, `completes` and `finite_in_finite_out` report
+    it, and the other properties pass over these workloads. If standard error is a terminal, a line there
+    shows the progress.
     """
     name = getattr(hook, "__qualname__", repr(hook))
     if make_state is not None and not callable(make_state):
@@ -58,7 +62,7 @@ def check_hook(
     if unknown := set(only) - {case.name for case in CASES}:
         raise ValueError(f"no properties {sorted(unknown)}; there are {[case.name for case in CASES]}")
     with Progress() as progress:
-        progress.show(f"{name}: what it claims")
+        progress.show(f"{name}: inferring its claims")
         try:
             claims = claims or claims_of(hook, make_state, device, ranks)
         except RankError:
@@ -66,16 +70,16 @@ def check_hook(
         report = Report(name, claims)
         drawn = Drawn(claims, world_size, dtypes, device)
         known: list[type[AssertionError]] = []
-        for number, case in enumerate(searched, 1):
-            why = case.unclaimed(claims)
-            if why:
-                report.verdicts[case.name] = Verdict("not claimed", note=why)
+        for position, case in enumerate(searched, 1):
+            reason = case.unclaimed(claims)
+            if reason:
+                report.verdicts[case.name] = Verdict("not claimed", note=reason)
                 continue
-            show = _shower(progress, f"{name}: {number} of {len(searched)}, {case.name}")
+            show = _shower(progress, f"{name}: {position} of {len(searched)}, {case.name}")
             search = _Search(case, hook, make_state, claims, ranks, tuple(known), show)
             for strategy in case.workloads(drawn):
                 if search.failure is None:
-                    search.run(strategy, max(2, math.ceil(max_examples * case.share)))
+                    search.run(strategy, max(2, math.ceil(max_examples * case.fraction)))
             search.try_each(case.listed(drawn))
             report.verdicts[case.name] = search.verdict()
             if search.failure is not None:
@@ -98,7 +102,7 @@ def _not_complete(
     device: str,
     progress: Progress,
 ) -> Report:
-    """The report on a hook that fails in the probe."""
+    """Report on a hook that fails in the probe."""
     report = Report(name, None)
     show = _shower(progress, f"{name}: fails in the probe, {CASES[0].name}")
     search = _Search(CASES[0], hook, make_state, Claims(), ranks, (), show)
@@ -107,7 +111,7 @@ def _not_complete(
         max(max_examples, PROBED_STEPS),
     )
     if search.failure is None:
-        claims_of(hook, make_state, device, ranks)  # raises what the probe met
+        claims_of(hook, make_state, device, ranks)  # raises the probe's error
         raise AssertionError(f"{name} fails in the probe at times")
     report.failures.append(search.failure)
     report.verdicts.update(
@@ -123,7 +127,10 @@ def _shortened(message: str, width: int = 90) -> str:
 
 
 class _Search:
-    """The search for a workload on which a property fails."""
+    """The search for a workload on which a property fails.
+
+    known: the exceptions of properties that have failed already; workloads that raise one are passed over.
+    """
 
     def __init__(
         self,
@@ -156,7 +163,7 @@ class _Search:
             find(strategy, self._fails, settings=options)
         except NoSuchExample:
             pass
-        except Flaky:  # the failure seen stands, but it does not come every time
+        except Flaky:  # the failure stands, though it is not reproducible
             if self.failure is not None:
                 note = "\nIt does not fail on this workload every time."
                 self.failure = Failure(
@@ -164,7 +171,7 @@ class _Search:
                 )
 
     def try_each(self, workloads: Iterable[Workload]) -> None:
-        """Try listed workloads until one fails. They come after those drawn, whose counter-examples are shrunk."""
+        """Try listed workloads until one fails. Drawn ones are tried first, as their failures are shrunk."""
         for workload in workloads:
             if self.failure is not None or self._fails(workload):
                 return

@@ -1,4 +1,4 @@
-"""Measure a hook on given gradients: how close its averages come, and how many bytes it sends for that."""
+"""Measure a hook on given gradients: the error of its averages, and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ __all__ = ["CompressionReport", "Quality", "compression_report"]
 
 @dataclass(frozen=True)
 class Quality:
-    """The quality of one tensor's average, or of all together.
+    """The quality of one tensor's average, or of all tensors' averages together.
 
     G is the ranks' mean gradient in the last step, C the hook's average.
 
-    shape: the tensor's; (elements,) for all together.
-    relative_error: ‖C − G‖ / ‖G‖. accumulated_error: the same of their sums over all steps, which error
-        feedback keeps small. cosine_similarity: ⟨C, G⟩ / (‖C‖ ‖G‖); NaN where one of them is zero.
-    energy_kept: 1 − ‖C − G‖² / ‖G‖². best_energy: the most that a matrix of the rank asked for can keep, from
-        G's singular values (Eckart and Young, 1936); vectors count whole. None without a rank.
-    gradient_bytes: of the gradient. wire_bytes: of the tensors that a rank gave to collectives in the last
-        step, the most of any rank; None for a tensor that shares its bucket.
+    shape: the tensor's shape; (elements,) for all together.
+    relative_error: ‖C − G‖ / ‖G‖.
+    accumulated_error: the relative error of their sums over all steps, which error feedback keeps small.
+    cosine_similarity: ⟨C, G⟩ / (‖C‖ ‖G‖); NaN if one of them is zero.
+    energy_kept: 1 − ‖C − G‖² / ‖G‖².
+    best_energy: the most energy that a matrix of the requested rank can keep, from G's singular values
+    (Eckart and
+        Young, 1936); a vector's whole energy. None without a rank.
+    gradient_bytes: the bytes of the gradient.
+    wire_bytes: the bytes of the tensors that a rank handed to collectives in the last step, the most of any
+    rank; None
+        for a tensor that shares its bucket with others.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +52,7 @@ class Quality:
 
     @property
     def compression_rate(self) -> float | None:
-        """The ratio gradient_bytes / wire_bytes; inf if nothing is sent."""
+        """The ratio gradient_bytes / wire_bytes; inf if no bytes are sent."""
         if self.wire_bytes is None:
             return None
         return self.gradient_bytes / self.wire_bytes if self.wire_bytes else math.inf
@@ -55,9 +60,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """compression_report's result: str() is a table of it.
+    """The result of compression_report; str() formats it as a table.
 
-    tensors: in the order in which they were given. overall: of all of them as one vector.
+    tensors: the quality of each tensor, in the given order. overall: the quality of all tensors as one
+    vector.
     """
 
     hook: str
@@ -97,18 +103,24 @@ def compression_report(
 ) -> CompressionReport:
     """Run a hook on these gradients, on simulated ranks, and measure its last step.
 
-    gradients: a list of tensors, which every rank has, or a list of them for every rank: the same in every
-        step. Or a Workload, with ranks, steps and buckets of its own.
-    make_state(process_group): a rank's state; None for hooks that take the process group. A PowerSGDState
-        (ours, torch's) is put behind its start_powerSGD_iter plain steps.
-    world_size: 2 where the gradients don't tell. steps: how many the hook makes; with warm start the first is
-        its worst, and with error feedback a later one also sends what earlier ones left out.
-    rank: what best_energy is of; by default the state's matrix_approximation_rank if it has one.
-    buckets: the indices of each bucket's tensors. By default each tensor has one to itself, so that what it
-        costs can be told. Hooks that take a bucket as a whole (batched_powerSGD_hook) need the model's.
+    gradients: a list of tensors, the same on every rank, or a list of tensors for every rank; they are the
+    same in
+        every step. Or a Workload, which has its own ranks, steps and buckets.
+    make_state(process_group): makes a rank's state; None for hooks that take the process group. A
+    PowerSGDState
+        (gradcomp's or torch's) is advanced past its start_powerSGD_iter plain steps.
+    world_size: the number of ranks; by default the gradients', or 2 if every rank has the same.
+    steps: the number of steps; with warm start the first is the worst, and with error feedback a later one
+    also sends
+        what earlier ones left out.
+    rank: the rank for best_energy; by default the state's matrix_approximation_rank if it has one.
+    buckets: the indices of each bucket's tensors. By default each tensor has a bucket of its own, so that its
+    bytes on
+        the wire can be measured. Hooks that take a bucket as a whole (batched_powerSGD_hook) need the model's
+        buckets.
 
-    Raises ValueError for no gradients, a world_size that they don't have, or buckets that don't hold each
-    tensor once; RankError for what goes wrong in the hook.
+    Raises ValueError if there are no gradients, if world_size is not theirs, or if buckets don't hold each
+    tensor once; RankError if the hook fails.
 
     Example::
 
@@ -139,7 +151,10 @@ def compression_report(
 def _run_buckets(
     hook: Hook, make_state: MakeState, gradients: list[list[list[Tensor]]], buckets: Sequence[Sequence[int]]
 ) -> tuple[list[_Outcome], _Outcome]:
-    """Run the hook on every bucket of gradients [step][rank][index]: the outcome of each tensor, and of all as one."""
+    """Run the hook on every bucket of gradients [step][rank][index].
+
+    Returns the outcome of each tensor, and the outcome of all tensors as one.
+    """
     by_index: dict[int, _Outcome] = {}
     sent_bytes = 0
     for indices in buckets:
@@ -171,7 +186,7 @@ def _run_bucket(
         if hasattr(state, "start_powerSGD_iter"):
             state.iter = max(state.iter, state.start_powerSGD_iter)
         if isinstance(state, powerSGD_hook.PowerSGDState):
-            state._is_compared = True  # what a first step sends besides is no part of a step
+            state._is_compared = True  # a state's first step also compares options, which is not measured
         return state
 
     workload = RecordedWorkload.of(gradients)
@@ -192,7 +207,7 @@ def _run_bucket(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a hook made of a tensor's gradients: the ranks' mean and the hook's averages, [steps, *shape] in float64."""
+    """The ranks' mean gradients and the hook's averages of a tensor, [steps, *shape] in float64."""
 
     gradients: Tensor
     averages: Tensor
@@ -200,7 +215,7 @@ class _Outcome:
     wire_bytes: int | None
 
     def best(self, rank: int | None) -> float | None:
-        """The squared norm of the best approximation of this rank to the last gradient."""
+        """Compute the squared norm of the best approximation of this rank to the last gradient."""
         gradient = self.gradients[-1]
         if rank is None:
             return None
@@ -227,7 +242,7 @@ class _Outcome:
 
 
 def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
-    """The ratio part / whole; of_nothing if both are 0."""
+    """Return the ratio part / whole; of_nothing if both are 0."""
     if whole:
         return part / whole
     return math.inf if part else of_nothing
@@ -236,12 +251,10 @@ def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
 def _of_steps(
     gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]] | Workload, world_size: int | None, steps: int
 ) -> list[list[list[Tensor]]]:
-    """The gradients of all steps, [step][rank][index], of any form that compression_report takes."""
+    """Convert gradients in any form that compression_report takes to [step][rank][index]."""
     if isinstance(gradients, Workload):
-        num_ranks = range(gradients.world_size)
-        given = [
-            [gradients.gradients(step, rank) for rank in num_ranks] for step in range(gradients.num_steps)
-        ]
+        ranks = range(gradients.world_size)
+        given = [[gradients.gradients(step, rank) for rank in ranks] for step in range(gradients.num_steps)]
     elif gradients and isinstance(gradients[0], Tensor):
         shared: Any = list(gradients)
         given = [[shared] * (2 if world_size is None else world_size)] * steps

@@ -1,4 +1,4 @@
-"""What is expected of a hook that says nothing: from its state, and from a probe."""
+"""Infer the claims of a hook from its state and from a probe."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from gradcomp.compress import CompressorState
 from gradcomp.compress.hook import Hook
 from gradcomp.hooks import powerSGD_hook
+from gradcomp.layout.matrices import is_compressed
 from gradcomp.testing.claims import (
     LARGEST_OF_LOSSY,
     LARGEST_OF_LOSSY_FP16,
@@ -27,31 +28,32 @@ from gradcomp.testing.workload import Shape, Workload
 
 __all__ = ["claims_of"]
 
-# Steps of the probe: compression that starts later has to be claimed.
+# The number of steps of the probe; compression that starts later has to be claimed.
 PROBED_STEPS = 8
 LONGEST_START = 16
-# The relative error, in norm, up to which a hook is one that averages.
+# The relative error, in norm, up to which a hook counts as one that averages.
 AVERAGES_WITHIN = 0.05
-# Ours takes squares in float64 only: its factors have to fit.
+# gradcomp's PowerSGD squares in float64 only, so its factors, but not their squares, have to fit in float32.
 LARGEST_OF_OURS = 2.0**100
 
 
 def claims_of(
     hook: Hook, make_state: MakeState = None, device: str = "cpu", ranks: Ranks = "simulated"
 ) -> Claims:
-    """Infer the claims of a hook, from its state if that is gradcomp's or torch's PowerSGDState, and from a probe.
+    """Infer the claims of a hook from its state, gradcomp's or torch's PowerSGDState, and from a probe.
 
-    The probe is eight steps of random gradients, on this device, on two ranks. A hook whose averages are within 5 % averages:
-    it is held to the tightest tolerance that fits (float32, float16, bfloat16, 8 bits, or twice what was measured).
-    Any other is lossy: it compresses from the first step on that isn't exact, and has to make up for it. With a state: it
-    claims contraction and error feedback, without which a biased compressor need not converge (Karimireddy et
-    al., "Error Feedback Fixes SignSGD", ICML 2019). Without: that it is unbiased.
-    A hook that averages claims error feedback, too, if its state keeps tensors of the gradients' size (floating-point
-    tensors of at least as many elements as the probe's matrix), to the gradients' precision unless it is wrapped in
-    fp16_compress_wrapper or bf16_compress_wrapper.
+    The probe is eight steps of random gradients, on this device, on two ranks. A hook whose outputs are
+    within 5 % of the mean averages: it is held to the tightest tolerance that fits (float32, float16,
+    bfloat16, 8 bits, or twice the measured error). Any other hook is lossy: it compresses from the first step
+    on that isn't exact. With a state it claims contraction and error feedback, without which a biased
+    compressor need not converge (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019). Without a
+    state it claims to be unbiased. A hook that averages also claims error feedback if its state keeps tensors
+    of the gradients' size (floating-point tensors of at least as many elements as the probe's matrix), to the
+    gradients' precision unless it is wrapped in fp16_compress_wrapper or bf16_compress_wrapper.
 
-    What it gets wrong, give as `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
-    Raises ValueError for a state that starts to compress after more than 16 steps, RankError where the hook fails.
+    Correct wrong inferences with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
+    Raises ValueError for a state that starts to compress after more than 16 steps, RankError if the hook
+    fails.
     """
     state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
     is_power_sgd = all(hasattr(state, name) for name in ("matrix_approximation_rank", "start_powerSGD_iter"))
@@ -59,12 +61,12 @@ def claims_of(
     start: int | None = getattr(state, name, None)
     if start is not None and start > LONGEST_START:
         raise ValueError(
-            f"{name} is {start}: every example would run that many plain steps first. Test with a state that starts "
-            f"earlier, {name}=2 say"
+            f"{name} is {start}: every example would run that many plain steps first. Test with a state that "
+            f"starts earlier, {name}=2 say"
         )
     claims = _probed(hook, make_state, start, device, ranks)
     if make_state is not None:
-        # Beside errors, wires and scratch.
+        # The bytes of wires and scratch buffers, and of errors.
         memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
         claims = replace(claims, checkpoint=checkpoint, memory=memory)
     if is_power_sgd:
@@ -75,12 +77,12 @@ def claims_of(
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
-    """Make a state, and find by which kind of checkpoint it can be reloaded, if by any."""
+    """Make a state, and find the strictest checkpoint claim that it fulfils; None if there is none."""
     state = make_state(process_group)
-    for kind in ("safe", "any"):
+    for checkpoint in ("safe", "any"):
         try:
-            reload(state, make_state, process_group, safe=kind == "safe")
-            return state, kind
+            reload(state, make_state, process_group, safe=checkpoint == "safe")
+            return state, checkpoint
         except CheckpointError:
             pass
     return state, None
@@ -125,7 +127,8 @@ def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, r
         is_eight_bits = max(_error(workload, outputs, step, eight_bits) for step in range(PROBED_STEPS)) <= 1
         measured = Tolerance(max(errors) / workload.world_size, of="bucket")
         if keeps_errors:
-            # What a 16-bit hook feeds back of another step is more than rounding of a small element in this one.
+            # An error that a 16-bit hook feeds back from another step exceeds the rounding of a small element
+            # in this.
             start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
             precision = fits[start] or precision
         claims = _averaging(precision, eight_bits if is_eight_bits else measured)
@@ -163,7 +166,7 @@ def _largest_of_lossy(precision: torch.dtype) -> float:
 
 
 def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tolerance: Tolerance) -> float:
-    """The worst |output − mean| over its tolerance."""
+    """Compute the worst |output − mean| over its tolerance."""
     worst = 0.0
     largest = max(float(t.abs().max()) for t in workload.stacked(step))
     for out, stacked in zip(outputs[step][0], workload.stacked(step), strict=True):
@@ -176,7 +179,7 @@ def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tol
 
 
 def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
-    """The claims that follow from the hyperparameters of gradcomp's or torch's PowerSGD state."""
+    """Derive the claims from the hyperparameters of gradcomp's or torch's PowerSGD state."""
     rank, rate = state.matrix_approximation_rank, state.min_compression_rate
     is_batched = "batched" in _names(hook)
     is_exact = not state.orthogonalization_epsilon
@@ -198,15 +201,14 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
         bucket_insensitive=False,  # random projections differ from bucket to bucket
         max_magnitude=LARGEST_OF_LOSSY_FP16 if claims.precision == torch.float16 else largest,
         checkpoint="safe",  # as both projects document it
-        # The error, and factors, wires and double-precision scratch of (n + m) · r elements, less than n · m / 2 where
-        # min_compression_rate is 2.
+        # The error, and factors, wires and double-precision scratch of (n + m) · r elements, less than n · m
+        # / 2 if min_compression_rate is 2.
         memory=6.0,
     )
 
 
 def _is_not_compressed(rank: int, min_compression_rate: float, shape: Shape) -> bool:
-    rows, cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
-    return not (rows + cols) * min(rows, cols, rank) * min_compression_rate < rows * cols
+    return not is_compressed(shape, rank, min_compression_rate)
 
 
 def _our_errors(state: Any) -> dict[int, Tensor]:
@@ -219,13 +221,13 @@ def _torch_errors(state: Any) -> dict[int, Tensor]:
 
 
 def _wrapped_in(hook: Any) -> torch.dtype:
-    """The dtype to which a wrapper rounds a hook's gradients; float64 without one."""
+    """Return the dtype to which a wrapper rounds a hook's gradients; float64 without a wrapper."""
     wrappers = {"fp16_compress_wrapper": torch.float16, "bf16_compress_wrapper": torch.bfloat16}
     dtypes = [dtype for name, dtype in wrappers.items() if name in _names(hook)]
     return max(dtypes, key=unit_roundoff, default=torch.float64)
 
 
 def _names(hook: Any) -> str:
-    """The names of a hook and of those it wraps."""
+    """Return the names of a hook and of the hooks that it wraps, joined."""
     inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     return " ".join([getattr(hook, "__qualname__", ""), *(_names(each) for each in inner if callable(each))])

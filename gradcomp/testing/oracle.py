@@ -1,7 +1,7 @@
-"""Reference implementations of every hook, for all ranks at once: in float64, from the papers, written to be read.
+"""Reference implementations of every hook in float64, for all ranks at once, written as in the papers.
 
-It shares nothing with the kernels or with gradcomp.cpu. Gradients are [rank][index]: for every rank a list
-of tensors. Averages are [index], in float64.
+They share nothing with the kernels, gradcomp.cpu or gradcomp.layout. Gradients are [rank][index]: for every
+rank a list of tensors. Averages are [index], in float64.
 
     allreduce_hook                              mean
     fp16_compress_hook, bf16_compress_hook      sixteen_bit_mean
@@ -21,19 +21,19 @@ import torch
 Gradients = Sequence[Sequence[torch.Tensor]]
 Shape = Sequence[int]
 
-# A direction shorter than this part of the longest is rounding of float64, and none.
+# A direction whose norm is at most this fraction of the largest is a rounding error of float64.
 VANISHING = 1e-12
 
 
 def mean(gradients: Gradients) -> list[torch.Tensor]:
-    """(1/W) Σ_w g_w, for W ranks: what allreduce_hook computes and every other hook approximates."""
+    """Compute (1/W) Σ_w g_w for W ranks, which allreduce_hook computes and every other hook approximates."""
     return [torch.stack([_wide(g) for g in of_ranks]).mean(0) for of_ranks in zip(*gradients, strict=True)]
 
 
 def sixteen_bit_mean(gradients: Gradients, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The average of fp16_compress_hook (torch.float16) or bf16_compress_hook (torch.bfloat16).
+    """Compute the average of fp16_compress_hook (torch.float16) or bf16_compress_hook (torch.bfloat16).
 
-    Every rank divides by W and rounds once to the dtype; the sum is formed in the dtype, rank after rank.
+    Every rank divides by W and rounds once to the dtype; the sum is formed in the dtype, in rank order.
     With two ranks the hook has the same bits. With more, a backend may add in another order, and the hook's
     1 / W is rounded to float32.
     """
@@ -44,10 +44,10 @@ def sixteen_bit_mean(gradients: Gradients, dtype: torch.dtype) -> list[torch.Ten
 
 
 def rounded(gradients: Gradients, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """What a hook wrapped in fp16_compress_wrapper or bf16_compress_wrapper gets instead of the gradients.
+    """Round the gradients as fp16_compress_wrapper or bf16_compress_wrapper does for the wrapped hook.
 
-    Undivided, so that in float16 all beyond ±65504 is infinite. The wrapped hook rounds to the dtype wherever
-    it would to the bucket's; its oracle doesn't.
+    They are not divided, so that in float16 values beyond ±65504 are infinite. The wrapped hook rounds to
+    this dtype wherever it would round to the bucket's; its oracle doesn't.
     """
     return [[g.to(dtype) for g in of_rank] for of_rank in gradients]
 
@@ -55,15 +55,16 @@ def rounded(gradients: Gradients, dtype: torch.dtype) -> list[list[torch.Tensor]
 class PowerSGDOracle:
     """PowerSGD: algorithms 1 and 2 of Vogels, Karimireddy and Jaggi (NeurIPS 2019), tensor by tensor.
 
-    shapes: of the tensors. A tensor of two or more dimensions is a matrix M [n, m], its first dimension
-    against the others, and compressed if (n + m) · r · min_compression_rate < n · m, where
-    r = min(n, m, rank). All others are averaged exactly.
+    shapes: the tensors' shapes. A tensor of two or more dimensions is a matrix M [n, m], its first dimension
+        against the others, and compressed if (n + m) · r · min_compression_rate < n · m, where
+        r = min(n, m, rank). All others are averaged exactly.
 
-    compressed: the indices of the compressed tensors, those with equal n and m beside each other.
-    qs: what the next step projects on, [m, r] for each of these. Only its span matters. None before the first
-        step and, without warm start, before every step: then `step` has to be given some.
-    errors: [rank][index], float64: what each rank's gradients still lack in the averages. Zeros at first,
-        and for ever where nothing is compressed or without error feedback.
+    compressed: the indices of the compressed tensors, those with equal n and m next to each other.
+    qs: the Q [m, r] on which the next step projects each of these. Only its span matters. None before the
+    first
+        step and, without warm start, before every step: then `step` needs its argument.
+    errors: [rank][index], float64: each rank's gradients minus their part of the averages. Zeros at first,
+        and always for uncompressed tensors or without error feedback.
 
     Assign to qs and errors to continue from a hook's state.
     """
@@ -90,10 +91,10 @@ class PowerSGDOracle:
         self.errors: list[list[torch.Tensor]] | None = None
 
     def step(self, gradients: Gradients, qs: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """One step of all ranks: the averages. qs: instead of those kept from the last step.
+        """Run one step of all ranks and return the averages. qs: replaces the Q kept from the last step.
 
-        Two things the hooks do and this doesn't: replace a direction that vanishes (of a zero gradient) by a
-        random one, and start afresh after a gradient of inf or NaN. Raises ValueError if there are no qs.
+        Unlike the hooks, this doesn't replace a direction that vanishes (of a zero gradient) by a random one,
+        nor reset the memory after a gradient of inf or NaN. Raises ValueError if there is no Q.
         """
         qs = self.qs if qs is None else qs
         if qs is None:
@@ -119,10 +120,10 @@ class PowerSGDOracle:
 
 
 class BatchedPowerSGDOracle(PowerSGDOracle):
-    """The same for a whole bucket as one square matrix, filled up with zeros: batched_powerSGD_hook.
+    """The oracle of batched_powerSGD_hook: PowerSGD of a whole bucket as one zero-padded square matrix.
 
-    shapes: of the bucket's tensors, in its order. qs: one, [side, r]. errors: [rank] of one [side, side]
-    each. What P Qᵀ has behind the bucket's end is no error of any gradient and is dropped.
+    shapes: the shapes of the bucket's tensors, in its order. qs: one Q [side, r]. errors: [rank] lists of one
+    [side, side]. The elements of P Qᵀ behind the bucket's end are no error of any gradient and are dropped.
     """
 
     def __init__(
@@ -140,17 +141,17 @@ class BatchedPowerSGDOracle(PowerSGDOracle):
         return split(average.view(-1)[: self.numel], self.bucket_shapes)
 
     def square(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The bucket's tensors, or its flat buffer, as the matrix."""
+        """Arrange the bucket's tensors, or its flat buffer, as the square matrix."""
         square = torch.zeros(self.shapes[0], dtype=torch.float64)
         square.view(-1)[: self.numel] = torch.cat([tensor.flatten() for tensor in tensors])
         return square
 
 
 def low_rank_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Algorithm 1 of Vogels et al. 2019: (P Qᵀ [n, m], the new Q [m, r]) for every rank's M [n, m].
+    """Compute algorithm 1 of Vogels et al. 2019: (P Qᵀ [n, m], the new Q [m, r]) of every rank's M [n, m].
 
     With M̄ the mean of the M, P Qᵀ = P Pᵀ M̄ is M̄ projected on the span of M̄ q. So it depends on the span
-    of q alone, and not on which basis P is; ‖M̄ − P Qᵀ‖ ≤ ‖M̄‖; and an M̄ of rank r or less comes out
+    of q alone, not on the basis P; ‖M̄ − P Qᵀ‖ ≤ ‖M̄‖; and an M̄ of rank r or less is reproduced
     exactly, unless a part of it is orthogonal to q.
     """
     directions = basis(q)
@@ -161,9 +162,9 @@ def low_rank_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple
 
 
 def basis(columns: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the columns' span, in float64: [n, r] or narrower, where some depend on others.
+    """Compute an orthonormal basis of the columns' span in float64.
 
-    NaN if an element isn't finite.
+    It is [n, r], or narrower if columns are linearly dependent, and NaN if an element isn't finite.
     """
     columns = columns.double()
     if not columns.isfinite().all():
@@ -174,18 +175,18 @@ def basis(columns: torch.Tensor) -> torch.Tensor:
 
 
 def projector(columns: torch.Tensor) -> torch.Tensor:
-    """The projector onto the span of the columns [n, r]: [n, n], the same for every basis of it."""
+    """Compute the projector [n, n] onto the span of the columns [n, r], the same for every basis of it."""
     orthonormal = basis(columns)
     return orthonormal @ orthonormal.mT
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """(n, m) of a gradient seen as a matrix: its first dimension against the others."""
+    """Return (n, m) of a gradient seen as a matrix, its first dimension against the others."""
     return shape[0], math.prod(shape[1:])
 
 
 def split(flat: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    """A bucket's flat buffer as its tensors."""
+    """Split a bucket's flat buffer into its tensors."""
     parts = flat.split([math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What a long check is at: one line on a terminal, overwritten with every example and cleared at the end."""
+"""The progress of a long check: a line on a terminal, overwritten with every example, cleared at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """A line on standard error, where that is a terminal; nothing otherwise. Cleared where the `with` statement ends."""
+    """A line on standard error if that is a terminal. It is cleared at the end of the `with` statement."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -18,7 +18,7 @@ class Progress:
         self._width = 0
 
     def show(self, line: str) -> None:
-        """Put this line in the last one's place. What a terminal's line doesn't hold is cut off: it would stay."""
+        """Overwrite the last line with this one, cut to the terminal's width: a wrapped line would stay."""
         if not self._is_shown:
             return
         line = line[: shutil.get_terminal_size().columns - 1]
@@ -30,7 +30,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._width:
             self.show("")

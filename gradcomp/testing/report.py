@@ -15,13 +15,13 @@ Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
     "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
 )
-# Of a message that long, with a traceback in it, the first and last lines say most.
+# Of a longer message, which has a traceback in it, the first and last lines are shown.
 LONGEST_MESSAGE = 14
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A property that a hook lacks: the smallest workload found, and the property's message."""
+    """A property that fails for a hook, with the smallest workload found and the property's message."""
 
     property: str
     counterexample: Workload
@@ -36,9 +36,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one property. measured: the worst of what it returned. note: what that is, or why it wasn't checked.
+    """The verdict on one property.
 
-    num_passed_over: examples beside num_examples in which the hook did not complete, or its averages were not finite.
+    measured: the worst value that it returned. note: the name of that value, or the reason why it wasn't
+    checked.
+    num_passed_over: the number of further examples in which the hook did not complete, or its averages were
+    not finite.
     """
 
     outcome: Outcome
@@ -65,7 +68,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all properties that were checked hold."""
+        """True if all properties that were checked hold."""
         return not self.failures
 
     def raise_if_failed(self) -> None:

@@ -26,22 +26,25 @@ __all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
-# Of one rank: outputs, errors, bytes and elements of the state, bytes on the wire.
+# One rank's outputs, errors, bytes and elements of the state, and bytes on the wire in a step.
 _Step = tuple[list[Tensor], list[Tensor], int, int, int]
 
 
 class CheckpointError(RuntimeError):
-    """A state that cannot be saved, or not be loaded again."""
+    """A state cannot be saved, or cannot be loaded again."""
 
 
 @dataclass(frozen=True)
 class Run:
     """The outputs and measurements of a run. Tensors are copies.
 
-    outputs[step][rank][index]: the averages, in the tensors' shapes. errors[step][rank][index]: the hook's errors
-    after a step, if it was run with errors_of. state_bytes[step][rank]: of the tensors that the state holds after
-    a step; state_numels[step][rank]: the elements of those of floating point. wire_bytes[step][rank]: of the tensors that a
-    rank gave to collectives in a step; 0 on gloo, where nobody counts.
+    outputs[step][rank][index]: the averages, in the tensors' shapes.
+    errors[step][rank][index]: the hook's errors after a step, if it was run with errors_of.
+    state_bytes[step][rank]: the bytes of the tensors that the state holds after a step.
+    state_numels[step][rank]: the number of elements of the state's floating-point tensors.
+    wire_bytes[step][rank]: the bytes of the tensors that a rank handed to collectives in a step; 0 on gloo,
+    where they
+        are not counted.
     """
 
     outputs: list[list[list[Tensor]]]
@@ -51,7 +54,7 @@ class Run:
     wire_bytes: list[list[int]]
 
     def mean_error(self, step: int) -> list[Tensor]:
-        """The ranks' mean of the errors after a step in float64, by tensor index; after step -1 there are none."""
+        """Average the ranks' errors after a step in float64, by tensor index; after step -1 they are zero."""
         ranks = self.errors[step] if step >= 0 else [[torch.zeros_like(t) for t in self.errors[0][0]]]
         return [torch.stack(tensors).double().mean(0) for tensors in zip(*ranks, strict=True)]
 
@@ -67,18 +70,20 @@ def run_hook(
     safe_checkpoint: bool = True,
     errors_of: ErrorsOf | None = None,
 ) -> Run:
-    """Give every rank's gradients to the hook, bucket by bucket and step by step.
+    """Run the hook on every rank's gradients, bucket by bucket and step by step, as DDP does.
 
-    As DDP does: every bucket has one buffer and the same parameters in every step (but for a workload's first step if
-    that is `rearranged`); a step's buckets are all in flight
-    before the first one is waited for; what the hook's future holds, converted to the bucket's dtype, is the average.
+    Every bucket has one buffer and the same parameters in every step (except a workload's first step if
+    that is `rearranged`). A step's buckets are all in flight before the first one is waited for. The value of
+    the hook's future, converted to the bucket's dtype, is the average.
 
-    make_state(process_group) gives a rank's state. None: the state is the process group, as stateless hooks take it.
-    checkpoint_at: before this step the state is saved and loaded (see `reload`). errors_of(state): the state's
-    errors by bucket, flat as the bucket; buckets without any may be missing.
+    make_state(process_group): makes a rank's state; None if the state is the process group, as stateless
+    hooks take it.
+    checkpoint_at: the step before which the state is saved and loaded (see `reload`).
+    safe_checkpoint: load with torch.load's safe default only.
+    errors_of(state): the state's errors by bucket, flat as the bucket; buckets without errors may be missing.
     ranks, schedule: as in run_ranks; on "gloo" all arguments have to be picklable.
 
-    Raises RankError for what goes wrong on a rank, a state that can't be loaded included.
+    Raises RankError if a rank fails, also if its state can't be loaded.
     """
     arguments = (hook, make_state, workload, checkpoint_at, safe_checkpoint, errors_of)
     by_rank = run_ranks(_steps, workload.world_size, *arguments, ranks=ranks, schedule=schedule)
@@ -138,7 +143,7 @@ def _all_errors(errors: Mapping[int, Tensor], buffers: list[Tensor]) -> list[Ten
 
 
 def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[Tensor]) -> list[Tensor]:
-    """The buckets' tensors by tensor index, copied."""
+    """Split flat buckets into copies of their tensors, by tensor index."""
     found: dict[int, Tensor] = {}
     for indices, buffer in zip(buckets, flat, strict=True):
         offset = 0
@@ -152,20 +157,20 @@ def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[T
 
 
 def _sent_bytes(process_group: dist.ProcessGroup) -> int:
-    """The bytes of the tensors that this rank has given to collectives so far."""
+    """Return the bytes of the tensors that this rank has handed to collectives so far."""
     return process_group.sent_bytes if isinstance(process_group, SimulatedProcessGroup) else 0
 
 
 def reload(
     state: Any, make_state: Callable[[Any], Any], process_group: dist.ProcessGroup, *, safe: bool = True
 ) -> Any:
-    """The state as it comes back from a checkpoint.
+    """Save a state and return it as loaded from the checkpoint.
 
-    By torch.save and torch.load with its safe default. If that fails and `safe` is not asked for: by state_dict()
-    and load_state_dict() on a new state if it has them, else by torch.load(weights_only=False). A loaded state's
-    `process_group`, if it has one, is set as before.
+    The first way is torch.save and torch.load with its safe default. If that fails and `safe` is False, the
+    second is state_dict() and load_state_dict() on a new state if it has them, else
+    torch.load(weights_only=False). A loaded state's `process_group`, if it has one, is set to the given one.
 
-    Raises CheckpointError if nothing of that works.
+    Raises CheckpointError if all of these fail.
     """
     try:
         with _quiet():
@@ -219,14 +224,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-# What a state may refer to without owning it.
+# The types of objects that a state may refer to without owning them.
 _FOREIGN = (type, ModuleType, BuiltinFunctionType, dist.ProcessGroup, torch.nn.Parameter, torch.Generator)
 
 
 def tensors_in(state: Any) -> list[Tensor]:
-    """The tensors reachable from a state, one per storage: through containers, attributes, closures and partials.
+    """Find the tensors reachable from a state, one per storage.
 
-    Not through process groups, parameters and modules, which it doesn't own.
+    The search goes through containers, attributes, closures and partials. Process groups, parameters and
+    modules are skipped, as the state doesn't own them.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -245,7 +251,7 @@ def tensors_in(state: Any) -> list[Tensor]:
 
 
 def _parts(each: Any) -> Iterable[Any]:
-    if isinstance(each, FunctionType):  # not its globals
+    if isinstance(each, FunctionType):  # its globals are not its own
         return [*(each.__defaults__ or ()), *(cell.cell_contents for cell in each.__closure__ or ())]
     if isinstance(each, MethodType):
         return [each.__self__, each.__func__]

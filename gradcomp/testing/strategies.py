@@ -1,4 +1,4 @@
-"""Hypothesis strategies that draw workloads, and their parts. They shrink to one 1×1 tensor, scale 1, seed 0."""
+"""Hypothesis strategies that draw workloads. They shrink to one 1×1 tensor, scale 1, seed 0."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from gradcomp.testing.workload import Poison, Shape, Spectrum, Workload
 
 __all__ = ["buckets_of", "dtypes", "poisons", "shapes", "spectra", "workloads"]
 
-# Small ones, primes, powers of two and their neighbours.
+# Small dimensions, primes, powers of two and their neighbours.
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 64)
 SPECTRA: tuple[Spectrum, ...] = ("flat", "low_rank", "power_law", "clustered", "zero")
 
 
 def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
-    """The shapes of matrices, vectors, convolutions' kernels and embeddings with at most so many elements."""
+    """Draw shapes of matrices, vectors, convolution kernels and embeddings of at most max_numel elements."""
     dims = st.sampled_from(DIMS)
     small, kernel = st.integers(1, 8), st.integers(1, 3)
-    kinds = st.one_of(
+    of_any_size = st.one_of(
         st.tuples(dims, dims),
         st.tuples(dims),
         st.tuples(small, small, kernel, kernel),
         st.tuples(st.sampled_from((1, 101, 256, 500)), small),
     )
-    return kinds.filter(lambda shape: math.prod(shape) <= max_numel)
+    return of_any_size.filter(lambda shape: math.prod(shape) <= max_numel)
 
 
 def spectra() -> SearchStrategy[tuple[Spectrum, ...]]:
-    """The spectra of a workload's tensors, one after another."""
+    """Draw the spectra of a workload's tensors, one after another."""
     return st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple)
 
 
-_spectra = spectra  # the parameter of `workloads` has this name
+_spectra = spectra  # a parameter of `workloads` has the same name
 
 
 def dtypes() -> SearchStrategy[torch.dtype]:
@@ -46,18 +46,21 @@ def dtypes() -> SearchStrategy[torch.dtype]:
 def buckets_of(
     num_tensors: int, cuts: Sequence[bool] = (), reverse: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Buckets of tensors 0 … num_tensors − 1 in this order, or from the last to the first as in DDP. cuts: where one ends."""
+    """Cut tensors 0 … num_tensors − 1, in this order or reversed as in DDP, into buckets.
+
+    cuts: by position, True if a bucket ends there.
+    """
     order = list(range(num_tensors))[:: -1 if reverse else 1]
     buckets = [[order[0]]]
-    for place, index in enumerate(order[1:]):
-        if place < len(cuts) and cuts[place]:
+    for position, index in enumerate(order[1:]):
+        if position < len(cuts) and cuts[position]:
             buckets.append([])
         buckets[-1].append(index)
     return tuple(map(tuple, buckets))
 
 
 def poisons(steps: SearchStrategy[int], world_size: int) -> SearchStrategy[Poison]:
-    """Poisons of a workload's first tensor: (step, rank, tensor index, value that isn't finite)."""
+    """Draw poisons of a workload's first tensor: (step, rank, tensor index, value that isn't finite)."""
     values = st.sampled_from((math.inf, -math.inf, math.nan))
     return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), values)
 
@@ -79,13 +82,18 @@ def workloads(
     rearranged: SearchStrategy[bool] | None = None,
     device: str = "cpu",
 ) -> SearchStrategy[Workload]:
-    """Workloads as training makes them: gradients of every spectrum, scale and sparsity, in any buckets.
+    """Draw workloads as they occur in training: of any spectrum, scale, sparsity and buckets.
 
-    tensors: their shapes, by default `shapes()`; same_shapes: whether all have that of the first. num_tensors: at least and
-    at most. world_sizes: 1 to 4. steps: 1 to 3. dtypes: float32. spectra: of the tensors, by default `spectra()`. log2_scales:
-    the exponents of the gradients' rms, lowest and highest; a tensor draws its own. noises: rms of a rank's own part
-    against the common one's. drifts: how far gradients go from step to step. rearranged: whether buckets are, after the
-    first step; by default they aren't.
+    tensors: the tensors' shapes, by default `shapes()`.
+    num_tensors: the least and largest number of tensors.
+    same_shapes: True if all tensors have the first one's shape; by default both are drawn.
+    world_sizes: by default 1 to 4. steps: by default 1 to 3. dtypes: by default float32.
+    spectra: the spectra of the tensors, by default `spectra()`.
+    log2_scales: the least and largest exponent of the gradients' rms; each tensor draws its own.
+    noises: the rms of a rank's noise over the common signal's.
+    drifts: the distances of a step's gradient from the first step's.
+    zero_steps, device: as in Workload. poison: by default None.
+    rearranged: True if buckets are rearranged after the first step; by default they aren't.
     """
     scale = st.integers(0, log2_scales[1]) | st.integers(log2_scales[0], log2_scales[1])
     return st.builds(
@@ -120,16 +128,16 @@ def _workload(
     reverse: bool,
     spectra: tuple[Spectrum, ...],
     log2_scale: list[int],
-    **rest: object,
+    **options: object,
 ) -> Workload:
     num = len(shapes)
     return Workload(
         shapes=tuple(shapes[:1] * num if same_shapes else shapes),  # as the layers of a deep model have
         buckets=buckets_of(num, cuts, reverse),
-        # A trailing repetition says nothing.
+        # A trailing repetition is the default.
         spectra=_without_repetition(spectra[:num]),
         log2_scale=_without_repetition(tuple(log2_scale[:num])),
-        **rest,  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
     )
 
 

@@ -1,4 +1,4 @@
-"""Workloads: the gradients that the ranks of a run give a hook, as a recipe that can be read and pasted."""
+"""Workloads: the gradients of all ranks of a run, as a recipe that can be read and pasted."""
 
 from __future__ import annotations
 
@@ -20,27 +20,37 @@ Spectrum = Literal["flat", "low_rank", "power_law", "clustered", "zero"]
 
 @dataclass(frozen=True, repr=False)
 class Workload:
-    """Gradients of `world_size` ranks over `steps` steps: a common signal, and every rank's noise around it.
+    """The gradients of `world_size` ranks over `steps` steps: a common signal plus every rank's noise.
 
-    shapes: of the tensors. buckets: the indices of the tensors in each bucket, in the order in which buckets are
-    averaged; () for one bucket with all of them. rearranged: they are so from the second step on; in the first, all
-    tensors are in one bucket, as in DDP.
-    spectra: the singular values of the tensors' signals, tensor after tensor (the last for all that follow); a tensor is
-    a matrix, its first dimension against the others.
+    shapes: the tensors' shapes.
+    buckets: the indices of the tensors in each bucket, in the order in which buckets are averaged; () for one
+    bucket
+        with all tensors.
+    rearranged: these buckets apply from the second step on; in the first, all tensors are in one bucket, as
+    in DDP.
+    spectra: the singular values of the tensors' signals, tensor after tensor (the last for all that follow);
+    a tensor is
+        a matrix, its first dimension against the others.
 
         flat        all the same                    power_law   1, 1/2, 1/3, ...
         low_rank    `rank` equal ones, then 0       clustered   one in four 1, the others 1/100
         zero        no gradient at all
 
-    log2_scale: the rms of a tensor's signal is 2 to this power, tensor after tensor in the same way; () for 0.
-    sparsity: the part of the rows (of a vector: elements) that are 0, the same ones on every rank.
-    noise: rms of a rank's own part against the signal's. In a low-rank matrix it lies in the signal's columns and rows, so
-    that the mean has that rank too. drift: how far a step's gradient goes from the first step's: 0 none, 1 all new.
+    log2_scale: the rms of a tensor's signal is 2 to this power, tensor after tensor in the same way; () for
+    0.
+    sparsity: the fraction of rows (of a vector's elements) that are 0, the same ones on every rank.
+    noise: the rms of a rank's noise over the signal's. In a low-rank matrix the noise is in the span of the
+    signal's
+        columns and rows, so that the mean has that rank too.
+    drift: the distance of a step's gradient from the first step's, from 0 (the same) to 1 (entirely new).
 
-    What is done to the gradients then: order: rank i is given those of rank order[i]; () as they are.
-    log2_factor: all are multiplied by 2 to this power. zero_steps: so many steps with zero gradients follow.
-    poison: (step, rank, index, value): the middle element of that tensor is that value, inf say.
-    device: where the hook finds them in its buckets; all the rest is on the CPU.
+    These options change the drawn gradients:
+
+    order: rank i gets the gradients of rank order[i]; () for no change.
+    log2_factor: all gradients are multiplied by 2 to this power.
+    zero_steps: so many steps with zero gradients follow.
+    poison: (step, rank, index, value): the middle element of that tensor is set to that value, inf say.
+    device: the device of the hook's buckets; all other tensors are on the CPU.
 
     Every gradient is a function of the recipe: drawn in float64, multiplied, rounded to dtype.
     """
@@ -74,7 +84,7 @@ class Workload:
 
     @property
     def num_steps(self) -> int:
-        """Steps altogether, those with zero gradients included."""
+        """The number of all steps, including those with zero gradients."""
         return self.steps + self.zero_steps
 
     @property
@@ -83,7 +93,7 @@ class Workload:
         return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
 
     def gradients(self, step: int, rank: int) -> list[Tensor]:
-        """The gradients of a rank in a step, by tensor index: fresh tensors."""
+        """Make the gradients of a rank in a step, by tensor index, in new tensors."""
         if not (0 <= step < self.num_steps and 0 <= rank < self.world_size):
             raise IndexError(f"step {step}, rank {rank} of {self.num_steps} steps, {self.world_size} ranks")
         if step >= self.steps:
@@ -98,22 +108,22 @@ class Workload:
         return gradients
 
     def mean(self, step: int) -> list[Tensor]:
-        """The ranks' mean in float64, by tensor index."""
+        """Compute the ranks' mean gradients in float64, by tensor index."""
         return [tensors.mean(0) for tensors in self.stacked(step)]
 
     def stacked(self, step: int) -> list[Tensor]:
-        """All ranks' gradients in float64, [world_size, *shape], by tensor index. Not to be written to."""
+        """Return all ranks' gradients in float64, [world_size, *shape], by tensor index, to be read only."""
         return _stacked(self, step)
 
     def buckets_in(self, step: int) -> tuple[tuple[int, ...], ...]:
-        """The buckets of a step."""
+        """Return the buckets of a step."""
         return (tuple(range(len(self.shapes))),) if self.rearranged and step == 0 else self.buckets
 
     def bucket_of(self, index: int) -> int:
         return next(bucket for bucket, indices in enumerate(self.buckets) if index in indices)
 
     def where(self, index: int) -> str:
-        """The place of a tensor, for messages."""
+        """Describe a tensor's shape and bucket, for messages."""
         return f"tensor {index} {list(self.shapes[index])} in bucket {self.bucket_of(index)}"
 
     def _draw(self, step: int, rank: int, index: int) -> Tensor:
@@ -123,7 +133,7 @@ class Workload:
         return _gradient(*recipe, self.seed * 1_009 + index, step, rank) * 2.0**scale
 
     def __repr__(self) -> str:
-        """The call that makes this workload, without arguments that have their defaults."""
+        """Format the call that makes this workload, without arguments that have their defaults."""
         shown = []
         for each in fields(self):
             value = getattr(self, each.name)
@@ -137,7 +147,7 @@ class Workload:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RecordedWorkload(Workload):
-    """A workload of given gradients, recorded in a training run say: `RecordedWorkload.of(gradients)`."""
+    """A workload of given gradients, for example of a training run: `RecordedWorkload.of(gradients)`."""
 
     recorded: tuple[tuple[tuple[Tensor, ...], ...], ...] = field(default=(), repr=False)
 
@@ -145,22 +155,22 @@ class RecordedWorkload(Workload):
     def of(
         cls, gradients: Sequence[Sequence[Sequence[Tensor]]], buckets: Sequence[Sequence[int]] = ()
     ) -> RecordedWorkload:
-        """A workload of gradients[step][rank][index], of the same shapes and one dtype in every step and on every rank.
+        """Make a workload of gradients[step][rank][index].
 
-        Raises ValueError where they aren't.
+        Raises ValueError unless all steps and ranks have the same shapes and one dtype.
         """
         recorded = tuple(tuple(tuple(t.detach().cpu() for t in rank) for rank in step) for step in gradients)
-        kinds = {tuple((tuple(t.shape), t.dtype) for t in rank) for step in recorded for rank in step}
+        tensors = {tuple((tuple(t.shape), t.dtype) for t in rank) for step in recorded for rank in step}
         sizes = {len(step) for step in recorded}
-        if len(kinds) != 1 or len(sizes) != 1 or len({dtype for _, dtype in min(kinds, key=len)}) != 1:
-            raise ValueError(f"gradients differ between steps or ranks: {sizes} ranks, {kinds}")
-        (kind,) = kinds
+        if len(tensors) != 1 or len(sizes) != 1 or len({dtype for _, dtype in min(tensors, key=len)}) != 1:
+            raise ValueError(f"gradients differ between steps or ranks: {sizes} ranks, {tensors}")
+        (each_rank,) = tensors
         return cls(
-            shapes=tuple(shape for shape, _ in kind),
+            shapes=tuple(shape for shape, _ in each_rank),
             buckets=tuple(map(tuple, buckets)),
             world_size=len(recorded[0]),
             steps=len(recorded),
-            dtype=kind[0][1],
+            dtype=each_rank[0][1],
             recorded=recorded,
         )
 
@@ -188,7 +198,7 @@ def _gradient(
     step: int,
     rank: int,
 ) -> Tensor:
-    """One tensor's gradient, before it is scaled; its signal has rms 1."""
+    """Make one tensor's gradient, before it is scaled; its signal has rms 1."""
     rows = shape[0] if shape else 1
     cols = math.prod(shape[1:])
     if spectrum == "zero" or rows * cols == 0:
@@ -224,14 +234,14 @@ def _gradient(
 
 @lru_cache(maxsize=1024)
 def _basis(rows: int, k: int, seed: int, drift: float, step: int) -> Tensor:
-    """k orthonormal columns."""
+    """Make k orthonormal columns."""
     drawn = _mixed((rows, k), seed, drift, step)
     basis: Tensor = drawn / drawn.norm() if k == 1 else torch.linalg.qr(drawn).Q
     return basis
 
 
 def _mixed(shape: Shape, seed: int, drift: float, step: int, rank: int = 0) -> Tensor:
-    """Normal numbers that drift from the first step's to this step's own."""
+    """Draw normal numbers that drift from the first step's to this step's own."""
     first = _normal(shape, seed, 0, rank)
     return first if step == 0 else (1 - drift) * first + drift * _normal(shape, seed, step, rank)
 

@@ -1,4 +1,4 @@
-"""Hooks that average well, badly or not quite: each in a few lines."""
+"""Small hooks that average exactly, wrongly or approximately."""
 
 import torch
 import torch.distributed as dist

@@ -10,7 +10,7 @@ def hook(state, bucket):
 
 
 class Compressor:
-    """A compressor with error feedback: per tensor, it compresses gradient + error, and keeps the difference as error."""
+    """A compressor with error feedback: it compresses gradient + error per tensor, and keeps the residual."""
 
     def __init__(self, process_group):
         self.process_group = process_group
@@ -18,8 +18,8 @@ class Compressor:
         self.errors = {}
 
     def start(self, bucket):
-        for place, gradient in enumerate(self.parts(bucket)):
-            key = self.key(bucket, place)
+        for position, gradient in enumerate(self.parts(bucket)):
+            key = self.key(bucket, position)
             total = self.total(gradient, self.errors.get(key, torch.zeros_like(gradient)))
             output, sent = self.compress(total.flatten())
             error = self.error(gradient, total, output.view_as(total), sent.view_as(total))
@@ -33,8 +33,8 @@ class Compressor:
     def parts(self, bucket):
         return bucket.gradients()
 
-    def key(self, bucket, place):
-        return id(bucket.parameters()[place])
+    def key(self, bucket, position):
+        return id(bucket.parameters()[position])
 
     def total(self, gradient, error):
         return gradient + error
@@ -43,7 +43,7 @@ class Compressor:
         return total - sent
 
     def sound(self, error):
-        """The error to keep: zero where it isn't finite, so that a bad step is forgotten."""
+        """Return the error to keep: zero where it isn't finite, so that a bad step is forgotten."""
         return error.nan_to_num(0, 0, 0)
 
     def mean(self, tensor):
@@ -55,21 +55,21 @@ class Compressor:
 
 
 class TopK(Compressor):
-    """Sends the largest quarter of each rank's elements, with their places."""
+    """A compressor that sends the largest quarter of each rank's elements, with their indices."""
 
     def compress(self, total):
-        places = self.places(total)
+        indices = self.indices(total)
         output, sent = torch.zeros_like(total), torch.zeros_like(total)
-        sent[places] = total[places]
-        for their_places, values in self.gathered(places, total[places]):
-            output[their_places] += values / self.process_group.size()
+        sent[indices] = total[indices]
+        for their_indices, values in self.gathered(indices, total[indices]):
+            output[their_indices] += values / self.process_group.size()
         return output, sent
 
-    def places(self, total):
+    def indices(self, total):
         return total.abs().topk(-(-total.numel() // 4)).indices
 
     def gathered(self, *tensors):
-        """These tensors of every rank, in the order of the ranks."""
+        """Gather these tensors of every rank, in rank order."""
         received = []
         for tensor in tensors:
             received.append([torch.empty_like(tensor) for _ in range(self.process_group.size())])
@@ -78,14 +78,14 @@ class TopK(Compressor):
 
 
 class RandomK(Compressor):
-    """Sends a random half of the elements, the same on every rank."""
+    """A compressor that sends a random half of the elements, the same on every rank."""
 
     def compress(self, total):
-        total = total + 0 * total.abs().amax()  # NaN all over, where a rank might not send it
-        places = self.permutation(total.numel())[: -(-total.numel() // 2)]
+        total = total + 0 * total.abs().amax()  # spreads a NaN to all elements, as it might not be sent
+        indices = self.permutation(total.numel())[: -(-total.numel() // 2)]
         output, sent = torch.zeros_like(total), torch.zeros_like(total)
-        sent[places] = total[places]
-        output[places] = self.mean(total[places])
+        sent[indices] = total[indices]
+        output[indices] = self.mean(total[indices])
         return output, sent
 
     def permutation(self, numel):
@@ -93,7 +93,7 @@ class RandomK(Compressor):
 
 
 class Quantiser(Compressor):
-    """Rounds to 127 levels up to a tensor's largest value, up or down at random: it is unbiased."""
+    """An unbiased compressor that rounds up or down at random, to 127 levels up to the largest value."""
 
     def compress(self, total):
         level = total.abs().amax() / 127 if total.numel() else total.sum()
@@ -104,7 +104,7 @@ class Quantiser(Compressor):
 
 
 class Int8(Compressor):
-    """Rounds to the nearest of 127 levels on either side of zero, up to a tensor's largest value."""
+    """A compressor that rounds to the nearest of 127 levels on either side, up to the largest value."""
 
     def compress(self, total):
         level = total.abs().amax() / 127 if total.numel() else total.sum()

@@ -1,4 +1,4 @@
-"""Compressors with planted bugs: each differs from its base class in one thing, which a property has to find."""
+"""Compressors with planted bugs: each differs from its base class in one way that a property has to find."""
 
 from itertools import count
 
@@ -26,7 +26,7 @@ class ErrorTimes999(TopK):
 
 
 class Int8WithoutErrors(Int8):
-    """Keeps what was left out, and never adds it."""
+    """The error is kept and never added."""
 
     def total(self, gradient, error):
         return gradient.clone()
@@ -43,35 +43,35 @@ class Int8ErrorSubtracted(Int8):
 
 
 class Int8ErrorTimes999(Int8):
-    """What is lost in a step is a few millionths of the gradient."""
+    """The loss in a step is a few millionths of the gradient."""
 
     def total(self, gradient, error):
         return gradient + 0.999 * error
 
 
 class Int8ErrorsIn16Bits(Int8):
-    """What is rounded off an error is lost."""
+    """The rounding errors of an error are lost."""
 
     def sound(self, error):
         return super().sound(error).bfloat16()
 
 
 class Int8ErrorForgotten(Int8):
-    """Every few steps."""
+    """The error is dropped in every fifth step."""
 
     def total(self, gradient, error):
         return super().total(gradient, torch.zeros_like(error) if self.step % 5 == 4 else error)
 
 
 class ErrorOfTheGradient(TopK):
-    """Without what was left out before."""
+    """The error doesn't include the last step's error."""
 
     def error(self, gradient, total, output, sent):
         return gradient - sent
 
 
 class ErrorOfTheAverage(TopK):
-    """What all ranks together left out of this rank's: the others' noise comes in."""
+    """The error is this rank's total minus the average, so it includes the other ranks' noise."""
 
     def error(self, gradient, total, output, sent):
         return total - output
@@ -88,21 +88,21 @@ class ErrorKeptNan(TopK):
 
 
 class SharedErrors(TopK):
-    """Tensors of one shape, also in other buckets, have one error."""
+    """All tensors of one shape, also in different buckets, have one error."""
 
-    def key(self, bucket, place):
-        return tuple(bucket.gradients()[place].shape)
+    def key(self, bucket, position):
+        return tuple(bucket.gradients()[position].shape)
 
 
-class ErrorsByPlace(TopK):
-    """Where a tensor lies in the buckets tells whose the error is; but DDP rearranges them once."""
+class ErrorsByPosition(TopK):
+    """Errors are found by a tensor's position in the buckets, though DDP rearranges these once."""
 
-    def key(self, bucket, place):
-        return bucket.index(), place, tuple(bucket.gradients()[place].shape)
+    def key(self, bucket, position):
+        return bucket.index(), position, tuple(bucket.gradients()[position].shape)
 
 
 class Hoarder(TopK):
-    """Keeps the errors of all steps."""
+    """The errors of all steps are kept."""
 
     def error(self, gradient, total, output, sent):
         self.errors[self.step, gradient] = error = super().error(gradient, total, output, sent)
@@ -119,27 +119,27 @@ class SumForMean(Quantiser):
 
 
 class OwnFirst(TopK):
-    """Every rank adds what the others sent to its own: in another order on each."""
+    """Every rank adds its own values first, so the order of addition differs between ranks."""
 
     def gathered(self, *tensors):
         received, rank = super().gathered(*tensors), self.process_group.rank()
         return [received[rank], *received[:rank], *received[rank + 1 :]]
 
 
-class OwnPlaces(RandomK):
-    """Drawn from torch's own generator, which differs between ranks."""
+class OwnIndices(RandomK):
+    """The indices are drawn from torch's own generator, which differs between ranks."""
 
     def permutation(self, numel):
         return torch.randperm(numel)
 
 
-class FirstRanksPlaces(TopK):
-    """All send what is largest on rank 0."""
+class FirstRanksIndices(TopK):
+    """All ranks send the elements that are largest on rank 0."""
 
-    def places(self, total):
-        places = super().places(total)
-        dist.broadcast(places, 0, group=self.process_group)
-        return places
+    def indices(self, total):
+        indices = super().indices(total)
+        dist.broadcast(indices, 0, group=self.process_group)
+        return indices
 
 
 class SwallowedNan(TopK):
@@ -151,11 +151,11 @@ class SwallowedNan(TopK):
         )
 
 
-# Other promises.
+# Other claims.
 
 
 class Threshold(TopK):
-    """What is smaller than 1e-3 counts as nothing, whatever the rest."""
+    """Elements smaller than 1e-3 are set to zero, whatever the scale of the gradient."""
 
     def total(self, gradient, error):
         total = super().total(gradient, error)
@@ -163,7 +163,7 @@ class Threshold(TopK):
 
 
 class Unseeded(RandomK):
-    """Goes on where the process's last run ended."""
+    """The seed continues from the process's last run."""
 
     calls = count()
 
@@ -172,21 +172,21 @@ class Unseeded(RandomK):
 
 
 class RoundedTwice(Quantiser):
-    """To the nearest level, after the noise that makes up for rounding down: biased by half a level."""
+    """Values are rounded to nearest after adding the noise for rounding down: a bias of half a level."""
 
     def rounded(self, values):
         return (values + torch.rand(values.shape)).round()
 
 
 class WholeBucket(TopK):
-    """The largest quarter of the bucket: what is sent of a tensor depends on what else is in it."""
+    """The largest quarter of the bucket is sent, so a tensor's output depends on the other tensors in it."""
 
     def parts(self, bucket):
         return [bucket.buffer()]
 
 
 class FromCallbacks(Compressor):
-    """Finds the largest value of all ranks; from that collective's callback, averages."""
+    """The largest value of all ranks is reduced first; that collective's callback issues the average."""
 
     def start(self, bucket):
         buffer = bucket.buffer()

@@ -1,4 +1,4 @@
-"""One call checks a hook: ours hold what they claim, and torch's defects are found."""
+"""check_hook passes gradcomp's hooks, and finds the defects of torch's."""
 
 import io
 import re
@@ -48,7 +48,7 @@ def test_our_hooks_hold_what_they_claim(name):
 )  # numpy's, of inf
 @pytest.mark.parametrize("name", OURS)
 def test_our_kernels_too(name, monkeypatch):
-    """Under the interpreter, or on the GPU: few and small."""
+    """Under the interpreter, or on the GPU, hooks are checked on few and small workloads."""
     only = [
         "averages",
         "replicas_identical",
@@ -59,7 +59,7 @@ def test_our_kernels_too(name, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workload = Workload(((9, 8), (3,)), steps=4, noise=1.0, drift=0.5, device=device)
     hook, make_state = OURS[name]
-    with monkeypatch.context() as plain_torch:  # the probe is no test of kernels
+    with monkeypatch.context() as plain_torch:  # the probe doesn't test kernels
         plain_torch.setattr(gradcomp.ops, "_INTERPRETED", False)
         claims = claims_of(hook, make_state, device)
     for each in only:
@@ -91,7 +91,7 @@ def test_torchs_defects_are_found_by_search():
     assert len(found["completes"].counterexample.buckets) == 2
     assert found["finite_in_finite_out"].counterexample.spectra == ("zero",)
     assert found["no_error_where_exact"].counterexample == Workload(((1, 1),), steps=3, noise=0.1)
-    # Not for the same reasons again.
+    # They don't fail for the same reasons again.
     assert report.verdicts["averages"].outcome == "holds"
     assert 0 < report.verdicts["averages"].num_examples < 25
     assert "more passed over" in str(report)
@@ -142,7 +142,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     assert "allreduce_hook: 2 of 2, averages, example 2" in [line.strip() for line in lines]
     assert "\n" not in terminal.getvalue()
     assert max(map(len, lines)) < 80
-    # The last line is overwritten with blanks, from whose beginning the next output goes on.
+    # The last line is overwritten with blanks, and the next output starts at its beginning.
     assert (lines[-3].strip() != "", lines[-2].strip(), lines[-1]) == (True, "", "")
     assert len(lines[-2]) >= len(lines[-3].rstrip())
 
@@ -204,7 +204,7 @@ def test_a_state_in_place_of_its_maker():
 
 
 def pairwise_hook(state, bucket):
-    """Sends to the other rank what simulated ranks can't."""
+    """Use point-to-point communication, which simulated ranks don't have."""
     buffer, other = bucket.buffer(), 1 - dist.get_rank()
     theirs = torch.empty_like(buffer)
     sent = dist.isend(buffer.clone(), other)
@@ -216,6 +216,6 @@ def pairwise_hook(state, bucket):
 
 
 def test_a_hook_that_sends_from_rank_to_rank():
-    """The probe for its claims runs on real processes, too."""
+    """The probe for the hook's claims runs on real processes, too."""
     report = check_hook(pairwise_hook, max_examples=3, ranks="gloo", only=["completes", "averages"])
     assert [report.verdicts[name].outcome for name in ("completes", "averages")] == ["holds", "holds"]

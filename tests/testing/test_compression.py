@@ -1,4 +1,4 @@
-"""compression_report: its numbers against arithmetic by hand and the theory, its table, what it refuses."""
+"""Tests of compression_report: its numbers against arithmetic by hand and theory, its table, its errors."""
 
 import math
 
@@ -24,7 +24,7 @@ def power_sgd(rank=2, **options):
 
 
 def first_half(process_group, bucket):
-    """The average of the first half of a bucket; for the rest nothing."""
+    """Average the first half of a bucket, and set the second half to zero."""
     buffer = bucket.buffer()
     half = buffer[: buffer.numel() // 2]
     dist.all_reduce(half.div_(process_group.size()), group=process_group)
@@ -35,7 +35,7 @@ def first_half(process_group, bucket):
 
 
 def test_by_hand():
-    """[3, 4 | 0, 12] and [[0, 0], [0, 5]]: of the means 25 of 169 and 0 of 25 come through."""
+    """Of the means [3, 4 | 0, 12] and [[0, 0], [0, 5]], energies of 25 of 169 and 0 of 25 are kept."""
     ranks = [
         [torch.tensor([3.0, 8, 0, 0]), torch.tensor([[0.0, 0], [0, 10]])],
         [torch.tensor([3.0, 0, 0, 24]), torch.zeros(2, 2)],
@@ -52,7 +52,7 @@ def test_by_hand():
     whole = report.overall
     assert (whole.shape, whole.gradient_bytes, whole.wire_bytes, whole.compression_rate) == ((8,), 32, 16, 2)
     assert whole.energy_kept == pytest.approx(25 / 194)
-    # All in one bucket: the first tensor whole, the second not at all.
+    # In one bucket, the first tensor is kept entirely and the second not at all.
     together = compression_report(first_half, ranks, buckets=[[0, 1]])
     assert [each.energy_kept for each in together.tensors] == [1, 0]
     assert [each.wire_bytes for each in together.tensors] == [None, None]
@@ -91,7 +91,7 @@ def test_hooks_that_do_not_compress():
 
 @pytest.mark.parametrize("module", [powerSGD_hook, torch_powersgd], ids=["gradcomp", "torch"])
 def test_powersgd_from_its_first_compressed_step(module):
-    """Behind 1,000 plain steps, which aren't made. Rank 2 is kept whole; of more, at most what SVD keeps."""
+    """The 1,000 plain steps are skipped. Rank 2 is kept entirely; above, at most the energy of an SVD."""
     gradients = [normal(64, 2) @ normal(2, 48), normal(40, 30, seed=1), normal(7)]
     report = compression_report(
         module.powerSGD_hook, gradients, make_state=lambda group: module.PowerSGDState(group, 2)
@@ -128,7 +128,7 @@ def test_warm_start_comes_near_the_best_and_error_feedback_makes_good():
 
 
 def test_a_workload():
-    """Its ranks, steps and buckets; here the gradients are new in every step."""
+    """A workload's ranks, steps and buckets are used; here the gradients are new in every step."""
     workload = Workload(
         shapes=((20, 20), (5,), (30, 10)), buckets=((2, 1), (0,)), world_size=3, steps=2, drift=1.0
     )

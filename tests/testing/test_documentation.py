@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md run, and give what it prints."""
+"""The examples of docs/testing.md run, and print the documented output."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ PROPERTIES = {"NonFiniteFailure", "PropertyFailure"} ^ set(properties.__all__)
 
 
 def example(monkeypatch, tmp_path, name, leave_out=""):
-    """The module that the code of docs/testing.md is, up to its first test."""
+    """Import the code of docs/testing.md, up to its first test, as a module."""
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
     source = "\n".join(blocks[1:3])
     assert leave_out in source

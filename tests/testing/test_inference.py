@@ -1,4 +1,4 @@
-"""The claims that are inferred of a hook that says nothing, and that they are what is checked."""
+"""Claims are inferred from a hook's state and a probe, and are the claims that are checked."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 class Late:
-    """Compresses from the fourth step on."""
+    """A compressor that starts in the fourth step."""
 
     def __init__(self, process_group):
         self.step = 0

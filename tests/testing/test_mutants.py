@@ -1,4 +1,4 @@
-"""The kit's teeth: planted bugs, each caught by a property, and what they were planted in, which holds."""
+"""Planted bugs are each found by a property, which holds for the hook without the bug."""
 
 import math
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing import NonFiniteFailure, Tolerance, Workload, check_hook, claims_of, properties
 from tests.testing import compressors, mutants
 
-# Where bugs are planted by replacing functions.
+# Bugs are planted by replacing functions of the plain torch implementation.
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A hook that holds what it claims. claims: besides those that are inferred."""
+    """A hook that fulfils its claims. claims: changes to the inferred claims."""
 
     hook: Callable
     make_state: Callable | None
@@ -29,12 +29,12 @@ class Sound:
 
 
 def power_sgd(process_group):
-    """A state of rank 2 that compresses all matrices, however small."""
+    """Make a state of rank 2 that compresses all matrices, however small."""
     return powerSGD_hook.PowerSGDState(process_group, 2, start_powerSGD_iter=2, min_compression_rate=0.01)
 
 
 def power_sgd_of_rank(rank):
-    """PowerSGD of this rank, which compresses the matrices that are worth it."""
+    """Return PowerSGD of this rank with the default min_compression_rate."""
     make_state = partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     return Sound(powerSGD_hook.powerSGD_hook, make_state)
 
@@ -46,11 +46,11 @@ TOP_K = Sound(compressors.hook, compressors.TopK, {"bucket_insensitive": True})
 # With two ranks sums are the same in any order.
 TOP_K_OF_THREE = Sound(compressors.hook, compressors.TopK, world_size=3)
 RANDOM_K = Sound(compressors.hook, compressors.RandomK)
-# Its state keeps tensors that look like errors, and are zero.
+# Its state keeps tensors that look like errors, but are zero.
 QUANTISER = Sound(compressors.hook, compressors.Quantiser, {"unbiased": True, "error_feedback": False})
 INT8 = Sound(compressors.hook, compressors.Int8)
 
-# Bugs in ours: a function replaced by what one of these makes of it.
+# Bugs in gradcomp's code: each of these functions returns the replacement of a function.
 
 
 def error_dropped(reconstruct):
@@ -140,8 +140,8 @@ def one_wire_for_all_buckets(_):
 
 
 STACK, PLAN = "gradcomp.cpu.low_rank.Stack", "gradcomp.cpu.low_rank.LowRankPlan"
-# Where a bug is planted; the bug: a mutant of that compressor, or (what to replace in our code, by what); and
-# the property that finds it.
+# The hook in which a bug is planted; the bug, a mutant of that compressor or (the function of gradcomp's to
+# replace, the maker of its replacement); and the property that finds it.
 PLANTED = [
     (POWER_SGD, (f"{STACK}.reconstruct", error_dropped), "error_feedback_identity"),
     (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
@@ -168,15 +168,15 @@ PLANTED = [
     (TOP_K, mutants.ErrorOfTheAverage, "held_back_comes_out"),
     (TOP_K, mutants.ErrorKeptNan, "nonfinite_seen_by_all"),
     (TOP_K, mutants.SharedErrors, "held_back_comes_out"),
-    (TOP_K, mutants.ErrorsByPlace, "held_back_comes_out"),
+    (TOP_K, mutants.ErrorsByPosition, "held_back_comes_out"),
     (TOP_K, mutants.ErrorNotSaved, "checkpoint_round_trip"),
     (TOP_K, mutants.Hoarder, "bounded_memory"),
-    (TOP_K, mutants.FirstRanksPlaces, "rank_permutation"),
+    (TOP_K, mutants.FirstRanksIndices, "rank_permutation"),
     (TOP_K, mutants.SwallowedNan, "nonfinite_seen_by_all"),
     (TOP_K, mutants.Threshold, "scale_equivariant"),
     (TOP_K, mutants.WholeBucket, "bucket_insensitive"),
     (TOP_K_OF_THREE, mutants.OwnFirst, "replicas_identical"),
-    (RANDOM_K, mutants.OwnPlaces, "replicas_identical"),
+    (RANDOM_K, mutants.OwnIndices, "replicas_identical"),
     (RANDOM_K, mutants.Unseeded, "deterministic"),
     (QUANTISER, mutants.SumForMean, "unbiased"),
     (QUANTISER, mutants.RoundedTwice, "unbiased"),
@@ -185,7 +185,7 @@ PLANTED = [
 
 
 def check(sound, only, **options):
-    """As someone checks a hook who doesn't know of a bug: what isn't claimed explicitly is inferred."""
+    """Check a hook as a user would who doesn't know of the bug: claims are inferred from the sound hook."""
     claims = replace(claims_of(sound.hook, sound.make_state), **sound.claims)
     options |= {"world_size": sound.world_size, "claims": claims, "only": only}
     return check_hook(sound.hook, sound.make_state, **options)
@@ -207,12 +207,12 @@ def test_a_planted_bug_is_found(sound, bug, by, monkeypatch):
         plant(monkeypatch, *bug)
     (failure,) = check(sound, [by]).failures
     assert failure.property == by
-    # Found by what it computes, not because it doesn't run.
+    # It is found by its outputs, not by an exception.
     assert "Traceback" not in failure.message
 
 
 def test_a_direction_that_is_not_normal_is_found(monkeypatch):
-    """From the second compressed step on P goes with the square of the gradients: 2^90 is too much for it."""
+    """From the second compressed step on P scales with the square of the gradients, and 2^90 overflows."""
     claims = replace(claims_of(POWER_SGD.hook, power_sgd), max_magnitude=2.0**100)
     case = (POWER_SGD.hook, power_sgd, Workload(((7, 13),), steps=4, log2_factor=90))
     properties.finite_in_finite_out(*case, claims=claims)
@@ -237,7 +237,7 @@ SOUND = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_without_a_bug_all_holds(name):
-    """Every property that finds a bug planted in a hook holds of the hook itself."""
+    """Every property that finds a bug planted in a hook holds for the hook itself."""
     finders = {by for sound, _, by in PLANTED if sound == SOUND[name]}
     report = check(SOUND[name], finders, max_examples=5)
     assert {by for by, verdict in report.verdicts.items() if verdict.outcome == "holds"} == finders, report
@@ -251,7 +251,7 @@ def test_an_int8_hook_with_error_feedback_passes():
 
 
 def test_what_is_kept_and_is_no_error():
-    """The claims say so; and how precise the errors are that a state keeps."""
+    """Claims say whether kept tensors are errors, and how precise errors are."""
     for mutant, said in (
         (compressors.Quantiser, {"error_feedback": False}),
         (mutants.Int8ErrorsIn16Bits, {"feedback_precision": torch.bfloat16}),

@@ -1,4 +1,4 @@
-"""The oracles against arithmetic by hand, the theory, and the hooks: one step from an identical state."""
+"""The oracles agree with arithmetic by hand, theory, and one step of the hooks from an identical state."""
 
 import math
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def tensors(shapes, seed, dtype=torch.float32):
 
 
 def relative(results, expected):
-    """Of lists of tensors, over all their elements."""
+    """Compute the relative error of lists of tensors over all their elements."""
     results, expected = (
         torch.cat([each.double().flatten() for each in some]) for some in (results, expected)
     )
@@ -49,19 +49,19 @@ def test_mean_by_hand():
 
 
 def test_sixteen_bits_by_hand():
-    """1/3 is 0.333251953125 in fp16, 2^-24 / 3 nothing; sums round to even; no overflow before division."""
+    """In fp16, 1/3 is 0.333251953125 and 2^-24 / 3 is 0; sums round to even; division precedes overflow."""
     gradients = [[torch.tensor([1.0, 2.0**-24, 2048 * 3, 65504 * 3.0])]] + [
         [torch.tensor([0, 0, 3, 0.0])]
     ] * 2
     (average_,) = sixteen_bit_mean(gradients, torch.float16)
-    # 2048 + 1 is 2048 in fp16, twice; summed first, the two ones would have been 2050.
+    # 2048 + 1 is 2048 in fp16, twice; with the two ones added first, the sum would be 2050.
     assert average_.tolist() == [0.333251953125, 0.0, 2048.0, 65504.0]
     assert sixteen_bit_mean([[torch.tensor(257.0)]], torch.bfloat16) == [256.0]
     assert rounded([[torch.tensor(65520.0), torch.tensor(2049.0)]], torch.float16) == [[math.inf, 2048.0]]
 
 
 def test_powersgd_by_hand():
-    """M = [[3, 4], [6, 8], [0, 5]], of two ranks, projected on [0, 1].
+    """The mean M = [[3, 4], [6, 8], [0, 5]] of two ranks is projected on [0, 1].
 
     M̄ Q = [4, 8, 5], of length √105; Q = M̄ᵀ P = [60, 105] / √105; P Qᵀ = [4, 8, 5] ⊗ [4/7, 1].
     """
@@ -84,7 +84,7 @@ def test_powersgd_by_hand():
 
 
 def test_batched_powersgd_by_hand():
-    """1 2 3 | 4 5 as [[1, 2, 3], [4, 5, 0], [0, 0, 0]], projected on [0, 0, 1]: its first row is left."""
+    """Projecting 1 2 3 | 4 5 as [[1, 2, 3], [4, 5, 0], [0, 0, 0]] on [0, 0, 1] keeps its first row."""
     oracle = BatchedPowerSGDOracle([(3,), (2, 1)])
     gradients = [[torch.tensor([1.0, 2, 3]), torch.tensor([[4.0], [5]])]]
     averages = oracle.step(gradients, [torch.tensor([[0.0], [0], [1]])])
@@ -94,7 +94,7 @@ def test_batched_powersgd_by_hand():
 
 
 def test_behind_a_bucket_there_is_no_error():
-    """[[1, 1], [1, no]] on [1, 0] is [[1, 1/2], [1, 1/2]]: the 1/2 in the place of `no` is forgotten."""
+    """Projecting [[1, 1], [1, –]] on [1, 0] yields [[1, 1/2], [1, 1/2]]; the padding's 1/2 is dropped."""
     oracle = BatchedPowerSGDOracle([(3,)])
     (average_,) = oracle.step([[torch.ones(3)]], [torch.tensor([[1.0], [0]])])
     (error,) = oracle.errors[0]
@@ -112,7 +112,7 @@ def test_exact_up_to_the_rank_and_the_best_on_what_it_spans(rank):
     result, new_q = low_rank_average([more], q)
     assert (result - more).norm() < more.norm()
     assert torch.linalg.matrix_rank(result) == rank
-    # Another basis of q's span, badly scaled: the same result, and the same span of the new Q.
+    # Another, badly scaled basis of q's span yields the same result, and the same span of the new Q.
     mixing = torch.linspace(0.001, 10, rank, dtype=torch.float64).diag() + 0.1
     other, other_q = low_rank_average([more], q @ mixing)
     assert relative([other], [result]) <= 1e3 * EXACT
@@ -121,12 +121,14 @@ def test_exact_up_to_the_rank_and_the_best_on_what_it_spans(rank):
 
 @pytest.mark.parametrize("warm_start", [True, False])
 @pytest.mark.parametrize("error_feedback", [True, False])
-@pytest.mark.parametrize("kind", [PowerSGDOracle, BatchedPowerSGDOracle])
-def test_error_feedback_loses_nothing(kind, error_feedback, warm_start):
-    """Σ outputs + mean of the final errors = Σ mean gradients; without error feedback it isn't."""
-    oracle = kind(SHAPES, 2, error_feedback=error_feedback, warm_start=warm_start)
+@pytest.mark.parametrize("oracle_class", [PowerSGDOracle, BatchedPowerSGDOracle])
+def test_error_feedback_loses_nothing(oracle_class, error_feedback, warm_start):
+    """Σ outputs + mean of the final errors = Σ mean gradients with error feedback, and only then."""
+    oracle = oracle_class(SHAPES, 2, error_feedback=error_feedback, warm_start=warm_start)
     cols = (
-        [math.prod(SHAPES[i][1:]) for i in (0, 3, 2)] if kind is PowerSGDOracle else [math.ceil(NUMEL**0.5)]
+        [math.prod(SHAPES[i][1:]) for i in (0, 3, 2)]
+        if oracle_class is PowerSGDOracle
+        else [math.ceil(NUMEL**0.5)]
     )
     given, out = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(8):
@@ -145,7 +147,7 @@ def flat(tensors_):
 
 @dataclass
 class Step:
-    """What a rank gave a hook in one step, what it got, and the hook's "error" and "directions" around it."""
+    """A rank's gradients and averages in a step, and the hook's "error" and "directions" around it."""
 
     gradients: list[torch.Tensor]
     averages: list[torch.Tensor]
@@ -170,7 +172,7 @@ def of_ranks(ranks, step, name):
 
 @pytest.fixture(params=["plain torch", "kernels"])
 def arithmetic(request, monkeypatch):
-    """Under Triton's interpreter CPU tensors go to the kernels, unless they are told not to."""
+    """Under Triton's interpreter kernels process CPU tensors, unless ops._INTERPRETED is patched."""
     if request.param == "plain torch":
         monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
 
@@ -223,7 +225,7 @@ CASES = [
 
 
 def errors_of(oracle, memory):
-    """A hook's memory of errors as the oracle has it."""
+    """Convert a hook's errors to the oracle's form."""
     parts = split(memory["error"].double(), SHAPES)
     return [oracle.square(parts)] if isinstance(oracle, BatchedPowerSGDOracle) else parts
 
@@ -231,7 +233,7 @@ def errors_of(oracle, memory):
 @pytest.mark.parametrize(("arithmetic", "inner", "dtype", "switches"), CASES, indirect=["arithmetic"])
 @pytest.mark.usefixtures("arithmetic")
 def test_powersgd_hooks(inner, dtype, switches):
-    """Each step from where the hook's last step left it."""
+    """The oracle starts each step from the state that the hook's last step left."""
     start, rank = 2, 2
     feedback, warm = switches
 

@@ -1,4 +1,4 @@
-"""run_hook treats a hook as DDP does, and measures what it says."""
+"""run_hook runs a hook as DDP does, and its measurements are right."""
 
 import gc
 
@@ -116,7 +116,7 @@ def test_checkpoints_on_the_way():
 
 
 class Loadable:
-    """Of a kind that torch.load's safe default doesn't know."""
+    """A state of a class that torch.load's safe default doesn't know."""
 
     def __init__(self, process_group=None):
         self.process_group, self.value = process_group, 0
@@ -136,13 +136,13 @@ class WithStateDict(Loadable):
         self.value = state_dict["value"]
 
 
-@pytest.mark.parametrize("kind", [Loadable, WithStateDict])
-def test_ways_to_reload_a_state(kind):
-    state = kind()
+@pytest.mark.parametrize("state_class", [Loadable, WithStateDict])
+def test_ways_to_reload_a_state(state_class):
+    state = state_class()
     state.value = 7
     with pytest.raises(CheckpointError, match="safe default"):
-        reload(state, kind, None)
-    loaded = reload(state, kind, None, safe=False)
+        reload(state, state_class, None)
+    loaded = reload(state, state_class, None, safe=False)
     assert loaded is not state
     assert loaded.value == 7
 
@@ -170,7 +170,7 @@ def test_tensors_in_a_state():
 
 
 class Halves:
-    """Sends half of gradient + error."""
+    """A compressor that sends half of gradient + error."""
 
     def __init__(self, process_group):
         self.errors = {}

@@ -1,4 +1,4 @@
-"""Drawn workloads: any that training makes, and readable when shrunk."""
+"""Drawn workloads cover those of training, and are readable when shrunk."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Workloads are what their recipe says."""
+"""Workloads have the gradients that their recipe describes."""
 
 import math
 from dataclasses import replace

@@ -1,11 +1,12 @@
 """The properties of gradient compression, one function each; docs/testing.md has them in a table.
 
-    property(hook, make_state, workload, *, claims=None, ranks="simulated") -> what was measured, or None
+    property(hook, make_state, workload, *, claims=None, ranks="simulated") -> measured value, or None
 
-Each runs the hook on every rank (see run_hook) and raises PropertyFailure if the hook lacks the property on this workload;
-the message says what was expected, what came, and on which rank, step and tensor. RankError if the hook doesn't finish.
-A property that the hook doesn't claim isn't checked: its function returns None. claims: by default, those that
-claims_of(hook, make_state) infers. ranks: "gloo" for real processes. Use one alone in a test of your own::
+Each runs the hook on every rank (see run_hook) and raises PropertyFailure if the property fails on this
+workload; the message has the expected and the actual value, and the rank, step and tensor. It raises
+RankError if the hook doesn't finish. A property that the hook doesn't claim isn't checked: its function
+returns None. claims: by default, those that claims_of(hook, make_state) infers. ranks: "gloo" for real
+processes. A property can be used alone in a test::
 
     @given(strategies.workloads())
     def test_averages(workload):

@@ -1,4 +1,4 @@
-"""Properties of a hook's outputs: how close they are to the mean gradient, in one step and in expectation."""
+"""Properties of a hook's outputs: their distance from the mean gradient, in one step and in expectation."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Workload
 
-# Rounding errors of a gradient of rank r recovered from factors, in roundings: P's condition number, up to 1000 for
-# a random projection; of 16 bits that would leave nothing to check.
+# The rounding errors allowed in a gradient of rank r recovered from factors, in unit roundoffs: P's condition
+# number, up to 1000 for a random projection. In 16 bits that would allow any output, so less is allowed.
 ROUNDINGS_OF_FACTORS = {
     torch.float64: 2.0**10,
     torch.float32: 2.0**10,
     torch.float16: 2.0**8,
     torch.bfloat16: 2.0**6,
 }
-# Rounding errors of a step: of M = gradient + error, of the output, of error = M − output, and of the wire.
+# The rounding errors of a step, in unit roundoffs: M = gradient + error, the output, error = M − output, and
+# the wire.
 ROUNDINGS_OF_A_STEP = 8
-# Steps of `unbiased`.
+# The number of compressed steps that `unbiased` runs.
 NUM_DRAWS = 512
 # The probability that `unbiased` fails a hook that is unbiased.
 FALSE_ALARM = 1e-6
 
 
 def allowed_error(workload: Workload, step: int, index: int, tolerance: Tolerance) -> Tensor:
-    """The error that a tolerance allows, by element: 2 · W · (relative · magnitude + absolute) (see Tolerance)."""
+    """Compute the error that a tolerance allows, by element (see Tolerance)."""
     stacked = workload.stacked(step)
     magnitude = stacked[index].abs().amax(0)
     if tolerance.of == "bucket":
@@ -51,7 +52,7 @@ def allowed_error(workload: Workload, step: int, index: int, tolerance: Toleranc
 
 
 def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Every output from a step on, as (step, rank, tensor index, output)."""
+    """Yield every output from a step on, as (step, rank, tensor index, output)."""
     for step in range(first_step, workload.num_steps):
         for rank, tensors in enumerate(run.outputs[step]):
             for index, tensor in enumerate(tensors):
@@ -59,12 +60,12 @@ def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[t
 
 
 def norm_of(workload: Workload, step: int, index: int) -> float:
-    """The largest ‖gradient‖ of all ranks, of one tensor."""
+    """Compute the largest ‖gradient‖ of all ranks for one tensor."""
     return float(workload.stacked(step)[index].flatten(1).norm(dim=1).max())
 
 
 def norm_of_bucket(workload: Workload, step: int, indices: tuple[int, ...]) -> float:
-    """An upper bound of the largest ‖gradient‖ of all ranks, of a bucket's tensors together."""
+    """Compute an upper bound of the largest ‖gradient‖ of all ranks for a bucket's tensors together."""
     return math.hypot(*(norm_of(workload, step, index) for index in indices))
 
 
@@ -72,10 +73,10 @@ def norm_of_bucket(workload: Workload, step: int, indices: tuple[int, ...]) -> f
 def averages(subject: Subject, workload: Workload) -> float | None:
     """Every output is the float64 mean of the ranks' gradients.
 
-    |output − mean| ≤ 2 · W · (u · magnitude + s), where W addends and their partial sums are rounded to unit roundoff
-    u and subnormal spacing s of the dtype on the wire (Higham, Accuracy and Stability of Numerical Algorithms, 2002,
-    section 4.2); magnitude: the largest |gradient| of the ranks (see Tolerance). A lossy hook is held to it in its
-    plain steps, and for tensors of its exact shapes.
+    |output − mean| ≤ 2 · W · (u · magnitude + s), where W addends and their partial sums are rounded to unit
+    roundoff u and subnormal spacing s of the dtype on the wire (Higham, Accuracy and Stability of Numerical
+    Algorithms, 2002, section 4.2); the magnitude is the largest |gradient| of the ranks (see Tolerance). A
+    lossy hook is held to it in its plain steps, and for tensors of its exact shapes.
 
     Returns the largest error over its tolerance; None if no average of the workload is claimed.
     """
@@ -103,11 +104,12 @@ def averages(subject: Subject, workload: Workload) -> float | None:
 
 @property_of
 def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
-    """A mean gradient of rank at most r comes out of every compressed step.
+    """Every compressed step averages a mean gradient of rank at most r exactly.
 
-    ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F, for a projection on r random directions (Vogels et al., PowerSGD, NeurIPS
-    2019, section 3: P = M Q spans the columns of M if rank M ≤ r). c = 1024 allows for the condition number of
-    P; 256 in float16, 64 in bfloat16. The workload's spectra are replaced by low_rank with r.
+    ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F, for a projection on r random directions (Vogels et al.,
+    PowerSGD, NeurIPS 2019, section 3: P = M Q spans the columns of M if rank M ≤ r). c = 1024 allows for the
+    condition number of P; 256 in float16, 64 in bfloat16. The workload's spectra are replaced by low_rank
+    with r.
 
     Returns the largest error over its tolerance; None without claims.exact_rank.
     """
@@ -119,7 +121,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
         spectra=("low_rank",),
         rank=claims.exact_rank,
         steps=max(workload.steps, claims.start + 1),
-        # All new gradients may be as good as orthogonal to what the last step left to project on.
+        # Entirely new gradients may be almost orthogonal to the last step's Q, on which they are projected.
         drift=min(workload.drift, 0.1),
         zero_steps=0,
     )
@@ -139,7 +141,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
 
 
 def underflow(claims: Claims, workload: Workload, index: int) -> float:
-    """The norm of what a tensor loses to the subnormal spacing of the dtype it is rounded to."""
+    """Compute the norm of a tensor's loss to the subnormal spacing of the dtype it is rounded to."""
     absolute = claims.exact(workload.dtype).absolute
     return 2 * workload.world_size * absolute * math.sqrt(math.prod(workload.shapes[index]))
 
@@ -148,12 +150,14 @@ def underflow(claims: Claims, workload: Workload, index: int) -> float:
 def contraction(subject: Subject, workload: Workload) -> float | None:
     """‖M − C(M)‖² ≤ (1 − δ) ‖M‖² for every bucket M, and C(0) = 0.
 
-    The definition of a δ-contraction, which error feedback needs (Karimireddy et al., Error Feedback Fixes SignSGD, ICML
-    2019, assumption A). All ranks are given the same gradients: then M is the mean and C(M) the output, whether a
-    hook compresses every rank's gradient or their sum. In every compressed step; with error feedback M is the gradient and
-    what is held back (see `BucketSteps`), which is known where ranks are alike: else only the first of these steps counts.
-    δ is claims.contraction; with 0, an output is no farther from the gradient than zero is, which random compressors, for
-    whom δ is an expectation, keep to in every step. Rounding: as for what is held back, and 4 u ‖M‖.
+    This defines a δ-contraction, which error feedback needs (Karimireddy et al., Error Feedback Fixes
+    SignSGD, ICML 2019, assumption A). All ranks get the same gradients: then M is the mean and C(M) the
+    output, whether a hook compresses every rank's gradient or their sum. The property is checked in every
+    compressed step. With error feedback M is the gradient plus the held-back error (see `BucketSteps`), which
+    is known if the ranks are symmetric; otherwise only the first of these steps is checked. δ is
+    claims.contraction; with 0, an output is no farther from the gradient than zero is, which holds in every
+    step even for random compressors, whose δ is an expectation. The rounding allowed is that of the held-back
+    error plus 4 u ‖M‖.
 
     Returns the smallest δ found; None without claims.contraction.
     """
@@ -178,8 +182,9 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
                     found = 1 - (lost / size) ** 2 if size else -math.inf
                     summed = steps.means.sum(0), steps.outputs.sum(0)
                     raise PropertyFailure(
-                        f"contraction: step {step}, rank {rank}, bucket {bucket} with tensors {list(indices)}: expected "
-                        f"‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², ‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
+                        f"contraction: step {step}, rank {rank}, bucket {bucket} with tensors "
+                        f"{list(indices)}: expected ‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², "
+                        f"‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
                         f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}{subject.multiple(workload, *summed)}"
                     )
                 if size > steps.rounding[i + 1]:
@@ -189,12 +194,15 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
 
 @dataclass(frozen=True)
 class BucketSteps:
-    """The means and outputs of a bucket on a rank, and what is held back, from the first compressed step on.
+    """The means, outputs and held-back errors of a bucket on a rank, from the first compressed step on.
 
-    means, outputs: [step, element], the ranks' mean gradients and what the hook made of them. held[i]: Σ means − Σ outputs
-    before that step, at the end after the last: with error feedback, the mean of the ranks' errors. rounding[i]: how far
-    rounding may have taken its norm: in every step 8 u times the norms of the largest gradient and of what is held before and
-    after it.
+    means, outputs: [step, element], the ranks' mean gradients and the hook's averages.
+    held[i]: Σ means − Σ outputs before that step; the last element is after the last step. With error
+    feedback it is the
+        mean of the ranks' errors.
+    rounding[i]: the rounding error allowed in its norm: in every step 8 u times the norms of the largest
+    gradient and of
+        the held-back errors before and after it.
     """
 
     means: Tensor
@@ -228,12 +236,13 @@ def joined(tensors: list[Tensor], indices: tuple[int, ...]) -> Tensor:
 def unbiased(subject: Subject, workload: Workload) -> float | None:
     """The expectation of the output is the mean.
 
-    The same gradients in 512 steps: as many independent draws of a hook that draws anew in every step. The first
-    half shows in which direction d the outputs are off; of the second half, t = mean(⟨output − mean, d⟩) / (their
-    standard deviation / √n) is compared with Student's distribution of n − 1 degrees of freedom, one-sided: an unbiased
-    hook fails with a probability of about 1e-6, once n of such sums are as good as normal (the approximation of
-    the quantile: Abramowitz and Stegun 26.7.5). A bias within rounding is let through. Not for hooks with error feedback,
-    whose steps depend on each other.
+    The gradients are the same in 512 steps, which are as many independent draws of a hook that draws anew in
+    every step. The first half yields the direction d of the outputs' deviation. For the second half, t =
+    mean(⟨output − mean, d⟩) / (their standard deviation / √n) is compared with Student's distribution of n −
+    1 degrees of freedom, one-sided: an unbiased hook fails with a probability of about 1e-6, as the mean of n
+    such sums is almost normal (the quantile is approximated by Abramowitz and Stegun 26.7.5). A bias within
+    rounding is allowed. The property doesn't apply to hooks with error feedback, whose steps depend on each
+    other.
 
     Returns t; None unless claims.unbiased.
     """
@@ -245,7 +254,7 @@ def unbiased(subject: Subject, workload: Workload) -> float | None:
     require_finite("unbiased", workload, run)
     indices = tuple(range(len(workload.shapes)))
     mean = joined(workload.mean(0), indices)
-    # Tensors may differ by orders of magnitude: each counts by its own rms.
+    # Tensors may differ by orders of magnitude: each is divided by its own rms.
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in workload.mean(0)])
     draws = torch.stack([(joined(step[0], indices) - mean) / unit for step in run.outputs[claims.start :]])
     first, second = draws[: NUM_DRAWS // 2], draws[NUM_DRAWS // 2 :]
@@ -263,7 +272,8 @@ def unbiased(subject: Subject, workload: Workload) -> float | None:
         average = mean + draws.mean(0) * unit
         i = int(draws.mean(0).abs().argmax())
         raise PropertyFailure(
-            f"unbiased: over {NUM_DRAWS} steps with the same gradients, element {i} of all: expected {mean[i]:.6g} (the float64 "
-            f"mean) on average, got {average[i]:.6g}; all elements: t = {t:.3g}, allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
+            f"unbiased: over {NUM_DRAWS} steps with the same gradients, element {i} of all: expected "
+            f"{mean[i]:.6g} (the float64 mean) on average, got {average[i]:.6g}; all elements: t = {t:.3g}, "
+            f"allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
         )
     return t

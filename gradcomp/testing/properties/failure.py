@@ -1,4 +1,4 @@
-"""The exceptions of properties that don't hold: what was expected, what came, on which rank, step and tensor."""
+"""The exceptions of properties that fail, with expected and actual values, rank, step and tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NonFiniteFailure", "PropertyFailure"]
 
 
 class PropertyFailure(AssertionError):  # noqa: N818
-    """The hook claims a property that it does not have on this workload."""
+    """The hook claims a property that fails on this workload."""
 
 
 class NonFiniteFailure(PropertyFailure):
@@ -22,7 +22,7 @@ class NonFiniteFailure(PropertyFailure):
 
 
 def place(workload: Workload, step: int, rank: int, index: int) -> str:
-    """The place of an output, for messages."""
+    """Describe an output's step, rank and tensor, for messages."""
     return f"step {step}, rank {rank}, {workload.where(index)}"
 
 
@@ -34,8 +34,8 @@ def require_finite(name: str, workload: Workload, run: Run, first_step: int = 0)
                 if step >= first_step and not tensor.isfinite().all():
                     bad = tensor[~tensor.isfinite()][0] if tensor.ndim else tensor
                     raise NonFiniteFailure(
-                        f"{name}: {place(workload, step, rank, index)}: expected finite averages, got {bad.item()} in "
-                        f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} elements"
+                        f"{name}: {place(workload, step, rank, index)}: expected finite averages, got "
+                        f"{bad.item()} in {int((~tensor.isfinite()).sum())} of {tensor.numel()} elements"
                     )
 
 
@@ -53,7 +53,7 @@ def require_same(name: str, where: str, expected: Tensor, got: Tensor, whose: st
 def require_close(
     name: str, where: str, expected: Tensor, got: Tensor, allowed: Tensor | float, whose: str
 ) -> float:
-    """The largest |got − expected| / allowed of all elements. Raises PropertyFailure if it is above 1."""
+    """Compute the largest |got − expected| / allowed. Raises PropertyFailure if it is above 1."""
     if not got.numel():
         return 0.0
     off = (got.double() - expected.double()).abs().flatten()
@@ -62,8 +62,8 @@ def require_close(
     worst = int(ratio.argmax())
     if ratio[worst] > 1:
         raise PropertyFailure(
-            f"{name}: {where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), got "
-            f"{got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}"
+            f"{name}: {where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), "
+            f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}"
         )
     return float(ratio[worst])
 
@@ -71,7 +71,7 @@ def require_close(
 def require_close_in_norm(
     name: str, where: str, expected: Tensor, got: Tensor, allowed: float, whose: str
 ) -> float:
-    """The ratio ‖got − expected‖ / allowed. Raises PropertyFailure if it is above 1."""
+    """Compute ‖got − expected‖ / allowed. Raises PropertyFailure if it is above 1."""
     off = float((got.double() - expected.double()).norm())
     if not off <= allowed:
         raise PropertyFailure(

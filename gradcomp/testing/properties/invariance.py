@@ -1,4 +1,4 @@
-"""Properties that compare two runs of a hook whose outputs should be the same, or multiples of each other."""
+"""Properties of two runs of a hook whose outputs should be the same, or multiples of each other."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from gradcomp.testing.properties.failure import (
 from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
-# Of two runs of a lossy hook that differ by rounding only, in units of the gradients' norm: half of the digits.
-# Rounding turns the space that an ill-conditioned P spans, but only into directions in which there is little left.
+# Two runs of a lossy hook that differ by rounding only may differ by √u times the gradients' norm, half of
+# the digits. Rounding rotates the space that an ill-conditioned P spans, but only towards directions of small
+# norm.
 HALF_OF_THE_DIGITS = 0.5
 
 
 @property_of
 def deterministic(subject: Subject, workload: Workload) -> None:
-    """A second run, in which the collectives complete at other times, gives the same bits.
+    """A second run, in which the collectives complete at other times, has the same bits.
 
     Simulated ranks have torch's generator in the same state in both runs.
     """
@@ -38,10 +39,11 @@ def deterministic(subject: Subject, workload: Workload) -> None:
 
 @property_of
 def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
-    """Gradients multiplied by a power of two give outputs multiplied by it: C(2^k M) = 2^k C(M), for 2^4 and 2^-4.
+    """Multiplying gradients by a power of two multiplies the outputs by it.
 
-    To the bit where claims.scale_equivariant is "bitwise"; it is for sums in floating point, barring overflow and
-    underflow. Else within twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖.
+    C(2^k M) = 2^k C(M), for 2^4 and 2^-4. The outputs are equal to the bit if claims.scale_equivariant is
+    "bitwise", as floating-point sums are, barring overflow and underflow. Otherwise they are equal within
+    twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖.
 
     Returns the largest difference over what is allowed; None unless claimed.
     """
@@ -62,31 +64,19 @@ def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
             if claims.scale_equivariant == "bitwise":
                 require_same("scale_equivariant", place(workload, step, rank, index), expected, back, whose)
             else:
-                extra = 2.0 ** max(0, -power)
-                worst = max(
-                    worst,
-                    _alike(
-                        "scale_equivariant",
-                        claims,
-                        workload,
-                        step,
-                        rank,
-                        index,
-                        expected,
-                        back,
-                        whose,
-                        extra,
-                    ),
-                )
+                output_of = ("scale_equivariant", claims, workload, step, rank, index)
+                underflows = 2.0 ** max(0, -power)
+                worst = max(worst, _difference(*output_of, expected, back, whose, underflows))
     return worst
 
 
 @property_of
 def rank_permutation(subject: Subject, workload: Workload) -> float | None:
-    """The outputs don't depend on which rank has which gradients: they are the same with the ranks in reverse order.
+    """The outputs don't depend on which rank has which gradients.
 
-    Within twice the tolerance of averages (the sums' order differs); for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖,
-    up to its first compressed step: after that rounding errors grow, as those of any iteration do.
+    With the ranks in reverse order they are equal within twice the tolerance of averages (the sums' order
+    differs); for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖, up to its first compressed step: after that
+    rounding errors grow, as in any iteration.
 
     Returns the largest difference over what is allowed; None unless claims.rank_symmetric.
     """
@@ -100,10 +90,10 @@ def rank_permutation(subject: Subject, workload: Workload) -> float | None:
 
 @property_of
 def bucket_insensitive(subject: Subject, workload: Workload) -> float | None:
-    """The outputs don't depend on the assignment of tensors to buckets: all in one bucket, or each in its own.
+    """The outputs don't depend on the assignment of tensors to buckets.
 
-    Within twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖, up to its first
-    compressed step.
+    With all tensors in one bucket, or each in its own, they are equal within twice the tolerance of averages;
+    for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖, up to its first compressed step.
 
     Returns the largest difference over what is allowed; None unless claims.bucket_insensitive.
     """
@@ -124,7 +114,7 @@ def _until_compressed(workload: Workload, claims: Claims) -> Workload:
 
 
 def _same_outcome(name: str, subject: Subject, workload: Workload, other: Workload) -> float:
-    """The largest difference, over what is allowed, between the outputs of two workloads that should have the same."""
+    """Compute the largest difference, over the allowed one, of two workloads with the same averages."""
     workload = replace(workload, steps=other.steps, zero_steps=other.zero_steps)
     run = subject.run(workload)
     require_finite(name, workload, run)
@@ -134,11 +124,12 @@ def _same_outcome(name: str, subject: Subject, workload: Workload, other: Worklo
     whose = f"the output of {workload}"
     for step, rank, index, output in each_output(other, outputs):
         expected = run.outputs[step][rank][index]
-        worst = max(worst, _alike(name, subject.claims, other, step, rank, index, expected, output, whose))
+        difference = _difference(name, subject.claims, other, step, rank, index, expected, output, whose)
+        worst = max(worst, difference)
     return worst
 
 
-def _alike(
+def _difference(
     name: str,
     claims: Claims,
     workload: Workload,
@@ -150,13 +141,16 @@ def _alike(
     whose: str,
     underflows: float = 1.0,
 ) -> float:
-    """The difference of two outputs that should be the same, over what is allowed. Raises PropertyFailure above 1."""
+    """Compute the difference, over the allowed one, of two outputs that should be the same.
+
+    underflows: multiplies the tolerance's absolute part. Raises PropertyFailure if the result is above 1.
+    """
     where = place(workload, step, rank, index)
     if claims.tolerance is not None:
         tolerance = claims.tolerance
         if tolerance.of == "element":
             tolerance = max(tolerance, claims.exact(workload.dtype), key=lambda each: each.relative)
-        else:  # in another bucket another element is the largest
+        else:  # the largest element of a bucket depends on the buckets
             workload = replace(workload, buckets=())
         tolerance = replace(tolerance, absolute=tolerance.absolute * underflows)
         allowed = 2 * allowed_error(workload, step, index, tolerance)

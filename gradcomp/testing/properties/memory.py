@@ -30,11 +30,11 @@ SMALL_TENSORS = 4096
 
 @property_of
 def error_feedback_identity(subject: Subject, workload: Workload) -> float | None:
-    """After every step, Σ outputs + mean of the ranks' errors = Σ mean gradients: nothing is lost.
+    """After every step, Σ outputs + mean of the ranks' errors = Σ mean gradients.
 
-    Checked as what a step adds to it: output + mean error after = mean gradient + mean error before, within 8 u times
-    the norms of the largest gradient, errors and output (the telescoped algorithm 2 of Karimireddy et al., ICML
-    2019; for PowerSGD Vogels et al., NeurIPS 2019, algorithm 2).
+    The check is step by step: output + mean error after = mean gradient + mean error before, within 8 u times
+    the norms of the largest gradient, errors and output (the telescoped algorithm 2 of Karimireddy et al.,
+    ICML 2019; for PowerSGD Vogels et al., NeurIPS 2019, algorithm 2).
 
     Returns the largest difference over what is allowed; None without claims.errors_of.
     """
@@ -63,19 +63,22 @@ def error_feedback_identity(subject: Subject, workload: Workload) -> float | Non
 
 @property_of
 def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
-    """What error feedback holds back comes out in later steps with zero gradients, as seen from outside the state.
+    """Errors that are held back are output in later steps with zero gradients.
 
-    held = Σ mean gradients − Σ outputs is the mean of the ranks' errors. In the K zero_steps at the workload's end every
-    error is compressed by itself, so with a δ-contraction ‖held‖² falls to (1 − δ)^K of what it was before them (ranks with
-    the same gradients: noise 0), and with other gradients on every rank to (1 − δ)^K · 4 (1 − δ) / δ² · max ‖gradient‖²
-    (Karimireddy et al., ICML 2019, lemma 3, for errors). Bucket by bucket; δ as in `contraction`. Of a hook that
-    averages: in every step to a part that follows from its tolerance (see `Claims.left_after`).
+    The check looks at outputs, not at the state: held = Σ mean gradients − Σ outputs is the mean of the
+    ranks' errors. In the K zero_steps at the workload's end every error is compressed by itself. So with a
+    δ-contraction ‖held‖² falls to (1 − δ)^K of its value before them if all ranks have the same gradients
+    (noise 0), and otherwise to (1 − δ)^K · 4 (1 − δ) / δ² · max ‖gradient‖² (Karimireddy et al., ICML 2019,
+    lemma 3, for errors). This is checked bucket by bucket, with δ as in `contraction`. For a hook that
+    averages, ‖held‖ falls in every step to a fraction that follows from its tolerance (see
+    `Claims.left_after`).
 
-    With the same gradients on every rank the second half of the zero steps counts by itself, too: a small part that is
-    lost, of errors multiplied by 0.999 say, shows when all the rest is out. Rounding: 8 u (max ‖gradient‖ + ‖held‖) a step.
+    With the same gradients on every rank the second half of the zero steps is checked by itself, too: a small
+    loss, for example of errors multiplied by 0.999, shows once most of the error is output. The rounding
+    allowed is 8 u (max ‖gradient‖ + ‖held‖) a step.
 
-    Returns ‖held‖ at the end over ‖held‖ before the zero steps; None unless claims.error_feedback, for a workload without
-    zero steps, and if nothing is held back.
+    Returns ‖held‖ at the end over ‖held‖ before the zero steps; None unless claims.error_feedback, for a
+    workload without zero steps, and if no error is held back.
     """
     claims = subject.claims
     if not claims.error_feedback or not workload.zero_steps:
@@ -98,9 +101,10 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
                 allowed = claims.left_after(num_steps, numel) * start + rounding
                 if after > allowed:
                     raise PropertyFailure(
-                        f"held_back_comes_out: step {workload.num_steps - 1}, rank {rank}, bucket {bucket} with tensors "
-                        f"{list(indices)}: before {num_steps} steps with zero gradients ‖Σ mean gradients − Σ outputs‖ was "
-                        f"{norms[-1 - num_steps]:.6g}; expected at most {allowed:.6g} after them, got {after:.6g}"
+                        f"held_back_comes_out: step {workload.num_steps - 1}, rank {rank}, bucket {bucket} "
+                        f"with tensors {list(indices)}: before {num_steps} steps with zero gradients "
+                        f"‖Σ mean gradients − Σ outputs‖ was {norms[-1 - num_steps]:.6g}; expected at most "
+                        f"{allowed:.6g} after them, got {after:.6g}"
                         f"{subject.multiple(workload, steps.means.sum(0), steps.outputs.sum(0))}"
                     )
             if before > rounding:
@@ -110,10 +114,10 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
 
 @property_of
 def no_error_where_exact(subject: Subject, workload: Workload) -> None:
-    """Tensors that are averaged exactly have no error: those of claims.exact_shapes, on every rank.
+    """Tensors that are averaged exactly, those of claims.exact_shapes, have no error on any rank.
 
-    An error of such a tensor is its rank's gradient less the mean: it feeds back nothing, and walks at random, to
-    √steps times the difference between ranks.
+    An error of such a tensor would be its rank's gradient minus the mean: the ranks' errors cancel in the
+    average, and each grows as a random walk to √steps times the difference between ranks.
     """
     claims = subject.claims
     if claims.errors_of is None or claims.exact_shapes is None:
@@ -125,17 +129,18 @@ def no_error_where_exact(subject: Subject, workload: Workload) -> None:
             for index, error in enumerate(errors):
                 if claims.exact_shapes(workload.shapes[index]) and error.count_nonzero():
                     raise PropertyFailure(
-                        f"no_error_where_exact: {place(workload, step, rank, index)}: expected no error, as it isn't compressed; "
-                        f"got one of norm {float(error.double().norm()):.3g}, the gradient's is {norm_of(workload, step, index):.3g}"
+                        f"no_error_where_exact: {place(workload, step, rank, index)}: expected no error, as "
+                        f"it isn't compressed; got one of norm {float(error.double().norm()):.3g}, the "
+                        f"gradient's is {norm_of(workload, step, index):.3g}"
                     )
 
 
 @property_of
 def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
-    """A run whose state is saved and loaded half way gives the same bits as one that goes on.
+    """A run whose state is saved and loaded half way has the same bits as one without the checkpoint.
 
-    By torch.save and torch.load, with its safe default (weights_only=True) where claims.checkpoint is "safe"; where it
-    is "any", by what `reload` finds.
+    The state is saved by torch.save and loaded by torch.load, with its safe default (weights_only=True) if
+    claims.checkpoint is "safe"; if it is "any", in any way of `reload`.
     """
     claims = subject.claims
     if claims.checkpoint is None:
@@ -157,10 +162,10 @@ def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
 
 @property_of
 def bounded_memory(subject: Subject, workload: Workload) -> float | None:
-    """A state's tensors take at most claims.memory times the bytes of the gradients, and no more with every step.
+    """A state's tensors take at most claims.memory times the gradients' bytes, and don't grow in every step.
 
-    And 4096 bytes per tensor and bucket. The tensors are those reachable from the state, one per storage. Their
-    bytes after the last step are at most those after the second compressed one.
+    Another 4096 bytes per tensor and bucket are allowed. The tensors are those reachable from the state, one
+    per storage. Their bytes after the last step are at most those after the second compressed one.
 
     Returns their bytes over those of the gradients; None without claims.memory.
     """
@@ -182,7 +187,7 @@ def bounded_memory(subject: Subject, workload: Workload) -> float | None:
                 )
             if step > settled and num_bytes > run.state_bytes[settled][rank]:
                 raise PropertyFailure(
-                    f"{where}: expected a state no larger than after step {settled}, {run.state_bytes[settled][rank]} bytes; "
-                    f"got {num_bytes}"
+                    f"{where}: expected a state no larger than after step {settled}, "
+                    f"{run.state_bytes[settled][rank]} bytes; got {num_bytes}"
                 )
     return max(run.state_bytes[-1]) / max(1, workload.num_bytes)

@@ -1,4 +1,4 @@
-"""Properties of the ranks together: they finish, with identical and finite outputs, also after inf or NaN."""
+"""Properties of all ranks together: they finish, with identical and finite outputs, also after inf or NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Poison, Workload
 
 SCHEDULES = (0, 1, 2, 3)
-# Steps after an inf or NaN.
+# The number of steps that are run after one with inf or NaN.
 AFTERWARDS = 2
 
 
@@ -32,11 +32,12 @@ AFTERWARDS = 2
 def completes(subject: Subject, workload: Workload) -> None:
     """All ranks finish all steps, with all buckets in flight, whenever collectives complete.
 
-    No rank raises, no two ranks issue collectives in different orders, none waits for good. And DDP accepts the hook's
-    signature.
+    No rank raises, no two ranks issue collectives in different orders, and none waits for ever. DDP accepts
+    the hook's signature.
 
-    Process groups match collectives by the order of their issue alone (PyTorch DDP design note; c10d), so this
-    order may not depend on when a callback runs. Four schedules of simulated ranks; one run on gloo.
+    Process groups match collectives by the order of their issue alone (PyTorch DDP design note; c10d), so
+    this order may not depend on the time at which a callback runs. The property runs four schedules of
+    simulated ranks, or once on gloo.
     """
     if refused := _refused_signature(subject.hook):
         raise PropertyFailure(f"completes: DDP's register_comm_hook refuses the hook: {refused}")
@@ -48,7 +49,7 @@ def completes(subject: Subject, workload: Workload) -> None:
 
 
 def _refused_signature(hook: Hook) -> str:
-    """The reason why torch's DDP refuses a hook's signature, or "" if it doesn't."""
+    """Return the reason why torch's DDP refuses a hook's signature, or "" if it doesn't."""
     signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         return f"its second parameter has to be called bucket; its signature is {signature}"
@@ -58,14 +59,14 @@ def _refused_signature(hook: Hook) -> str:
     }
     for what, (annotation, type_) in expected.items():
         if annotation not in (inspect.Signature.empty, type_):
-            # A string is what `from __future__ import annotations` makes of it.
+            # `from __future__ import annotations` makes it a string.
             return f"{what} is {annotation!r}, but has to be {type_} or left out"
     return ""
 
 
 @property_of
 def replicas_identical(subject: Subject, workload: Workload) -> None:
-    """Every rank has the same outputs as rank 0, element by element: else the replicas of the model drift apart."""
+    """Every rank has rank 0's outputs, element by element; otherwise the model's replicas diverge."""
     run = subject.run(workload)
     for step, rank, index, output in each_output(workload, run):
         where = place(workload, step, rank, index)
@@ -74,10 +75,11 @@ def replicas_identical(subject: Subject, workload: Workload) -> None:
 
 @property_of
 def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
-    """Finite gradients give finite outputs, while the ranks' mean |gradient| is at most claims.max_magnitude.
+    """Outputs of finite gradients are finite up to claims.max_magnitude.
 
-    A mean that the dtype on the wire can hold, that is, whatever a single rank has. Zero gradients belong here. Run as
-    the workload is, and for two compressed steps with it multiplied by the power of two that takes it to the limit.
+    That bounds the ranks' mean |gradient|. The dtype on the wire has to hold the mean, but not a single
+    rank's gradient. Zero gradients are included. The workload is run unchanged, and for two compressed steps
+    multiplied by the power of two that takes it to the limit.
 
     Returns the largest mean |gradient| of the second run; None for a workload beyond the limit.
     """
@@ -95,8 +97,8 @@ def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
         require_finite("finite_in_finite_out", edge, subject.run(edge))
     except NonFiniteFailure as error:
         raise NonFiniteFailure(
-            f"{error}, with log2_factor={edge.log2_factor}: the ranks' mean |gradient| is at most {_largest(edge):.6g} then, of "
-            f"{limit:.6g} claimed"
+            f"{error}, with log2_factor={edge.log2_factor}: the ranks' mean |gradient| is at most "
+            f"{_largest(edge):.6g} then, of {limit:.6g} claimed"
         ) from None
     return _largest(edge)
 
@@ -106,18 +108,18 @@ def _is_finite(workload: Workload) -> bool:
 
 
 def _largest(workload: Workload) -> float:
-    """The largest element of the ranks' mean |gradient|, in any step."""
+    """Compute the largest element of the ranks' mean |gradient| in any step."""
     means = [t.abs().mean(0) for step in range(workload.steps) for t in workload.stacked(step)]
     return max((float(mean.max()) for mean in means if mean.numel()), default=0.0)
 
 
 @property_of
 def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
-    """An inf or NaN on one rank gives an inf or NaN in its bucket's outputs on every rank, and is gone after that.
+    """An inf or NaN on one rank leads to inf or NaN in its bucket's outputs on every rank, in that step only.
 
-    So a GradScaler skips the step on all ranks or on none (torch.amp; it looks at every rank's own gradients), and later
-    steps, and the errors in the state, are finite again. The workload's poison says where; without one: inf in the middle
-    of the first tensor of the last rank, in the first compressed step.
+    So a GradScaler skips the step on all ranks or on none (torch.amp; it checks every rank's own gradients),
+    and later steps, and the errors in the state, are finite again. The value is the workload's poison; by
+    default inf in the middle of the first tensor of the last rank, in the first compressed step.
     """
     claims = subject.claims
     poison = workload.poison or (claims.start, workload.world_size - 1, 0, math.inf)
@@ -127,7 +129,8 @@ def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
         _require_seen_and_gone(subject, poisoned, poison)
     except PropertyFailure:
         sound = replace(poisoned, poison=None)
-        require_finite("nonfinite_seen_by_all", sound, subject.run(sound))  # else that is what fails
+        # If this raises, the poison is not the cause.
+        require_finite("nonfinite_seen_by_all", sound, subject.run(sound))
         raise
 
 
@@ -141,8 +144,8 @@ def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison)
     for rank, outputs in enumerate(run.outputs[step]):
         if all(bool(outputs[n].isfinite().all()) for n in indices):
             raise PropertyFailure(
-                f"nonfinite_seen_by_all: {place(workload, step, rank, index)}: expected inf or NaN somewhere in its bucket, as "
-                f"rank {source} has {value} there; got finite averages"
+                f"nonfinite_seen_by_all: {place(workload, step, rank, index)}: expected inf or NaN somewhere "
+                f"in its bucket, as rank {source} has {value} there; got finite averages"
             )
     _require_sound("nonfinite_seen_by_all", workload, run, step + 1)
 
@@ -150,7 +153,7 @@ def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison)
 def _require_sound(name: str, workload: Workload, run: Run, first_step: int) -> None:
     try:
         require_finite(name, workload, run, first_step)
-    except PropertyFailure as error:  # what went in at this step isn't finite: not the same failure
+    except PropertyFailure as error:  # not a NonFiniteFailure, as the poisoned gradients aren't finite
         raise PropertyFailure(f"{error} after {workload.poison}") from None
     if run.errors:
         errors = Run(run.errors, [], [], [], [])

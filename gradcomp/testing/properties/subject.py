@@ -27,7 +27,7 @@ Measured = TypeVar("Measured", covariant=True)
 
 @dataclass(frozen=True)
 class Subject:
-    """A hook under test. given: its claims; None for those that claims_of infers, on this device."""
+    """A hook under test. given: its claims; by default claims_of infers them on this device."""
 
     hook: Hook
     make_state: MakeState
@@ -44,11 +44,11 @@ class Subject:
         return run_hook(self.hook, self.make_state, workload, ranks=self.ranks, **options)
 
     def multiple(self, workload: Workload, mean: Tensor, output: Tensor) -> str:
-        """The end of a message about an output that is a multiple of the mean, as a hook's that sums; "" if it is none.
+        """Return the end of a message about an output that is a multiple of the mean, as a sum is, or "".
 
-        A multiple within 5 %, as for hooks that average. Every output of one element is a multiple of the mean, so all
-        gradients together have to be one, too, in another run of the hook on as many ranks: their sums over steps, at
-        whose end error feedback has delivered all that it held back.
+        The output is a multiple within 5 %, as for hooks that average. Every output of one element is a
+        multiple of the mean, so the sums of all gradients over the steps of another run, on as many ranks,
+        have to be one, too. At its end error feedback has output the held-back errors.
         """
         if not _factor(mean, output):
             return ""
@@ -74,7 +74,7 @@ class Subject:
 
     @contextmanager
     def naming_multiples(self, workload: Workload, mean: Tensor, output: Tensor) -> Iterator[None]:
-        """A context in which a PropertyFailure also says which multiple of the mean the output is, if it is one."""
+        """Add to a PropertyFailure in this context which multiple of the mean the output is, if it is one."""
         try:
             yield
         except PropertyFailure as failure:
@@ -86,9 +86,10 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def _factor(mean: Tensor, output: Tensor) -> float | None:
-    """The factor c ≠ 1 for which output = c · mean, to 2 digits if they are enough, else 4; None if there is none.
+    """Find the factor c ≠ 1 with output = c · mean, or None if there is none.
 
-    What is left over is at most 5 % of the output, and a tenth of what differs from the mean.
+    It is rounded to 2 digits if they are enough, else to 4. The residual is at most 5 % of the output, and a
+    tenth of its difference from the mean.
     """
     mean, output = mean.double().flatten(), output.double().flatten()
     square = float(mean.square().sum())
@@ -101,9 +102,9 @@ def _factor(mean: Tensor, output: Tensor) -> float | None:
 
 
 class Property(Protocol[Measured]):
-    """A function that checks a property and returns what it measured, or None if the hook doesn't claim the property.
+    """A function that checks a property and returns a measured value, or None if the hook doesn't claim it.
 
-    Raises PropertyFailure if the property doesn't hold.
+    It raises PropertyFailure if the property fails.
     """
 
     __name__: str
@@ -120,7 +121,7 @@ class Property(Protocol[Measured]):
 
 
 def property_of(check: Callable[[Subject, Workload], Measured]) -> Property[Measured]:
-    """Make a property, which takes a hook, its state and options, of a function check(subject, workload)."""
+    """Turn a function check(subject, workload) into a property, which takes a hook, its state and options."""
 
     @wraps(check)
     def checked(
@@ -133,5 +134,5 @@ def property_of(check: Callable[[Subject, Workload], Measured]) -> Property[Meas
     ) -> Measured:
         return check(Subject(hook, make_state, claims, ranks, workload.device), workload)
 
-    del checked.__wrapped__  # help() is to show these arguments
+    del checked.__wrapped__  # so that help() shows these arguments
     return checked

@@ -22,19 +22,21 @@ def run_ranks(
     schedule: int = 0,
     timeout_s: float = 60.0,
 ) -> list[Any]:
-    """Call function(rank, process_group, *arguments) on every rank, and return what it returned, by rank.
+    """Call function(rank, process_group, *arguments) on every rank, and return the results by rank.
 
-    Within it, process_group is also the default group, and torch's CPU generator is seeded with the rank. Simulated
-    ranks share the arguments; processes get copies.
+    In the function process_group is also the default group, and torch's CPU generator is seeded with the
+    rank. Simulated ranks share the arguments; processes get copies.
 
     ranks: "simulated" ranks are threads of this process, of which one runs at a time (see
-    gradcomp.testing.ranks.simulation); the same schedule gives the same run, bit for bit. Schedule 0 runs collectives
-    and callbacks as early as possible, any other schedule at random times. "gloo" ranks are processes, kept from call to
-    call; function and arguments have to be picklable, and the operating system is the scheduler.
+    gradcomp.testing.ranks.simulation); the same schedule repeats the same run, bit for bit. Schedule 0 runs
+    collectives and callbacks as early as possible, any other schedule at random times. "gloo" ranks are
+    processes, kept from call to call; function and arguments have to be picklable, and the operating system
+    is the scheduler.
 
-    Raises RankError if a rank raises, if the ranks wait for each other, or if they are not done after timeout_s;
-    CollectiveMismatch, a RankError, if simulated ranks disagree on a collective (gloo ranks hang, die or compute
-    nonsense then); ValueError for fewer than one rank or another value of `ranks`; TypeError for what can't be pickled.
+    Raises RankError if a rank raises, if the ranks wait for each other, or if they are not done after
+    timeout_s; CollectiveMismatch, a RankError, if simulated ranks disagree on a collective (gloo ranks hang,
+    die or compute nonsense then); ValueError for fewer than one rank or another value of `ranks`; TypeError
+    for what can't be pickled.
     """
     if world_size < 1:
         raise ValueError(f"world_size is at least 1, got {world_size}")

@@ -1,9 +1,9 @@
-"""Every private name of torch that the simulation relies on.
+"""All private names of torch that the simulation relies on are used in this module.
 
 tests/testing/ranks/test_simulation.py fails when torch changes one.
 
-Real ranks are processes: each has a default group and a random generator of its own, and waits in C++. Simulated ranks
-share a process, so these three are exchanged while they run.
+Real ranks are processes: each has a default group and a random generator of its own, and waits in C++.
+Simulated ranks share a process, so these three are exchanged while they run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BACKEND = "simulated"
 
 
 def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -> SimpleNamespace:
-    """The tables of c10d for one rank, as if it had just initialised `group` as its default group.
+    """Make the tables of c10d for one rank, as if it had just initialised `group` as its default group.
 
-    first_name: its groups are named by counting up from here. The names are in a registry of the process, so no two
-    ranks may use the same.
+    first_name: the name of its first group, from which names count up. The names are in a registry of the
+    process, so no two ranks may use the same.
     """
     group._set_group_name(str(first_name))  # type: ignore[arg-type]
     return SimpleNamespace(
@@ -37,9 +37,9 @@ def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -
         tags_to_pg={},
         pg_to_tag={},
         pg_coalesce_state={},
-        pg_flight_recorder_hooks={},  # of torch 2.15
+        pg_flight_recorder_hooks={},  # since torch 2.15
         comms=[],
-        groups=[group],  # not of c10d: all that this rank is in
+        groups=[group],  # all groups of this rank; c10d doesn't have it
     )
 
 
@@ -55,7 +55,7 @@ def register_backend(new_group: Callable[[Sequence[int]], dist.ProcessGroup]) ->
 class Identity:
     """The rank that this process poses as: its default group and the state of torch's CPU generator.
 
-    Inside the context, `become` changes it; on leaving, the process is what it was before.
+    Inside the context, `become` changes the rank; on leaving, the process's own group and state are restored.
     """
 
     def __init__(self, worlds: Sequence[SimpleNamespace]) -> None:
@@ -79,7 +79,7 @@ class Identity:
         self._rank = rank
 
     def __exit__(self, *_: Any) -> None:
-        self._left = True  # a thread that could not be ended changes nothing any more
+        self._left = True  # stops threads that could not be ended from changing the rank
         distributed_c10d._world, random = self._caller
         torch.default_generator.set_state(random)
         for world in self._worlds:
@@ -90,7 +90,7 @@ class Identity:
 
 @contextmanager
 def waiting_by(pause: Callable[[torch.futures.Future[Any]], None]) -> Iterator[None]:
-    """Make every future call `pause` before it blocks, also those that `.then` and `collect_all` make in C++."""
+    """Make every future call `pause` before it blocks, also those that `.then` and `collect_all` make."""
     original = torch._C.Future.wait
 
     def wait(future: Any) -> Any:

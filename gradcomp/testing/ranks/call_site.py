@@ -1,4 +1,4 @@
-"""The line of a program that issued a collective."""
+"""Find the line of a program that issued a collective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CallSite = tuple[tuple[CodeType, int], ...]
 
 @cache
 def _owner(filename: str) -> str:
-    """Whose code a file holds: plumbing (whatever lies between a collective's caller and here), a library's or the user's."""
+    """Classify a file as "plumbing" (between a collective's caller and this module), "library" or "user"."""
     path = Path(filename)
     if path.is_relative_to(_GRADCOMP / "testing") or filename == threading.__file__:
         return "plumbing"
@@ -29,7 +29,7 @@ def _owner(filename: str) -> str:
 
 
 def call_site() -> CallSite:
-    """The line that called and, if that is in gradcomp or in a hook of torch's, the user's line that it came from."""
+    """Find the calling line and, if that is in gradcomp or torch's hooks, the user's line that led to it."""
     lines: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -43,9 +43,9 @@ def call_site() -> CallSite:
 
 
 def shown(site: CallSite, indent: str = "    ") -> str:
-    """The call site as text, a line for each of its lines: file:line, function and source."""
+    """Format the call site as text, one line per line of code: file:line, function and source."""
     return "\n".join(
-        f"{indent}{code.co_filename}:{number} in {code.co_name}: "
-        f"{linecache.getline(code.co_filename, number).strip()}"
-        for code, number in site
+        f"{indent}{code.co_filename}:{line} in {code.co_name}: "
+        f"{linecache.getline(code.co_filename, line).strip()}"
+        for code, line in site
     )

@@ -1,13 +1,15 @@
-"""The process group of simulated ranks: it describes each collective as a Call, and issues that.
+"""The process group of simulated ranks, which describes each collective as a Call and issues it.
 
-A call accepts and refuses the same arguments as gloo's in torch 2.13, and its future holds the same. Differences: `reduce`
-overwrites the tensors of the other ranks with NaN (integers: 0), where gloo leaves partial sums. Tensors have to be
-contiguous, as with NCCL: gloo takes others, and computes nonsense for those with gaps. `all_gather_into_tensor` also takes
-a stacked output, as NCCL does. `reduce_scatter` has a future, as with NCCL.
+A call accepts and refuses the same arguments as gloo's in torch 2.13, and its future holds the same.
+Differences: `reduce` overwrites the tensors of the other ranks with NaN (integers: 0), where gloo leaves
+partial sums. Tensors have to be contiguous, as with NCCL: gloo takes others, and computes nonsense for those
+with gaps. `all_gather_into_tensor` also takes a stacked output, as NCCL does. `reduce_scatter` has a future,
+as with NCCL.
 """
 
 # mypy: disable-error-code="override, assignment"
-# torch overloads these methods with a second form each, without options: dist.all_reduce and the like don't use those.
+# torch overloads these methods with a second form without options, which dist.all_reduce and the like don't
+# use.
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ if TYPE_CHECKING:
 class SimulatedProcessGroup(dist.ProcessGroup):
     """A process group of simulated ranks, as one of them sees it.
 
-    ranks: the global ranks of its members. index: tells groups of the same ranks apart. sent_bytes: the size of all
-    tensors that this rank has given to this group's collectives so far.
+    ranks: the global ranks of its members. index: distinguishes groups of the same ranks. sent_bytes: the
+    bytes of all tensors that this rank has handed to this group's collectives so far.
     """
 
     def __init__(self, simulation: Simulation, rank: int, ranks: Sequence[int], index: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the form for subclasses
         self.ranks = tuple(ranks)
-        self.everyone = range(len(ranks))
+        self.members = range(len(ranks))
         self.index = index
         self.sent_bytes = 0
         self.simulation = simulation
@@ -43,7 +45,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"SimulatedProcessGroup(rank={self.rank()}, ranks={list(self.ranks)})"
 
-    def _set_group_name(self, name: str) -> None:  # torch keeps it with the backend, which there is none of
+    def _set_group_name(self, name: str) -> None:  # torch stores it in the backend, but there is none
         self._name = name
 
     @property
@@ -59,7 +61,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self.simulation.issue(self, call)
 
     def _all(self, tensors: Sequence[Tensor]) -> dict[int, Sequence[Tensor]]:
-        return dict.fromkeys(self.everyone, tensors)
+        return dict.fromkeys(self.members, tensors)
 
     def _root(self, name: str, opts: Any) -> int:
         root = int(opts.rootRank)
@@ -170,7 +172,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._issue("barrier", {})
 
     def _rows(self, name: str, whole: Tensor, part: Tensor) -> list[Tensor]:
-        """The W views of `whole`, which holds W · part's elements joined or stacked, each shaped like `part`."""
+        """Split `whole`, W tensors like `part` concatenated or stacked, into W views shaped like `part`."""
         traits(name, [whole])
         if whole.numel() != self.size() * part.numel():
             raise RuntimeError(f"{name}: {list(whole.shape)} is not {self.size()} times {list(part.shape)}")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gradcomp.testing.ranks.rank_errors import RankError
 
 _START_TIMEOUT_S = 120.0
-# A rank that fails leaves its peers waiting for it: they have this long to report what they saw.
+# The time that the peers of a failed rank, which may wait for it, have to report their own errors.
 _REPORT_TIMEOUT_S = 5.0
 
 # (succeeded, value or traceback)
@@ -38,7 +38,7 @@ class _Rank:
     def __init__(self, rank: int, folder: Path, context: _Context) -> None:
         self.connection, theirs = context.Pipe()
         self.stack = folder / f"stack-{rank}"
-        # A daemon: it ends with this process.
+        # A daemon ends with this process.
         self.process = context.Process(target=_serve, args=(theirs, rank, self.stack), daemon=True)
         self.process.start()
         theirs.close()
@@ -51,7 +51,7 @@ class _Rank:
     def dump_stack(self) -> str:
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
-            self.process.join(0.5)  # it does not end: this gives it time to write
+            self.process.join(0.5)  # the process does not end, but has time to write
         return self.stack.read_text() if self.stack.exists() else "(it had not started)"
 
 
@@ -72,17 +72,18 @@ class Pool:
     def run(
         self, function: Callable[..., Any], world_size: int, arguments: Sequence[Any], timeout_s: float
     ) -> list[Any]:
-        """Call `function(rank, process_group, *arguments)` on every rank; return its results, by rank.
+        """Call `function(rank, process_group, *arguments)` on every rank, and return the results by rank.
 
-        Raises TypeError if it can't be sent to another process; RankError if a rank raises, dies or is not
-        done after timeout_s. After the last two all processes are killed, and the next call starts new ones.
+        Raises TypeError if the call can't be sent to another process; RankError if a rank raises, dies or
+        isn't done after timeout_s. After the last two all processes are killed, and the next call starts new
+        ones.
         """
         try:
             payload = pickle.dumps((function, arguments))
         except Exception as error:
             raise TypeError(
-                f"ranks='gloo' sends the function and its arguments to other processes, which pickle "
-                f"refuses: {error}. Define the function, and what it is given, at the top level of a module"
+                "ranks='gloo' sends the function and its arguments to other processes, which pickle refuses: "
+                f"{error}. Define the function and its arguments at the top level of a module"
             ) from error
         with self._one_at_a_time:
             try:
@@ -127,7 +128,7 @@ class Pool:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> dict[_Rank, _Outcome]:
-    """Return the ranks' outcomes in the order they come; a rank that takes longer than timeout_s has none."""
+    """Collect the ranks' outcomes in the order of arrival; a rank that exceeds timeout_s has none."""
     deadline = time.monotonic() + timeout_s
     outcomes: dict[_Rank, _Outcome] = {}
     while len(outcomes) < len(ranks) and (left := deadline - time.monotonic()) > 0:
@@ -149,7 +150,7 @@ def _succeeded(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> bool:
 
 
 def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
-    """Return every rank's outcome, traceback or stack; the first to fail comes first."""
+    """Describe every rank's outcome, traceback or stack; the first to fail comes first."""
     reports = [
         f"rank {ranks.index(rank)} {'returned' if succeeded else 'failed: ' + text}"
         for rank, (succeeded, text) in outcomes.items()
@@ -160,11 +161,11 @@ def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
 
 
 def _serve(connection: Connection, rank: int, stack: Path) -> None:
-    """Run the functions that come over the connection until its other end is closed: a rank's process."""
+    """Run functions received over the connection until its other end is closed: a rank's process."""
     torch.set_num_threads(1)
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        connection.send_bytes(pickle.dumps((True, None)))  # it has started
+        connection.send_bytes(pickle.dumps((True, None)))  # the process has started
         while True:
             try:
                 world_size, path, timeout_s, payload = connection.recv()
@@ -178,15 +179,15 @@ def _serve(connection: Connection, rank: int, stack: Path) -> None:
                 connection.send_bytes(pickle.dumps((True, function(rank, dist.group.WORLD, *arguments))))
             except BaseException:
                 connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
-                dist.destroy_process_group()  # so that peers that wait for this rank fail, too
+                dist.destroy_process_group()  # makes peers that wait for this rank fail, too
 
 
 def _join(rank: int, world_size: int, path: str, timeout_s: float) -> None:
-    """Initialise the default group anew, so that nothing of an earlier job is left in it."""
+    """Initialise the default group anew, without state of an earlier job."""
     if dist.is_initialized():  # no peer needs it any more
         dist.destroy_process_group()
-    # Where ranks wait for good, the other side's time-out comes first: it has the stacks of all.
+    # If ranks wait for ever, the time-out of the pool comes first, as it reports the stacks of all ranks.
     timeout = timedelta(seconds=timeout_s + 60)
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    dist.barrier()  # a rank that fails at once would otherwise leave peers that are still connecting
+    dist.barrier()  # otherwise a rank could fail while its peers are still connecting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RankError(AssertionError):
-    """A rank raised, died, or waits for something that never happens; the message says which rank, where, and its traceback."""
+    """A rank raised, died, or waits for ever; the message has the rank, the line and the traceback."""
 
 
 class CollectiveMismatch(RankError):  # noqa: N818 its name says what went wrong

@@ -1,8 +1,8 @@
-"""A cooperative scheduler of threads: what they do together is a function of one integer, the schedule.
+"""A cooperative scheduler of threads, whose run is a function of one integer, the schedule.
 
-One thread runs at a time, until it calls `pause`. Then the scheduler chooses what runs next: a task that is ready, or a
-pending action. Schedule 0 runs the pending actions first, oldest first, and otherwise stays with a task until it waits.
-Any other schedule is the seed of a random choice among all of them.
+One thread runs at a time, until it calls `pause`. Then the scheduler chooses a ready task or a pending action
+to run next. Schedule 0 runs the pending actions first, oldest first, and otherwise continues a task until it
+waits. Any other schedule is the seed of a random choice among all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ class _Stopped(BaseException):
 
 @dataclass(eq=False)
 class Task:
-    """A thread of control of a rank: what it runs and, while it waits, until when, for what, and at which line."""
+    """A thread of control of a rank.
+
+    run: the function to run. worker: the thread that runs it. While it waits, `until` is the condition,
+    `waits_for` the object that messages name, and `site` the line.
+    """
 
     rank: int
     run: Callable[[], object]
@@ -63,14 +67,15 @@ class _Worker(threading.Thread):
 
 
 def is_scheduled() -> bool:
-    """Whether the calling thread runs a task of some scheduler."""
+    """Return whether the calling thread runs a task of some scheduler."""
     return hasattr(_this_thread, "task")
 
 
 class Scheduler:
     """The scheduler of one run.
 
-    become: called with a task's rank before the task goes on. unfinished: returns what is still open, as lines of text.
+    become: called with a task's rank before the task runs. unfinished: describes incomplete operations in
+    lines of text.
     """
 
     def __init__(
@@ -88,8 +93,9 @@ class Scheduler:
         self._idle: list[_Worker] = []
 
     def run(self, timeout_s: float) -> None:
-        """Run until every task has ended. Raises the error of the first that failed, and RankError for a deadlock or
-        after timeout_s; no thread is left then.
+        """Run until every task has ended, and leave no thread behind.
+
+        Raises the error of the first task that failed, or RankError for a deadlock or after timeout_s.
         """
         try:
             self._switch_to(self._next())
@@ -102,21 +108,21 @@ class Scheduler:
             raise self._failure
 
     def add(self, rank: int, run: Callable[[], object]) -> Task:
-        """Add a task, which may run from now on."""
+        """Add a task, which may be scheduled from now on."""
         self._tasks.append(Task(rank, run))
         return self._tasks[-1]
 
     def add_pending(self, action: Action) -> None:
-        """Add an action, which may run from now on, on the thread that pauses. A task that it returns runs next."""
+        """Add an action, which the pausing thread may run. A task that it returns runs next."""
         self._pending.append(action)
 
     def running(self) -> Task | None:
-        """The task of the calling thread, if it has one."""
+        """Return the task of the calling thread, or None if it has none."""
         task = getattr(_this_thread, "task", None)
         return task if task is not None and task is self._running else None
 
     def pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
-        """Let others run; return when the task is scheduled again, which it is only once `until()` holds."""
+        """Let other tasks run, and return when this one is scheduled again, once `until()` holds."""
         task = self._running
         assert task is not None
         assert task.worker is not None
@@ -136,7 +142,7 @@ class Scheduler:
             self._failure = failure
 
     def finish(self, worker: _Worker) -> None:
-        """Run a worker's task to its end, then whatever is scheduled next."""
+        """Run a worker's task to its end, then switch to the next one."""
         task = worker.task
         assert task is not None
         try:
@@ -152,7 +158,7 @@ class Scheduler:
         self._switch_to(self._next())
 
     def _next(self, current: Task | None = None) -> Task | None:
-        """The task that runs next; None when all have ended."""
+        """Choose the task that runs next; None if all have ended."""
         while self._failure is None:
             ready = [task for task in self._tasks if task.is_ready()]
             options: list[Task | Action] = [*self._pending, *ready]
@@ -171,7 +177,7 @@ class Scheduler:
             self._pending.remove(chosen)
             if (task := chosen()) is not None:
                 return task
-        # Those that have begun are resumed one by one, to be unwound.
+        # After a failure, tasks that have begun are resumed one by one, to be unwound.
         self._tasks = [task for task in self._tasks if task.worker is not None]
         return current if current in self._tasks else next(iter(self._tasks), None)
 
@@ -193,8 +199,10 @@ class Scheduler:
         return worker
 
     def _end(self) -> None:
-        """Leave no thread behind. One that does not come to a pause is interrupted, which Python can do unless it is
-        blocked in C++: then it stays, a daemon, with those that wait to be scheduled.
+        """End all threads.
+
+        A thread that does not pause is interrupted, which Python can do unless the thread is blocked in C++:
+        then it stays as a daemon, and so do the threads that wait to be scheduled.
         """
         running = self._running
         if not self._over.wait(1) and running is not None and running.worker is not None:

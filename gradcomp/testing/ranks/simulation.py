@@ -1,25 +1,26 @@
-"""Simulated ranks: threads of this process, scheduled one at a time, so that a run is a function of its schedule.
+"""Simulated ranks are threads of this process, scheduled one at a time: a run is a function of its schedule.
 
-Whenever a rank issues a collective or waits, the scheduler chooses what runs next, one of these:
+Whenever a rank issues a collective or waits, the scheduler chooses one of these to run next:
 
-    a rank goes on                  one that doesn't wait, or whose wait is over
-    a collective is carried out     one that all its ranks have issued: its tensors are read and written now
-    a future is completed           of a collective carried out: its callbacks run on a thread of their own, as that rank
+    a rank continues              if it doesn't wait, or its wait is over
+    a collective is carried out   if all its ranks have issued it: its tensors are read and written now
+    a future is completed         if its collective was carried out: its callbacks run on a new thread
 
 Schedule 0 runs the last two as early as possible; other schedules, at random times. So a tensor in flight is
-read and written at some time between issue and completion, as on real backends, and callbacks run at some time after:
-a hook that relies on more fails under some schedule. The same schedule gives the same bits.
+read and written at some time between issue and completion, as on real backends, and callbacks run at some
+time after: a hook that relies on more fails under some schedule. The same schedule yields the same bits.
 
-A group's collectives are matched in the order in which each rank issues them. If ranks disagree, or all wait, the run
-ends with an error that names the lines.
+A group's collectives are matched in the order in which each rank issues them. If ranks disagree, or all wait,
+the run ends with an error that names the lines.
 
-With CUDA tensors, each collective synchronises the device: values are checked, the order of streams is not. torch's own
-DistributedDataParallel waits in C++, where no other rank can be scheduled; gradcomp's waits in Python.
+With CUDA tensors, each collective synchronises the device: values are checked, the order of streams is not.
+torch's own DistributedDataParallel waits in C++, where no other rank can be scheduled; gradcomp's waits in
+Python.
 
-torch's threads with process groups (torch.testing._internal.distributed.multi_threaded_pg) serve another purpose.
-There, every collective blocks until all threads have come, so nothing is ever in flight; a thread takes part in
-whichever collective its group has open, even another one than it called; and a rank that stays away leaves the others
-waiting.
+torch's threads with process groups (torch.testing._internal.distributed.multi_threaded_pg) serve another
+purpose. There, every collective blocks until all threads have issued it, so no collective is ever in flight;
+a thread joins whichever collective its group has open, even if it called another one; and a missing rank
+leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from gradcomp.testing.ranks.scheduler import Scheduler, Task, is_scheduled
 from gradcomp.testing.ranks.transfer import Call, shape_mismatch, transfer
 from gradcomp.testing.ranks.work import SimulatedWork
 
-_one_at_a_time = threading.Lock()  # a simulation takes the place of the process's default group
+_one_at_a_time = threading.Lock()  # a simulation replaces the process's default group
 _first_names = count(1_000_000, 1_000_000)
 
 
 @dataclass(eq=False)
 class _Issued:
-    """A collective as one rank issued it, and the line that did."""
+    """A collective as one rank issued it, and the line that issued it."""
 
     work: SimulatedWork
     site: CallSite
@@ -57,9 +58,10 @@ class _Issued:
 
 @dataclass(eq=False)
 class _Group:
-    """The state of a group: how many collectives each member has issued, and those that not all have issued.
+    """The state of a group.
 
-    open: by a collective's index in the group, then by member.
+    num_issued: by member, the number of collectives that it has issued. open: the collectives that not all
+    members have issued, by the collective's index in the group, then by member.
     """
 
     num_issued: list[int]
@@ -72,20 +74,20 @@ class Simulation:
     def __init__(
         self, function: Callable[..., Any], world_size: int, arguments: Sequence[Any], schedule: int
     ) -> None:
-        everyone = range(world_size)
-        groups = [SimulatedProcessGroup(self, rank, everyone, 0) for rank in everyone]
-        self._worlds = [c10d.new_world(group, everyone, next(_first_names)) for group in groups]
+        ranks = range(world_size)
+        groups = [SimulatedProcessGroup(self, rank, ranks, 0) for rank in ranks]
+        self._worlds = [c10d.new_world(group, ranks, next(_first_names)) for group in groups]
         self._identity = c10d.Identity(self._worlds)
         self._groups: dict[tuple[tuple[int, ...], int], _Group] = {}
         self._scheduler = Scheduler(schedule, self._identity.become, self._unfinished)
         self._results: list[Any] = [None] * world_size
-        for rank in everyone:
+        for rank in ranks:
             self._scheduler.add(rank, partial(self._main, function, rank, groups[rank], arguments))
 
     def run(self, timeout_s: float) -> list[Any]:
-        """Run the ranks to their end, and return what each returned. Raises RankError."""
+        """Run the ranks to their end, and return their results by rank. Raises RankError."""
         with ExitStack() as stack:
-            if not is_scheduled():  # a rank that simulates ranks runs within another simulation
+            if not is_scheduled():  # a rank that simulates ranks itself runs within another simulation
                 stack.enter_context(_one_at_a_time)
             stack.enter_context(self._identity)
             stack.enter_context(c10d.waiting_by(self._pause_for))

@@ -1,4 +1,4 @@
-"""Checks of the tensors that a simulated collective is given: it refuses those that gloo refuses."""
+"""Check the tensors of a simulated collective, which refuses those that gloo refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 def traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The dtype and shapes of a call's tensors. Raises RuntimeError or ValueError for tensors that gloo or NCCL refuses."""
+    """Return the dtype and shapes of a call's tensors.
+
+    Raises RuntimeError or ValueError for tensors that gloo or NCCL refuses.
+    """
     for tensor in tensors:
         if tensor.layout != torch.strided:
             raise RuntimeError(f"{name}: simulated ranks take dense tensors, got {tensor.layout}")
@@ -34,7 +37,7 @@ def traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def reduction_name(name: str, opts: Any, tensors: Sequence[Tensor]) -> str:
-    """The name of the reduction in opts. Raises RuntimeError for one that gloo refuses on these tensors."""
+    """Return the name of the reduction in opts. Raises RuntimeError if gloo refuses it on these tensors."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     op_name = str(getattr(op, "op", op)).rpartition(".")[2]
     integral = tensors[0].dtype in _INTEGRAL
@@ -54,11 +57,12 @@ def check_alike(name: str, tensors: Sequence[Tensor], like: Tensor, world_size: 
     for index, tensor in enumerate(tensors):
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise RuntimeError(
-                f"{name}: tensor {index} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} {list(like.shape)}"
+                f"{name}: tensor {index} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} "
+                f"{list(like.shape)}"
             )
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors have memory in common."""
+    """Return whether two contiguous tensors share memory."""
     first, second = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in (one, other))
     return first[0] + first[1] > second[0] and second[1] > 0

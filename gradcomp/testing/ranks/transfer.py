@@ -1,7 +1,8 @@
 """The data that a collective moves between simulated ranks.
 
-A collective is described by one Call per rank. With W ranks, rank s's call holds the tensors that it sends to each
-rank r, and those that it fills with what comes from each rank or, in a reduction, with the reduced value:
+A collective is described by one Call per rank. With W ranks, rank s's call holds the tensors that it sends to
+each rank r, and those that it fills with what comes from each rank or, in a reduction, with the reduced
+value:
 
     all_reduce       s sends t to all                  r: t = t_0 + ... + t_(W-1)
     all_gather       s sends t to all                  r: outputs[s] = t_s
@@ -9,8 +10,8 @@ rank r, and those that it fills with what comes from each rank or, in a reductio
     all_to_all       s sends inputs[r] to r            r: outputs[s] = inputs_s[r]
     broadcast, reduce, gather, scatter: the same, with one source or one destination
 
-Reductions go in rank order, in the tensors' dtype: for two ranks they have gloo's bits, for more they are equal up to
-rounding. MIN and MAX lose a NaN of every rank but 0; gloo's lose that of one rank or another.
+Reductions add up in rank order, in the tensors' dtype: for two ranks they have gloo's bits, for more they are
+equal up to rounding. MIN and MAX drop a NaN of every rank but 0; gloo's drop that of one rank or another.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(eq=False)
 class Call:
-    """One rank's part in a collective.
+    """One rank's call of a collective.
 
-    name: as in torch.distributed. agreed: what has to be the same on every rank, by name. sends: tensors by the rank
-    they go to. receives: tensors to fill, by the rank they come from. op and reduced: the reduction, and the tensors
-    to fill with it. undefined: tensors of which nothing is known afterwards. value: what the future holds.
+    name: the collective's name in torch.distributed.
+    agreed: the arguments that have to be the same on every rank, by name.
+    sends: tensors by their destination rank. receives: tensors to fill, by their source rank.
+    op, reduced: the reduction, and the tensors to fill with its result.
+    undefined: tensors whose values are undefined afterwards.
+    value: the future's value.
     """
 
     name: str
@@ -58,7 +62,7 @@ class Call:
 
     @property
     def devices(self) -> set[torch.device]:
-        """The devices of its CUDA tensors."""
+        """The devices of the call's CUDA tensors."""
         sent = [t for tensors in self.sends.values() for t in tensors]
         return {t.device for t in (*sent, *self.value) if t.is_cuda}
 
@@ -71,7 +75,7 @@ class Call:
 def transfer(calls: Sequence[Call]) -> None:
     """Carry out a collective, given every rank's call."""
     devices = set().union(*(call.devices for call in calls))
-    for device in devices:  # values are checked, not the order of streams
+    for device in devices:  # the order of streams is not simulated
         torch.cuda.synchronize(device)
     with torch.no_grad():
         writes: list[tuple[Tensor, Tensor]] = []
@@ -95,7 +99,10 @@ def transfer(calls: Sequence[Call]) -> None:
 
 
 def shape_mismatch(calls: Sequence[Call]) -> str | None:
-    """Say which rank sends shapes that its receiver does not expect, in calls that agree otherwise; None if none does."""
+    """Describe the shapes that a rank sends and its receiver does not expect; None if there are none.
+
+    The calls agree otherwise.
+    """
     for rank, call in enumerate(calls):
         for source, outputs in call.receives.items():
             sent = [list(t.shape) for t in calls[source].sends[rank]]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedWork(dist.Work):
-    """The handle of a collective that a rank issued. index: how many it had issued in this group before."""
+    """The handle of a collective that a rank issued. index: its position in its group's sequence."""
 
     def __init__(
         self, simulation: Simulation, rank: int, call: Call, group: SimulatedProcessGroup, index: int
@@ -32,7 +32,7 @@ class SimulatedWork(dist.Work):
 
     @property
     def place(self) -> str:
-        """The collective's place in its group's sequence, for messages."""
+        """The collective's position in its group's sequence, for messages."""
         return f"collective {self._index} of the group {list(self._group.ranks)}"
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class SimulatedWork(dist.Work):
         return list(self.call.value)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of the list of output tensors; its callbacks run on a thread of their own, as this rank."""
+        """Return a future of the list of output tensors; its callbacks run on a new thread, as this rank."""
         if self.future is None:
             self.future = torch.futures.Future(devices=list(self.call.devices))
             if self.done:
@@ -66,6 +66,6 @@ class SimulatedWork(dist.Work):
         return self.future
 
     def complete(self) -> None:
-        """Give the future its value, which runs its callbacks."""
+        """Set the future's value, which runs its callbacks."""
         assert self.future is not None
         self.future.set_result(list(self.call.value))

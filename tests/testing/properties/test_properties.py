@@ -1,4 +1,4 @@
-"""Each property holds where it should, fails where it should, and says where."""
+"""Each property holds for sound hooks, and fails for broken ones with a message that says where."""
 
 import itertools
 from dataclasses import replace
@@ -34,17 +34,17 @@ def mean(tensor):
 
 
 def local(change):
-    """A hook that averages what `change` makes of every rank's bucket."""
+    """Make a hook that averages `change(buffer)` of every rank's bucket."""
     return lambda state, bucket: done(mean(change(bucket.buffer())))
 
 
 def after(change):
-    """A hook that returns what `change(mean, bucket)` makes of the mean."""
+    """Make a hook that returns `change(mean, bucket)`."""
     return lambda state, bucket: done(change(mean(bucket.buffer()), bucket))
 
 
 class Halves:
-    """Sends half of gradient + error, keeps the other."""
+    """A compressor that sends half of gradient + error and keeps the other half."""
 
     def __init__(self, process_group=None):
         self.errors = {}
@@ -54,7 +54,7 @@ class Halves:
 
     def __call__(self, bucket):
         total = bucket.buffer() + self.errors.get(bucket.index(), 0)
-        # As large as `total` even if that isn't finite; the error is finite in any case.
+        # The error has the size of `total`, and is finite even if `total` isn't.
         self.errors[bucket.index()] = self.kept(total).nan_to_num(0, 0, 0)
         return done(mean(total / 2))
 
@@ -114,14 +114,16 @@ FAILURES = [
         lambda state, bucket: done(bucket.buffer()),
         None,
         AVERAGES,
-        r"step 0, rank 1, tensor 0 \[6, 5\] in bucket 1, element 0: expected -?[\d.]+ \(as on rank 0\), got -?[\d.]+; 30 of 30",
+        r"step 0, rank 1, tensor 0 \[6, 5\] in bucket 1, element 0: expected -?[\d.]+ \(as on rank 0\), "
+        r"got -?[\d.]+; 30 of 30",
     ),
     (
         "averages",
         local(lambda buffer: buffer * 2),
         None,
         AVERAGES,
-        r"step 0, rank 0, tensor 0 .* element \d+: expected \S+ \(the float64 mean\), got \S+; off by \S+, allowed \S+e-0",
+        r"step 0, rank 0, tensor 0 .* element \d+: expected \S+ \(the float64 mean\), got \S+; off by \S+, "
+        r"allowed \S+e-0",
     ),
     (
         "deterministic",
@@ -233,7 +235,7 @@ def test_a_failure_says_where_and_what(name, hook, make_state, claims, message):
 
 @pytest.mark.parametrize("name", properties.__all__[2:])
 def test_sound_hooks_hold_them(name):
-    """Each with what it measures; what isn't claimed isn't checked."""
+    """Each property returns its measured value, or None if it isn't claimed."""
     check = getattr(properties, name)
     averages = check(local(lambda buffer: buffer), None, WORKLOAD, claims=AVERAGES)
     halves = check(call, Halves, replace(WORKLOAD, zero_steps=8), claims=HALVES)

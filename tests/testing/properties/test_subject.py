@@ -14,7 +14,7 @@ from tests.testing.averaging import eight_bits, first_element_lost, scaled_mean
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
 SUMS = [
-    # Of what the claims make of it, another property finds a sum.
+    # Which property finds that a hook sums depends on its claims.
     (None, Claims(Tolerance.rounding(torch.float32), torch.float32), "averages"),
     (None, None, "unbiased"),
     (compressors.Int8, None, "held_back_comes_out"),

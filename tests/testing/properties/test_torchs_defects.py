@@ -1,4 +1,4 @@
-"""The properties on torch's own hooks: each known defect is found on the smallest workload, and ours have none of them."""
+"""Each known defect of torch's hooks is found on the smallest workload, and gradcomp's hooks lack it."""
 
 import math
 from contextlib import nullcontext
@@ -25,7 +25,7 @@ def ours(process_group, rank=1):
     return powerSGD.PowerSGDState(process_group, rank, start_powerSGD_iter=2)
 
 
-# torch 2.13's, as check_hook found them.
+# The defects of torch 2.13's hooks, as check_hook found them.
 DEFECTS = [
     (
         "completes",

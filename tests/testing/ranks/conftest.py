@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """After any run: no thread, and the process's own world, random state and way to wait."""
+    """Check that a run leaves no thread, and the process's own world, random state and Future.wait."""
     threads, world, random = threading.active_count(), distributed_c10d._world, torch.get_rng_state()
     wait = torch._C.Future.__dict__["wait"]
     yield

@@ -1,4 +1,4 @@
-"""Simulated collectives against gloo's: the same values, futures and refusals."""
+"""Simulated collectives have the same values, futures and errors as gloo's."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGRAL = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 COMPLEX = (torch.complex64, torch.complex128)
-# Gloo's, of lists: torch 2.11 doesn't have it.
+# gloo's reduce_scatter of lists, which torch 2.11 doesn't have.
 HAS_ALL_TO_ALL = torch.__version__ >= "2.13"
 
 
 def values(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Some that rank sends; their sums and products over three ranks are exact, whatever the order."""
+    """Make a rank's values, whose sums and products over three ranks are exact in any order."""
     generator = torch.Generator().manual_seed(rank)
     small = torch.randint(1, 5, shape, generator=generator)
     if dtype == torch.bool:
@@ -29,12 +29,12 @@ def values(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def exact_collectives(
-    rank: int, world_size: int, dtype: torch.dtype, give: Callable[..., torch.Tensor]
+    rank: int, world_size: int, dtype: torch.dtype, make_values: Callable[..., torch.Tensor]
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Every collective: a name, and what the rank has after it."""
+    """Yield every collective's name, and the rank's tensors after it."""
 
     def mine(*shape: int) -> torch.Tensor:
-        return give(rank, dtype, *shape)
+        return make_values(rank, dtype, *shape)
 
     def empty(*shape: int) -> list[torch.Tensor]:
         return [torch.zeros(shape, dtype=dtype) for _ in range(world_size)]
@@ -89,12 +89,14 @@ def exact_collectives(
     dist.barrier()
 
 
-def run_all(rank: int, group: dist.ProcessGroup, dtypes: Any, give: Any) -> dict[Any, list[torch.Tensor]]:
-    """Every collective of every dtype: what the rank has after each."""
+def run_all(
+    rank: int, group: dist.ProcessGroup, dtypes: Any, make_values: Any
+) -> dict[Any, list[torch.Tensor]]:
+    """Return the rank's tensors after every collective of every dtype."""
     return {
         (dtype, name): tensors
         for dtype in dtypes
-        for name, tensors in exact_collectives(rank, group.size(), dtype, give)
+        for name, tensors in exact_collectives(rank, group.size(), dtype, make_values)
     }
 
 
@@ -103,14 +105,14 @@ def noise(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "dtypes", "give"),
-    # Of two ranks any values: there is one order to add them in.
+    ("world_size", "dtypes", "make_values"),
+    # Two ranks may have any values, as there is only one order of addition.
     [(2, REAL + COMPLEX, noise), (2, INTEGRAL, values), (3, REAL + INTEGRAL + COMPLEX, values)],
 )
-def test_values_are_gloo_s(world_size: int, dtypes: Any, give: Any) -> None:
-    expected = run_ranks(run_all, world_size, dtypes, give, ranks="gloo")
+def test_values_are_gloo_s(world_size: int, dtypes: Any, make_values: Any) -> None:
+    expected = run_ranks(run_all, world_size, dtypes, make_values, ranks="gloo")
     for schedule in (0, 1):
-        found = run_ranks(run_all, world_size, dtypes, give, schedule=schedule)
+        found = run_ranks(run_all, world_size, dtypes, make_values, schedule=schedule)
         for rank in range(world_size):
             assert found[rank].keys() == expected[rank].keys()
             for key, tensors in expected[rank].items():
@@ -120,7 +122,7 @@ def test_values_are_gloo_s(world_size: int, dtypes: Any, give: Any) -> None:
 
 
 def futures(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """What the futures and works of every collective hold."""
+    """Return the values of every collective's future and work."""
     one, two, size = torch.ones(2), torch.ones(2 * group.size()), group.size()
     works = {
         "all_reduce": dist.all_reduce(one.clone(), async_op=True),
@@ -157,7 +159,7 @@ def test_futures_hold_what_gloo_s_do() -> None:
 
 
 def refusals(rank: int, group: dist.ProcessGroup) -> dict[str, bool]:
-    """Calls that a rank gets wrong by itself, and two that it doesn't: whether each is refused."""
+    """Return which of these calls are refused: wrong ones, and two valid ones."""
     one, size = torch.ones(2), group.size()
     of_three = [torch.ones(3) for _ in range(size)]
     calls: dict[str, Callable[[], Any]] = {

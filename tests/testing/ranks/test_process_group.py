@@ -1,4 +1,4 @@
-"""What the simulated process group does beyond gloo: it refuses by name, counts bytes, and hides partial sums."""
+"""The simulated process group refuses calls by name, counts bytes, and hides partial sums, unlike gloo."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
         (lambda t: dist.send(t, 1 - dist.get_rank()), "send"),
         (lambda t: dist.recv(t), "recv_anysource"),
         (lambda t: dist.all_reduce(t.to_sparse()), "all_reduce: simulated ranks take dense tensors"),
-        # gloo computes nonsense for the first, without a word, and NCCL refuses both.
+        # gloo silently computes nonsense for the first, and NCCL refuses both.
         (lambda t: dist.all_reduce(t[::2]), "all_reduce: tensors must be contiguous"),
         (lambda t: dist.broadcast(t.view(2, 2).t(), 0), "broadcast: tensors must be contiguous"),
         (lambda t: dist.all_to_all_single(t[:2], t[1:3]), "all_to_all_single: output and input share memory"),
@@ -31,7 +31,7 @@ def test_the_unsupported_says_its_name(call: Any, name: str) -> None:
 
 
 def test_no_collective_of_torch_s_is_left_out() -> None:
-    """A method that torch adds is either simulated or refused by name; the base class would fail without a word."""
+    """Methods that torch adds are simulated or refused by name; the base class's fail without a message."""
     inherited = {
         name
         for name in dir(dist.ProcessGroup)
@@ -61,7 +61,7 @@ def nan_of(rank: int, group: dist.ProcessGroup, source: int) -> float:
 
 
 def test_a_maximum_may_lose_a_nan() -> None:
-    """As gloo's does: a hook must not look for NaN with it."""
+    """gloo's does so, too: a hook must not use it to find NaN."""
     assert run_ranks(nan_of, 2, 1, ranks="gloo") == run_ranks(nan_of, 2, 1) == [1, 1]
 
 

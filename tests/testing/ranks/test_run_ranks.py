@@ -1,4 +1,4 @@
-"""run_ranks on gloo processes, and what it refuses."""
+"""Tests of run_ranks on gloo processes, and of its errors."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from gradcomp.testing.ranks import RankError, run_ranks
 
 
 def seen(rank: int, group: dist.ProcessGroup, given: torch.Tensor) -> Any:
-    """What a rank finds, and its process."""
+    """Return a rank's environment, and its process."""
     assert dist.group.WORLD is group
     dist.all_reduce(total := given + rank)
     again = dist.new_group([0, 1])
@@ -31,7 +31,7 @@ def test_the_same_with_one_argument_changed_and_processes_are_kept() -> None:
 
 
 def fail(rank: int, group: dist.ProcessGroup, how: str) -> Any:
-    """Rank 1 fails while rank 0 waits for it; or nobody fails."""
+    """Let rank 1 fail while rank 0 waits for it, or let no rank fail."""
     if rank == 1 and how == "raise":
         raise KeyError("of rank 1")
     if rank == 1 and how == "return a lock":

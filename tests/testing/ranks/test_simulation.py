@@ -1,4 +1,4 @@
-"""Simulated ranks: what they have of their own, and in which order things happen."""
+"""Simulated ranks have their own state, and run in an order that follows from the schedule."""
 
 import threading
 from typing import Any
@@ -21,7 +21,7 @@ SCHEDULES = range(12)
 
 def test_a_rank_has_a_default_group_and_random_numbers() -> None:
     def own(rank: int, group: dist.ProcessGroup) -> Any:
-        dist.barrier()  # others run in between
+        dist.barrier()  # other ranks run in between
         assert dist.is_initialized()
         assert dist.group.WORLD is group
         assert dist.get_world_size() == dist.get_world_size(group) == group.size() == 3
@@ -57,7 +57,7 @@ def test_subgroups() -> None:
         again = dist.new_group([1, 3])
         dist.all_reduce(pair := torch.tensor([rank]), group=mine)
         if rank % 2 == 1:
-            # Two groups of the same ranks have orders of their own.
+            # Two groups of the same ranks have separate sequences.
             works = [dist.all_reduce(torch.ones(size), group=g, async_op=True) for g, size in
                      (((odd, 1), (again, 2)) if rank == 1 else ((again, 2), (odd, 1)))]  # fmt: skip
             for work in works:
@@ -119,7 +119,7 @@ def test_callbacks_run_as_their_rank_on_a_thread_of_their_own() -> None:
 
     found = [run_ranks(function, 2, schedule=schedule) for schedule in SCHEDULES]
     assert all((rank, 4.0) == run[rank][:2] for run in found for rank in range(2))
-    # The last rank to issue can find its collective done already: then the callback runs in `then`, as with gloo.
+    # The last rank to issue can find its collective done: then the callback runs in `then`, as with gloo.
     assert {own and at_once for run in found for *_, own, at_once in run} == {True, False}
 
 
@@ -141,7 +141,7 @@ def test_a_schedule_gives_one_order_and_others_other_orders() -> None:
     traces = [trace_of(schedule) for schedule in SCHEDULES]
     assert traces == [trace_of(schedule) for schedule in SCHEDULES]
     assert len(set(map(tuple, traces))) > len(SCHEDULES) // 2
-    # As early as possible: rank 0 waits before rank 1 has issued anything.
+    # Schedule 0 runs as early as possible: rank 0 waits before rank 1 has issued a collective.
     assert traces[0][0] == (0, "issued")
     assert traces[0].index((0, 2)) < traces[0].index((1, "done"))
 
@@ -173,7 +173,7 @@ def test_a_buffer_in_flight_is_read_and_written_at_any_time() -> None:
         work.wait()
         return tensor.item()
 
-    # Zeroed before the sum is formed, or after: no rank ever gets 2.
+    # The tensor is zeroed before the sum is formed, or after: no rank ever gets 2.
     assert {value for schedule in SCHEDULES for value in run_ranks(reuse, 2, schedule=schedule)} == {0, 1}
 
 
@@ -181,14 +181,14 @@ def test_a_buffer_in_flight_is_read_and_written_at_any_time() -> None:
 
 
 def test_a_rank_s_world_has_all_that_torch_s_has() -> None:
-    """A property that torch adds to its tables would be missing on simulated ranks."""
+    """A table that torch adds would be missing on simulated ranks."""
     theirs = {name for name, value in vars(distributed_c10d._World).items() if isinstance(value, property)}
     ours = set(vars(c10d.new_world(dist.ProcessGroup(0, 1), [0], 0)))
     assert theirs - ours == {"pg_config_info"}  # computed from the others, for the flight recorder
 
 
 def test_torch_s_futures_wait_in_python() -> None:
-    """All of them by the one method that simulated ranks exchange."""
+    """Every future waits by the one method that simulated ranks exchange."""
     done = torch.futures.Future()
     done.set_result(1)
     for future in (done, done.then(lambda _: 1), torch.futures.collect_all([done])):

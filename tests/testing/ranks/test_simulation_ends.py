@@ -1,4 +1,4 @@
-"""What ends a run of simulated ranks: ranks that disagree, wait for good, or raise."""
+"""A run of simulated ranks ends when ranks disagree, wait for ever, or raise."""
 
 import re
 import threading
@@ -18,6 +18,7 @@ from gradcomp.testing.ranks import CollectiveMismatch, RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 SCHEDULES = range(12)
+ones = torch.ones
 
 
 def error_of(function: Callable[..., Any], world_size: int = 2, **options: Any) -> str:
@@ -40,13 +41,13 @@ def issue(call: str, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "messages"),
     [
-        (("all_reduce", torch.ones(2)), ("broadcast", torch.ones(2)), ("all_reduce(op=SUM", "broadcast(root=0")),
-        (("all_reduce", torch.ones(2)), ("product", torch.ones(2)), ("op=SUM", "op=PRODUCT")),
-        (("broadcast", torch.ones(2)), ("from 1", torch.ones(2)), ("root=0", "root=1")),
-        (("all_reduce", torch.ones(2)), ("all_reduce", torch.ones(3)), ("shape=[2]", "shape=[3]")),
-        # As many elements, in another order: real backends add them up without a word.
-        (("all_reduce", torch.ones(2, 3)), ("all_reduce", torch.ones(3, 2)), ("shape=[2, 3]", "shape=[3, 2]")),
-        (("all_reduce", torch.ones(2)), ("all_reduce", torch.ones(2).half()), ("float32", "float16")),
+        (("all_reduce", ones(2)), ("broadcast", ones(2)), ("all_reduce(op=SUM", "broadcast(root=0")),
+        (("all_reduce", ones(2)), ("product", ones(2)), ("op=SUM", "op=PRODUCT")),
+        (("broadcast", ones(2)), ("from 1", ones(2)), ("root=0", "root=1")),
+        (("all_reduce", ones(2)), ("all_reduce", ones(3)), ("shape=[2]", "shape=[3]")),
+        # The same number of elements in another shape: real backends add them up without an error.
+        (("all_reduce", ones(2, 3)), ("all_reduce", ones(3, 2)), ("shape=[2, 3]", "shape=[3, 2]")),
+        (("all_reduce", ones(2)), ("all_reduce", ones(2).half()), ("float32", "float16")),
     ],
 )  # fmt: skip
 def test_ranks_that_disagree_are_told_where(first: Any, second: Any, messages: tuple[str, str]) -> None:
@@ -82,7 +83,7 @@ def test_split_sizes_that_do_not_fit_are_a_mismatch() -> None:
 
 
 def power_sgd_steps(rank: int, group: dist.ProcessGroup, module: Any) -> list[torch.Tensor]:
-    """PowerSGD on two buckets in flight, past its warm-up."""
+    """Run PowerSGD on two buckets in flight, past its warm-up."""
     state = module.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
     parameters = [torch.nn.Parameter(torch.zeros(12, 10)) for _ in range(2)]
     for _ in range(4):
@@ -130,7 +131,7 @@ def test_a_deadlock_says_who_waits_where() -> None:
     assert "rank 1 waits for a future" in error_of(lambda rank, group: forever.wait())
 
 
-def test_what_nobody_waits_for_has_to_be_complete_in_the_end() -> None:
+def test_collectives_that_are_not_waited_for_have_to_be_complete_at_the_end() -> None:
     def function(rank: int, group: dist.ProcessGroup, issuers: int) -> None:
         if rank < issuers:
             dist.all_reduce(torch.ones(1), async_op=True)
@@ -151,7 +152,7 @@ def test_a_rank_that_raises_ends_the_others_where_they_wait() -> None:
             if rank == 2:
                 raise KeyError("of rank 2")
             dist.barrier()
-        except Exception:  # what ends them is no error of theirs
+        except Exception:  # the scheduler ends the others by a BaseException
             unwound.append((rank, "handled"))
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Over the seeds: a table per task, and a picture of validation loss against bytes sent."""
+"""The comparison of hooks over the seeds: tables, and a picture of validation loss against bytes sent."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo.report import COLOURS
+from benchmarks.demo.chart import COLOURS
 
-Row = dict[str, Any]  # what train.train() returns
-FAILED = 2  # a hook whose loss is more than so many times the first hook's is off the picture's scale
+Row = dict[str, Any]  # the result of runs.train()
+FAILED = 2  # a hook whose loss exceeds the first hook's by this factor is off the picture's scale
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One task with one hook. Lists are by seed.
+    """The results of one task with one hook. Lists are by seed.
 
-    differences: of validation losses, this hook's minus the first hook's from the same seed.
+    differences: this hook's validation loss minus the first hook's from the same seed.
     """
 
     hook: str
@@ -28,7 +28,7 @@ class Summary:
 
 
 def summaries(rows: Sequence[Row]) -> dict[str, list[Summary]]:
-    """By task: a summary per hook, in the order of the rows."""
+    """Summarise the rows: by task, a summary per hook, in the order of the rows."""
     by_task: dict[str, dict[str, dict[int, Row]]] = {}
     for row in rows:
         by_task.setdefault(row["task"], {}).setdefault(row["hook"], {})[row["seed"]] = row
@@ -51,7 +51,7 @@ def _summary(hook: str, hooks: dict[str, dict[int, Row]]) -> Summary:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """A table per task. ± is the standard deviation over the seeds."""
+    """Format a table per task. ± is the standard deviation over the seeds."""
     return "\n\n".join(
         _table([row for row in rows if row["task"] == task], hooks) for task, hooks in summaries(rows).items()
     )
@@ -78,15 +78,15 @@ def _table(rows: Sequence[Row], hooks: Sequence[Summary]) -> str:
 
 
 def mean_and_spread(values: Sequence[float], digits: int, sign: str = "") -> str:
-    """The mean ± the sample standard deviation, which takes two values; the mean alone of one."""
+    """Format the mean ± the sample standard deviation, or the mean alone if there is one value."""
     mean = format(round(statistics.mean(values), digits) + 0.0, f"{sign}.{digits}f")  # + 0.0: no minus zero
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: a panel per task, each hook's mean validation loss by MB sent; bars: standard deviation.
+    """Write a PNG with a panel per task: each hook's mean validation loss by MB sent.
 
-    Raises ImportError without matplotlib.
+    Error bars are standard deviations. Raises ImportError without matplotlib.
     """
     import matplotlib as mpl
 
@@ -112,10 +112,11 @@ def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
     for index, hook in enumerate(hooks):
         colour = COLOURS[families.index(hook.hook.partition(":")[0]) % len(COLOURS)]
         sent_mb, loss = hook.sent_bytes / 1e6, statistics.mean(hook.losses)
-        # Below and above in turn: fp16 and bf16 are at one place.
+        # Labels alternate between below and above, as fp16 and bf16 have the same coordinates.
         label = {"textcoords": "offset points", "xytext": (6, -12 if index % 2 else 5), "color": colour}
         if loss > FAILED * baseline:
-            # It would squeeze the others into a line: at the upper edge, with its value.
+            # To scale it would squeeze the others into a line, so it is drawn at the upper edge, with its
+            # value.
             edge = axes.get_xaxis_transform()
             axes.plot(sent_mb, 0.97, "^", color=colour, transform=edge)
             axes.annotate(f"{hook.hook}: {loss:.2f}", (sent_mb, 0.97), xycoords=edge, **label)

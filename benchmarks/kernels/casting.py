@@ -1,4 +1,4 @@
-"""Casting a bucket to 16 bits with 1/W fused, and back. Providers:
+"""Cast a bucket to 16 bits with 1/W fused, and back. Providers:
 
 gradcomp   one pass each way.
 torch      what torch's fp16 and bf16 hooks do: .to(dtype).div_(W), and .copy_().

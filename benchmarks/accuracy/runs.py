@@ -1,4 +1,4 @@
-"""Train every task with every hook from every seed; this is what one rank does."""
+"""One rank's runs: train every task with every hook from every seed."""
 
 import argparse
 import gc
@@ -16,9 +16,9 @@ from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Progress, Recorder, check_replicas
 from benchmarks.environment import describe
 
-LOW_RANK = ("powersgd", "batched")  # with a rank; all are registered as in the demo
+LOW_RANK = ("powersgd", "batched")  # the demo's hooks that take a rank
 EXACT_OR_16_BIT = tuple(name for name in demo.HOOKS if name not in LOW_RANK)
-TIMEOUT = timedelta(minutes=5)  # how long a rank waits for another before it gives up
+TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
 
 def check_hook_name(hook: str) -> None:
@@ -37,13 +37,13 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
-    """(seed, task, hook) of every run: stopped early, it has finished seeds to show."""
+    """Yield (seed, task, hook) of every run, seed by seed, so that stopping early leaves finished seeds."""
     seeds = range(options.seed, options.seed + options.seeds)
     return product(seeds, options.tasks, options.hooks)
 
 
 def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
-    """One run: the row to record. Every rank must call it."""
+    """Train once, and return the row to record. Every rank must call it."""
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
     model, averager = demo.with_reducer(task.net, options.reducer)
     recorder, progress = Recorder(options.steps, torch.device("cpu")), Progress(label, options.steps)
@@ -93,8 +93,9 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
 
 
 def work(rank: int, store: str, options: argparse.Namespace) -> None:
-    """Rank ``rank`` of the gloo group that meets at the file ``store``: every run, each appended to
-    ``options.results`` as a JSON line by rank 0.
+    """Join the gloo group as rank ``rank`` through the file ``store``, and train every run.
+
+    Rank 0 appends each run to ``options.results`` as a JSON line.
     """
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT)
@@ -106,5 +107,5 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
         if rank == 0:
             with options.results.open("a") as file:
                 file.write(json.dumps({**environment, **row}) + "\n")
-        gc.collect()  # DDP models are in reference cycles, and would stay
+        gc.collect()  # DDP models are in reference cycles
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The demo's two results: a table, and a picture of loss against bytes sent."""
+"""The demo's results: a table, and a picture of loss against bytes sent."""
 
 from itertools import accumulate
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 Record = dict[str, Any]  # what train.py writes with --record
 
-# Okabe and Ito's palette: told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can distinguish too.
 COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 
 
 def table(records: list[Record]) -> str:
-    """One line per hook, under the reducer's name. The compression rate is against the first record's bytes."""
+    """Format one line per hook, under the reducer's name. Rates refer to the first record's bytes."""
     lines = [
         f"reducer: {records[0]['reducer']}",
         f"{'hook':12}{'bytes/step':>12}{'rate':>8}{'ms/step':>9}{'loss':>8}{'validation loss':>17}",
@@ -26,7 +26,7 @@ def table(records: list[Record]) -> str:
 
 
 def draw(records: list[Record], path: Path) -> None:
-    """Write a PNG: each hook's training loss (thin, smoothed) and validation loss (thick) by MB sent.
+    """Write a PNG of each hook's training loss (thin, smoothed) and validation loss (thick) by MB sent.
 
     Raises ImportError without matplotlib.
     """
@@ -62,7 +62,7 @@ def draw(records: list[Record], path: Path) -> None:
 
 
 def smoothed(values: list[float], window: int = 9) -> list[float]:
-    """Each value's mean with those before it, up to `window` of them."""
+    """Return each value's mean with those before it, over at most `window` values."""
     means = []
     for end in range(1, len(values) + 1):
         part = values[max(0, end - window) : end]

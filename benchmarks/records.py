@@ -1,4 +1,4 @@
-"""What becomes of a run's rows: a table on the screen, JSON lines in a file."""
+"""The rows of a run: shown as a table, recorded as JSON lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 7, 9, 10]
 
 
 def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
-    """Append one JSON line per row, the environment's fields in each, to the device's file."""
+    """Append one JSON line per row, with the environment's fields, to the device's file; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{slug(str(environment['device']))}.jsonl"
     with path.open("a") as file:
@@ -27,7 +27,7 @@ def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
 
 
 def slug(device: str) -> str:
-    """A device's name as a file name: "NVIDIA H100 80GB" -> "nvidia-h100-80gb"."""
+    """Convert a device's name to a file name: "NVIDIA H100 80GB" -> "nvidia-h100-80gb"."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -36,7 +36,7 @@ def header() -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """One case's rows as lines of text, under header()."""
+    """Format one case's rows as lines of text that go under header()."""
     return "\n".join(_line(_cells(row)) for row in rows)
 
 

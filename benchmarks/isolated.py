@@ -1,11 +1,11 @@
-"""The providers of a case each in a process of its own: for whole hooks on CPU.
+"""Run each provider of a case in a process of its own, as whole hooks need on CPU.
 
-Hooks that compute in callbacks compute on gloo's threads, and libgomp gives every thread that computes a team of
-threads. Once a process has more of these than there are CPUs, they no longer spin while they wait for work (100
-times instead of 300,000, says libgomp's manual of GOMP_SPINCOUNT), and everything in that process takes longer,
-whoever computes. No training runs two hooks, so none should pay for the threads of another.
+Hooks that compute in callbacks compute on gloo's threads, and libgomp gives every thread that computes a team
+of threads. Once a process has more of these than there are CPUs, they no longer spin while they wait for work
+(100 times instead of 300,000, says libgomp's manual of GOMP_SPINCOUNT), and every computation in that process
+takes longer. No training runs two hooks, so none should pay for the threads of another.
 
-The processes take turns: while one computes, the others wait for a question.
+The calls are interleaved: while one process computes, the others wait for a question.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from benchmarks.harness import Case, check
 # For the longest answer: building a case and checking it.
 TIMEOUT_S = 300
 
-# What starts the processes has imported what they need.
+# The fork server imports what the processes need once, before it starts them.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["benchmarks.powersgd", "benchmarks.reducer"])
+_context.set_forkserver_preload(["benchmarks.powersgd_hooks", "benchmarks.reducer"])
 
 
 def measure(case: Case, clock: Clock) -> tuple[dict[str, float], dict[str, Timing], dict[str, int | None]]:
-    """Every provider's error, its times, and what it launches."""
+    """Measure every provider's error, its times, and the number of its launches."""
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(_Worker(case, name)) for name in case.apart}
+        workers = {name: stack.enter_context(_Worker(case, name)) for name in case.isolated}
         errors = {name: worker.ask("error") for name, worker in workers.items()}
         for worker in workers.values():
             for _ in range(WARM_UP_CALLS):
                 worker.ask("sample")
-        samples = clock.take_turns({name: worker.sample for name, worker in workers.items()}, case.seconds)
+        samples = clock.interleave({name: worker.sample for name, worker in workers.items()}, case.seconds)
         launches = {name: worker.ask("launches") for name, worker in workers.items()}
     return errors, {name: quantiles(each) for name, each in samples.items()}, launches
 
@@ -53,12 +53,12 @@ class _Worker:
         theirs.close()
 
     def ask(self, question: str) -> Any:
-        """Raises RuntimeError if the process fails, ends or says nothing for TIMEOUT_S."""
-        with suppress(OSError):  # it may have ended, and have said why
+        """Ask a question. Raises RuntimeError if the process fails, ends or exceeds TIMEOUT_S."""
+        with suppress(OSError):  # the process may have ended, and have sent the reason
             self._connection.send(question)
         try:
-            said = self._connection.poll(TIMEOUT_S)
-            answer = self._connection.recv() if said else f"said nothing for {TIMEOUT_S} s"
+            has_answered = self._connection.poll(TIMEOUT_S)
+            answer = self._connection.recv() if has_answered else f"said nothing for {TIMEOUT_S} s"
         except (EOFError, OSError):
             self._process.join(TIMEOUT_S)
             answer = f"ended with exit status {self._process.exitcode}"
@@ -74,14 +74,14 @@ class _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Not asked to leave: with torch's hooks, leaving a process group of gloo's can abort.
+        # Killed, not asked to leave: with torch's hooks, leaving a process group of gloo's can abort.
         self._process.kill()
         self._process.join()
         self._connection.close()
 
 
 def _answer(case: Case, name: str, connection: Connection) -> None:
-    """Answer questions on a provider; with a text, if it fails."""
+    """Answer the questions on a provider. The answer to all of them is a traceback if it fails."""
     try:
         torch.manual_seed(0)
         clock, setup = Clock(torch.device("cpu")), case.build()
@@ -95,7 +95,7 @@ def _answer(case: Case, name: str, connection: Connection) -> None:
         }
         while True:
             connection.send(answers[connection.recv()]())
-    except EOFError:  # nobody asks any more
+    except EOFError:  # the other end is closed
         pass
     except Exception:
         connection.send(traceback.format_exc())

@@ -1,7 +1,7 @@
-"""Gathering a bucket's gradients into one buffer with 1/W fused, and scattering them back.
+"""Gather a bucket's gradients into one buffer with 1/W fused, and scatter them back.
 
 A call handles all buckets of a model, one after another, as a training step does; on CPU, and with
-quick, one bucket of it. Providers:
+--quick, one of its buckets. Providers:
 
 gradcomp        one launch per bucket.
 torch_ddp       what DDP's reducer does: one kernel per parameter. The reducer's loop is in C++, this
@@ -22,11 +22,11 @@ from benchmarks.harness import Case, Setup, rounding_error
 from gradcomp import ops
 from gradcomp.layout import FlatLayout
 
-SCALE = 1 / 6  # of 6 ranks: not a power of two, so that the multiplication rounds
+SCALE = 1 / 6  # 6 ranks: not a power of two, so that the multiplication rounds
 
 
 class Bucket:
-    """Gradients allocated one by one, as autograd leaves them, and the buffer they go to."""
+    """A bucket's gradients, allocated one by one as autograd does it, and the buffer that gathers them."""
 
     def __init__(self, shapes: Sequence[models.Shape], dtype: torch.dtype, device: torch.device):
         self.layout = FlatLayout(shapes)

@@ -1,0 +1,79 @@
+"""The hooks that ddp_check.py and stream_check.py check, each with the error that it is allowed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
+
+# The steps of a run with error feedback. The first ones are plain, as DDP rebuilds its buckets.
+NUM_STEPS_WITH_ERROR, NUM_PLAIN_STEPS = 10, 2
+
+
+@dataclass(frozen=True)
+class HookCheck:
+    """A hook (or None) and what is expected of it.
+
+    dtype: the narrowest dtype between gradients and averages. averages: whether the hook averages at all.
+    make_state: makes the state of a hook with error feedback; its state_dict() is as PowerSGDState's.
+    """
+
+    make: Callable[[], Callable | None]
+    dtype: torch.dtype = torch.float32
+    averages: bool = True
+    make_state: Callable[[], Any] | None = None
+
+    @property
+    def max_error(self) -> float:
+        """The error allowed in a step, or with error feedback in their sum, over the largest gradient."""
+        # Each rank rounds its own gradient (half an eps), the sum is rounded and so is the division: eps and
+        # a half; doubled for backward's own noise.
+        each_step = 3 * torch.finfo(self.dtype).eps
+        return NUM_STEPS_WITH_ERROR * each_step if self.make_state else each_step
+
+
+def _power_sgd_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=NUM_PLAIN_STEPS
+    )
+
+
+HOOKS = {
+    "allreduce_hook": HookCheck(lambda: default_hooks.allreduce_hook),
+    "fp16_compress_hook": HookCheck(lambda: default_hooks.fp16_compress_hook, torch.float16),
+    "bf16_compress_hook": HookCheck(lambda: default_hooks.bf16_compress_hook, torch.bfloat16),
+    # Around a hook of torch's: around gradcomp's the wrappers are the two hooks above.
+    "fp16_compress_wrapper": HookCheck(
+        lambda: default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook), torch.float16
+    ),
+    "bf16_compress_wrapper": HookCheck(
+        lambda: default_hooks.bf16_compress_wrapper(torch_hooks.allreduce_hook), torch.bfloat16
+    ),
+    "noop_hook": HookCheck(lambda: debugging_hooks.noop_hook, averages=False),
+    "powerSGD_hook": HookCheck(lambda: powerSGD_hook.powerSGD_hook, make_state=_power_sgd_state),
+    "batched_powerSGD_hook": HookCheck(
+        lambda: powerSGD_hook.batched_powerSGD_hook, make_state=_power_sgd_state
+    ),
+}
+
+
+NO_HOOK = "none"  # the reducer itself averages
+
+
+def find(name: str) -> HookCheck:
+    """Find a hook: a name of HOOKS, NO_HOOK, or "module:attribute", an fp32 averaging hook or a HookCheck."""
+    if name == NO_HOOK:
+        return HookCheck(lambda: None)
+    if name in HOOKS:
+        return HOOKS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise KeyError(f"no hook {name!r}: one of {', '.join(HOOKS)}, or module:attribute")
+    found = getattr(importlib.import_module(module), attribute)
+    return HookCheck(lambda: found) if callable(found) else found

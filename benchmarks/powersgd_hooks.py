@@ -1,0 +1,137 @@
+"""gradcomp's powerSGD_hook beside torch's, at world size 1.
+
+A call handles all buckets of a model, one after another, as a training step does; on CPU, one of the buckets
+of powersgd_problem.py. The backend is NCCL on CUDA and gloo on CPU; nothing crosses a wire. Providers:
+
+gradcomp        powerSGD_hook.
+torch           torch's powerSGD_hook with its defaults.
+torch_batched   the same with batch_tensors_with_same_shape.
+
+torch's states have orthogonalization_epsilon=1e-8, as torch's documentation advises against dividing by zero;
+ours doesn't need it. torch's hook synchronises the host once per bucket, so the head start that hides launch
+costs is used up by its first bucket, and its time on CUDA is partly the host's.
+
+The check compares one step, from one state, with float64: ours is from_torch() of torch's. The timed calls
+restore
+nothing: each works on the gradient that the last one left. That keeps the numbers as they are: the gradient
+left is P Qᵀ and the error kept M − P Qᵀ, so the next step's M is the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
+
+from benchmarks import models
+from benchmarks.harness import Case, Setup
+from benchmarks.hooks import call, join_group_of_one
+from benchmarks.powersgd_problem import PASSES, Problem, float64_steps, problems
+from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.hooks import powerSGD_hook as power_sgd
+
+# The Frobenius norm of the error over that of the result. torch also orthonormalises in bf16, and its hook
+# has to pass too: hence the wide bound.
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
+PROVIDERS = ("gradcomp", "torch", "torch_batched")
+
+
+class Bucket(GradBucket):
+    """A bucket on a given buffer. Its parameters are meta tensors."""
+
+    def __init__(self, shapes: Sequence[models.Shape], buffer: torch.Tensor, index: int, is_last: bool):
+        parameters = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+        super().__init__(index, buffer, parameters, is_last)
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    for label, problem in problems(device, quick):
+        yield problem.case(
+            "powerSGD_hook",
+            label,
+            tuple(PASSES),
+            _hooks,
+            max_error=MAX_ERROR[problem.dtype],
+            baseline="torch",
+            isolated=PROVIDERS if device.type == "cpu" else (),
+        )
+
+
+def _hooks(problem: Problem) -> Setup:
+    join_group_of_one(problem.device)
+    gradients = problem.gradients()
+    started = _started(problem, gradients)
+    buckets = {name: _buckets(problem, [gradient.clone() for gradient in gradients]) for name in PROVIDERS}
+    states: dict[str, object] = {}
+
+    def restore() -> None:
+        states["torch"] = _torch_state(problem, started, batched=False)
+        states["torch_batched"] = _torch_state(problem, started, batched=True)
+        ours = power_sgd.from_torch(_torch_state(problem, started, batched=False), wait_for_buckets=False)
+        ours.orthogonalization_epsilon = 0
+        states["gradcomp"] = ours
+        for name in PROVIDERS:
+            for bucket, gradient in zip(buckets[name], gradients, strict=True):
+                bucket.buffer().copy_(gradient)
+
+    def step(name: str, hook: Callable) -> list[torch.Tensor]:
+        state = states[name]
+        return [result for bucket in buckets[name] for result in call(hook, bucket, state)]
+
+    def reference() -> Iterator[torch.Tensor]:
+        for index, (layout, gradient) in enumerate(zip(problem.layouts, gradients, strict=True)):
+            shapes = [(matrix.cols, matrix.rank) for matrix in layout.matrices]
+            parts = started.q_memory_dict[index].split([cols * rank for cols, rank in shapes])
+            qs = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            yield float64_steps(layout, gradient, gradient + started.error_dict[index], qs, num_steps=1)
+
+    restore()
+    return Setup(
+        {
+            "gradcomp": partial(step, "gradcomp", power_sgd.powerSGD_hook),
+            "torch": partial(step, "torch", torch_power_sgd.powerSGD_hook),
+            "torch_batched": partial(step, "torch_batched", torch_power_sgd.powerSGD_hook),
+        },
+        reference,
+        restore=restore,
+    )
+
+
+def _buckets(problem: Problem, buffers: Sequence[torch.Tensor]) -> list[Bucket]:
+    last = len(buffers) - 1
+    pairs = zip(problem.buckets, buffers, strict=True)
+    return [Bucket(shapes, buffer, index, index == last) for index, (shapes, buffer) in enumerate(pairs)]
+
+
+def _started(problem: Problem, gradients: Sequence[torch.Tensor]) -> torch_power_sgd.PowerSGDState:
+    """Make a state of torch's amid training: every matrix has an error, and a Q to project on."""
+    state = _torch_state(problem, None, batched=False)
+    for index, (layout, gradient) in enumerate(zip(problem.layouts, gradients, strict=True)):
+        error = torch.zeros_like(gradient)
+        for matrix in layout.matrices:
+            error[matrix.offset : matrix.offset + matrix.numel].normal_()
+        state.error_dict[index] = error
+        state.p_memory_dict[index] = gradient.new_zeros(layout.p_numel)
+        state.q_memory_dict[index] = gradient.new_empty(layout.q_numel).normal_()
+    return state
+
+
+def _torch_state(
+    problem: Problem, like: torch_power_sgd.PowerSGDState | None, batched: bool
+) -> torch_power_sgd.PowerSGDState:
+    """Make a state of torch's past its plain steps, with a copy of another state's memory."""
+    state = torch_power_sgd.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=problem.rank,
+        start_powerSGD_iter=2,
+        orthogonalization_epsilon=1e-8,
+        batch_tensors_with_same_shape=batched,
+    )
+    state.iter = state.start_powerSGD_iter
+    if like is not None:
+        state.error_dict = dict(like.error_dict)  # the hook replaces errors, but updates factors in place
+        for name in ("p_memory_dict", "q_memory_dict"):
+            setattr(state, name, {index: factor.clone() for index, factor in getattr(like, name).items()})
+    return state

@@ -1,0 +1,115 @@
+"""The problems that PowerSGD is timed on, a model's buckets in a dtype at a rank, and their right results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import models
+from benchmarks.harness import Case, Setup, frobenius_error
+from gradcomp.layout import LowRankLayout
+
+CPU_BUCKETS = {
+    "4×1024×1024, 512×512×3×3": [(1024, 1024)] * 4 + [(1024,)] * 2 + [(512, 512, 3, 3)],
+    "60×256×256": [(256, 256)] * 60,
+}
+CPU_RANKS = (1, 4, 16)
+CUDA_RANKS = (1, 2, 4, 8, 16, 32)
+QUICK_RANKS = (4,)
+
+# Passes over an element of a compressed matrix, by stage; M is kept, and the error rebuilt from it. project
+# reads the gradient and M and writes M; back_project, which orthonormalises, reads M; reconstruct writes the
+# gradient.
+PASSES = {"project": 3, "orthonormalise": 0, "back_project": 1, "reconstruct": 1}
+# Passes over an element that isn't compressed: to the wire and back.
+UNCOMPRESSED_PASSES = {"project": 2, "orthonormalise": 0, "back_project": 0, "reconstruct": 2}
+
+# The time limit of a case: there are many, and torch's slowest call takes half a second.
+CUDA_SECONDS = 0.15
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The buckets of a model, in a dtype, at a rank."""
+
+    buckets: tuple[tuple[models.Shape, ...], ...]
+    dtype: torch.dtype
+    rank: int
+    device: torch.device
+
+    @property
+    def layouts(self) -> list[LowRankLayout]:
+        return [LowRankLayout(shapes, self.rank, min_compression_rate=2) for shapes in self.buckets]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(layout.numel for layout in self.layouts)
+
+    def num_bytes(self, *stages: str) -> int:
+        compressed = sum(matrix.numel for layout in self.layouts for matrix in layout.matrices)
+        uncompressed = self.num_elements - compressed
+        passes = sum(
+            PASSES[stage] * compressed + UNCOMPRESSED_PASSES[stage] * uncompressed for stage in stages
+        )
+        return passes * self.dtype.itemsize
+
+    def gradients(self) -> list[torch.Tensor]:
+        numels = [layout.numel for layout in self.layouts]
+        return [torch.randn(numel, device=self.device).to(self.dtype) for numel in numels]
+
+    def case(
+        self, name: str, label: str, stages: Sequence[str], build: Callable[[Problem], Setup], **options: Any
+    ) -> Case:
+        """Describe an operation on this problem that moves the bytes of these stages."""
+        return Case(
+            name,
+            label=label,
+            dtype=str(self.dtype).removeprefix("torch."),
+            num_bytes=self.num_bytes(*stages),
+            build=partial(build, self),
+            error_of=frobenius_error,
+            seconds=CUDA_SECONDS if self.device.type == "cuda" else None,
+            num_buckets=len(self.buckets),
+            num_elements=self.num_elements,
+            **options,
+        )
+
+
+def problems(device: torch.device, quick: bool) -> Iterator[tuple[str, Problem]]:
+    on_cuda = device.type == "cuda"
+    ranks = QUICK_RANKS if quick else CUDA_RANKS if on_cuda else CPU_RANKS
+    for dtype in (torch.float32, torch.bfloat16) if on_cuda and not quick else (torch.float32,):
+        found = {model: models.buckets(model, dtype) for model in models.MODELS} if on_cuda else {}
+        for name, buckets in (found or {name: [shapes] for name, shapes in CPU_BUCKETS.items()}).items():
+            for rank in ranks:
+                count = f"{len(buckets)} bucket{'s' * (len(buckets) > 1)}"
+                problem = Problem(tuple(map(tuple, buckets)), dtype, rank, device)
+                yield f"{name}, {count}, r={rank}", problem
+
+
+def float64_steps(
+    layout: LowRankLayout,
+    gradient: torch.Tensor,
+    memory: torch.Tensor,
+    directions: Sequence[torch.Tensor],
+    num_steps: int,
+) -> torch.Tensor:
+    """Compute in float64 the bucket that steps of PowerSGD with the same M yield.
+
+    memory: a flat bucket with every matrix's M at its offset. directions: each matrix's Q [cols, rank], any
+    basis.
+    """
+    result = gradient.double()
+    for matrix, direction in zip(layout.matrices, directions, strict=True):
+        part = slice(matrix.offset, matrix.offset + matrix.numel)
+        m = memory[part].double().view(matrix.rows, matrix.cols)
+        q = direction.double()
+        for _ in range(num_steps):
+            p = torch.linalg.qr(m @ q).Q
+            q = m.mT @ p
+        result[part] = (p @ q.mT).view(-1)
+    return result

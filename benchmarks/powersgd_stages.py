@@ -1,0 +1,93 @@
+"""The local stages of gradcomp's PowerSGD, each by itself, on all buckets of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+
+import torch
+
+from benchmarks.harness import Case, Setup
+from benchmarks.powersgd_problem import PASSES, Problem, float64_steps, problems
+from gradcomp import ops
+
+# The Frobenius norm of the error over that of the result. The wire is bf16, the arithmetic fp32.
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SEED = 1
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    for label, problem in problems(device, quick):
+        for stage in PASSES:
+            yield problem.case(
+                f"powerSGD {stage}",
+                label,
+                (stage,),
+                partial(_stage, stage=stage),
+                max_error=MAX_ERROR[problem.dtype],
+                baseline="gradcomp",
+            )
+
+
+def _stage(problem: Problem, stage: str) -> Setup:
+    """Make a plan per bucket. A stage is checked by the bucket's contents after all later stages."""
+    work = _plans(problem)
+    order = list(PASSES)
+    earlier, later = order[: order.index(stage)], order[order.index(stage) + 1 :]
+
+    def run(name: str) -> None:
+        for plan, _, buffer, _ in work:
+            if name == "orthonormalise":
+                plan.orthonormalise()
+            else:
+                getattr(plan, name)(buffer, SEED if name == "reconstruct" else 1.0)
+
+    def restore() -> None:
+        """Run a whole step, so that no factor is zero, and the next step up to this stage."""
+        for plan, gradient, buffer, directions in work:
+            plan.load(torch.zeros_like(gradient), directions)
+            buffer.copy_(gradient)
+        for name in (*PASSES, *earlier):
+            run(name)
+
+    def provider() -> Iterator[torch.Tensor]:
+        run(stage)
+        return finish()
+
+    def finish() -> Iterator[torch.Tensor]:  # runs when the check asks for results, not when timed
+        for name in later:
+            run(name)
+        for _, _, buffer, _ in work:
+            yield buffer
+
+    written = {
+        "project": [plan.p_wire for plan, *_ in work],
+        "orthonormalise": [],
+        "back_project": [plan.q_wire for plan, *_ in work],
+        "reconstruct": [buffer for _, _, buffer, _ in work],
+    }
+    restore()
+    reference = partial(_after_two_steps, problem)
+    return Setup({"gradcomp": provider}, reference, outputs=written[stage], restore=restore)
+
+
+# Cached for the stages of one problem, which are timed one after another.
+@lru_cache(maxsize=1)
+def _after_two_steps(problem: Problem) -> list[torch.Tensor]:
+    return [
+        float64_steps(layout, gradient, gradient, directions, num_steps=2)
+        for layout, (_, gradient, _, directions) in zip(problem.layouts, _plans(problem), strict=True)
+    ]
+
+
+@lru_cache(maxsize=1)
+def _plans(
+    problem: Problem,
+) -> list[tuple[ops.LowRankPlan, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
+    """Make for every bucket its plan, gradient, buffer and the first step's directions."""
+    work = []
+    for layout, gradient in zip(problem.layouts, problem.gradients(), strict=True):
+        options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": SEED}
+        plan = ops.low_rank_plan(layout, problem.dtype, problem.device, **options)
+        work.append((plan, gradient, gradient.clone(), plan.directions()))
+    return work

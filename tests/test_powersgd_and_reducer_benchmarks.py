@@ -1,0 +1,111 @@
+"""The benchmarks of PowerSGD and the reducers are checked before they are timed, and complete on a GPU."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from benchmarks import __main__ as bench
+from benchmarks import models, powersgd_hooks, powersgd_problem, powersgd_stages, reducer
+from benchmarks.harness import Case, WrongResultError, check, frobenius_error, rounding_error
+from gradcomp import ops
+
+CPU = torch.device("cpu")
+
+
+def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
+    cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name.startswith("powerSGD")]
+    assert len(cases) == 3 * 6 * 2 * (1 + 4)  # models, ranks, dtypes; the hook and its stages
+    for (label, dtype), group in {(case.label, case.dtype): [] for case in cases}.items():
+        group += [case for case in cases if (case.label, case.dtype) == (label, dtype)]
+        whole, *stages = group
+        assert whole.num_bytes == sum(stage.num_bytes for stage in stages)
+    by_name = {str(case): case for case in cases if case.label.startswith("bert-large")}
+    [whole] = [case for name, case in by_name.items() if "hook" in name and "r=1 float32" in name]
+    # 20 B per element of a matrix, 16 per element of a vector: all matrices but the token types are
+    # compressed.
+    shapes = list(models.bert_large())
+    vectors = models.num_elements([shape for shape in shapes if len(shape) == 1 or shape[0] == 2])
+    assert whole.num_bytes == 20 * models.num_elements(shapes) - 4 * vectors
+    assert whole.num_elements == models.num_elements(shapes)
+    assert whole.num_buckets == len(models.buckets("bert-large", torch.float32)) > 1
+
+
+SMALL = [(40, 30), (7,), (40, 30), (64, 2, 3, 3), (5, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "build",
+    [powersgd_hooks._hooks, *(partial(powersgd_stages._stage, stage=s) for s in powersgd_problem.PASSES)],
+)
+def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one, monkeypatch):
+    monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, for hundreds of steps
+    problem = powersgd_problem.Problem((tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
+    setup = build(problem)
+    bound = powersgd_hooks.MAX_ERROR[dtype]
+    case = Case("", "", "", 0, bound, lambda: setup, "", frobenius_error)
+    assert check(case, setup)
+    # As in the timed rounds, each call works on the buffers that the last one left. No result may vanish,
+    # become NaN or grow, except those of project, which adds the gradient to the error in every call.
+    growth = 302 if getattr(build, "keywords", None) == {"stage": "project"} else 1
+    for provider in setup.providers.values():
+        for _ in range(300):
+            provider()
+        for result, reference in zip(provider(), setup.reference(), strict=True):
+            assert 0.5 < result.double().norm() / reference.norm() < 2 * growth
+
+    def wrong() -> list[torch.Tensor]:
+        return [result * (1 + 2 * bound) for result in next(iter(setup.providers.values()))()]
+
+    with pytest.raises(WrongResultError):
+        check(case, replace(setup, providers={"wrong": wrong}))
+
+
+# --- the reducers ---
+
+
+def test_reducers_are_checked_before_they_are_timed(group_of_one):
+    setup = reducer._training(SMALL, CPU)
+    bound = rounding_error(torch.float32)
+    case = Case("", "", "", 0, bound, lambda: setup, "torch")
+    assert set(check(case, setup)) == {"gradcomp", "gradcomp_view", "torch", "torch_view"}
+    for provider in setup.providers.values():
+        for _ in range(3):
+            provider()
+    assert check(case, setup)  # earlier calls leave no state that changes results
+
+    def wrong() -> list[torch.Tensor]:
+        return [result * (1 + 2 * bound) for result in setup.providers["gradcomp"]()]
+
+    with pytest.raises(WrongResultError):
+        check(case, replace(setup, providers={"wrong": wrong}))
+
+
+def test_both_reducers_train_the_same_model_without_copies(group_of_one):
+    gradients = [torch.randn(shape) for shape in SMALL]
+    model = reducer.Model(gradients)
+    for _ in range(2):
+        results = reducer._step(model, model, None)
+        assert [result.data_ptr() for result in results] == [each.data_ptr() for each in gradients]
+
+
+def test_launches_are_counted_without_views_and_allocations():
+    assert reducer.num_launches(lambda: torch.ones(4).add_(1).view(2, 2).t()) == 2
+    assert reducer.num_launches(lambda: torch.empty(4)[1:]) == 0
+    # Launches in backward are counted too, though another thread may run it.
+    x = torch.ones(3, requires_grad=True)
+    forward = reducer.num_launches(lambda: x.exp().sum())
+    assert reducer.num_launches(lambda: x.exp().sum().backward()) > forward
+
+
+def test_reducers_on_a_gpu_average_bert_large():
+    labels = {
+        quick: [each.label for each in bench.discover(torch.device("cuda"), quick) if each.name == "reducer"]
+        for quick in (False, True)
+    }
+    assert labels == {
+        False: ["400 small tensors", "resnet50", "bert-large"],
+        True: ["400 small tensors"],
+    }
