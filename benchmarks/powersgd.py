@@ -76,7 +76,7 @@ class Problem:
 
     def num_bytes(self, *stages: str) -> int:
         compressed = sum(matrix.numel for layout in self.layouts for matrix in layout.matrices)
-        others = sum(numel for layout in self.layouts for _, numel in layout.rest)
+        others = sum(numel for layout in self.layouts for _, numel in layout.uncompressed)
         passes = sum(PASSES[stage] * compressed + OTHER_PASSES[stage] * others for stage in stages)
         return passes * self.dtype.itemsize
 

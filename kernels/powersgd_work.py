@@ -102,7 +102,7 @@ class LowRankWork:
     def of(cls, layout: LowRankLayout, itemsize: int) -> LowRankWork:
         """The tables of a bucket with this layout."""
         rank = max((matrix.rank for matrix in layout.matrices), default=1)
-        return cls(layout.matrices, layout.rest, rank=rank, itemsize=itemsize)
+        return cls(layout.matrices, layout.uncompressed, rank=rank, itemsize=itemsize)
 
     def fields(self, index: int) -> dict[str, int]:
         """A matrix's row of matrix_table by name."""

@@ -84,7 +84,7 @@ class LowRankCompressor(Compressor):
         plan, scale = self.plan, 1 / group.size()
         plan.project(flat, scale)
         for index in self._left_out:
-            plan.p_wire[plan.layout.place_of_p(index)].zero_()
+            plan.p_wire[plan.layout.p_slice(index)].zero_()
         dist.all_reduce(plan.p_wire, group=group)
         plan.back_project(flat, scale)
         if plan.q_wire.numel():

@@ -1,4 +1,4 @@
-"""Where tensors lie in a flat buffer, and how the buffer is cut into tiles: arithmetic on shapes."""
+"""The positions of tensors in a flat buffer, and how the buffer is cut into tiles: arithmetic on shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 
 
 class FlatLayout:
-    """The places of a list of tensors in one flat buffer, one after another without padding.
+    """The positions of a list of tensors in one flat buffer, one after another without padding.
 
     shapes: the tensors' shapes. Tensor i, in row-major order, occupies the elements
     offsets[i] .. offsets[i] + numels[i] of a buffer of numel elements.

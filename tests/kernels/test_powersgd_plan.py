@@ -101,7 +101,7 @@ def test_as_in_plain_torch(rank, square, dtype, device):
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     layout = LowRankLayout.square(numel, rank) if square else LowRankLayout(SHAPES, rank, 1.1)
     assert layout.matrices
-    assert square or layout.rest
+    assert square or layout.uncompressed
     options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 3}
     (plan,) = plans_of(layout, rank, dtype, device, **options)
     plain = cpu.LowRankPlan(layout, dtype, torch.device("cpu"), **options)

@@ -50,7 +50,7 @@ def check_step(plans, grads, seed: int = 0) -> None:
     layout, dtype, feedback = plans[0].layout, grads[0].dtype, plans[0]._feedback
     sums = [sums_of(plan, grad) for plan, grad in zip(plans, grads, strict=True)]
     directions = directions_of(plans[0])
-    means = [sum(grad[o : o + n].double() for grad in grads) / len(grads) for o, n in layout.rest]
+    means = [sum(grad[o : o + n].double() for grad in grads) / len(grads) for o, n in layout.uncompressed]
 
     step(plans, grads, seed)
 
@@ -61,7 +61,7 @@ def check_step(plans, grads, seed: int = 0) -> None:
         if feedback:
             for plan, total in zip(plans, of_ranks, strict=True):
                 assert relative(plan._matrix(i).double().cpu(), total) <= STAGE[dtype]
-    for (offset, numel), mean in zip(layout.rest, means, strict=True):
+    for (offset, numel), mean in zip(layout.uncompressed, means, strict=True):
         average = grads[0][offset : offset + numel].double()
         assert relative(average, mean) <= STAGE[dtype] or not numel
     for plan, grad in zip(plans, grads, strict=True):

@@ -139,7 +139,7 @@ def one_wire_for_all_buckets(_):
     return replacement
 
 
-STACK, PLAN = "gradcomp.cpu.low_rank.Stack", "gradcomp.cpu.low_rank.LowRankPlan"
+STACK, PLAN = "gradcomp.cpu.matrix_group.MatrixGroup", "gradcomp.cpu.low_rank.LowRankPlan"
 # Where a bug is planted; the bug: a mutant of that compressor, or (what to replace in our code, by what); and
 # the property that finds it.
 PLANTED = [
