@@ -96,9 +96,10 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         found = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]
         raise RuntimeError(
-            f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do so within the "
-            f"time-out: {'; '.join(found)}. Likely cause: the states have different process groups; only some ranks have "
-            "changed an option or loaded a checkpoint since the last step, or have this hook; or a rank has ended"
+            f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do "
+            f"so within the time-out: {'; '.join(found)}. Likely cause: the states have different process "
+            "groups; only some ranks have changed an option or loaded a checkpoint since the last step, or "
+            "have this hook; or a rank has ended"
         ) from error
 
 

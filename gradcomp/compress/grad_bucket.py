@@ -70,5 +70,6 @@ def require_bucket(hook_name: str, bucket: Any) -> None:
     """
     if not isinstance(bucket, dist.GradBucket | GradBucket):
         raise TypeError(
-            f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got {bucket!r}"
+            f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got "
+            f"{bucket!r}"
         )

@@ -17,8 +17,9 @@ def require_dense_floats(hook_name: str, buffer: torch.Tensor) -> None:
         raise TypeError(f"{hook_name} compresses floating-point buckets, got {buffer.dtype}")
     if buffer.layout != torch.strided:
         raise TypeError(
-            f"{hook_name} compresses dense buckets, got {buffer.layout}. Likely cause: nn.Embedding(sparse=True), for "
-            "which torch's DDP makes a sparse bucket; gradcomp's averages it apart from the hook"
+            f"{hook_name} compresses dense buckets, got {buffer.layout}. Likely cause: "
+            "nn.Embedding(sparse=True), for which torch's DDP makes a sparse bucket; gradcomp's averages it "
+            "apart from the hook"
         )
 
 

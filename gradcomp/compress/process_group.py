@@ -16,7 +16,8 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
     else:
         cause = "another argument came first"
     raise TypeError(
-        f"{whose} takes a process group or None as its {argument}, got {process_group!r}. Likely cause: {cause}"
+        f"{whose} takes a process group or None as its {argument}, got {process_group!r}. Likely cause: "
+        f"{cause}"
     )
 
 
@@ -29,8 +30,8 @@ def resolve_group(whose: str, process_group: Any, argument: str = "process_group
     group = joined_group(process_group)
     if group is None:
         raise RuntimeError(
-            f"{whose} has None as its {argument}, which means the default process group, but there is none: call "
-            "torch.distributed.init_process_group first"
+            f"{whose} has None as its {argument}, which means the default process group, but there is none: "
+            "call torch.distributed.init_process_group first"
         )
     return group
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .bucket_memory import BucketMemories, BucketPart
+from .bucket_memory import BucketPart
 from .compressor import BucketSpec, Compressor
 from .consistency import require_same_group, require_same_on_all_ranks
 from .grad_bucket import require_bucket
 from .hook import require_dense_floats
+from .memory_assignment import BucketMemories
 from .owner import another_ranks_errors, owner_of
 from .process_group import joined_group, require_group, resolve_group
 from .streams import Future, average_in_place, in_order
@@ -142,7 +143,7 @@ class CompressedAveraging:
             "index of the bucket": bucket.index(),
             "whether the bucket is the last (bucket_cap_mb tells how many there are)": bucket.is_last(),
             "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
-            "directions": self._memories.digest_of_common(),
+            "directions": self._memories.common_digest(),
         }
         if bucket.index() == 0:
             require_same_group(f"{hook_name}'s state", group)
@@ -152,13 +153,14 @@ class CompressedAveraging:
             values,
             group,
             device,
-            "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of the same step",
+            "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
+            "the same step",
             notes={"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {},
         )
         if unlike:
             self._logger.warning(
-                "%s: the ranks run on unlike CPUs, whose sums differ in the last bit: %s. Replicas will drift apart by "
-                "rounding errors; see docs/powersgd.md.",
+                "%s: the ranks run on unlike CPUs, whose sums differ in the last bit: %s. Replicas will "
+                "drift apart by rounding errors; see docs/powersgd.md.",
                 self.algorithm,
                 unlike,
             )
@@ -202,7 +204,8 @@ class CompressedAveraging:
         if bucket.is_last() and self.iter >= self.next_stats_report:
             rate, before, after = self.compression_stats()
             self._logger.info(
-                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+                "Compression stats: iter %s, total before compression %s, total after compression %s, rate "
+                "%s",
                 *(self.iter, before, after, rate),
             )
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress import consolidation
-from gradcomp.compress.bucket_memory import BucketMemories, BucketPart
+from gradcomp.compress.bucket_memory import BucketPart
 from gradcomp.compress.checkpoint import PROGRESS, has_errors
 from gradcomp.compress.compressor import Compressor
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.compress.grad_bucket import require_bucket
+from gradcomp.compress.memory_assignment import BucketMemories
 from gradcomp.compress.powersgd import LowRankCompressor, LowRankOptions
 from gradcomp.compress.state import CompressedAveraging, MakeCompressor
 
@@ -180,8 +181,8 @@ class PowerSGDState(CompressedAveraging):
     def __setstate__(self, state: dict[str, Any]) -> None:
         checked = self.checked(state)
         logger.warning(
-            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group is "
-            "desired, please set `self.process_group` after PowerSGD state is loaded."
+            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
+            "is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = dist.group.WORLD if dist.is_initialized() else None
         self._memories = BucketMemories()
