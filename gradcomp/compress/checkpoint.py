@@ -44,7 +44,7 @@ def progress_of(state: Any) -> dict[str, int]:
 def to_state_dict(
     state: Any, errors_of: Mapping[str, Any] | None, memories: Iterable[Memory]
 ) -> dict[str, Any]:
-    """Return the state_dict of a state with any compressor. errors_of: whose errors they are (see owner_of)."""
+    """Return the state_dict of a state with any compressor. errors_of: see owner_of."""
     buckets = {index: _bucket_entry(memory) for index, memory in enumerate(memories)}
     values: dict[str, Any] = {
         "version": VERSION,
@@ -136,7 +136,7 @@ def require_version(state_dict: Any) -> None:
 
 
 def require_contents(state_dict: dict[str, Any], parts: dict[str, dict[int, Any]]) -> None:
-    """Raise ValueError for a parameter in several buckets, and for parts other than the state_dict's contents."""
+    """Raise ValueError for a parameter in several buckets, and for parts that differ from the contents."""
     parameters = [i for memory in parts["buckets"].values() for i in memory["parameters"]]
     if len(parameters) != len(set(parameters)):
         raise ValueError(

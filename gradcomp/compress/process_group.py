@@ -22,7 +22,7 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
 
 
 def resolve_group(whose: str, process_group: Any, argument: str = "process_group") -> dist.ProcessGroup:
-    """The process group given to `whose` as this argument, or the default group for None.
+    """Return the process group given to `whose` as this argument, or the default group for None.
 
     Raises RuntimeError if there is no default group, TypeError for anything that isn't a process group.
     """
@@ -37,5 +37,5 @@ def resolve_group(whose: str, process_group: Any, argument: str = "process_group
 
 
 def joined_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The process group, or for None the default group, as far as there is one yet."""
+    """Return the process group, or for None the default group if there is one."""
     return dist.group.WORLD if process_group is None else process_group

@@ -53,7 +53,7 @@ _KIND_RULES = {
 def to_state_dict(
     state: Any, errors_of: dict[str, Any] | None, memories: Iterable[Memory], from_torch: dict[int, Any]
 ) -> dict[str, Any]:
-    """Return the state_dict of a state with these memories. errors_of: whose errors they are (see owner_of)."""
+    """Return the state_dict of a state with these memories. errors_of: see owner_of."""
     buckets = {index: _bucket_entry(memory) for index, memory in enumerate(memories)}
     values = {"version": VERSION} | options_of(state) | progress_of(state)
     return values | {
