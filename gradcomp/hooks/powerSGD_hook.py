@@ -107,8 +107,7 @@ class PowerSGDState(CompressedAveraging):
         vars(self).update(options)
         # Memories from torch's hook, by bucket index, which is all that torch knows about them.
         self._from_torch: dict[int, dict[str, Any]] = {}
-        values = "; ".join(f"{name} = {value}" for name, value in options.items())
-        logger.info("PowerSGD config: %s", values)
+        logger.info("PowerSGD config: %s", "; ".join(f"{name} = {value}" for name, value in options.items()))
 
     @property
     def algorithm(self) -> str:
@@ -141,12 +140,12 @@ class PowerSGDState(CompressedAveraging):
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the process group, in plain types and tensors of its own.
 
-        "version": the format's version. The options and the progress, by name. "buckets" maps a bucket's
-        index to its "kind" (dtype and options), "shapes" and "parameters" (indices in the order in which the
-        hook first saw them), and, once it has been compressed, to the "error" (this rank's, flat as the
-        bucket) and the "directions" (the Q [cols, rank] that the next step projects on; the same on all
-        ranks). "from_torch": torch's memories whose bucket has not come yet. "errors_of": whose errors they
-        are, {"rank", "world_size"}. "contents": the indices in "buckets" and "from_torch".
+        "version": the format's. Options and progress by name. "buckets" maps a bucket's index to its "kind"
+        (dtype and options), "shapes", "parameters" (indices in the order in which the hook first saw them),
+        and, once compressed, "error" (this rank's, flat) and "directions" (the Q [cols, rank] that the next
+        step projects on, the same on all ranks). "from_torch": torch's memories whose bucket has not come
+        yet. "errors_of": whose errors they are, {"rank", "world_size"}. "contents": the indices in "buckets"
+        and "from_torch".
         """
         return powersgd_checkpoint.to_state_dict(
             self, self._whose_errors(), self._memories.saved(), dict(self._from_torch)
@@ -172,7 +171,6 @@ class PowerSGDState(CompressedAveraging):
         return powersgd_checkpoint.checked(state_dict)
 
     def _take(self, checked: dict[str, Any]) -> None:
-        """Continue from a state_dict that has been checked."""
         self._memories.load(powersgd_checkpoint.memories_of(checked))
         vars(self).update({name: checked[name] for name in (*OPTIONS, *PROGRESS)})
         self._from_torch = checked["from_torch"]
@@ -203,9 +201,8 @@ class PowerSGDState(CompressedAveraging):
         if is_new and memory.index in self._from_torch:
             theirs = self._from_torch.pop(memory.index)
             if not powersgd_from_torch.load(compressor, memory, theirs):
-                logger.warning(
-                    "PowerSGD: bucket %s has another layout than torch's: starts afresh.", memory.index
-                )
+                text = "PowerSGD: bucket %s has another layout than torch's: starts afresh."
+                logger.warning(text, memory.index)
         return compressor
 
 
@@ -228,8 +225,7 @@ def powerSGD_hook(  # noqa: N802
     A step with inf or NaN gives inf or NaN on every rank; the matrices it touched start afresh in the next.
     On CUDA there are six kernel launches per bucket and step, and nothing waits for the host.
 
-    Raises TypeError for another state than a PowerSGDState, for anything but a bucket, and for a bucket that
-    is not floating-point.
+    Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.
 
     Example::
 
@@ -249,8 +245,7 @@ def batched_powerSGD_hook(  # noqa: N802
     loses more: a bucket cut into rows of equal length has little of its layers' structure. Prefer
     powerSGD_hook, which costs no more here.
 
-    Raises TypeError for another state than a PowerSGDState, for anything but a bucket, and for a bucket that
-    is not floating-point.
+    Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.
 
     Example::
 

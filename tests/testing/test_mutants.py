@@ -69,9 +69,9 @@ def divided_twice(back_project):
     return lambda plan, buffer, scale: back_project(plan, buffer, scale**2)
 
 
-def not_normal(turn):
+def not_normal(normalise_directions):
     def replacement(stack):
-        length = turn(stack)
+        length = normalise_directions(stack)
         stack.direction.copy_(stack.qt)
         return length
 
@@ -216,7 +216,7 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
     claims = replace(claims_of(POWER_SGD.hook, power_sgd), max_magnitude=2.0**100)
     case = (POWER_SGD.hook, power_sgd, Workload(((7, 13),), steps=4, log2_factor=90))
     properties.finite_in_finite_out(*case, claims=claims)
-    plant(monkeypatch, f"{STACK}.turn", not_normal)
+    plant(monkeypatch, f"{STACK}.normalise_directions", not_normal)
     with pytest.raises(
         NonFiniteFailure, match=r"step 3, rank 0, tensor 0 \[7, 13\] in bucket 0: expected finite"
     ):
