@@ -12,6 +12,7 @@ from . import __version__, ops
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of gradcomp and of what it runs on, by name."""
     return {
         "gradcomp": __version__,
         "Python": platform.python_version(),
@@ -21,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> Iterator[tuple[str, str]]:
-    """(name, description) of the CPU and of each CUDA device."""
+    """Yield (name, description) of the CPU and of each CUDA device."""
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{platform.machine()} with {capability}, {torch.get_num_threads()} threads"
     for index in range(torch.cuda.device_count()):
@@ -31,12 +32,12 @@ def devices() -> Iterator[tuple[str, str]]:
 
 
 def backends() -> list[str]:
-    """The backends that a process group can have here."""
+    """Return the backends that a process group can have here."""
     return [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
 
 
 def computed_by(device_type: str) -> str:
-    """What computes gradcomp's operations on tensors of this device type."""
+    """Say what computes gradcomp's operations on tensors of this device type."""
     if not ops.runs_triton(torch.device(device_type)):
         return "plain torch"
     if triton.knobs.runtime.interpret:
@@ -45,7 +46,7 @@ def computed_by(device_type: str) -> str:
 
 
 def report() -> str:
-    """All of it, as lines of text."""
+    """Return the whole report as lines of text."""
     computing = {"CPU tensors": computed_by("cpu"), "CUDA tensors": computed_by("cuda")}
     if not torch.cuda.is_available():
         computing["CUDA tensors"] += ", but no CUDA device is available"

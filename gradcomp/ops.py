@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 
 from .cpu import copy as cpu
 from .cpu import low_rank as cpu_low_rank
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels import powersgd_plan
-from .kernels.device import has_streams, runs_triton, send
+from .kernels.device import has_streams, send
 
 if TYPE_CHECKING:
     from .layout import FlatLayout, LowRankLayout
@@ -37,11 +38,17 @@ __all__ = [
 
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
 
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
 
 _Tables = dict[tuple[torch.device, bool], flatten_kernel.FlattenTables]
 _tables: weakref.WeakKeyDictionary[FlatLayout, _Tables] = weakref.WeakKeyDictionary()
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether tensors on this device go to the kernels."""
+    return has_streams(device) or (_INTERPRETED and device.type == "cpu")
 
 
 @torch.no_grad()

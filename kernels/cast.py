@@ -13,7 +13,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def _cast_kernel(src_ptr, dst_ptr, numel: tl.int64, scale: tl.float64, BLOCK: tl.constexpr):
-    """dst[i] = round(scale · src[i]), 0 <= i < numel.
+    """Compute dst[i] = round(scale · src[i]), 0 <= i < numel.
 
     src_ptr, dst_ptr: [numel], any floating-point dtypes. Grid: one program per BLOCK elements.
     Moves numel · (src bytes + dst bytes): 6 B per element from fp32 to 16 bits.
@@ -24,7 +24,7 @@ def _cast_kernel(src_ptr, dst_ptr, numel: tl.int64, scale: tl.float64, BLOCK: tl
 
 
 def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
-    """out = scale · src, rounded once to out's dtype, in one launch.
+    """Write scale · src to out, rounded once to out's dtype, in one launch.
 
     src, out: contiguous, equally many elements, any two floating-point dtypes, on one device;
     distinct memory, unless they have the same dtype and are the same tensor.

@@ -1,4 +1,4 @@
-"""Devices: which ones run kernels, how kernels are launched there, and how the host sends tables.
+"""Devices: which ones have streams, how kernels are launched there, and how the host sends tables.
 
 Support for another kind of device begins here. compress/streams.py holds what hooks do on streams.
 """
@@ -7,9 +7,6 @@ import threading
 from contextlib import AbstractContextManager
 
 import torch
-import triton
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _interpreter = threading.RLock()
 
@@ -17,12 +14,6 @@ _interpreter = threading.RLock()
 def has_streams(device: torch.device) -> bool:
     """Return whether work on the device is enqueued on streams without waiting: whether it is CUDA."""
     return device.type == "cuda"
-
-
-def runs_triton(device: torch.device) -> bool:
-    """Return whether kernels run on tensors of this device: on CUDA, and on a CPU under
-    TRITON_INTERPRET=1."""
-    return has_streams(device) or (INTERPRETED and device.type == "cpu")
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:

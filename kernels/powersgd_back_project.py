@@ -11,7 +11,7 @@ from .powersgd_tile import (
     P_STRIDE,
     dot_rank_block,
     gradient_tile,
-    lies_on_16_bytes,
+    is_16_byte_aligned,
     memory_tile,
     panel,
     work_of,
@@ -28,7 +28,7 @@ def matrix_tile(
     source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """(pointers, mask) of a tile of M: in the memory, or with FEEDBACK off in the bucket."""
+    """Return (pointers, mask) of a tile of M, which is in the memory, or without FEEDBACK in the bucket."""
     if FEEDBACK:
         ptrs, mask = memory_tile(source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, False)
     else:
@@ -44,10 +44,10 @@ def back_project_fma(
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """What one program of _back_project_kernel does, in FMAs; partial: where its partial Q goes."""
+    """Do the work of one program of _back_project_kernel in FMAs. partial: the start of its partial Q."""
     TYPE: tl.constexpr = source_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    # What 128 threads hold of a tile at 16 bytes each.
+    # The rows of a tile that 128 threads hold at 16 bytes each.
     ROWS_AT_ONCE: tl.constexpr = 128 * (128 // TYPE.primitive_bitwidth) // BLOCK_COLS
     FOLD: tl.constexpr = BLOCK_ROWS // ROWS_AT_ONCE
     offs_row = tl.arange(0, BLOCK_ROWS)
@@ -80,9 +80,9 @@ def back_project_dot(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The same in matrix products, tf32x3 or fp64: RANK_BLOCK columns of Q at a time.
+    """Do the same in matrix products, tf32x3 or fp64, with RANK_BLOCK columns of Q at a time.
 
-    For each RANK_BLOCK after the first, M is read once more.
+    M is read once for each RANK_BLOCK.
     """
     TYPE: tl.constexpr = source_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
@@ -112,6 +112,7 @@ def back_project_tiles(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Choose between FMAs and matrix products by RANK."""
     if RANK <= MAX_FMA_RANK:
         back_project_fma(
             source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
@@ -138,7 +139,7 @@ def _back_project_kernel(
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    """partial Q = Mᵀ P over some rows.
+    """Compute partial Q = Mᵀ P over some rows.
 
     source_ptr: the memory if FEEDBACK, else the bucket. p_ptr: P's panels. partial_ptr: [programs, RANK,
     BLOCK_COLS]. Grid: one program per row of work_ptr (_back_project_work). BLOCK_ROWS: a SPLIT-th of
@@ -148,7 +149,7 @@ def _back_project_kernel(
     program = tl.program_id(0).to(tl.int64)
     matrix_ptr, col_block, first, last = work_of(program, matrices_ptr, work_ptr)
     partial = partial_ptr + program * (RANK * BLOCK_COLS)
-    if FEEDBACK or lies_on_16_bytes(source_ptr, matrix_ptr):
+    if FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr):
         back_project_tiles(
             source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
             RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,

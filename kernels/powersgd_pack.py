@@ -1,4 +1,4 @@
-"""Fill PowerSGD's wire buffers: add up partial factors, and gather what isn't compressed."""
+"""Fill PowerSGD's wire buffers: add up partial factors, and copy the uncompressed tensors."""
 
 import torch
 import triton
@@ -23,13 +23,13 @@ def _pack_kernel(
     BLOCK: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """wire = scale · (sum of the partial panels in the order of their numbers), or scale · gradient.
+    """Write scale · (sum of the partial panels in the order of their indices), or scale · gradient.
 
     partial_ptr: [partial sums, RANK, BLOCK], panels column after column. grad_ptr: the bucket. wire_ptr: see
     LowRankWork. Grid: one program per row of work_ptr,
     (REDUCE, first wire element, rows, r, first partial sum, number of them) or
     (COPY, first bucket element, first wire element, number of elements).
-    Moves each partial sum once, 4 · RANK · BLOCK bytes, and each element that isn't compressed twice.
+    Moves each partial sum once, 4 · RANK · BLOCK bytes, and each uncompressed element twice.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     first = tl.load(work + 1)

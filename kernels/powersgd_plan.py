@@ -1,4 +1,4 @@
-"""PowerSGD's working set for one bucket on the kernels: tables, private memory, wires; six launches a step."""
+"""PowerSGD's working set for one bucket on the kernels: tables, memory and wires; six launches a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,10 @@ from .powersgd_work import LowRankWork
 
 
 class LowRankPlan:
-    """What ops.low_rank_plan describes, on a device that runs Triton.
+    """The plan that ops.low_rank_plan describes, on a device that runs Triton.
 
-    layout: a LowRankLayout. Everything is allocated here: the memory of M (as large as the compressed gradients, in
-    their dtype), the factors, partial sums and wires. A step allocates nothing.
+    layout: a LowRankLayout. Everything is allocated here: the memory of M (as large as the compressed
+    gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LowRankPlan:
             )
 
     def project(self, buffer: torch.Tensor, scale: float) -> None:
-        """M = gradient + error; p_wire = scale · (all M Q, then what isn't compressed). Two launches."""
+        """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches."""
         with launching_on(buffer.device):
             project(
                 buffer,
@@ -84,14 +84,14 @@ class LowRankPlan:
             self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
 
     def orthonormalise(self) -> None:
-        """P = orthonormal bases of what p_wire has. One launch."""
+        """Set P to orthonormal bases of the panels in p_wire. One launch."""
         with launching_on(self.p_wire.device):
             orthonormalise(
                 self.p_wire, self._matrices, out=self._p, rank=self._work.rank, epsilon=self._epsilon
             )
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """P = orthonormalise(p_wire's); q_wire = scale · all Mᵀ P. Three launches."""
+        """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Three launches."""
         with launching_on(buffer.device):
             self.orthonormalise()
             back_project(
@@ -106,7 +106,7 @@ class LowRankPlan:
             self._pack(buffer, "reduce", self.q_wire, self._work.block_cols, scale)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
-        """gradient = P Qᵀ and the averages of the rest; keeps Q for the next step. One launch."""
+        """Write P Qᵀ and the uncompressed averages to the buffer; keep Q for the next step. One launch."""
         with launching_on(buffer.device):
             reconstruct(
                 self.p_wire,
@@ -129,12 +129,12 @@ class LowRankPlan:
     # For checkpoints, where time doesn't matter: plain torch, matrix after matrix.
 
     def error(self) -> torch.Tensor:
-        """This rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
+        """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
         flat = torch.zeros(self.layout.numel, dtype=self.p_wire.dtype, device=self.p_wire.device)
         if self._feedback:
             for index, matrix in enumerate(self.layout.matrices):
                 p, q = self._panel(self._p, index, "p"), self._panel(self._q, index, "q")
-                # In fp64: no setting of the user's, TF32 or autocast, makes that less precise.
+                # In fp64, which no setting of the user (TF32, autocast) makes less precise.
                 product = (p.double() @ q.double().mT).to(flat.dtype)
                 error = (self._matrix(index).to(p.dtype) - product.to(p.dtype)).to(flat.dtype)
                 # As project does: an error that isn't finite counts as zero.
@@ -143,7 +143,7 @@ class LowRankPlan:
         return flat
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        """Add to this rank's error, where it is kept, from this place of the bucket on."""
+        """Add values to this rank's error, if one is kept, from this offset in the bucket on."""
         for index, matrix in enumerate(self.layout.matrices if self._feedback else ()):
             start = offset - matrix.offset
             if 0 <= start < matrix.numel:
@@ -152,7 +152,7 @@ class LowRankPlan:
                 self._matrix(index).add_(added.view(matrix.rows, matrix.cols))
 
     def directions(self) -> list[torch.Tensor]:
-        """What the next step projects on: Q [cols, rank] of every matrix, in the layout's order."""
+        """Return what the next step projects on: Q [cols, rank] of every matrix, in the layout's order."""
         directions = []
         for index in range(len(self.layout.matrices)):
             q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
@@ -163,7 +163,7 @@ class LowRankPlan:
         return directions
 
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
-        """Continue from another plan's error and directions; the latter may be any basis."""
+        """Continue from another plan's error and directions, which may be any basis."""
         self._p.zero_()
         for index, (matrix, direction) in enumerate(zip(self.layout.matrices, directions, strict=True)):
             if self._feedback:
@@ -181,7 +181,7 @@ class LowRankPlan:
         return value
 
     def _panel(self, panels: torch.Tensor, index: int, name: str) -> torch.Tensor:
-        """A matrix's factor [rows or cols, rank] as a view of its panel."""
+        """Return a matrix's factor [rows or cols, rank] as a view of its panel."""
         matrix = self.layout.matrices[index]
         start = self._field(index, f"{name}_panel")
         stride = self._field(index, "p_stride" if name == "p" else "q_stride")
@@ -193,7 +193,7 @@ class LowRankPlan:
         return self._norms[first : first + count].sum(0)
 
     def _matrix(self, index: int) -> torch.Tensor:
-        """M [rows, cols] of a matrix, as a view of the memory."""
+        """Return M [rows, cols] of a matrix as a view of the memory."""
         start, rows, cols, stride = (
             self._field(index, name) for name in ("memory", "rows", "cols", "memory_cols")
         )

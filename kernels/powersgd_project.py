@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .powersgd_error import add_error
 from .powersgd_tile import (
-    COLS,
     FIRST_NORM,
     MAX_FMA_RANK,
     MAX_NORMS,
@@ -16,30 +16,27 @@ from .powersgd_tile import (
     Q_PANEL,
     Q_STRIDE,
     RANDOM_PANEL,
-    ROWS,
     dot_rank_block,
     gradient_tile,
-    lies_on_16_bytes,
+    is_16_byte_aligned,
     memory_tile,
     panel,
     work_of,
 )
-from .tile import round_to
 
 NUM_WARPS = 8  # with 4, some ranks spill
-DOT_WARPS = 4  # what the 64 rows of a tile keep busy: more would only multiply the same once more
+DOT_WARPS = 4  # the 64 rows of a tile keep 4 busy: more would repeat the same products
 # A dot product over more columns at once takes more registers than there are.
 DOT_COLS = 32
-# Of Q's columns: below a length of 1e-30 its inverse nears the end of fp32.
+# A column of Q is replaced if it is shorter than 1e-30: the inverse of its length nears the end of fp32.
 SHORTEST_SQUARED = tl.constexpr(1e-60)
-# How long a row or a column of an error in float16 may be: this leaves room for the gradients.
-LIMIT_FLOAT16 = tl.constexpr(0.75 * 65504)
 
 
 @triton.jit
 def direction(q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """(start in q_ptr, factor in fp64) of the columns offs_rank of the Q to project on: Q's own, scaled to
-    length 1, or a random column where Q's is zero or not finite.
+    """Return (start in q_ptr, factor in fp64) of the columns offs_rank of the Q to project on.
+
+    A column is Q's own, scaled to length 1, or a random one where Q's is zero or not finite.
     """
     offs_norm = tl.arange(0, MAX_NORMS)[:, None]
     mask = offs_norm < tl.load(matrix_ptr + NUM_NORMS)
@@ -52,63 +49,12 @@ def direction(q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK
 
 
 @triton.jit
-def shortening(squares, length, BLOCK: tl.constexpr):
-    """What to multiply each row of a tile by, in a matrix in float16 with rows of this length; or each column.
-
-    squares: of the norms of the rows within the tile. Each tile of a row has the same share of LIMIT_FLOAT16. What is too long
-    becomes a third of that, so that it isn't too long again in the next step.
-    """
-    limit = tl.div_rn(LIMIT_FLOAT16 * LIMIT_FLOAT16, tl.cdiv(length, BLOCK).to(tl.float32))
-    return tl.where(squares > limit, tl.sqrt_rn(tl.div_rn(limit, tl.maximum(9 * squares, limit))), 1.0)
-
-
-@triton.jit
-def fit_float16(error, matrix_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """A tile of the error, shortened where the factors of a matrix in float16 might not fit float16.
-
-    No element of M Q or Mᵀ P, with Q and P orthonormal, is larger than the longest row or column of M.
-    """
-    rows = tl.load(matrix_ptr + ROWS)
-    cols = tl.load(matrix_ptr + COLS)
-    # As long as no element is larger than that, no row or column is too long.
-    largest = tl.max(tl.abs(error))
-    longest = tl.maximum(rows + BLOCK_ROWS, cols + BLOCK_COLS).to(tl.float32)
-    if largest * largest * longest > LIMIT_FLOAT16 * LIMIT_FLOAT16:
-        by_row = shortening(tl.sum(error * error, axis=1), cols, BLOCK_COLS)
-        by_col = shortening(tl.sum(error * error, axis=0), rows, BLOCK_ROWS)
-        error *= tl.minimum(by_row[:, None], by_col[None, :])
-    return error
-
-
-@triton.jit
-def add_error(
-    gradient, exists, memory_ptrs, memory_mask, approximation, matrix_ptr,
-    TYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """M = gradient + (M_prev − P_prev Q_prevᵀ), stored over M_prev; returns M as stored, not yet upcast.
-
-    approximation: P_prev Q_prevᵀ. It is rounded to TYPE, the bucket's dtype, as it was for the output, so
-    that the error includes the rounding of the output. Where the error isn't finite in TYPE it counts as zero
-    (that is how PowerSGD recovers from inf and NaN), and where no element exists.
-    """
-    INFINITE: tl.constexpr = 65520.0 if TYPE == tl.float16 else float("inf")  # once rounded to TYPE
-    previous = tl.load(memory_ptrs, mask=memory_mask, other=0.0).to(gradient.dtype)
-    error = previous - round_to(approximation, TYPE).to(gradient.dtype)
-    error = tl.where(exists & (tl.abs(error) < INFINITE), error, 0.0)
-    if TYPE == tl.float16:
-        error = fit_float16(error, matrix_ptr, BLOCK_ROWS, BLOCK_COLS)
-    matrix = round_to(gradient + error, TYPE)
-    tl.store(memory_ptrs, matrix, mask=memory_mask)
-    return matrix
-
-
-@triton.jit
 def project_fma(
     grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """What one program of _project_kernel does, in FMAs; partial: where its partial P goes."""
+    """Do the work of one program of _project_kernel in FMAs. partial: the start of its partial P."""
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     FOLD: tl.constexpr = 128 // TYPE.primitive_bitwidth
@@ -156,9 +102,9 @@ def project_dot(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The same in matrix products, tf32x3 or fp64: RANK_BLOCK columns of P at a time.
+    """Do the same in matrix products, tf32x3 or fp64, with RANK_BLOCK columns of P at a time.
 
-    For each RANK_BLOCK after the first, M is read once more.
+    M is read once for each RANK_BLOCK.
     """
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
@@ -218,6 +164,7 @@ def project_tiles(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Choose between FMAs and matrix products by RANK."""
     if RANK <= MAX_FMA_RANK:
         project_fma(
             grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
@@ -247,13 +194,13 @@ def _project_kernel(
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    """M = gradient + (M_prev − P_prev Q_prevᵀ); partial P = M Q̂ over some columns.
+    """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and partial P = M Q̂ over some columns.
 
-    Q̂: the columns of Q_prev at length 1 (see direction). memory_ptr: M_prev, becomes M; not touched unless
-    FEEDBACK, and then M is the gradient. p_ptr, q_ptr: panels. partial_ptr: [programs, RANK, BLOCK_ROWS].
+    Q̂: the columns of Q_prev at length 1 (see direction). memory_ptr: M_prev, becomes M. Without FEEDBACK it
+    isn't touched, and M is the gradient. p_ptr, q_ptr: panels. partial_ptr: [programs, RANK, BLOCK_ROWS].
     Grid: one program per row of work_ptr (_project_work). BLOCK_COLS: a SPLIT-th of LowRankWork's. Moves 12 B
-    per matrix element in fp32 (4 B without feedback), and 4 · RANK · BLOCK_ROWS B of partial sums per program;
-    P and Q come from the cache.
+    per matrix element in fp32 (4 B without feedback), and 4 · RANK · BLOCK_ROWS B of partial sums per
+    program; P and Q come from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
     matrix_ptr, row_block, first, last = work_of(program, matrices_ptr, work_ptr)
@@ -268,7 +215,7 @@ def _project_kernel(
             start, scale = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS)
             q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
             factor = factor + (tl.sum(scale, axis=0).to(p_ptr.dtype.element_ty),)
-    if lies_on_16_bytes(grad_ptr, matrix_ptr):
+    if is_16_byte_aligned(grad_ptr, matrix_ptr):
         project_tiles(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
             row_block, first * SPLIT, last * SPLIT,
@@ -299,7 +246,7 @@ def project(
 ) -> None:
     """Steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
 
-    grad: the bucket's flat buffer. memory: M of the last step, becomes this step's M; any tensor if not
+    grad: the bucket's flat buffer. memory: M of the last step, becomes this step's M; any tensor without
     feedback. p, q: the panels of the last step's factors, fp32 (fp64 for an fp64 bucket). norms: fp64, see
     reconstruct. matrices, work: int64 tables of LowRankWork (matrix_table, project_work).
     out: [len(work), rank, block_rows], the partial sums of P, in p's dtype.
@@ -308,7 +255,7 @@ def project(
     if len(work):
         is_dot = rank > MAX_FMA_RANK.value
         cols = min(block_cols, DOT_COLS) if is_dot else block_cols
-        # These spill if they aren't given more.
+        # These spill unless they may use more registers.
         takes_more = rank in (8, 32) or (rank in (2, 16) and feedback and grad.dtype == torch.float16)
         _project_kernel[(len(work),)](
             grad,

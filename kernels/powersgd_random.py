@@ -1,4 +1,4 @@
-"""Random Q for PowerSGD's first projection, the same on every rank, without touching anyone's generator."""
+"""The random Q of PowerSGD's first projection: the same on every rank, and independent of all generators."""
 
 import torch
 import triton
@@ -19,8 +19,8 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def twenty_three_bits(x):
-    """The upper 23 of 32 bits."""
+def upper_23_bits(x):
+    """Return the upper 23 of 32 bits."""
     return (x.to(tl.uint32, bitcast=True) >> 9).to(tl.int32)
 
 
@@ -37,22 +37,23 @@ def randomise(
 ):
     """Fill blocks first .. last of the random Q with numbers of variance 1/m, and its padding with zeros.
 
-    An element depends on the seed and on its place on the bucket's Q wire alone. It is a sum of four uniform
-    numbers, near enough to normal, added as integers: no rounding but that of one division and one square
-    root, both to nearest, so that no two devices differ, whatever their compiler fuses.
+    An element depends only on the seed and on its position on the bucket's Q wire. It is a sum of four
+    uniform numbers, which is close to normal, added as integers. Only one division and one square root round,
+    both to nearest, so that no two devices differ, whatever their compiler fuses.
     """
     random_panel, stride = panel(q_ptr, matrix_ptr, RANDOM_PANEL, Q_STRIDE, BLOCK)
     m = tl.load(matrix_ptr + COLS)
     r = tl.load(matrix_ptr + MATRIX_RANK)
     wire = tl.load(matrix_ptr + Q_WIRE)
-    # Four uniform numbers have variance 1/3; theirs are integers below 2²³, whose sum fp32 holds exactly.
+    # The sum of four uniform numbers has variance 1/3. They are integers below 2²³, whose sum fp32 holds
+    # exactly.
     spread = tl.sqrt_rn(tl.div_rn(m.to(tl.float32), tl.full((), 3.0, tl.float32))) * 8388608.0
     for block in range(first, last):
         offs_row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
         for rank_start in range(0, RANK, RANK_BLOCK):
             offs_rank = (rank_start + tl.arange(0, RANK_BLOCK))[None, :]
             a, b, c, d = tl.randint4x(seed, (wire + offs_row * r + offs_rank).to(tl.int32))
-            total = twenty_three_bits(a) + twenty_three_bits(b) + twenty_three_bits(c) + twenty_three_bits(d)
+            total = upper_23_bits(a) + upper_23_bits(b) + upper_23_bits(c) + upper_23_bits(d)
             value = tl.div_rn((total - 16777216).to(tl.float32), spread)
             value = tl.where((offs_row < m) & (offs_rank < r), value, 0.0)
             tl.store(random_panel + offs_rank * stride + offs_row, value.to(q_ptr.dtype.element_ty))
@@ -68,7 +69,7 @@ def _random_q_kernel(
     RANK_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The random panels of all matrices. Grid: one program per NEXT_Q row of work_ptr, which come first."""
+    """Fill all random panels. Grid: one program per NEXT_Q row of work_ptr, which are the first rows."""
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
     first = tl.load(work + 3).to(tl.int32)

@@ -21,7 +21,7 @@ from .powersgd_tile import (
     WORK_FIELDS,
     dot_rank_block,
     gradient_tile,
-    lies_on_16_bytes,
+    is_16_byte_aligned,
     panel,
 )
 from .powersgd_work import COPY_BLOCK
@@ -65,7 +65,7 @@ def reconstruct_tiles(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """gradient = P Qᵀ for column blocks first .. last of one block of rows."""
+    """Compute gradient = P Qᵀ for column blocks first .. last of one block of rows."""
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
@@ -74,7 +74,7 @@ def reconstruct_tiles(
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     p_panel += row_block * BLOCK_ROWS
     q_panel = q_wire_ptr + tl.load(matrix_ptr + Q_WIRE)
-    # In FMAs, a few rows at a time: the columns of Q stay in registers, and nothing else does.
+    # FMAs take a few rows at a time, so that only the columns of Q stay in registers.
     SLICE: tl.constexpr = 16 if RANK <= MAX_FMA_RANK else BLOCK_ROWS
     offs_row = tl.arange(0, SLICE)
     for col_block in range(first, last):
@@ -123,24 +123,24 @@ def _reconstruct_kernel(
     COPY_BLOCK: tl.constexpr,
     WARM_START: tl.constexpr,
 ):
-    """gradient = P Qᵀ, and the averaged tensors that weren't compressed; Q and its lengths for the next step.
+    """Write P Qᵀ and the uncompressed averages to the gradient; keep Q and its lengths for the next step.
 
-    p_ptr: orthonormal panels. q_wire_ptr: the averaged Q, m×r row-major. p_wire_ptr: its uncompressed end.
-    q_ptr, norms_ptr: written. Grid: one program per row of work_ptr,
-    (NEXT_Q, matrix, number of the norms, first column block, one past the last),
+    p_ptr: orthonormal panels. q_wire_ptr: the averaged Q, m×r row-major. p_wire_ptr: ends with the
+    uncompressed averages. q_ptr, norms_ptr: written. Grid: one program per row of work_ptr,
+    (NEXT_Q, matrix, index of the norms, first column block, one past the last),
     (TILES, matrix, row block, first column block, one past the last) or
     (UNPACK, first bucket element, first wire element, number of elements).
     Writes 4 B per matrix element in fp32, plus the factors.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
-    kind = tl.load(work)
+    work_type = tl.load(work)
     index = tl.load(work + 1)
     second = tl.load(work + 2)
     third = tl.load(work + 3)
     last = tl.load(work + 4).to(tl.int32)
-    if kind == UNPACK:
+    if work_type == UNPACK:
         copy_tile(p_wire_ptr + second, grad_ptr + index, third, 1.0, COPY_BLOCK)
-    elif kind == NEXT_Q:
+    elif work_type == NEXT_Q:
         matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
         first = third.to(tl.int32)
         next_q(
@@ -152,7 +152,7 @@ def _reconstruct_kernel(
     else:
         matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
         first = third.to(tl.int32)
-        if lies_on_16_bytes(grad_ptr, matrix_ptr):
+        if is_16_byte_aligned(grad_ptr, matrix_ptr):
             reconstruct_tiles(
                 grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
                 RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, True,

@@ -1,7 +1,7 @@
 """What PowerSGD's kernels share: the columns of their tables, and how they read a tile.
 
-powersgd_work.py builds the tables (int64), and says how the memory is laid out. Base addresses are 64 bits wide, offsets
-within a tile 32.
+powersgd_work.py builds the tables (int64), and describes the memory's layout. Base addresses are 64 bits
+wide, offsets within a tile 32.
 """
 
 import triton
@@ -19,14 +19,14 @@ GRADIENT = _column("gradient")  # first element in the bucket
 ROWS = _column("rows")  # n
 COLS = _column("cols")  # m
 MATRIX_RANK = _column("rank")  # r
-NUMEL = _column("numel")  # elements that exist; those of the last rows may not
+NUMEL = _column("numel")  # elements in the bucket, which may lack the end of a square view
 MEMORY = _column("memory")  # first element in the memory
 MEMORY_COLS = _column("memory_cols")  # m padded to 16 B
 P_PANEL = _column("p_panel")  # first element of P's panel
 P_STRIDE = _column("p_stride")  # elements from one of its columns to the next
 Q_PANEL = _column("q_panel")
 Q_STRIDE = _column("q_stride")
-RANDOM_PANEL = _column("random_panel")  # of the random Q, in the same tensor and with the same stride
+RANDOM_PANEL = _column("random_panel")  # the random Q's panel, in the same tensor and with the same stride
 P_WIRE = _column("p_wire")  # first element of P on the wire
 Q_WIRE = _column("q_wire")
 FIRST_NORM = _column("first_norm")  # first of Q's partial norms
@@ -37,11 +37,11 @@ WORK_FIELDS = tl.constexpr(powersgd_work.WORK_FIELDS)
 MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
-# All the registers that a thread can have. Where a launch doesn't say so, ptxas makes room for one program more on a
-# multiprocessor, if need be by spilling.
+# All the registers that a thread can have. Unless a launch asks for them, ptxas fits one more program on a
+# multiprocessor, by spilling if necessary.
 MAX_REGISTERS = 255
 
-# Kinds of work, in the first column of a program's row: of _pack_kernel, and of _reconstruct_kernel.
+# Work types of _pack_kernel and of _reconstruct_kernel, in the first column of a program's row.
 REDUCE = tl.constexpr(powersgd_work.REDUCE)
 COPY = tl.constexpr(powersgd_work.COPY)
 NEXT_Q = tl.constexpr(powersgd_work.NEXT_Q)
@@ -50,13 +50,13 @@ UNPACK = tl.constexpr(powersgd_work.UNPACK)
 
 
 def dot_rank_block(rank: int) -> int:
-    """How many columns of a factor one pass over a matrix multiplies, of a padded rank."""
+    """Return how many columns of a factor one pass over a matrix multiplies, for a padded rank."""
     return rank if rank <= 32 else 16  # with 32, the loop over passes spills
 
 
 @triton.jit
 def work_of(program, matrices_ptr, work_ptr):
-    """A program's (matrix, block of rows or columns, first of its other blocks, one past the last)."""
+    """Return a program's (matrix, block of rows or columns, first of its other blocks, one past the last)."""
     work = work_ptr + program * WORK_FIELDS
     matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
     first = tl.load(work + 2).to(tl.int32)
@@ -65,8 +65,8 @@ def work_of(program, matrices_ptr, work_ptr):
 
 
 @triton.jit
-def lies_on_16_bytes(grad_ptr, matrix_ptr):
-    """Whether every row of a matrix in the bucket starts on 16 bytes, and all its elements exist."""
+def is_16_byte_aligned(grad_ptr, matrix_ptr):
+    """Return whether every row of a matrix in the bucket starts on 16 bytes, and all its elements exist."""
     VECTOR: tl.constexpr = 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
     cols = tl.load(matrix_ptr + COLS)
     address = (grad_ptr + tl.load(matrix_ptr + GRADIENT)).to(tl.uint64)
@@ -79,9 +79,10 @@ def gradient_tile(
     grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """(pointers, mask) of a tile of a matrix in the bucket.
+    """Return (pointers, mask) of a tile of a matrix in the bucket.
 
-    ALIGNED: what lies_on_16_bytes found; every access is then 128 bits wide. Kernels branch on it around
+    ALIGNED: the result of is_16_byte_aligned; if true, every access is 128 bits wide. Kernels branch on it
+    around
     their loops: a branch around each access would make the compiler keep tiles in two layouts at once.
     """
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
@@ -95,7 +96,7 @@ def gradient_tile(
     offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
     offs_col = tl.arange(0, BLOCK_COLS)[None, :]
     if ALIGNED:
-        # Rounded down to where they lie anyway, so that the compiler can see it.
+        # They are multiples already; rounding down shows the compiler that they are.
         address = tile_ptr.to(tl.uint64) // 16 * 16
         tile_ptr = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
         stride = stride // VECTOR * VECTOR
@@ -113,13 +114,13 @@ def memory_tile(
     memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """(pointers, mask) of a tile of the memory: every access 128 bits wide."""
+    """Return (pointers, mask) of a tile of the memory. Every access is 128 bits wide."""
     VECTOR: tl.constexpr = 128 // memory_ptr.dtype.element_ty.primitive_bitwidth
-    # The same number if ALIGNED; loading COLS shows the compiler that gradient_tile's offsets serve again.
+    # Both are equal if ALIGNED. Loading COLS shows the compiler that it can reuse gradient_tile's offsets.
     memory_cols = tl.load(matrix_ptr + (COLS if ALIGNED else MEMORY_COLS))
     start = tl.load(matrix_ptr + MEMORY) + memory_cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
     rows_left = (tl.load(matrix_ptr + ROWS) - row_block * BLOCK_ROWS).to(tl.int32)
-    # Multiples of VECTOR as they are: dividing shows it to the compiler.
+    # They are multiples of VECTOR already; dividing shows the compiler that they are.
     cols_left = (memory_cols - col_block * BLOCK_COLS).to(tl.int32) // VECTOR * VECTOR
     stride = memory_cols.to(tl.int32) // VECTOR * VECTOR
     offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -130,7 +131,7 @@ def memory_tile(
 
 @triton.jit
 def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """(pointer to a factor panel, its stride), both multiples of BLOCK, which shows the compiler."""
+    """Return (pointer to a factor panel, its stride), so that both are visibly multiples of BLOCK."""
     start = tl.load(matrix_ptr + START) // BLOCK * BLOCK
     stride = tl.load(matrix_ptr + STRIDE) // BLOCK * BLOCK
     return panel_ptr + start, stride

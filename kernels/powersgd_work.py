@@ -1,10 +1,10 @@
-"""The tables of PowerSGD's kernels for one bucket: where everything lies, and which program works on what.
+"""The tables of PowerSGD's kernels for one bucket: where tensors are, and what every program works on.
 
 Arithmetic on shapes alone: every rank that sees the same shapes gets the same tables. Paper letters:
 `M` n×m gradient matrix, `P` n×r, `Q` m×r, r = min(n, m, rank).
 
-Memory `M` (private): matrix after matrix, row-major, rows padded with zeros to 16 B, matrices to 128 B, so that
-every access to it can be 128 bits wide; it is the size of the gradients.
+Memory `M` (private): matrix after matrix, row-major, rows padded with zeros to 16 B, matrices to 128 B, so
+that every access to it can be 128 bits wide; it is the size of the gradients.
 
 Factor panels (private): column after column, columns padded with zeros to whole blocks, and as many columns
 as the bucket's largest padded rank. Wires (all-reduced): no padding, P and Q row-major:
@@ -27,23 +27,23 @@ MATRIX_FIELDS = (
     "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "first_norm", "num_norms",
 )  # fmt: skip
 WORK_FIELDS = 6
-REDUCE, COPY = 0, 1  # kinds of work of the packing kernel
-NEXT_Q, TILES, UNPACK = 0, 1, 2  # kinds of work of the reconstructing kernel
+REDUCE, COPY = 0, 1  # work types of the packing kernel
+NEXT_Q, TILES, UNPACK = 0, 1, 2  # work types of the reconstructing kernel
 
-MAX_NORMS = 32  # programs that share one Q when its columns' norms are taken
+MAX_NORMS = 32  # programs that compute the norms of one Q's columns together
 COPY_BLOCK = 2048  # elements of uncompressed tensors that a program copies
 # Enough programs for every multiprocessor to have several; more would only mean more partial sums.
 NUM_PROGRAMS = 1024
-MAX_TILES = 16  # tiles one program walks through
+MAX_TILES = 16  # tiles that one program processes
 
 
 def padded_rank(rank: int) -> int:
-    """The number of columns that the kernels give a panel: a power of two up to 32, then multiples of 32."""
+    """Return the number of columns of a kernel's panel: a power of two up to 32, then a multiple of 32."""
     return 1 << (rank - 1).bit_length() if rank <= 32 else -(-rank // 32) * 32
 
 
 def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
-    """(BLOCK_ROWS, BLOCK_COLS) for gradients of itemsize bytes and a padded rank."""
+    """Return (BLOCK_ROWS, BLOCK_COLS) for gradients of itemsize bytes and a padded rank."""
     if itemsize == 8:
         return 32, 32
     if rank > 8:
@@ -54,7 +54,7 @@ def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
 class LowRankWork:
     """The tables and sizes of one bucket.
 
-    matrices, uncompressed: what is compressed, and (offset, numel) of what isn't, in the bucket.
+    matrices: the compressed matrices. uncompressed: (offset, numel) of the other tensors in the bucket.
     rank: matrix_approximation_rank. itemsize: bytes per gradient element.
 
     matrix_table: one row of MATRIX_FIELDS per matrix. The other tables have one row of WORK_FIELDS per
@@ -100,12 +100,12 @@ class LowRankWork:
 
     @classmethod
     def of(cls, layout: LowRankLayout, itemsize: int) -> LowRankWork:
-        """The tables of a bucket with this layout."""
+        """Make the tables of a bucket with this layout."""
         rank = max((matrix.rank for matrix in layout.matrices), default=1)
-        return cls(layout.matrices, layout.rest, rank=rank, itemsize=itemsize)
+        return cls(layout.matrices, layout.uncompressed, rank=rank, itemsize=itemsize)
 
     def fields(self, index: int) -> dict[str, int]:
-        """A matrix's row of matrix_table by name."""
+        """Return a matrix's row of matrix_table by name."""
         return dict(zip(MATRIX_FIELDS, self.matrix_table[index], strict=True))
 
     def num_row_blocks(self, matrix: Matrix) -> int:
@@ -136,7 +136,7 @@ class LowRankWork:
             p_wire += matrix.rows * rank
             q_wire += matrix.cols * rank
             norms += num_norms
-        # The random panels, which stand in for columns of Q that are zero or not finite, lie behind.
+        # Behind them are the random panels, which replace columns of Q that are zero or not finite.
         random = MATRIX_FIELDS.index("random_panel")
         self.matrix_table = [(*row[:random], row[random] + q_panel, *row[random + 1 :]) for row in rows]
         self.memory_numel = memory
@@ -148,19 +148,19 @@ class LowRankWork:
         self.num_norms = norms
 
     def _norm_segments(self, matrix: Matrix) -> list[tuple[int, int]]:
-        """The ranges of column blocks that _next_q_work shares Q's rows out in."""
+        """Return the ranges of column blocks into which _next_q_work divides Q's rows."""
         blocks = self.num_col_blocks(matrix)
         return _ranges(blocks, max(4, -(-blocks // MAX_NORMS)))
 
     def _project_work(self) -> Iterator[tuple[int, ...]]:
-        """(matrix, row block, first column block, one past the last); partial P number = row number."""
+        """Yield (matrix, row block, first column block, one past the last), in the order of the partial P."""
         for index, matrix in enumerate(self.matrices):
             for block in range(self.num_row_blocks(matrix)):
                 for span in _ranges(self.num_col_blocks(matrix), self._tiles_per_program):
                     yield index, block, *span, 0, 0
 
     def _back_project_work(self) -> Iterator[tuple[int, ...]]:
-        """(matrix, column block, first row block, one past the last); partial Q number = row number."""
+        """Yield (matrix, column block, first row block, one past the last), in the order of the partial Q."""
         for index, matrix in enumerate(self.matrices):
             for block in range(self.num_col_blocks(matrix)):
                 for span in _ranges(self.num_row_blocks(matrix), self._tiles_per_program):
@@ -169,7 +169,7 @@ class LowRankWork:
     def _reduce_work(
         self, work: Sequence[tuple[int, ...]], block_size: int, length: str, wire: str
     ) -> Iterator[tuple[int, ...]]:
-        """(REDUCE, first element on the wire, panel rows, rank, first partial sum, number of them)."""
+        """Yield (REDUCE, first element on the wire, panel rows, rank, first partial sum, number of them)."""
         starts = [i for i, row in enumerate(work) if i == 0 or row[:2] != work[i - 1][:2]]
         for start, stop in pairwise([*starts, len(work)]):
             index, block = work[start][:2]
@@ -181,7 +181,7 @@ class LowRankWork:
             )  # fmt: skip
 
     def _next_q_work(self) -> Iterator[tuple[int, ...]]:
-        """(NEXT_Q, matrix, number of the norms, first column block, one past the last)."""
+        """Yield (NEXT_Q, matrix, index of the norms, first column block, one past the last)."""
         norm = 0
         for index, matrix in enumerate(self.matrices):
             for span in self._norm_segments(matrix):
@@ -189,7 +189,7 @@ class LowRankWork:
                 norm += 1
 
     def _copies(self) -> Iterator[tuple[int, int, int]]:
-        """(element of the bucket, element of the wire, number of elements)."""
+        """Yield (element of the bucket, element of the wire, number of elements)."""
         wire = self.uncompressed_start
         for offset, numel in self.uncompressed:
             for start in range(0, numel, COPY_BLOCK):

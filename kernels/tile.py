@@ -4,18 +4,18 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# Of a thread of the copying kernels: 12 warps fit a multiprocessor. Not told so, ptxas makes room for more by spilling
-# (fp16 to fp32, sm_120).
+# The registers of a copying kernel's thread, with which 12 warps fit a multiprocessor. Without this limit
+# ptxas fits more by spilling (fp16 to fp32, sm_120).
 COPY_REGISTERS = 168
 
 
 @triton.jit
 def round_to(x, TYPE: tl.constexpr):
-    """x (fp32 or fp64) in the dtype TYPE, rounded to nearest even; NaN stays NaN."""
+    """Return x (fp32 or fp64) in the dtype TYPE, rounded to nearest even; NaN stays NaN."""
     if TYPE == tl.bfloat16:
         x = x.to(tl.float32)
         if INTERPRETED:
-            # The interpreter cuts off where the hardware rounds: leave it nothing to cut off.
+            # The interpreter truncates where the hardware rounds, so round to 16 bits here.
             bits = x.to(tl.uint32, bitcast=True)
             rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
             x = (rounded & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -24,12 +24,12 @@ def round_to(x, TYPE: tl.constexpr):
 
 @triton.jit
 def copy_tile(src_ptr, dst_ptr, length, scale: tl.float64, BLOCK: tl.constexpr):
-    """dst[i] = round(scale · src[i]) for 0 <= i < length <= BLOCK.
+    """Compute dst[i] = round(scale · src[i]) for 0 <= i < length <= BLOCK.
 
     src_ptr, dst_ptr: pointers to the tile's first element, in any two floating-point dtypes.
     Multiplies in fp64 when either side is fp64, in fp32 otherwise, and rounds once, to nearest even.
-    Moves length · (src bytes + dst bytes). Accesses are 128 bits wide where the tile is whole and both
-    of its ends lie on 16 bytes.
+    Moves length · (src bytes + dst bytes). Accesses are 128 bits wide where the tile is whole and starts on
+    16 bytes in both tensors.
     """
     src_type: tl.constexpr = src_ptr.dtype.element_ty
     dst_type: tl.constexpr = dst_ptr.dtype.element_ty
@@ -40,8 +40,8 @@ def copy_tile(src_ptr, dst_ptr, length, scale: tl.float64, BLOCK: tl.constexpr):
     src_address = src_ptr.to(tl.uint64)
     dst_address = dst_ptr.to(tl.uint64)
     if (length == BLOCK) & ((src_address | dst_address) % 16 == 0):
-        # The hint is on addresses rounded down to 16 bytes, where they lie anyway: a hint on the
-        # pointers themselves would hold in the other branch too, and be false there.
+        # The addresses are multiples of 16 here. The hint is on rounded copies of them, because a hint on the
+        # pointers themselves would also hold in the other branch, and be false there.
         src = tl.multiple_of((src_address // 16 * 16).to(tl.pointer_type(src_type)), 16)
         dst = tl.multiple_of((dst_address // 16 * 16).to(tl.pointer_type(dst_type)), 16)
         tl.store(dst + offs, round_to(tl.load(src + offs).to(ACC) * factor, dst_type))

@@ -1,4 +1,7 @@
-"""A training loop of your own with gradcomp's Reducer: torchrun --nproc-per-node 2 docs/examples/reducer_loop.py"""
+"""A training loop of your own with gradcomp's Reducer.
+
+torchrun --nproc-per-node 2 docs/examples/reducer_loop.py
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,7 @@
-"""What hooks, the Reducer and the wrapper share; and the interface for compressors of your own (docs/new_compressor.md)."""
+"""What hooks, the Reducer and the wrapper share, and the interface for your own compressors.
+
+docs/new_compressor.md describes that interface.
+"""
 
 from .compressor import BucketSpec, Compressor
 from .compressor_state import CompressorState, compress_hook

@@ -1,8 +1,9 @@
-"""What a state's checkpoint holds, and whether a given one may be loaded.
+"""What a state's checkpoint holds, and the checks that a given one may be loaded.
 
-A state_dict is checked as a whole before anything of it is used. It may come from a file that anybody wrote, from another
-version, or from a container that changes it on the way: torch.distributed.checkpoint makes strings of integer keys and
-fills only what the target has already.
+A state_dict is checked as a whole before anything of it is used. It may come from an untrusted file, from
+another
+version, or from a container that has changed it: torch.distributed.checkpoint makes strings of integer keys
+and fills only the entries that the target has already.
 """
 
 import math
@@ -25,25 +26,26 @@ DTYPE = Rule(
     "a floating-point dtype", lambda value: isinstance(value, torch.dtype) and value.is_floating_point
 )
 NOT_THROUGH_DCP = (
-    "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict(state), and load it with "
-    "load_from_dcp"
+    "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict(state), and load "
+    "it with load_from_dcp"
 )
-# Of a state with any compressor, by name.
+# The settings of a CompressorState, by name.
 SETTINGS = {"start_iter": WHOLE, "random_seed": SEED, "compression_stats_logging_frequency": FREQUENCY}
 _KEYS = ("version", "algorithm", "options", *SETTINGS, *PROGRESS, "errors_of", "contents", "buckets")
-_OF_BUCKET = ("kind", "shapes", "parameters")
+# "kind" holds a bucket's dtype and its compressor's options.
+_BUCKET_KEYS = ("kind", "shapes", "parameters")
 
 
 def progress_of(state: Any) -> dict[str, int]:
-    """How far a state has come: its step, and what it has counted."""
+    """Return a state's progress: its step, and its statistics."""
     return {name: getattr(state, name) for name in PROGRESS}
 
 
 def to_state_dict(
     state: Any, errors_of: Mapping[str, Any] | None, memories: Iterable[Memory]
 ) -> dict[str, Any]:
-    """The state_dict of a state with any compressor. errors_of: whose errors they are (see owner_of)."""
-    buckets = {number: _of_memory(memory) for number, memory in enumerate(memories)}
+    """Return the state_dict of a state with any compressor. errors_of: see owner_of."""
+    buckets = {index: _bucket_entry(memory) for index, memory in enumerate(memories)}
     values: dict[str, Any] = {
         "version": VERSION,
         "algorithm": state.algorithm,
@@ -54,48 +56,52 @@ def to_state_dict(
 
 
 def as_dict(options: Any) -> dict[str, Any]:
-    """A compressor's options by name; none for None."""
+    """Return a compressor's options by name; an empty dict for None."""
     return asdict(options) if is_dataclass(options) and not isinstance(options, type) else {}
 
 
-def _of_memory(memory: Memory) -> dict[str, Any]:
+def _bucket_entry(memory: Memory) -> dict[str, Any]:
+    """Return a memory's entry in "buckets"."""
     return {
         "kind": {"dtype": memory.dtype, **as_dict(memory.options)},
         "shapes": list(memory.shapes),
-        "parameters": list(memory.numbers),
+        "parameters": list(memory.parameter_indices),
         **finite(memory.saved or {}),
     }
 
 
 def finite(saved: dict[str, Any]) -> dict[str, Any]:
-    """The state, in which an error that isn't finite has become zero, as the next step takes it."""
+    """Return the state with zeros where the error isn't finite, as the next step would treat it."""
     if (error := saved.get("error")) is not None:
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return saved
 
 
 def memories_of(state_dict: dict[str, Any], make_options: Callable[[dict[str, Any]], Any]) -> list[Memory]:
-    """The memories that a checked state_dict has."""
+    """Return the memories in a checked state_dict."""
     memories = []
     for index, saved in state_dict["buckets"].items():
-        kind = dict(saved["kind"])
-        dtype = kind.pop("dtype")
-        memory = Memory(make_options(kind), dtype, index, list(saved["shapes"]), list(saved["parameters"]))
-        memory.saved = {name: value for name, value in saved.items() if name not in _OF_BUCKET} or None
+        options = dict(saved["kind"])
+        dtype = options.pop("dtype")
+        memory = Memory(make_options(options), dtype, index, list(saved["shapes"]), list(saved["parameters"]))
+        memory.saved = {name: value for name, value in saved.items() if name not in _BUCKET_KEYS} or None
         memories.append(memory)
     return memories
 
 
 def has_errors(state_dict: dict[str, Any], parts: Iterable[str] = ("buckets",)) -> bool:
+    """Return whether any memory in these parts of the state_dict has an error."""
     return any(memory.get("error") is not None for part in parts for memory in state_dict[part].values())
 
 
 def checked(state_dict: Any, algorithm: str, make_options: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """A state_dict of this version and algorithm, in plain types.
+    """Return the state_dict in plain types, if it is of this version and algorithm.
 
-    make_options: of an algorithm's options from their values by name; raises TypeError or ValueError for what cannot be.
+    make_options: makes the algorithm's options from their values by name; raises TypeError or ValueError for
+    invalid ones.
 
-    Raises TypeError for what is no state_dict, KeyError for missing and unknown keys, ValueError for whatever doesn't fit.
+    Raises TypeError for anything but a state_dict, KeyError for missing and unknown keys, ValueError for any
+    other misfit.
     """
     require_version(state_dict)
     require_keys("the state_dict", state_dict, _KEYS)
@@ -118,20 +124,20 @@ def checked(state_dict: Any, algorithm: str, make_options: Callable[[dict[str, A
 
 
 def require_version(state_dict: Any) -> None:
-    """Raise TypeError for what is no state_dict, ValueError for one of another version."""
+    """Raise TypeError for anything but a state_dict, ValueError for one of another version."""
     if not isinstance(state_dict, dict):
         raise TypeError(f"expected what state_dict() gives, got {type(state_dict).__name__}")
     version = state_dict.get("version", VERSION)
     if type(version) is not int or version != VERSION:
         raise ValueError(
-            f"the state_dict's version is {version!r}, but this gradcomp reads {VERSION}. Likely cause: a newer "
-            "gradcomp saved it"
+            f"the state_dict's version is {version!r}, but this gradcomp reads {VERSION}. Likely cause: a "
+            "newer gradcomp saved it"
         )
 
 
 def require_contents(state_dict: dict[str, Any], parts: dict[str, dict[int, Any]]) -> None:
-    """Raise ValueError for parameters in several buckets, and where parts lack what the state_dict says they hold."""
-    parameters = [number for memory in parts["buckets"].values() for number in memory["parameters"]]
+    """Raise ValueError for a parameter in several buckets, and for parts that differ from the contents."""
+    parameters = [i for memory in parts["buckets"].values() for i in memory["parameters"]]
     if len(parameters) != len(set(parameters)):
         raise ValueError(
             f"the state_dict has parameters in several places of its buckets: {sorted(parameters)}"
@@ -139,11 +145,13 @@ def require_contents(state_dict: dict[str, Any], parts: dict[str, dict[int, Any]
     contents = {name: list(part) for name, part in parts.items()}
     if state_dict.get("contents", contents) != contents:
         raise ValueError(
-            f"the state_dict should hold {state_dict['contents']}, but holds {contents}. Likely cause: {NOT_THROUGH_DCP}"
+            f"the state_dict should hold {state_dict['contents']}, but holds {contents}. Likely cause: "
+            f"{NOT_THROUGH_DCP}"
         )
 
 
 def _options(what: str, given: Any, make_options: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return the options made from a dict. Raises ValueError for anything else, and for invalid ones."""
     if not isinstance(given, dict):
         raise ValueError(f"{what}: options is a {type(given).__name__}, but must be a dict")
     try:
@@ -153,10 +161,11 @@ def _options(what: str, given: Any, make_options: Callable[[dict[str, Any]], Any
 
 
 def _bucket(what: str, memory: Any, make_options: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Return one bucket's entry, whose error and lists fit its shapes."""
     if not isinstance(memory, dict):
         raise ValueError(f"{what} is a {type(memory).__name__}, but must be a dict")
-    state = {name: value for name, value in memory.items() if name not in _OF_BUCKET}
-    require_keys(what, {name: memory[name] for name in memory if name in _OF_BUCKET}, _OF_BUCKET)
+    state = {name: value for name, value in memory.items() if name not in _BUCKET_KEYS}
+    require_keys(what, {name: memory[name] for name in memory if name in _BUCKET_KEYS}, _BUCKET_KEYS)
     kind, shapes, parameters = checked_outline(what, memory)
     if not isinstance(kind, dict) or "dtype" not in kind:
         raise ValueError(f"{what}: kind is {kind!r}, but must be a dict with a dtype")
@@ -176,7 +185,7 @@ def _bucket(what: str, memory: Any, make_options: Callable[[dict[str, Any]], Any
 
 
 def _entry(what: str, given: Any) -> torch.Tensor | None:
-    """A tensor of a compressor's state, of any shape and dtype, whose floats are finite."""
+    """Return a copy of a compressor state's tensor, of any shape and dtype, whose floats are finite."""
     if given is None:
         return None
     if isinstance(given, torch.Tensor) and not given.is_floating_point():
@@ -185,7 +194,7 @@ def _entry(what: str, given: Any) -> torch.Tensor | None:
 
 
 def checked_outline(what: str, memory: dict[str, Any]) -> tuple[Any, list[tuple[int, ...]], list[int]]:
-    """Check a bucket's shapes and parameters; returns (kind, shapes, parameters)."""
+    """Check a bucket's shapes and parameters. Returns (kind, shapes, parameters)."""
     shapes = [
         tuple(counts(f"{what}: a shape", shape)) for shape in as_list(f"{what}: shapes", memory["shapes"])
     ]
@@ -196,6 +205,7 @@ def checked_outline(what: str, memory: dict[str, Any]) -> tuple[Any, list[tuple[
 
 
 def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
+    """Raise ValueError for anything but a dict, KeyError unless it has exactly the expected keys."""
     if not isinstance(given, dict):
         raise ValueError(f"{what} is a {type(given).__name__}, but must be a dict")
     missing = [name for name in expected if name not in given]
@@ -207,7 +217,7 @@ def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
 
 
 def indexed(name: str, part: Any) -> list[tuple[int, Any]]:
-    """The memories of one part of the state_dict, by the index of their bucket."""
+    """Return the memories of one part of the state_dict with the indices of their buckets."""
     if not isinstance(part, dict):
         raise ValueError(f"{name} is a {type(part).__name__}, but must be a dict")
     for index in part:
@@ -219,6 +229,7 @@ def indexed(name: str, part: Any) -> list[tuple[int, Any]]:
 
 
 def checked_owner(errors_of: Any) -> dict[str, Any] | None:
+    """Return "errors_of" in plain types. Raises ValueError for a rank outside its world size."""
     if errors_of is None:
         return None
     require_keys("errors_of", errors_of, ("rank", "world_size"))
@@ -229,19 +240,25 @@ def checked_owner(errors_of: Any) -> dict[str, Any] | None:
 
 
 def as_list(what: str, given: Any) -> list[Any]:
+    """Return a list or tuple as a list. Raises ValueError for anything else."""
     if not isinstance(given, list | tuple):
         raise ValueError(f"{what} is a {type(given).__name__}, but must be a list")
     return list(given)
 
 
 def counts(what: str, given: Any) -> list[int]:
+    """Return a list of whole numbers of at least 0. Raises ValueError for anything else."""
     return [COUNT(what, each) for each in as_list(what, given)]
 
 
 def checked_tensor(
     what: str, given: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """The tensor, if it has this shape (None: flat), this dtype (None: any of floats) and finite values."""
+    """Return a copy of the tensor if it fits; raise ValueError otherwise.
+
+    It must be dense and finite, have this shape (None: any flat one) and this dtype (None: any floating-point
+    one).
+    """
     if not isinstance(given, torch.Tensor):
         raise ValueError(f"{what} is a {type(given).__name__}, but must be a tensor")
     if given.layout != torch.strided or given.is_meta:

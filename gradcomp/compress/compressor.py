@@ -1,4 +1,4 @@
-"""What a compressor is: the working set with which one bucket is averaged, step after step."""
+"""The interface of a compressor: the working set with which one bucket is averaged, step after step."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,18 +11,22 @@ import torch.distributed as dist
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
-# By name: a 1-D tensor with an element for each of the bucket's, which follows its parameters into other buckets; a list with
-# a tensor (or None) for each of the bucket's tensors, which does, too; any other tensor, which is lost when buckets change.
-# Elements are this rank's own, everything else is the same on all ranks.
+# A dict by name. A value is a 1-D tensor with one element per element of the bucket, which follows its
+# parameters into other buckets; or a list with a tensor (or None) per tensor of the bucket, which follows
+# them, too; or any other tensor, which is lost when buckets change. 1-D tensors of the first sort are this
+# rank's own, all others are the same on all ranks.
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """What a compressor is made for: tensors that lie one after another in a flat buffer.
+    """The bucket that a compressor is made for: tensors stored one after another in a flat buffer.
 
-    shapes: of the tensors, as hooks see them: a complex gradient as a real one with a last dimension of 2. dtype, device: of
-    the buffer. world_size: of the group that averages it. seed: for random choices, the same on all ranks.
+    shapes: the tensors' shapes, as hooks see them: a complex gradient as a real one with a last dimension of
+    2.
+    dtype, device: the buffer's dtype and device.
+    world_size: the size of the group that averages it.
+    seed: the seed for random choices, the same on all ranks.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -33,15 +37,16 @@ class BucketSpec:
 
     @property
     def numels(self) -> list[int]:
-        """Elements of each tensor."""
+        """The number of elements of each tensor."""
         return list(map(math.prod, self.shapes))
 
 
 class Compressor(ABC):
-    """One bucket's working set: averages it, and remembers from step to step.
+    """One bucket's working set, which averages it and keeps its memory from step to step.
 
-    A subclass is constructed as subclass(bucket: BucketSpec, options), with its own frozen dataclass of options.
-    sent_numel: elements that a rank sends per step, for statistics.
+    A subclass is constructed as subclass(bucket: BucketSpec, options), with its own frozen dataclass of
+    options.
+    sent_numel: the number of elements that a rank sends per step, for statistics.
     """
 
     sent_numel: int = 0
@@ -50,24 +55,29 @@ class Compressor(ABC):
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the gradients by (an approximation of) their mean over the ranks, in place.
 
-        flat: [numel], the bucket's buffer, undivided. seed: of this step's random choices, the same on all ranks.
+        flat: [numel], the bucket's buffer, undivided. seed: the seed for this step's random choices, the same
+        on all ranks.
 
-        Collective. On CUDA it runs on a side stream, and must not wait for the host. On a CPU it runs straight through.
+        This is a collective. On CUDA it runs on a side stream and must not synchronise with the host; on a
+        CPU it runs to its end before the hook returns.
         """
 
     @abstractmethod
     def state(self) -> State:
-        """What has to be kept across a restart or a change of buckets, as tensors of its own."""
+        """Return what has to be kept across a restart or a change of buckets, in tensors of its own."""
 
     @abstractmethod
     def load(self, state: State) -> None:
-        """Continue from what another compressor's state() gave. Entries may lack after a change of buckets."""
+        """Continue from another compressor's state(). Entries may be missing after a change of buckets."""
 
     def leave_out(self, unused: Sequence[int]) -> None:  # noqa: B027 may stay empty
-        """Before average: the tensors, by index, that this rank's backward has not used, so far as a hook can know."""
+        """Note, before average, the positions of the tensors that this rank's backward has not used.
+
+        A hook may not be able to know them all (see BucketPart.unused).
+        """
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        """Add to this rank's error, from this element of the bucket on, what was averaged but has not been used."""
+        """Add averages that were not used to this rank's error, from this offset in the bucket on."""
         state = self.state()
         if "error" in state:
             state["error"][offset : offset + len(values)] += values

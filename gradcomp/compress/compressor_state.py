@@ -1,4 +1,4 @@
-"""The state of a hook with any compressor, and that hook."""
+"""A hook for any compressor, and its state."""
 
 from dataclasses import is_dataclass
 from typing import Any
@@ -23,20 +23,24 @@ from .state import CompressedAveraging
 
 
 class CompressorState(CompressedAveraging):
-    """What compress_hook is registered with: a compressor of your own, and all that it needs around it.
+    """The state that compress_hook is registered with: your own compressor, and all that it needs around it.
 
-    compressor: a subclass of Compressor; called as compressor(bucket: BucketSpec, options) for every bucket.
-    options: a frozen dataclass of plain values, which raises ValueError for what cannot be; None for a compressor without.
+    compressor: a subclass of Compressor, called as compressor(bucket: BucketSpec, options) for every bucket.
+    options: a frozen dataclass of plain values, which raises ValueError for invalid ones; None for a
+    compressor without
+        options.
     process_group: None for the default one.
-    start_iter: steps of plain all-reduce before compression starts; at least 2, because DDP rebuilds its buckets after the
-        first step.
-    random_seed: of what a compressor chooses at random; the same on all ranks.
+    start_iter: steps of plain all-reduce before compression starts; at least 2, because DDP rebuilds its
+    buckets
+        after the first step.
+    random_seed: the seed for a compressor's random choices; the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
 
-    Raises TypeError for a compressor, options or a process group that are none, ValueError for a setting that cannot be.
+    Raises TypeError for arguments of other types, ValueError for an invalid setting.
 
-    Checkpoints: state_dict() and load_state_dict(). Every rank has errors of its own: save one per rank to continue exactly,
-    or consolidated_state_dict(state) for all ranks; per_rank_state_dict and load_from_dcp for torch.distributed.checkpoint.
+    Checkpoints: state_dict() and load_state_dict(). Every rank has its own errors: save one per rank to
+    continue exactly, or consolidated_state_dict(state) for all ranks; per_rank_state_dict and load_from_dcp
+    for torch.distributed.checkpoint.
 
     Example::
 
@@ -95,28 +99,31 @@ class CompressorState(CompressedAveraging):
         self.compression_stats_logging_frequency = settings["compression_stats_logging_frequency"]
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the process group, in plain types and tensors of its own.
+        """Return everything but the process group, in plain types and tensors of its own.
 
-        "version": of this format. "algorithm": the compressor's name. "options", and settings and progress by name. "buckets"
-        maps a bucket's index to its "kind" (dtype and options), "shapes" and "parameters" (numbers, in the order in which the
-        hook first saw them), and what the compressor's state() gave. "errors_of": whose errors they are, {"rank",
-        "world_size"}. "contents": the indices in "buckets".
+        "version": the format's version. "algorithm": the compressor's name. "options": its options. Settings
+        and progress by name. "buckets": maps a bucket's index to its "kind" (dtype and options), "shapes",
+        "parameters" (indices in the order in which the hook first saw them), and the entries of the
+        compressor's state(). "errors_of": whose errors they are, {"rank", "world_size"}. "contents": the
+        indices in "buckets".
         """
         return to_state_dict(self, self._whose_errors(), self._memories.saved())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict, options included; the process group stays.
 
-        The memory goes to the parameters that it was saved for, in whatever buckets a new model's first step brings them.
+        The memory goes to the parameters that it was saved for, in whatever buckets a new model's first step
+        has them.
 
-        Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown version, of another
-        compressor, or with anything that doesn't fit, TypeError for something else. Then the state is as it was.
+        Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown
+        version, of another compressor, or with anything that doesn't fit, TypeError for anything but a
+        state_dict. The state is unchanged then.
         """
         self._take(self.checked(state_dict))
         self._warn_of_another_ranks_errors()
 
     def checked(self, state_dict: Any) -> dict[str, Any]:
-        """A state_dict that may be loaded, in plain types. Raises what load_state_dict raises."""
+        """Return a state_dict that may be loaded, in plain types. Raises what load_state_dict raises."""
         return checked(state_dict, self.algorithm, self._make_options)
 
     def _take(self, state_dict: dict[str, Any]) -> None:
@@ -140,20 +147,24 @@ class CompressorState(CompressedAveraging):
     def __setstate__(self, state: dict[str, Any]) -> None:
         group = joined_group(None) if dist.is_initialized() else None
         CompressorState.__init__(self, state["compressor"], state["options"], group)
-        # The group may still be set to another: whose errors these are is asked in the first compressed step.
+        # The group may still change, so the first compressed step checks whose errors these are.
         self._take(self.checked(state["state_dict"]))
 
 
 def _is_frozen(options: Any) -> bool:
-    return is_dataclass(options) and bool(getattr(options, "__dataclass_params__").frozen)  # noqa: B009 not in stubs
+    """Return whether options are a frozen dataclass."""
+    # Stubs don't have __dataclass_params__, hence getattr.
+    return is_dataclass(options) and bool(getattr(options, "__dataclass_params__").frozen)  # noqa: B009
 
 
 def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with the state's compressor; in the first state.start_iter steps by a plain all-reduce.
+    """Average a bucket with the state's compressor; plainly in the first state.start_iter steps.
 
-    On the wire: what the compressor sends. On CUDA its work and collectives run on a side stream, in the order of the buckets.
+    On the wire: what the compressor sends. On CUDA its work and collectives run on a side stream, in bucket
+    order.
 
-    Raises TypeError for a state of another kind, for what is no bucket, and for one that is not floating-point.
+    Raises TypeError for another state than a CompressorState, for anything but a bucket, and for a bucket
+    that is not floating-point.
 
     Example::
 

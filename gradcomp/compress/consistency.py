@@ -1,7 +1,7 @@
-"""What all ranks must have in common, compared once: a difference is an error on every rank, and names itself.
+"""Compare once what must be equal on all ranks, and raise an error on every rank that names the difference.
 
-The ranks exchange a digest and the values in one all-gather of MESSAGE_BYTES per rank. Values too long for that are
-exchanged in a second one, and only where the digests differ.
+The ranks exchange a digest and the values in one all-gather of MESSAGE_BYTES per rank. Values too long for
+that are exchanged in a second one, and only where the digests differ.
 """
 
 import hashlib
@@ -31,12 +31,13 @@ def require_same_on_all_ranks(
 ) -> str:
     """Raise RuntimeError on every rank of the group unless all ranks give equal values.
 
-    whose: what the values belong to, the message's subject. values: names and what JSON can hold (tuples count as
-    lists), or what has a repr that is the same on every rank, a dtype say. device: where the group's backend takes
-    tensors. advice: the message's last sentence. notes: values that may differ; returns how they do, "" if they don't.
+    whose: the owner of the values, the message's subject. values: by name, anything that JSON can hold
+    (tuples count as lists), or that has the same repr on every rank, such as a dtype. device: where the
+    group's backend takes tensors. advice: the message's last sentence. notes: values that may differ; returns
+    how they do, "" if they don't.
 
-    Every rank of the group has to call it, in the same place among its collectives. Waits for the host. Uses neither
-    pickle nor numpy.
+    Every rank of the group has to call it, in the same place among its collectives. Waits for the host. Uses
+    neither pickle nor numpy.
     """
     if group.size() == 1:
         return ""
@@ -70,11 +71,12 @@ _meetings: MutableMapping[dist.ProcessGroup, int] = WeakIdKeyDictionary()
 
 
 def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError unless all ranks of the group come here with this group, within the store's time-out.
+    """Raise RuntimeError unless all ranks call this with this group within the store's time-out.
 
-    Before the group's first collective, which would meet another collective, or none, where a rank has another group.
-    A rank whose own group lacks the others can't be told: it goes on alone, and fails with them. The ranks meet in the
-    store of the default group; without one that other processes reach, nothing is compared.
+    Before the group's first collective, which would meet another collective, or none, where a rank has
+    another group. A rank whose own group lacks the others can't be told: it goes on alone, and fails with
+    them. The ranks meet in the store of the default group; without one that other processes reach, nothing is
+    compared.
     """
     try:
         store, ranks = distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
@@ -96,13 +98,15 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
         missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
         found = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]
         raise RuntimeError(
-            f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do so within the "
-            f"time-out: {'; '.join(found)}. Likely cause: the states have different process groups; only some ranks have "
-            "changed an option or loaded a checkpoint since the last step, or have this hook; or a rank has ended"
+            f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do "
+            f"so within the time-out: {'; '.join(found)}. Likely cause: the states have different process "
+            "groups; only some ranks have changed an option or loaded a checkpoint since the last step, or "
+            "have this hook; or a rank has ended"
         ) from error
 
 
 def _ranks_of(store: dist.Store, rank: int) -> str:
+    """Say which ranks a rank averages over, as far as it has told the store."""
     key = f"gradcomp/group of {rank}"
     return f"ranks {store.get(key).decode()}" if store.check([key]) else "none yet"
 
@@ -110,21 +114,22 @@ def _ranks_of(store: dist.Store, rank: int) -> str:
 def _all_gather(
     message: bytes, num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[bytes]:
-    """Every rank's message, filled up with zeros."""
+    """Return every rank's message, padded with zeros."""
     mine = torch.frombuffer(bytearray(message.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    return [bytes(each.tolist()) for each in torch.stack(everyone).cpu()]
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    return [bytes(each.tolist()) for each in torch.stack(gathered).cpu()]
 
 
 def _differences(by_rank: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Say how the ranks' values differ, name by name; "" if they don't."""
     names = list(dict.fromkeys(name for values in by_rank for name in values))
     found = [_difference(name, [values.get(name) for values in by_rank], ranks) for name in names]
     return "; ".join(text for text in found if text)
 
 
 def _difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
-    """How the ranks' values of this name differ, or ""; of lists, their lengths or the first items that differ."""
+    """Say how the ranks' values of this name (for lists, their lengths or first items) differ; "" if not."""
     if all(value == values[0] for value in values):
         return ""
     if all(isinstance(value, list) for value in values):
@@ -132,13 +137,13 @@ def _difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
         if len(set(lengths)) > 1:
             return _difference(f"the number of {name}", lengths, ranks)
         items = list(zip(*values, strict=True))
-        index = next(i for i, of_ranks in enumerate(items) if any(item != of_ranks[0] for item in of_ranks))
+        index = next(i for i, by_rank in enumerate(items) if any(item != by_rank[0] for item in by_rank))
         return f"{name}[{index}] is " + _by_value(items[index], ranks)
     return f"{name} is " + _by_value(values, ranks)
 
 
 def _by_value(values: Sequence[Any], ranks: Sequence[int]) -> str:
-    """'4 on ranks 0, 2 and 8 on rank 1'"""
+    """Say which ranks have which value: '4 on ranks 0, 2 and 8 on rank 1'."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         ranks_of.setdefault(json.dumps(value), []).append(rank)
@@ -146,5 +151,6 @@ def _by_value(values: Sequence[Any], ranks: Sequence[int]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    """Name at most eight ranks: 'ranks 0, 2'."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

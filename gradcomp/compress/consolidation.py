@@ -123,7 +123,8 @@ def load_from_dcp(
     if not saved:
         raise KeyError(
             f"the checkpoint {checkpoint_id} has no '{key}.{_name(0, group.size())}': save "
-            f"{{{key!r}: per_rank_state_dict(state)}} with torch.distributed.checkpoint. It has {', '.join(names[:8])}"
+            f"{{{key!r}: per_rank_state_dict(state)}} with torch.distributed.checkpoint. It has "
+            f"{', '.join(names[:8])}"
         )
 
     world_size = int(saved[0][1])

@@ -1,4 +1,4 @@
-"""Buckets as communication hooks see them: torch's, and ours for the Reducer."""
+"""Buckets as communication hooks see them: torch's, and gradcomp's for the Reducer."""
 
 import math
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 
 def as_real(buffer: torch.Tensor) -> torch.Tensor:
-    """A view of a flat complex buffer with twice as many real elements; another buffer as it is."""
+    """View a flat complex buffer as twice as many real elements; return any other buffer as it is."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape in which hooks see a parameter's gradient: a complex one with a last dimension of 2."""
+    """Return the shape of a parameter's gradient in hooks: a complex one has a last dimension of 2."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
@@ -38,10 +38,11 @@ class GradBucket:
         self._parameters, self._is_last = parameters, is_last
 
     def index(self) -> int:
-        """Its place in the order in which buckets are averaged, from 0."""
+        """Return its index in the order in which buckets are averaged, from 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
+        """Return the flat buffer."""
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -49,26 +50,28 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The parts of the current buffer in the parameters' shapes."""
+        """Return the parts of the current buffer in the parameters' shapes."""
         shapes = list(map(real_shape, self._parameters))
         parts = self._buffer.split(list(map(math.prod, shapes)))
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients are in the bucket, in its order."""
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Whether this is the step's last bucket."""
+        """Return whether this is the step's last bucket."""
         return self._is_last
 
 
 def require_bucket(hook_name: str, bucket: Any) -> None:
-    """Raise TypeError for anything but torch's GradBucket and ours.
+    """Raise TypeError for anything but torch's GradBucket and gradcomp's.
 
-    torch.load's safe default lets a file call hooks with arguments of its choice, but a file can make neither bucket: so it
-    can't start a collective.
+    Under torch.load's safe default a file may call hooks with arguments of its choice. It can make neither
+    bucket, so it can't start a collective.
     """
     if not isinstance(bucket, dist.GradBucket | GradBucket):
         raise TypeError(
-            f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got {bucket!r}"
+            f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got "
+            f"{bucket!r}"
         )

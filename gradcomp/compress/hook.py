@@ -1,4 +1,4 @@
-"""What a communication hook is given and what it gives back: the type, and the checks of both."""
+"""The type of a communication hook, and the checks of its bucket and its result."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +17,15 @@ def require_dense_floats(hook_name: str, buffer: torch.Tensor) -> None:
         raise TypeError(f"{hook_name} compresses floating-point buckets, got {buffer.dtype}")
     if buffer.layout != torch.strided:
         raise TypeError(
-            f"{hook_name} compresses dense buckets, got {buffer.layout}. Likely cause: nn.Embedding(sparse=True), for "
-            "which torch's DDP makes a sparse bucket; gradcomp's averages it apart from the hook"
+            f"{hook_name} compresses dense buckets, got {buffer.layout}. Likely cause: "
+            "nn.Embedding(sparse=True), for which torch's DDP makes a sparse bucket; gradcomp's averages it "
+            "apart from the hook"
         )
 
 
 def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:
-    """The result of a hook. Raises RuntimeError if it isn't a Future."""
-    if not isinstance(future, torch._C.Future):  # of which what a collective gives is one, too
+    """Return the result of a hook. Raises RuntimeError if it isn't a Future."""
+    if not isinstance(future, torch._C.Future):  # a collective's future is one, too
         raise RuntimeError(
             f"the communication hook {_name_of(hook)} returned {type(future).__name__}, but has to return a "
             "torch.futures.Future that holds the averaged bucket"
@@ -33,7 +34,10 @@ def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]
 
 
 def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
-    """Wait for a hook's future: the averaged bucket, 1-D, as long as the buffer. Raises RuntimeError if it isn't."""
+    """Wait for a hook's future. Returns the averaged bucket, 1-D.
+
+    Raises RuntimeError if the future doesn't hold one tensor of as many elements as the buffer.
+    """
     result: Any = checked_future(future, hook).wait()
     if isinstance(result, list | tuple) and len(result) == 1:
         (result,) = result

@@ -1,4 +1,4 @@
-"""Whose errors a checkpoint holds: every rank of a run has errors of its own."""
+"""The rank whose errors a checkpoint holds: every rank of a run has its own."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from .process_group import joined_group
 
 
 def owner_of(process_group: Any) -> dict[str, Any] | None:
-    """Whose errors a state in this process group has: {"rank", "world_size"}; None where there is no group yet.
+    """Return whose errors a state in this process group has, {"rank", "world_size"}; None without a group.
 
     A rank of None stands for the mean of all ranks' errors.
     """
@@ -21,13 +21,13 @@ def owner_of(process_group: Any) -> dict[str, Any] | None:
 def another_ranks_errors(
     algorithm: str, errors_of: dict[str, Any] | None, group: dist.ProcessGroup
 ) -> str | None:
-    """A warning where a rank of this group is about to use errors that another rank saved; None where all is well."""
+    """Return a warning if this rank is about to use errors that another rank saved, else None."""
     here = owner_of(group)
     if here is None or errors_of is None or errors_of["rank"] is None or errors_of == here:
         return None
     saved, now = (f"rank {each['rank']} of {each['world_size']}" for each in (errors_of, here))
     return (
-        f"{algorithm}: the errors loaded on {now} are those of {saved}. Given to several ranks, they count several times, "
-        "and what the other ranks hold back is lost. Save one checkpoint per rank; or one for all, or for another world "
-        "size, with consolidated_state_dict(state)."
+        f"{algorithm}: the errors loaded on {now} are those of {saved}. Given to several ranks, they count "
+        "several times, and what the other ranks hold back is lost. Save one checkpoint per rank; or one for "
+        "all, or for another world size, with consolidated_state_dict(state)."
     )

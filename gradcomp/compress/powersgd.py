@@ -17,9 +17,10 @@ from .compressor import BucketSpec, Compressor, State
 
 @dataclass(frozen=True)
 class LowRankOptions:
-    """What PowerSGD's working set depends on, beside the bucket.
+    """The options that PowerSGD's working set depends on, beside the bucket.
 
-    square: the whole bucket is one square matrix. epsilon: torch's, of a sum over the ranks. The others as in PowerSGDState.
+    square: the whole bucket is one square matrix. epsilon: torch's, for P summed over the ranks. The others
+    are PowerSGDState's.
     """
 
     square: bool
@@ -30,13 +31,13 @@ class LowRankOptions:
     epsilon: float
 
     def layout(self, shapes: Sequence[tuple[int, ...]]) -> LowRankLayout:
-        """Which tensors of a bucket with these shapes are compressed."""
+        """Return the layout of a bucket with these shapes."""
         if self.square:
             return LowRankLayout.square(sum(map(math.prod, shapes)), self.rank)
         return LowRankLayout(shapes, self.rank, self.min_compression_rate)
 
     def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]]) -> list[int]:
-        """Which tensor each of the layout's matrices is; none for a square view, which isn't a tensor's."""
+        """Return the position in the bucket of each matrix's tensor; an empty list for a square view."""
         if self.square:
             return []
         starts, start = {}, 0
@@ -48,10 +49,10 @@ class LowRankOptions:
 
 
 class LowRankCompressor(Compressor):
-    """PowerSGD of one bucket (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2).
+    """PowerSGD for one bucket (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2).
 
-    Its state: "error", this rank's, and "directions", the Q [cols, rank] that the next step projects each matrix on; for a
-    square view the one Q.
+    Its state: "error", this rank's error, and "directions", the Q [cols, rank] that the next step projects
+    each matrix on; a single Q for a square view.
     """
 
     def __init__(self, bucket: BucketSpec, options: LowRankOptions):
@@ -72,7 +73,7 @@ class LowRankCompressor(Compressor):
         self.sent_numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
 
     def leave_out(self, unused: Sequence[int]) -> None:
-        """Send no P of these tensors' matrices: where no rank sends any, nothing is taken out of the errors."""
+        """Send no P of these tensors' matrices; if no rank does, nothing is taken out of the errors."""
         if self._is_square:
             is_unused = len(unused) == self._num_tensors
             self._left_out = list(range(len(self.plan.layout.matrices))) if is_unused else []
@@ -80,11 +81,11 @@ class LowRankCompressor(Compressor):
             self._left_out = [index for index, tensor in enumerate(self._tensors) if tensor in unused]
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """The steps of powerSGD_hook on a flat bucket, in place. seed: of what the next step projects on."""
+        """Apply the steps of powerSGD_hook to a flat bucket. seed: the seed for the next directions."""
         plan, scale = self.plan, 1 / group.size()
         plan.project(flat, scale)
         for index in self._left_out:
-            plan.p_wire[plan.layout.place_of_p(index)].zero_()
+            plan.p_wire[plan.layout.p_slice(index)].zero_()
         dist.all_reduce(plan.p_wire, group=group)
         plan.back_project(flat, scale)
         if plan.q_wire.numel():
@@ -103,9 +104,9 @@ class LowRankCompressor(Compressor):
     def load(self, state: State) -> None:
         given, directions = state.get("directions"), self.plan.directions()
         if given is not None:
-            of_matrices = [given] if self._is_square else [given[tensor] for tensor in self._tensors]
-            pairs = zip(of_matrices, directions, strict=True)
-            directions = [ours if theirs is None else theirs for theirs, ours in pairs]
+            by_matrix = [given] if self._is_square else [given[tensor] for tensor in self._tensors]
+            pairs = zip(by_matrix, directions, strict=True)
+            directions = [own if loaded is None else loaded for loaded, own in pairs]
         self.plan.load(state["error"], directions)
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:

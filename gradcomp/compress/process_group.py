@@ -16,12 +16,13 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
     else:
         cause = "another argument came first"
     raise TypeError(
-        f"{whose} takes a process group or None as its {argument}, got {process_group!r}. Likely cause: {cause}"
+        f"{whose} takes a process group or None as its {argument}, got {process_group!r}. Likely cause: "
+        f"{cause}"
     )
 
 
 def resolve_group(whose: str, process_group: Any, argument: str = "process_group") -> dist.ProcessGroup:
-    """The process group given to `whose` as this argument, or the default group for None.
+    """Return the process group given to `whose` as this argument, or the default group for None.
 
     Raises RuntimeError if there is no default group, TypeError for anything that isn't a process group.
     """
@@ -29,12 +30,12 @@ def resolve_group(whose: str, process_group: Any, argument: str = "process_group
     group = joined_group(process_group)
     if group is None:
         raise RuntimeError(
-            f"{whose} has None as its {argument}, which means the default process group, but there is none: call "
-            "torch.distributed.init_process_group first"
+            f"{whose} has None as its {argument}, which means the default process group, but there is none: "
+            "call torch.distributed.init_process_group first"
         )
     return group
 
 
 def joined_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The process group, or for None the default group, as far as there is one yet."""
+    """Return the process group, or for None the default group if there is one."""
     return dist.group.WORLD if process_group is None else process_group

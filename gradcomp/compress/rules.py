@@ -1,4 +1,4 @@
-"""What a value of an option, or of a checkpoint, has to be: in words for an error message, and as a test."""
+"""The rules for values of options and checkpoints: each in words for an error message, and as a test."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Python's scalar for one of numpy's, which torch.load refuses; anything else as it is."""
+    """Convert a numpy scalar, which torch.load refuses, to Python's; return anything else as it is."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -20,9 +20,9 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value has to be: in words for an error message, and as a test of a Python scalar.
+    """A requirement on a value, in words for an error message and as a test of a Python scalar.
 
-    convert: to the one type in which the value is kept.
+    convert: converts the value to the one type in which it is stored.
     """
 
     requirement: str
@@ -30,7 +30,7 @@ class Rule:
     convert: Callable[[Any], Any] = lambda value: value
 
     def __call__(self, name: str, value: Any) -> Any:
-        """The value as it is kept. Raises ValueError, with the name, for one that isn't accepted."""
+        """Return the value as it is stored. Raises ValueError, with the name, for one that isn't accepted."""
         value = plain(value)
         if not self.accepts(value):
             raise ValueError(f"{name} is {value!r}, but must be {self.requirement}")
@@ -42,6 +42,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
+    """Return whether a value is an int or a float without fraction."""
     return type(value) is int or (type(value) is float and value.is_integer())
 
 

@@ -1,4 +1,4 @@
-"""What compressing hooks are registered with: plain first steps, then a compressor for every bucket."""
+"""The state of compressing hooks: plain first steps, then a compressor for every bucket."""
 
 import logging
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .bucket_memory import BucketMemories, BucketPart
+from .bucket_memory import BucketPart
 from .compressor import BucketSpec, Compressor
 from .consistency import require_same_group, require_same_on_all_ranks
 from .grad_bucket import require_bucket
 from .hook import require_dense_floats
+from .memory_assignment import BucketMemories
 from .owner import another_ranks_errors, owner_of
 from .process_group import joined_group, require_group, resolve_group
 from .streams import Future, average_in_place, in_order
@@ -22,9 +23,9 @@ MakeCompressor = Callable[[BucketSpec, Any], Compressor]
 
 
 class CompressedAveraging:
-    """What every compressing hook's state shares: plain first steps, memory by parameter, agreement of ranks, statistics.
+    """The common state of compressing hooks: plain first steps, memory, comparison of ranks, statistics.
 
-    iter: steps so far; the first start_iter are plain all-reduces.
+    iter: the number of steps so far; the first start_iter are plain all-reduces.
     """
 
     random_seed: int
@@ -41,7 +42,7 @@ class CompressedAveraging:
         self._memories = BucketMemories()
         self._waits_for_buckets = False
         self._is_compared = False
-        # Whose errors were loaded, until it is known who uses them.
+        # The rank whose errors were loaded, until it is known which rank uses them.
         self._errors_of: dict[str, Any] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -52,7 +53,7 @@ class CompressedAveraging:
 
     @property
     def algorithm(self) -> str:
-        """The name in messages and log lines."""
+        """The algorithm's name in messages and log lines."""
         raise NotImplementedError
 
     @property
@@ -65,16 +66,16 @@ class CompressedAveraging:
         return logging.getLogger(type(self).__module__)
 
     def compared_options(self) -> dict[str, Any]:
-        """The options that all ranks must have in common, by name."""
+        """Return the options that must be equal on all ranks, by name."""
         raise NotImplementedError
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(compression rate, elements before compression, elements after), summed over the steps so far."""
+        """Return (compression rate, elements before compression, elements after), summed over all steps."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0), before, after
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count the step when its last bucket comes by."""
+        """Count the step if this is its last bucket."""
         if bucket.is_last():
             self._waits_for_buckets = False
             self.iter += 1
@@ -82,10 +83,11 @@ class CompressedAveraging:
                 self._logger.info("Start to apply %s after %s iterations.", self.algorithm, self.iter)
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
-        """Add to the error what a hook has given as a parameter's average, and nobody has used.
+        """Add a parameter's average to the error again, because it was not used.
 
-        average: flat, as in the bucket. For reducers that find out after a step that no rank has used the parameter, and
-        leave its gradient as it is: what was given out of the error would be lost.
+        average: flat, as in the bucket. Reducers call this if they learn after a step that no rank has used
+        the parameter, and leave its gradient as it is. Otherwise what the average contains of the error would
+        be lost.
         """
         found = self._memories.memory_of(parameter)
         compressor, offset = (found[0].compressor, found[1]) if found else (None, 0)
@@ -94,13 +96,13 @@ class CompressedAveraging:
             compressor.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
     def average(self, hook_name: str, bucket: dist.GradBucket, make: MakeCompressor, options: Any) -> Future:
-        """What a hook does with a bucket: average it, plainly in the first steps, then with compressors.
+        """Average a hook's bucket, plainly in the first steps, then with compressors.
 
-        hook_name: in messages. make(BucketSpec, options) makes a compressor. options: comparable by ==; a bucket's memory
-        starts afresh where they have changed.
+        hook_name: the name in messages. make(BucketSpec, options): makes a compressor. options: comparable by
+        ==; a bucket's memory starts afresh when they have changed.
 
-        Raises TypeError for what is no bucket, and for one that is not floating-point or not dense; in a state's first step
-        RuntimeError, on every rank, where the ranks differ.
+        Raises TypeError for anything but a dense floating-point bucket; in a state's first step RuntimeError,
+        on every rank, where the ranks differ.
         """
         require_bucket(hook_name, bucket)
         buffer = bucket.buffer()
@@ -113,7 +115,7 @@ class CompressedAveraging:
             return average_in_place(buffer, group)
         self._warn_of_another_ranks_errors(group)
         compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
-        # A step ends by choosing what the next one projects on.
+        # A step ends by choosing what the next one projects on, hence the next step's seed.
         seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
 
         def sequence() -> torch.Tensor:
@@ -130,7 +132,7 @@ class CompressedAveraging:
         return future
 
     def _compare_once(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
-        """In the state's first step: raise RuntimeError on every rank unless all have the same options and buckets."""
+        """Raise RuntimeError on every rank, in the first step, unless all have equal options and buckets."""
         if self._is_compared:
             return
         self._is_compared = bucket.is_last()
@@ -142,7 +144,7 @@ class CompressedAveraging:
             "index of the bucket": bucket.index(),
             "whether the bucket is the last (bucket_cap_mb tells how many there are)": bucket.is_last(),
             "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
-            "directions": self._memories.digest_of_common(),
+            "directions": self._memories.common_digest(),
         }
         if bucket.index() == 0:
             require_same_group(f"{hook_name}'s state", group)
@@ -152,19 +154,20 @@ class CompressedAveraging:
             values,
             group,
             device,
-            "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of the same step",
+            "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
+            "the same step",
             notes={"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {},
         )
         if unlike:
             self._logger.warning(
-                "%s: the ranks run on unlike CPUs, whose sums differ in the last bit: %s. Replicas will drift apart by "
-                "rounding errors; see docs/powersgd.md.",
+                "%s: the ranks run on unlike CPUs, whose sums differ in the last bit: %s. Replicas will "
+                "drift apart by rounding errors; see docs/powersgd.md.",
                 self.algorithm,
                 unlike,
             )
 
     def _parts_of(self, bucket: dist.GradBucket, options: Any) -> list[BucketPart]:
-        """The bucket, or what it consists of; logs what has no memory any more."""
+        """Return the bucket's parts, and log the memories that were dropped."""
         parts, lost = self._memories.parts_of(bucket, options)
         for memory in lost:
             is_alike = (memory.options, memory.dtype) == (options, bucket.buffer().dtype)
@@ -180,11 +183,11 @@ class CompressedAveraging:
     def _compressor_of(
         self, part: BucketPart, device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
     ) -> Compressor:
-        """The part's compressor: kept, made with the memory of a checkpoint, or made anew."""
+        """Return the part's compressor: the kept one, or a new one, which loads the memory's saved state."""
         memory = part.memory
         if memory.compressor is not None and memory.device == device:
             return memory.compressor
-        saved = memory.state  # of a checkpoint, or of a model that has moved
+        saved = memory.state  # from a checkpoint, or from before the model moved to another device
         seed = self._seed(memory.index, self.iter)
         spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), seed)
         memory.compressor, memory.device, memory.saved = make(spec, memory.options), device, None
@@ -193,16 +196,18 @@ class CompressedAveraging:
         return memory.compressor
 
     def _seed(self, index: int, step: int) -> int:
-        """The seed of a bucket's random choices in a step, the same on every rank."""
+        """Return the seed for a bucket's random choices in a step, the same on every rank."""
         return (self.random_seed * 1_000_003 + step * 8_191 + index) % 2**63
 
     def _count(self, compressors: list[Compressor], bucket: dist.GradBucket) -> None:
+        """Add a bucket to the statistics, and log them when they are due."""
         self.total_numel_before_compression += bucket.buffer().numel()
         self.total_numel_after_compression += sum(compressor.sent_numel for compressor in compressors)
         if bucket.is_last() and self.iter >= self.next_stats_report:
             rate, before, after = self.compression_stats()
             self._logger.info(
-                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+                "Compression stats: iter %s, total before compression %s, total after compression %s, rate "
+                "%s",
                 *(self.iter, before, after, rate),
             )
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
@@ -211,7 +216,7 @@ class CompressedAveraging:
         return self._errors_of or owner_of(self.process_group)
 
     def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:
-        """Warn, once it is known who uses them, where the errors that were loaded are another rank's."""
+        """Warn if the loaded errors are another rank's, as soon as this rank is known."""
         group = group or joined_group(self.process_group)
         if self._errors_of is None or group is None:
             return

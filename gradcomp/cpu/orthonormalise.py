@@ -6,45 +6,49 @@ from collections.abc import Sequence
 
 import torch
 
-# A column of which Gram–Schmidt leaves less than this part of its squared length depends on those before it.
-# Rounding to fp32 leaves about 1e-14; a condition number of 1e6, 1e-12.
+# A column depends on the earlier ones if Gram–Schmidt leaves less than this fraction of its squared length.
+# Rounding to fp32 leaves about 1e-14 of a dependent column; a condition number of 1e6 leaves 1e-12.
 DEPENDENT = 1e-13
-# One pass leaves ‖PᵀP − I‖ of about 1e-16 over the part that is left: a second one where that may pass 1e-7.
-AGAIN = 1e-9
+# One pass leaves ‖PᵀP − I‖ of about 1e-16 / remaining fraction. A second one follows where that may exceed
+# 1e-7.
+SECOND_PASS_BELOW = 1e-9
 
 
 def orthonormalise(panels: Sequence[torch.Tensor], epsilon: float, scratch: Sequence[torch.Tensor]) -> None:
-    """Turn every panel's columns into an orthonormal basis, by Gram–Schmidt in the Gram matrix's inner product.
+    """Orthonormalise every panel's columns, by Gram–Schmidt in the inner product of the Gram matrix.
 
-    panels: of shapes [k, n, r] with one r, any floating-point dtype. scratch: [2, k, n, r] in fp64 for each.
-    With G = PᵀP, an upper triangular T such that TᵀGT = I turns P into P T; again where P is ill-conditioned,
-    all in fp64. This holds ‖PᵀP − I‖ ≤ 1e-5 up to a condition number of 1e6. Columns that are zero or depend
-    on earlier ones become zero. A panel that isn't finite becomes NaN. epsilon > 0 is added to every column's
-    length before dividing by it, as in torch's hook; then there is one pass only.
+    panels: tensors [k, n, r] with the same r, of any floating-point dtype. scratch: an fp64 tensor [2, k, n,
+    r] per panel. With G = PᵀP, P becomes P T for an upper triangular T such that TᵀGT = I. Ill-conditioned
+    panels get a second pass. All arithmetic is in fp64. This keeps ‖PᵀP − I‖ ≤ 1e-5 up to a condition number
+    of 1e6. Columns that are zero or depend on earlier ones become zero. A panel that isn't finite becomes
+    NaN. epsilon > 0 is added to every column's length before dividing by it, as in torch's hook; then there
+    is only one pass.
     """
     given, result = zip(*scratch, strict=True)
     for panel, wide in zip(panels, given, strict=True):
         wide.copy_(panel)
-    if not _once(given, epsilon, out=result) > AGAIN and not epsilon:
+    if not _one_pass(given, epsilon, out=result) > SECOND_PASS_BELOW and not epsilon:
         given, result = result, given
-        _once(given, epsilon, out=result)
+        _one_pass(given, epsilon, out=result)
     for panel, wide in zip(panels, result, strict=True):
         panel.copy_(wide)
 
 
-def _once(panels: Sequence[torch.Tensor], epsilon: float, out: Sequence[torch.Tensor]) -> float:
-    """One pass. Returns the smallest part of a column's squared length that it left."""
-    # The small matrices of all panels at once.
+def _one_pass(panels: Sequence[torch.Tensor], epsilon: float, out: Sequence[torch.Tensor]) -> float:
+    """Make one pass. Returns the smallest fraction of a column's squared length that it left."""
+    # The Gram matrices of all panels are factorised at once.
     transform, left = _triangle(torch.cat([panel.mT @ panel for panel in panels]), epsilon)
     transforms = transform.split([len(panel) for panel in panels])
-    for panel, of_panel, result in zip(panels, transforms, out, strict=True):
-        torch.bmm(panel, of_panel, out=result)
+    for panel, panel_transform, result in zip(panels, transforms, out, strict=True):
+        torch.bmm(panel, panel_transform, out=result)
     return left
 
 
 def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:
-    """(upper triangular T [k, r, r] with TᵀGT = I but zero columns for dependent ones, the smallest part of a
-    column's squared length that was left; 0 where columns are dependent).
+    """Return (T, smallest fraction left), with T [k, r, r] upper triangular and TᵀGT = I.
+
+    T has zero columns for dependent ones. The fraction is of a column's squared length, and 0 where columns
+    are dependent.
     """
     if gram.shape[-1] == 1:
         transform = torch.where(gram == 0, 0.0, 1 / (gram.sqrt() + epsilon))
@@ -61,17 +65,18 @@ def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:
 
 
 def _gram_schmidt(gram: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The same column by column, which can leave columns out."""
+    """Compute T column by column, which allows for dependent columns."""
     transform = torch.zeros_like(gram)
     for i in range(gram.shape[-1]):
         earlier, column = transform[:, :, :i], transform[:, :, i : i + 1]
         column[:, i] = 1.0
-        # Taken away one after another, as in torch: with epsilon they are shorter than 1, so that each leaves
-        # something of itself for the next. That is a triangular system.
-        overlap, shares = earlier.mT @ gram @ earlier, earlier.mT @ gram[:, :, i : i + 1]
-        column -= earlier @ torch.linalg.solve_triangular(overlap, shares, upper=False, unitriangular=True)
+        # Earlier columns are subtracted one after another, as in torch. With epsilon they are shorter than 1,
+        # so each
+        # leaves a component for the next ones to remove: the coefficients solve a triangular system.
+        overlap, products = earlier.mT @ gram @ earlier, earlier.mT @ gram[:, :, i : i + 1]
+        column -= earlier @ torch.linalg.solve_triangular(overlap, products, upper=False, unitriangular=True)
         left = column.mT @ gram @ column
-        # Written so that NaN stays.
+        # Written so that NaN stays NaN.
         dependent = left <= DEPENDENT * gram[:, i : i + 1, i : i + 1]
         length = left.clamp(min=0).sqrt() + epsilon
         column.div_(torch.where(dependent, 1.0, length)).masked_fill_(dependent, 0.0)

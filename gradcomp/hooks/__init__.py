@@ -1,7 +1,7 @@
 """DDP communication hooks under the names of ``torch.distributed.algorithms.ddp_comm_hooks``.
 
-Replace that package's name in an import of default_hooks, powerSGD_hook or debugging_hooks by ``gradcomp.hooks``; nothing
-else changes. Its other modules are not here.
+Replace that package's name in an import of default_hooks, powerSGD_hook or debugging_hooks by
+``gradcomp.hooks``; nothing else changes. Its other modules are not here.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class _Registration:
 
 @dataclass(frozen=True)
 class _PowerSGDRegistration(_Registration):
-    """The same for a hook with a PowerSGDState, which is made from the process group given as state."""
+    """Registers a hook with a PowerSGDState, which is made from the process group given as state."""
 
     rank: int
 

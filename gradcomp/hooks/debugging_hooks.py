@@ -1,4 +1,4 @@
-"""Hooks that help to find out where time goes; their gradients are not averages."""
+"""Hooks for measuring where time is spent; their gradients are not averages."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     A step with this hook costs what a step would cost if communication were free: the most that any
     compression can save. Replicas drift apart; don't train with it.
 
-    Raises TypeError for what is no bucket.
+    Raises TypeError for anything but a bucket.
 
     Example::
 

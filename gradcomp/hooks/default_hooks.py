@@ -34,7 +34,7 @@ def allreduce_hook(
 
     On the wire: the bucket. State: the process group, or None for the default one.
 
-    Raises TypeError for what is no bucket, and for one that is neither floating-point nor complex.
+    Raises TypeError for anything but a bucket, and for one that is neither floating-point nor complex.
 
     Example::
 
@@ -59,7 +59,7 @@ def fp16_compress_hook(
     Only the average has to fit float16 (±65504), not the gradient before division. On the wire: 2 bytes
     per element. State: the process group, or None for the default one.
 
-    Raises TypeError for what is no bucket, and for one that is not floating-point.
+    Raises TypeError for anything but a bucket, and for one that is not floating-point.
 
     Example::
 
@@ -76,7 +76,7 @@ def bf16_compress_hook(
     The steps of fp16_compress_hook with bfloat16 in float16's place. Runs on every backend that
     all-reduces bfloat16: NCCL, and gloo too.
 
-    Raises TypeError for what is no bucket, and for one that is not floating-point, RuntimeError when the
+    Raises TypeError for anything but a bucket, and for one that is not floating-point, RuntimeError when the
     backend does not all-reduce bfloat16.
 
     Example::
@@ -93,6 +93,7 @@ bf16_compress_hook.__name__ = "gradcomp_bf16_compress_hook"
 def _compress_hook(
     name: str, dtype: torch.dtype, process_group: Any, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
+    """Average the bucket in this 16-bit dtype; name: the hook's name in messages."""
     require_bucket(name, bucket)
     group = resolve_group(name, process_group, "state")
     buffer = bucket.buffer()
@@ -122,8 +123,8 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
     On the wire: what the hook sends for a float16 bucket. State: the hook's own.
     ``fp16_compress_wrapper(allreduce_hook)`` is fp16_compress_hook.
 
-    Raises TypeError if the hook is not callable or, in backward, for what is no bucket or not
-    floating-point.
+    Raises TypeError if the hook is not callable or, in backward, for anything but a floating-point
+    bucket.
 
     Example::
 
@@ -151,6 +152,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
+    """Return the hook that runs another one on buckets in this 16-bit dtype."""
     if not callable(hook):
         raise TypeError(f"{name} wraps a communication hook, got {hook!r}")
 

@@ -1,7 +1,7 @@
 """PowerSGD: all-reduce two thin factors of every gradient matrix instead of the matrix.
 
-Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. docs/powersgd.md has the algorithm as
-implemented, and how it differs from torch's.
+Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. docs/powersgd.md has the algorithm
+as implemented, and how it differs from torch's.
 """
 
 import logging
@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress import consolidation
-from gradcomp.compress.bucket_memory import BucketMemories, BucketPart
+from gradcomp.compress.bucket_memory import BucketPart
 from gradcomp.compress.checkpoint import PROGRESS, has_errors
 from gradcomp.compress.compressor import Compressor
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.compress.grad_bucket import require_bucket
+from gradcomp.compress.memory_assignment import BucketMemories
 from gradcomp.compress.powersgd import LowRankCompressor, LowRankOptions
 from gradcomp.compress.state import CompressedAveraging, MakeCompressor
 
@@ -36,32 +37,36 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# What the ranks' factors and collectives don't depend on.
+# Options that may differ between ranks: factors and collectives don't depend on them.
 _MAY_DIFFER = ("compression_stats_logging_frequency", "batch_tensors_with_same_shape")
 
 
 class PowerSGDState(CompressedAveraging):
-    """PowerSGD's hyperparameters, and what it remembers of every bucket. Arguments and meanings are torch's.
+    """PowerSGD's hyperparameters and its memory of every bucket. Arguments and meanings are torch's.
 
     process_group: None for the default one.
-    matrix_approximation_rank: columns of the factors; the compression is rows · cols / ((rows + cols) · rank).
-    start_powerSGD_iter: steps of plain all-reduce before compression starts; at least 2 with error feedback or
+    matrix_approximation_rank: the factors' columns; the compression is rows · cols / ((rows + cols) · rank).
+    start_powerSGD_iter: steps of plain all-reduce before compression starts; at least 2 with error feedback
+    or
         warm start, because DDP rebuilds its buckets after the first step.
     min_compression_rate: matrices that would save less are averaged as they are.
-    use_error_feedback: add what compression lost to the next step's gradient. Needs the memory of the
-        compressed gradients once more.
+    use_error_feedback: add what compression lost to the next step's gradient. Needs as much memory again as
+    the
+        compressed gradients.
     warm_start: project on the last step's factors rather than on random ones.
     orthogonalization_epsilon: added to a column's length before dividing by it. Not needed here: zero columns
         stay zero.
-    random_seed: of the first (without warm start, every) projection; the same on all ranks.
+    random_seed: the seed for the first (without warm start, every) projection; the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
-    batch_tensors_with_same_shape: accepted, and needless: all matrices are compressed together anyway.
+    batch_tensors_with_same_shape: accepted without effect: all matrices are always compressed together.
 
-    Raises ValueError for an option that cannot be, and for a start_powerSGD_iter that is too early; TypeError for a
-    process_group that is none. So does an assignment to the attribute.
+    Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError for
+    anything but a process group. So does an assignment to the attribute.
 
-    Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and load_state_dict(). Every
-    rank has errors of its own: save one per rank to continue exactly, or consolidated_state_dict(state) for all ranks.
+    Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
+    load_state_dict(). Every
+    rank has its own errors: save one per rank to continue exactly, or consolidated_state_dict(state) for all
+    ranks.
     """
 
     matrix_approximation_rank: int
@@ -100,10 +105,9 @@ class PowerSGDState(CompressedAveraging):
         )
         super().__init__(process_group)
         vars(self).update(options)
-        # Memories taken over from torch, by their bucket's index, which is all that torch knows of them.
+        # Memories from torch's hook, by bucket index, which is all that torch knows about them.
         self._from_torch: dict[int, dict[str, Any]] = {}
-        values = "; ".join(f"{name} = {value}" for name, value in options.items())
-        logger.info("PowerSGD config: %s", values)
+        logger.info("PowerSGD config: %s", "; ".join(f"{name} = {value}" for name, value in options.items()))
 
     @property
     def algorithm(self) -> str:
@@ -117,7 +121,7 @@ class PowerSGDState(CompressedAveraging):
         return {name: value for name, value in options_of(self).items() if name not in _MAY_DIFFER}
 
     def compressor_options(self, *, square: bool) -> LowRankOptions:
-        """What the compressors of this state depend on."""
+        """Return the options that this state's compressors depend on."""
         return LowRankOptions(
             square=square,
             rank=self.matrix_approximation_rank,
@@ -134,13 +138,14 @@ class PowerSGDState(CompressedAveraging):
         super().__setattr__(name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the process group, in plain types and tensors of its own.
+        """Return everything but the process group, in plain types and tensors of its own.
 
-        "version": of this format. The options and the progress, by name. "buckets" maps a bucket's index to its "shapes"
-        and "parameters" (numbers, in the order in which the hook first saw them), and, once it has been compressed, to the
-        "error" (this rank's, flat as the bucket) and the "directions" (the Q [cols, rank] that the next step projects on;
-        the same on all ranks). "from_torch": torch's memories that have not found their bucket yet. "errors_of": whose
-        errors they are, {"rank", "world_size"}. "contents": the indices in "buckets" and "from_torch".
+        "version": the format's. Options and progress by name. "buckets" maps a bucket's index to its "kind"
+        (dtype and options), "shapes", "parameters" (indices in the order in which the hook first saw them),
+        and, once compressed, "error" (this rank's, flat) and "directions" (the Q [cols, rank] that the next
+        step projects on, the same on all ranks). "from_torch": torch's memories whose bucket has not come
+        yet. "errors_of": whose errors they are, {"rank", "world_size"}. "contents": the indices in "buckets"
+        and "from_torch".
         """
         return powersgd_checkpoint.to_state_dict(
             self, self._whose_errors(), self._memories.saved(), dict(self._from_torch)
@@ -150,22 +155,22 @@ class PowerSGDState(CompressedAveraging):
         """Continue from a state_dict, options included; the process group stays.
 
         The memory goes to the parameters that it was saved for, in whatever buckets a new model's first step
-        brings them. Where that cannot be, it starts afresh, with a log line; errors of another rank's get one too.
+        has them. Where it doesn't fit, it starts afresh, with a log line. Another rank's errors are logged,
+        too.
 
-        Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown version or with
-        anything that doesn't fit (sizes, dtypes, values that aren't finite, options that cannot be), TypeError for
-        something else. Then the state is as it was.
+        Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown
+        version or with anything that doesn't fit (sizes, dtypes, values that aren't finite, invalid options),
+        TypeError for anything but a state_dict. The state is unchanged then.
         """
         self._take(self.checked(state_dict))
         self._warn_of_another_ranks_errors()
 
     @staticmethod
     def checked(state_dict: Any) -> dict[str, Any]:
-        """A state_dict that may be loaded, in plain types. Raises what load_state_dict raises."""
+        """Return a state_dict that may be loaded, in plain types. Raises what load_state_dict raises."""
         return powersgd_checkpoint.checked(state_dict)
 
     def _take(self, checked: dict[str, Any]) -> None:
-        """Continue from a state_dict that has been checked."""
         self._memories.load(powersgd_checkpoint.memories_of(checked))
         vars(self).update({name: checked[name] for name in (*OPTIONS, *PROGRESS)})
         self._from_torch = checked["from_torch"]
@@ -180,12 +185,12 @@ class PowerSGDState(CompressedAveraging):
     def __setstate__(self, state: dict[str, Any]) -> None:
         checked = self.checked(state)
         logger.warning(
-            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group is "
-            "desired, please set `self.process_group` after PowerSGD state is loaded."
+            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
+            "is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = dist.group.WORLD if dist.is_initialized() else None
         self._memories = BucketMemories()
-        # The group may still be set to another: whose errors these are is asked in the first compressed step.
+        # The group may still change, so the first compressed step checks whose errors these are.
         self._take(checked)
 
     def _compressor_of(
@@ -196,9 +201,8 @@ class PowerSGDState(CompressedAveraging):
         if is_new and memory.index in self._from_torch:
             theirs = self._from_torch.pop(memory.index)
             if not powersgd_from_torch.load(compressor, memory, theirs):
-                logger.warning(
-                    "PowerSGD: bucket %s has another layout than torch's: starts afresh.", memory.index
-                )
+                text = "PowerSGD: bucket %s has another layout than torch's: starts afresh."
+                logger.warning(text, memory.index)
         return compressor
 
 
@@ -207,21 +211,21 @@ def powerSGD_hook(  # noqa: N802
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket's matrices through factors of low rank, everything else exactly.
 
-    For the first ``state.start_powerSGD_iter`` steps, allreduce_hook. Then, with M [n, m] a gradient seen as a
-    matrix (its first dimension against the others), r the rank and W the world size:
+    For the first ``state.start_powerSGD_iter`` steps, allreduce_hook. Then, with M [n, m] a gradient seen as
+    a matrix (its first dimension against the others), r the rank and W the world size:
 
     1. M ← gradient + error. 2. P ← M Q. 3. All-reduce P and, in the same collective, the tensors that are
     vectors or not worth compressing. 4. Orthonormalise P. 5. Q ← Mᵀ P. 6. All-reduce Q. 7. gradient ← P Qᵀ;
     error ← M − P Qᵀ.
 
     On the wire: two collectives, (n + m) · r elements per matrix, in the bucket's dtype. State: the error (as
-    much memory as the compressed gradients) and the factors, per bucket. Source: Vogels, Karimireddy and Jaggi,
-    "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
+    much memory as the compressed gradients) and the factors, per bucket. Source: Vogels, Karimireddy and
+    Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
 
     A step with inf or NaN gives inf or NaN on every rank; the matrices it touched start afresh in the next.
-    On CUDA: six kernel launches a bucket and step, and nothing waits for the host.
+    On CUDA there are six kernel launches per bucket and step, and nothing waits for the host.
 
-    Raises TypeError for a state of another kind, for what is no bucket, and for one that is not floating-point.
+    Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.
 
     Example::
 
@@ -234,13 +238,14 @@ def powerSGD_hook(  # noqa: N802
 def batched_powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the whole bucket through factors of low rank, as one square matrix filled up with zeros.
+    """Average the whole bucket through factors of low rank, as one square matrix padded with zeros.
 
-    The steps of powerSGD_hook with one matrix per bucket, biases included. It sends less than powerSGD_hook and
+    The steps of powerSGD_hook with one matrix per bucket, biases included. It sends less than powerSGD_hook
+    and
     loses more: a bucket cut into rows of equal length has little of its layers' structure. Prefer
     powerSGD_hook, which costs no more here.
 
-    Raises TypeError for a state of another kind, for what is no bucket, and for one that is not floating-point.
+    Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.
 
     Example::
 
@@ -261,26 +266,27 @@ def _low_rank_hook(
 
 
 def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One state_dict from those of all ranks of a run, for every rank of a run with any number of ranks.
+    """Merge the state_dicts of all ranks of a run into one, for every rank of a run with any number of ranks.
 
-    What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
-    mean is the same. state_dicts: a list, or an iterator that loads one after another: each is needed only until the next.
+    Its errors are the mean of the ranks' errors, so the mean in the new run is the same. state_dicts: a list,
+    or an iterator that loads one after another; each is needed only until the next.
 
-    Raises ValueError for none at all and for state_dicts of different steps or buckets, and what load_state_dict does for
-    something else.
+    Raises ValueError for an empty list and for state_dicts of different steps or buckets, and what
+    load_state_dict raises for any other misfit.
     """
     return consolidation.average_errors(state_dicts, powersgd_checkpoint.checked)
 
 
 def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
-    """A PowerSGDState that continues from torch's: hyperparameters, progress, errors and factors.
+    """Make a PowerSGDState that continues from torch's: hyperparameters, progress, errors and factors.
 
-    state: a torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState, as
-    ``torch.load(..., weights_only=False)`` gives it. Its errors of tensors that it did not compress are left
-    behind: here those are averaged exactly.
-    wait_for_buckets: torch knows its memories by the number of their bucket only, and DDP arranges a new model's
-    buckets after its first step. So that step is a plain all-reduce, and the memories go to the buckets of the
-    next. False: the first step's buckets are torch's already, as in a loop of your own.
+    state: a torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState, as loaded by
+    ``torch.load(..., weights_only=False)``. Its errors of uncompressed tensors are dropped, because those
+    tensors are averaged exactly here.
+    wait_for_buckets: torch identifies its memories by bucket index only, and DDP arranges a new model's
+    buckets after its first step. So that step is a plain all-reduce, and the memories go to the buckets of
+    the next one.
+    False: the first step's buckets are torch's already, as in your own training loop.
 
     Raises TypeError for anything else.
     """

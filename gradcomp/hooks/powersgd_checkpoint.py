@@ -1,6 +1,7 @@
-"""What a PowerSGD state's checkpoint holds, and whether a given one may be loaded.
+"""What a PowerSGD state's checkpoint holds, and the checks that a given one may be loaded.
 
-The format is older than that of other states: options by torch's names, directions in the order of the layout's matrices.
+The format is older than that of other states: it has options by torch's names, and directions in the order of
+the layout's matrices.
 """
 
 import math
@@ -35,9 +36,10 @@ from .powersgd_options import OPTIONS, checked_options, options_of
 
 _PARTS = ("buckets", "from_torch")
 _KEYS = ("version", *OPTIONS, *PROGRESS, "errors_of", "contents", *_PARTS)
-# What the first checkpoints had, which no version was written to.
+# The keys of the first checkpoints, which had no version.
 _KEYS_WITHOUT_VERSION = (*OPTIONS, *PROGRESS, *_PARTS)
-_KIND = {
+# What a bucket's "kind" holds: its dtype and its compressor's options.
+_KIND_RULES = {
     "dtype": DTYPE,
     "square": FLAG,
     "rank": RANK,
@@ -51,25 +53,25 @@ _KIND = {
 def to_state_dict(
     state: Any, errors_of: dict[str, Any] | None, memories: Iterable[Memory], from_torch: dict[int, Any]
 ) -> dict[str, Any]:
-    """The state_dict of a state with these memories. errors_of: whose they are (see owner_of)."""
-    buckets = {number: _of_memory(memory) for number, memory in enumerate(memories)}
+    """Return the state_dict of a state with these memories. errors_of: see owner_of."""
+    buckets = {index: _bucket_entry(memory) for index, memory in enumerate(memories)}
     values = {"version": VERSION} | options_of(state) | progress_of(state)
     return values | {
         "errors_of": errors_of,
-        # What has to be there: a container that fills only what the target has leaves the parts empty.
+        # Shows what is missing: a container that fills only the target's own entries leaves the parts empty.
         "contents": {"buckets": list(buckets), "from_torch": list(from_torch)},
         "buckets": buckets,
         "from_torch": from_torch,
     }
 
 
-def _of_memory(memory: Memory) -> dict[str, Any]:
-    """What a state_dict has of a bucket: directions in the order of the layout's matrices."""
+def _bucket_entry(memory: Memory) -> dict[str, Any]:
+    """Return a memory's entry in "buckets", with directions in the order of the layout's matrices."""
     saved, options = finite(memory.saved or {}), memory.options
     error, directions = saved.get("error"), saved.get("directions")
     if isinstance(directions, list):
         directions = [directions[tensor] for tensor in options.tensors_of_matrices(memory.shapes)]
-        if any(direction is None for direction in directions):  # of a memory that was put together
+        if any(direction is None for direction in directions):  # the memory was merged from several
             directions = None
     elif directions is not None:
         directions = [directions]
@@ -78,22 +80,24 @@ def _of_memory(memory: Memory) -> dict[str, Any]:
     return {
         "kind": {"dtype": memory.dtype, **asdict(options)},
         "shapes": list(memory.shapes),
-        "parameters": list(memory.numbers),
+        "parameters": list(memory.parameter_indices),
         "error": error,
         "directions": directions,
     }
 
 
 def memories_of(state_dict: dict[str, Any]) -> list[Memory]:
-    """The memories that a checked state_dict has."""
+    """Return the memories in a checked state_dict."""
     return [_memory_of(index, saved) for index, saved in state_dict["buckets"].items()]
 
 
 def _options_of(kind: dict[str, Any]) -> LowRankOptions:
+    """Return the options in a bucket's "kind"."""
     return LowRankOptions(**{name: value for name, value in kind.items() if name != "dtype"})
 
 
 def _memory_of(index: int, saved: dict[str, Any]) -> Memory:
+    """Return the memory that a checked entry of "buckets" describes."""
     options = _options_of(saved["kind"])
     memory = Memory(options, saved["kind"]["dtype"], index, list(saved["shapes"]), list(saved["parameters"]))
     if saved["error"] is None:
@@ -103,15 +107,16 @@ def _memory_of(index: int, saved: dict[str, Any]) -> Memory:
     if directions and options.square:
         memory.saved["directions"] = directions[0]
     elif directions is not None:
-        of_tensor = dict(zip(options.tensors_of_matrices(memory.shapes), directions, strict=True))
-        memory.saved["directions"] = [of_tensor.get(index) for index in range(len(memory.shapes))]
+        by_tensor = dict(zip(options.tensors_of_matrices(memory.shapes), directions, strict=True))
+        memory.saved["directions"] = [by_tensor.get(index) for index in range(len(memory.shapes))]
     return memory
 
 
 def checked(state_dict: Any) -> dict[str, Any]:
-    """A state_dict of this version, in plain types, from one of any version that is known.
+    """Return a state_dict of this version, in plain types, from one of any known version.
 
-    Raises TypeError for what is no state_dict, KeyError for missing and unknown keys, ValueError for whatever doesn't fit.
+    Raises TypeError for anything but a state_dict, KeyError for missing and unknown keys, ValueError for any
+    other misfit.
     """
     require_version(state_dict)
     require_keys("the state_dict", state_dict, _KEYS if "version" in state_dict else _KEYS_WITHOUT_VERSION)
@@ -137,10 +142,10 @@ def checked(state_dict: Any) -> dict[str, Any]:
 
 
 def _bucket(what: str, memory: Any) -> dict[str, Any]:
-    """One bucket's memory, whose error and directions fit its shapes."""
+    """Return one bucket's entry, whose error and directions fit its shapes."""
     require_keys(what, memory, ("kind", "shapes", "parameters", "error", "directions"))
-    require_keys(f"{what}: kind", memory["kind"], _KIND)
-    kind = {name: rule(f"{what}: {name}", memory["kind"][name]) for name, rule in _KIND.items()}
+    require_keys(f"{what}: kind", memory["kind"], _KIND_RULES)
+    kind = {name: rule(f"{what}: {name}", memory["kind"][name]) for name, rule in _KIND_RULES.items()}
     _, shapes, parameters = checked_outline(what, memory)
     error, directions = memory["error"], memory["directions"]
     if error is None and directions is not None:
@@ -162,7 +167,7 @@ def _bucket(what: str, memory: Any) -> dict[str, Any]:
 
 
 def _from_torch(what: str, memory: Any) -> dict[str, Any]:
-    """A memory taken over from torch's hook, flat. Whether its sizes fit shows when its bucket comes."""
+    """Return a memory of torch's hook, flat. Its sizes are checked when its bucket comes."""
     require_keys(what, memory, ("error", "directions"))
     return {
         name: None if each is None else checked_tensor(f"{what}: the {name}", each, None, None)

@@ -1,4 +1,4 @@
-"""PowerSGD's memory as torch's hook keeps it."""
+"""Conversion of the memory that torch's PowerSGD hook keeps."""
 
 import math
 from typing import Any
@@ -12,9 +12,9 @@ from gradcomp.layout.matrices import is_compressed
 
 
 def memories_of(state: Any) -> dict[int, dict[str, Any]]:
-    """{index of a bucket: {"error", "directions"}} of torch's PowerSGDState, flat as it has them, or None.
+    """Return {bucket index: {"error", "directions"}} of torch's PowerSGDState, flat as there, or None.
 
-    Copies, as torch goes on writing to its own; what isn't finite, and would stay so in torch's, is zero.
+    They are copies, because torch goes on writing to its own. Values that aren't finite become zero.
     """
     theirs = {"error": state.error_dict, "directions": state.q_memory_dict}
     return {
@@ -27,7 +27,7 @@ def memories_of(state: Any) -> dict[int, dict[str, Any]]:
 
 
 def load(compressor: Any, memory: Memory, theirs: dict[str, Any]) -> bool:
-    """Have the compressor of a bucket's memory continue from what memories_of gave for it; False if it doesn't fit."""
+    """Load a bucket's entry of memories_of into its compressor. Returns False if it doesn't fit."""
     plan = compressor.plan
     error = plan.error() if theirs["error"] is None else theirs["error"]
     directions = plan.directions()
@@ -41,9 +41,9 @@ def load(compressor: Any, memory: Memory, theirs: dict[str, Any]) -> bool:
 
 
 def _split(flat: torch.Tensor, memory: Memory) -> list[torch.Tensor]:
-    """torch's q_memory_dict of a bucket as our directions; none if it is of another bucket.
+    """Convert torch's q_memory_dict of a bucket to directions; an empty list if it is another bucket's.
 
-    torch has vectors in it too, as matrices of one column, where min_compression_rate lets it.
+    It also holds vectors, as matrices of one column, where min_compression_rate allows.
     """
     groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
     for shape in memory.shapes:

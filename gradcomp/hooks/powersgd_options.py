@@ -1,6 +1,7 @@
-"""PowerSGD's options: their names, what each accepts, and what has to hold between them.
+"""PowerSGD's options: their names, the values that each accepts, and the constraints between them.
 
-The constructor, assignments to a state's attributes, checkpoints and the comparison between ranks all go by this table.
+The constructor, assignments to a state's attributes, checkpoints and the comparison between ranks all use
+this table.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ OPTIONS = {
 
 
 def checked_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All options from a mapping that has them, as they are kept. Raises ValueError for one that isn't accepted."""
+    """Return all options of a mapping, as they are stored. Raises ValueError for one that isn't accepted."""
     checked = {name: rule(name, values[name]) for name, rule in OPTIONS.items()}
     start = checked["start_powerSGD_iter"]
     if (checked["use_error_feedback"] or checked["warm_start"]) and start <= 1:
@@ -37,5 +38,5 @@ def checked_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(state: Any) -> dict[str, Any]:
-    """A state's options by name, in the order of the table."""
+    """Return a state's options by name, in the order of the table."""
     return {name: getattr(state, name) for name in OPTIONS}

@@ -1,4 +1,4 @@
-"""Where things lie in a bucket, on the wire and in private memory: arithmetic on shapes, no tensors' contents."""
+"""The positions of tensors in a bucket and of factors on the wire: arithmetic on shapes."""
 
 from .flat import FlatLayout
 from .matrices import LowRankLayout, Matrix

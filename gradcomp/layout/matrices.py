@@ -1,4 +1,4 @@
-"""Which tensors of a bucket PowerSGD compresses, and where their factors lie on the wire: arithmetic on shapes."""
+"""The matrices of a bucket that PowerSGD compresses, and their factors on the wire: arithmetic on shapes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from .flat import FlatLayout
 
 @dataclass(frozen=True)
 class Matrix:
-    """A compressed tensor's place in the bucket, seen as a matrix M [rows, cols] of rank at most `rank`.
+    """A compressed tensor's position in the bucket, as a matrix M [rows, cols], and the rank of its factors.
 
-    numel: how many of its elements exist; the square view of a whole bucket ends with zeros that don't.
+    numel: the number of its elements in the bucket. The square view of a whole bucket is padded with zeros,
+    which are not in the bucket.
     """
 
     offset: int
@@ -27,8 +28,8 @@ class Matrix:
 def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) -> bool:
     """Return whether PowerSGD compresses a tensor of this shape.
 
-    A tensor of two or more dimensions is a matrix, its first dimension against the others. It is compressed if
-    that saves enough: (rows + cols) · min(rows, cols, rank) · min_compression_rate < rows · cols.
+    A tensor of two or more dimensions is a matrix, its first dimension against the others. It is compressed
+    if that saves enough: (rows + cols) · min(rows, cols, rank) · min_compression_rate < rows · cols.
     """
     if len(shape) < 2:
         return False
@@ -37,54 +38,54 @@ def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) 
 
 
 class LowRankLayout:
-    """Which tensors of a bucket PowerSGD compresses, and where their factors lie on the wire.
+    """The tensors of a bucket that PowerSGD compresses, and where their factors are on the wire.
 
-    shapes: the shapes of the bucket's tensors, which lie in it one after another. Those for which
-    is_compressed holds are compressed. The rest is averaged as it is.
+    shapes: the shapes of the bucket's tensors, which are stored one after another. Those for which
+    is_compressed holds are compressed. The other tensors are averaged uncompressed.
 
-    matrices: the compressed ones; those of one shape are neighbours.
-    rest: (offset, numel) of every other tensor.
-    p_numel, q_numel: elements of all P and of all Q (the kernels' Q [cols, rank], plain torch's Qᵀ), in the order
-    of `matrices`;
-    wire_numel: p_numel and the rest, which cross the wire together.
+    groups: the compressed matrices, grouped by shape. matrices: the same in one tuple.
+    uncompressed: (offset, numel) of every other tensor.
+    p_numel, q_numel: the number of elements of all P and of all Q (the kernels' Q [cols, rank], plain torch's
+    Qᵀ), in the order of `matrices`.
+    wire_numel: the number of elements of all P and the uncompressed tensors, which cross the wire together.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], rank: int, min_compression_rate: float):
-        matrices, rest = [], []
+        matrices, uncompressed = [], []
         flat = FlatLayout(shapes)
         for shape, offset, numel in zip(flat.shapes, flat.offsets, flat.numels, strict=True):
             if is_compressed(shape, rank, min_compression_rate):
                 rows, cols = shape[0], numel // shape[0]
                 matrices.append(Matrix(offset, rows, cols, numel, min(rows, cols, rank)))
             else:
-                rest.append((offset, numel))
-        self._set(flat.numel, matrices, rest)
+                uncompressed.append((offset, numel))
+        self._set(flat.numel, matrices, uncompressed)
 
     @classmethod
     def square(cls, numel: int, rank: int) -> LowRankLayout:
-        """The whole bucket as one square matrix, filled up with zeros."""
+        """Return the layout of a whole bucket as one square matrix, padded with zeros."""
         layout = cls.__new__(cls)
         side = math.isqrt(numel - 1) + 1 if numel else 0
         matrices = [Matrix(0, side, side, numel, min(side, rank))] if numel else []
         layout._set(numel, matrices, [])
         return layout
 
-    def _set(self, numel: int, matrices: list[Matrix], rest: list[tuple[int, int]]) -> None:
+    def _set(self, numel: int, matrices: list[Matrix], uncompressed: list[tuple[int, int]]) -> None:
         self.numel = numel
         by_shape: dict[tuple[int, int], list[Matrix]] = {}
         for matrix in matrices:
             by_shape.setdefault((matrix.rows, matrix.cols), []).append(matrix)
         self.groups = tuple(tuple(group) for group in by_shape.values())
         self.matrices = tuple(matrix for group in self.groups for matrix in group)
-        self.rest = tuple(rest)
+        self.uncompressed = tuple(uncompressed)
         self.p_numel = sum(matrix.rows * matrix.rank for matrix in self.matrices)
         self.q_numel = sum(matrix.cols * matrix.rank for matrix in self.matrices)
-        self.wire_numel = self.p_numel + sum(numel for _, numel in rest)
+        self.wire_numel = self.p_numel + sum(numel for _, numel in uncompressed)
 
-    def place_of_p(self, index: int) -> slice:
-        """Where P of a matrix crosses the wire."""
+    def p_slice(self, index: int) -> slice:
+        """Return the slice of the wire that holds P of the matrix with this index."""
         ends = list(accumulate(matrix.rows * matrix.rank for matrix in self.matrices[: index + 1]))
         return slice(ends[-2] if index else 0, ends[-1])
 
     def __repr__(self) -> str:
-        return f"LowRankLayout({len(self.matrices)} matrices, {len(self.rest)} other tensors)"
+        return f"LowRankLayout({len(self.matrices)} matrices, {len(self.uncompressed)} uncompressed tensors)"

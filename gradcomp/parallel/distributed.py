@@ -225,10 +225,6 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         """Raise RuntimeError if the last backward did not reach all parameters; averaged they are already."""
         self.reducer.expect_finished()
 
-    def train(self, mode: bool = True) -> "DistributedDataParallel":
-        super().train(mode)
-        return self
-
     # --- hooks ---
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:

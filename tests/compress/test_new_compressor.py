@@ -1,4 +1,4 @@
-"""The compressor of docs/new_compressor.md is all that a stranger writes: everything else has to come with the state."""
+"""The compressor of docs/new_compressor.md is all that a user writes; the state provides everything else."""
 
 import copy
 import io
@@ -192,10 +192,12 @@ MISFITS = {
     "a version": (lambda d: d.update(version=2), "version is 2"),
     "no buckets": (lambda d: d.update(buckets={}), "should hold .* but holds"),
     "an error too short": (
-        lambda d: d["buckets"][0].update(error=d["buckets"][0]["error"][1:]), r"the error is \[65\] .* \[66\]",
+        lambda d: d["buckets"][0].update(error=d["buckets"][0]["error"][1:]),
+        r"the error is \[65\] .* \[66\]",
     ),
     "an error of NaN": (
-        lambda d: d["buckets"][0].update(error=d["buckets"][0]["error"] / 0), "error has values that aren't finite",
+        lambda d: d["buckets"][0].update(error=d["buckets"][0]["error"] / 0),
+        "error has values that aren't finite",
     ),
     "a start of 1.5": (lambda d: d.update(start_iter=1.5), "start_iter is 1.5, but must be a whole number"),
     "an unknown key": (lambda d: d.update(speed=2), "unknown 'speed'"),
@@ -232,11 +234,19 @@ class NotFrozen:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((TopK(type("B", (), {"numels": [4], "dtype": None, "device": "cpu"}), TopKOptions()),), TypeError, "a subclass of Compressor"),
+        (
+            (TopK(type("B", (), {"numels": [4], "dtype": None, "device": "cpu"}), TopKOptions()),),
+            TypeError,
+            "a subclass of Compressor",
+        ),
         ((Compressor, NotFrozen()), TypeError, "a frozen dataclass or None"),
-        ((TopK, TopKOptions(), "nccl"), TypeError, "a process group or None as its process_group, got 'nccl'"),
+        (
+            (TopK, TopKOptions(), "nccl"),
+            TypeError,
+            "a process group or None as its process_group, got 'nccl'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_state_refuses(arguments, error, message):
     with pytest.raises(error, match=message):
         CompressorState(*arguments)

@@ -120,7 +120,7 @@ def test_a_state_that_is_no_process_group_is_shown(hook):
 
 
 class Duck:
-    """What has a bucket's methods and is none; nobody may come so far as to call them."""
+    """An object with a bucket's methods that is no bucket; the hook must not call them."""
 
     def __getattr__(self, name):
         raise AssertionError(f"the hook used its {name}")

@@ -1,4 +1,4 @@
-"""PowerSGD's options: what the constructor, an assignment and a checkpoint refuse, and what all of them take."""
+"""PowerSGD's options: the values that the constructor, an assignment and a checkpoint refuse or accept."""
 
 import inspect
 import math
@@ -110,7 +110,7 @@ def test_a_process_group_that_is_none_is_refused(given, cause):
 
 
 def test_numpys_scalars_become_pythons():
-    """Or torch.load's safe default would refuse the checkpoint: numpy's bool too, which is registered as no number."""
+    """Otherwise torch.load would refuse the checkpoint; numpy's bool is no registered number."""
     numpy = pytest.importorskip("numpy")
     given = {
         "matrix_approximation_rank": numpy.int64(3),

@@ -1,4 +1,4 @@
-"""What load_state_dict and torch.load refuse of PowerSGD's memory, with what is wrong; and that they refuse all or nothing."""
+"""What load_state_dict and torch.load refuse of PowerSGD's memory, in which words, and all or nothing."""
 
 import copy
 
@@ -142,7 +142,7 @@ KEYS = {
 
 
 def refuse(saved, change, error, match):
-    """Loading it raises and leaves a state with memory, a fresh one and one yet without attributes as they were."""
+    """Check that loading raises and changes no state: with memory, fresh, or still without attributes."""
     broken = copy.deepcopy(saved)
     change(broken)
     used, fresh, bare = new_state(random_seed=9), new_state(), PowerSGDState.__new__(PowerSGDState)
@@ -190,7 +190,7 @@ def test_a_state_dict_without_a_version_loads(saved):
     with Messages() as said:
         state.load_state_dict(reload(first))
     assert said == []
-    # Nobody knows whose errors those were.
+    # It is unknown whose errors those were.
     assert equal(state.state_dict(), saved | {"errors_of": None})
 
 

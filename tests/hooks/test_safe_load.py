@@ -1,4 +1,4 @@
-"""What a file can do under torch.load's safe default with the globals that gradcomp declares safe: make a state, no more."""
+"""With the globals that gradcomp declares safe for torch.load, a file can make a state, and no more."""
 
 import io
 import pickle
@@ -177,7 +177,7 @@ HOSTILE = [
 @pytest.mark.usefixtures("nothing_communicates")
 @pytest.mark.parametrize("state", HOSTILE, ids=lambda each: str(each)[-60:])
 def test_a_file_cannot_build_an_odd_state(state):
-    """BUILD: the state of an object that is made already, by its constructor (REDUCE) or without it (NEWOBJ)."""
+    """BUILD sets the state of an object made by its constructor (REDUCE) or without it (NEWOBJ)."""
     built = pickle.dumps(state, 2)[2:-1] + b"b."
     for opcode, arguments in ((b"R", (None,)), (b"\x81", ())):
         made = b"\x80\x02cgradcomp.hooks.powerSGD_hook\nPowerSGDState\n"

@@ -5,7 +5,7 @@ import ast
 from tests.house.imports import PACKAGE, sources_of
 
 DECIDES = "gradcomp.kernels.device"
-# What asks for other reasons: torch's own rules for device_ids, and the rank simulator, which imports nothing of gradcomp.
+# These ask for other reasons: torch's rules for device_ids; the rank simulator imports nothing of gradcomp.
 ASKS_ITSELF = {"gradcomp.parallel.arguments", "gradcomp.testing.ranks.transfer"}
 
 

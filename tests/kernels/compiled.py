@@ -1,10 +1,10 @@
 """Compiles every kernel ahead of time, with no GPU, and reads the machine code.
 
 `python -m tests.kernels.compiled 90` calls every launcher below as the library does, records how it launches
-its kernels, compiles them so for sm_90, and prints, as JSON, registers, spilled bytes and memory instructions.
-With `--every`, for each dtype and rank rather than for those that the tests have time for: five minutes.
-It runs in a process of its own because the test process holds interpreted kernels. A new kernel's launcher has
-to be called in launches(): test_compiled.py says so if it is missing.
+its kernels, compiles them so for sm_90, and prints, as JSON, registers, spilled bytes and memory
+instructions. With `--every`, for each dtype and rank rather than for those that the tests have time for: five
+minutes. It runs in a process of its own because the test process holds interpreted kernels. A new kernel's
+launcher has to be called in launches(): test_compiled.py says so if it is missing.
 """
 
 import importlib
@@ -38,8 +38,8 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
 TYPE_NAMES = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int64: "i64"}
 # Matrices whose tiles lie on 16 bytes, and a vector.
 SHAPES = [(256, 512), (512,), (512, 256)]
-# PowerSGD's (dtype, rank, error feedback) that the tests compile: most of those of which a variant once spilled, and
-# enough of the others.
+# PowerSGD's (dtype, rank, error feedback) that the tests compile: most of those of which a variant once
+# spilled, and enough of the others.
 POWERSGD = [
     *((FP32, rank, True) for rank in (1, 4, 8, 16, 32, 96)),
     *((BF16, rank, True) for rank in (4, 16, 32)),
@@ -98,7 +98,7 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
     for source, result in [
         *((FP32, half) for half in (FP16, BF16)),
         *((half, FP32) for half in (FP16, BF16)),
-        *((kind, kind) for kind in (FP64, FP32, FP16, BF16)),
+        *((dtype, dtype) for dtype in (FP64, FP32, FP16, BF16)),
         (FP64, BF16),
     ]:
         cast.cast(torch.zeros(1, dtype=source), out=torch.zeros(1, dtype=result))
@@ -200,7 +200,7 @@ def code_of(cubin: bytes) -> bytes:
 
 
 def disassemble(codes: Sequence[bytes], architecture: int) -> list[str]:
-    """The instructions of each kernel's machine code. All go through one nvdisasm, which takes long to start."""
+    """Return the instructions of each kernel's machine code, from one nvdisasm, which takes long to start."""
     with tempfile.NamedTemporaryFile() as binary:
         binary.write(b"".join(codes))
         binary.flush()

@@ -1,4 +1,4 @@
-"""What the PowerSGD tests share: steps of simulated ranks, and the same step in float64."""
+"""Steps of PowerSGD on simulated ranks, and the same step in float64, for the kernels' tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import torch
 
 from gradcomp.kernels.powersgd_plan import LowRankPlan
 from gradcomp.layout import LowRankLayout
+from tests.tolerances import POWERSGD_STAGE as STAGE
+from tests.tolerances import POWERSGD_STEP as STEP
 
 COMPRESS_ALL = 1e-9  # a min_compression_rate that every matrix passes
+# Of several blocks both ways, with edges; the second is aligned to 16 bytes, the first is not.
+MIXED = [(1,), (33, 67), (4,), (40, 72), (0,), (9, 20)]
 
 
 def plans_of(
@@ -97,7 +101,7 @@ def panel_of(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
 
 
 def assert_padding_is_zero(plan: LowRankPlan) -> None:
-    """Nothing but the matrices and factors themselves in the memory and the panels: the kernels count on it."""
+    """Check that the memory and the panels are zero outside the matrices and factors, as the kernels need."""
     indices = range(len(plan.layout.matrices))
     held = {
         "memory": (plan._memory, [plan._matrix(i) for i in indices] if plan._feedback else []),
@@ -130,3 +134,32 @@ def reference_step(sums: Sequence[torch.Tensor], q: torch.Tensor) -> torch.Tenso
 def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
     """‖result − expected‖ / ‖expected‖, Frobenius."""
     return float((result - expected).norm() / expected.norm())
+
+
+def condition(p: torch.Tensor) -> float:
+    """P's condition number once its columns have length 1; at most 100, for dependent columns drop out."""
+    return min(float(torch.linalg.cond(p / p.norm(dim=0))), 100.0) if p.norm(dim=0).all() else 100.0
+
+
+def check_step(plans, grads, seed: int = 0) -> None:
+    """Take one step and compare everything that it leaves with float64."""
+    layout, dtype, feedback = plans[0].layout, grads[0].dtype, plans[0]._feedback
+    sums = [sums_of(plan, grad) for plan, grad in zip(plans, grads, strict=True)]
+    directions = directions_of(plans[0])
+    means = [sum(grad[o : o + n].double() for grad in grads) / len(grads) for o, n in layout.uncompressed]
+
+    step(plans, grads, seed)
+
+    for i, output in enumerate(matrices_of(layout, grads[0])):
+        of_ranks = [each[i] for each in sums]
+        bound = STEP[dtype] * condition(sum(of_ranks) @ directions[i])
+        assert relative(output, reference_step(of_ranks, directions[i])) <= bound, layout.matrices[i]
+        if feedback:
+            for plan, total in zip(plans, of_ranks, strict=True):
+                assert relative(plan._matrix(i).double().cpu(), total) <= STAGE[dtype]
+    for (offset, numel), mean in zip(layout.uncompressed, means, strict=True):
+        average = grads[0][offset : offset + numel].double()
+        assert relative(average, mean) <= STAGE[dtype] or not numel
+    for plan, grad in zip(plans, grads, strict=True):
+        assert torch.equal(grad, grads[0]), "replicas differ"
+        assert_padding_is_zero(plan)

@@ -1,4 +1,4 @@
-"""PowerSGD's plan on the kernels: what a step launches, offsets beyond 2³¹, and the plain-torch plan beside it."""
+"""PowerSGD's plan on the kernels: a step's launches, offsets beyond 2³¹, and plain torch beside it."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_as_in_plain_torch(rank, square, dtype, device):
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     layout = LowRankLayout.square(numel, rank) if square else LowRankLayout(SHAPES, rank, 1.1)
     assert layout.matrices
-    assert square or layout.rest
+    assert square or layout.uncompressed
     options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 3}
     (plan,) = plans_of(layout, rank, dtype, device, **options)
     plain = cpu.LowRankPlan(layout, dtype, torch.device("cpu"), **options)
@@ -222,7 +222,8 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     norms = torch.zeros(work.num_norms, work.rank, dtype=torch.float64, device=device)
     partial = torch.zeros(work.rank * 64, device=device)
 
-    # P and Q are zero, so M = gradient + memory; Q's lengths too, so that M is projected on the random Q: on ones.
+    # P and Q are zero, so M = gradient + memory; Q's lengths too, so that M is projected on the random Q: on
+    # ones.
     q[work.q_panel_numel // 2 :][:m] = 1.0
     project(grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, **blocks)
     rows, cols = n - first_row, m - first_col

@@ -38,7 +38,7 @@ def test_what_is_worth_compressing(rate, compressed):
     shapes = [(64, 64), (20, 3, 3), (12, 12), (4, 4), (1, 7), (9,), (0, 5), (5, 0), ()]
     layout = LowRankLayout(shapes, 2, rate)
     assert len(layout.matrices) == compressed
-    assert len(layout.matrices) + len(layout.rest) == len(shapes)
+    assert len(layout.matrices) + len(layout.uncompressed) == len(shapes)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8, 16, 32, 100])
@@ -153,4 +153,4 @@ def test_the_layout_and_its_work_agree():
     assert work.ranks == tuple(matrix.rank for matrix in layout.matrices)
     assert (work.p_wire_numel, work.q_wire_numel) == (layout.wire_numel, layout.q_numel)
     assert work.uncompressed_start == layout.p_numel
-    assert work.uncompressed == layout.rest
+    assert work.uncompressed == layout.uncompressed

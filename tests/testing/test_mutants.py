@@ -69,9 +69,9 @@ def divided_twice(back_project):
     return lambda plan, buffer, scale: back_project(plan, buffer, scale**2)
 
 
-def not_normal(turn):
+def not_normal(normalise_directions):
     def replacement(stack):
-        length = turn(stack)
+        length = normalise_directions(stack)
         stack.direction.copy_(stack.qt)
         return length
 
@@ -139,20 +139,20 @@ def one_wire_for_all_buckets(_):
     return replacement
 
 
-STACK, PLAN = "gradcomp.cpu.low_rank.Stack", "gradcomp.cpu.low_rank.LowRankPlan"
+MATRIX_GROUP, PLAN = "gradcomp.cpu.matrix_group.MatrixGroup", "gradcomp.cpu.low_rank.LowRankPlan"
 # The hook in which a bug is planted; the bug, a mutant of that compressor or (the function of gradcomp's to
 # replace, the maker of its replacement); and the property that finds it.
 PLANTED = [
-    (POWER_SGD, (f"{STACK}.reconstruct", error_dropped), "error_feedback_identity"),
+    (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", error_dropped), "error_feedback_identity"),
     (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
     (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
     (POWER_SGD, (f"{PLAN}.orthonormalise", not_orthonormal), "contraction"),
-    (POWER_SGD, (f"{STACK}.reconstruct", stale_p), "held_back_comes_out"),
-    (RANK_1, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
-    (RANK_16, (f"{STACK}.reconstruct", stale_p_where_rows_are_odd), "contraction"),
+    (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", stale_p), "held_back_comes_out"),
+    (RANK_1, (f"{MATRIX_GROUP}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
+    (RANK_16, (f"{MATRIX_GROUP}.reconstruct", stale_p_where_rows_are_odd), "contraction"),
     (RANK_1, (f"{PLAN}.project", nan_swallowed), "nonfinite_seen_by_all"),
     (RANK_1, (f"{PLAN}.project", minus_inf_swallowed), "nonfinite_seen_by_all"),
-    (POWER_SGD, (f"{STACK}._product", last_row_missing), "exact_up_to_rank"),
+    (POWER_SGD, (f"{MATRIX_GROUP}._product", last_row_missing), "exact_up_to_rank"),
     (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
     (FP16, ("gradcomp.hooks.default_hooks.take_wire", one_wire_for_all_buckets), "averages"),
     (TOP_K, mutants.ErrorDropped, "held_back_comes_out"),
@@ -216,7 +216,7 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
     claims = replace(claims_of(POWER_SGD.hook, power_sgd), max_magnitude=2.0**100)
     case = (POWER_SGD.hook, power_sgd, Workload(((7, 13),), steps=4, log2_factor=90))
     properties.finite_in_finite_out(*case, claims=claims)
-    plant(monkeypatch, f"{STACK}.turn", not_normal)
+    plant(monkeypatch, f"{MATRIX_GROUP}.normalise_directions", not_normal)
     with pytest.raises(
         NonFiniteFailure, match=r"step 3, rank 0, tensor 0 \[7, 13\] in bucket 0: expected finite"
     ):
