@@ -40,7 +40,7 @@ def train(rank, world_size, folder, resume):
         loss.backward()
         optimizer.step()
 
-    # Every rank takes part: what PowerSGD holds back differs between them, and the file has the mean.
+    # On every rank: PowerSGD's errors differ between ranks, and the file has their mean.
     powersgd = powerSGD.consolidated_state_dict(state)
     if rank == 0:
         rate = state.compression_stats()[0]

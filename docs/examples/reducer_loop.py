@@ -36,7 +36,7 @@ def main():
     dist.init_process_group("gloo")
     train(dist.get_rank())
     dist.barrier()  # no rank leaves while another may still talk to it
-    dist.destroy_process_group()  # after train() has let go of its reducer: then nobody holds the group
+    dist.destroy_process_group()  # after train() has let go of its reducer, which holds the group
 
 
 if __name__ == "__main__":

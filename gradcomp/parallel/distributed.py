@@ -27,10 +27,10 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``: its arguments, attributes, semantics and
     messages.
 
-    module: the same on every rank; rank 0's parameters and buffers become everybody's (init_sync).
+    module: the same on every rank; rank 0's parameters and buffers are copied to all ranks (init_sync).
     device_ids: None, or the one GPU the module is on, to which inputs are then moved. output_device, dim,
         check_reduction: accepted, as torch's are, without effect.
-    forward_sync_buffers (or broadcast_buffers, its deprecated name): rank 0's buffers become everybody's
+    forward_sync_buffers (or broadcast_buffers, its deprecated name): rank 0's buffers are copied to all ranks
         before every forward.
     process_group or device_mesh (of one dimension): the ranks; None for the default group.
     bucket_cap_mb: MiB per bucket; None for 25 and a first bucket of 1.

@@ -24,7 +24,7 @@ START = 2
 
 
 def documented():
-    """What the page's first block defines, as a module would."""
+    """Return what the page's first block defines, as a module would."""
     names = {"__name__": "documented"}
     exec(compile(BLOCKS[0], str(PAGE), "exec"), names)
     return names["TopK"], names["TopKOptions"]
@@ -38,7 +38,7 @@ def new_state(group=None, density=0.25, **settings):
 
 
 def reload(state_dict):
-    """Through torch.save and torch.load with its safe default."""
+    """Save and load with torch.save and torch.load's safe default."""
     file = io.BytesIO()
     torch.save(state_dict, file)
     file.seek(0)
@@ -50,7 +50,7 @@ def test_it_is_short():
 
 
 def test_the_documented_check(monkeypatch):
-    """It passes, and error feedback, in other buckets and after a restart, too, is among what is checked."""
+    """The check passes, and includes error feedback in other buckets and after a restart."""
     reports = []
 
     def recorded(*arguments):
@@ -66,7 +66,7 @@ def test_the_documented_check(monkeypatch):
 
 
 def runs(rank, kind):
-    """The last outputs of a run, and of one that is broken off, saved, loaded and resumed."""
+    """Return the last outputs of a run, and of one that is broken off, saved, loaded and resumed."""
     results = []
     for is_resumed in (False, True):
         state = new_state()
@@ -92,7 +92,7 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one():
 
 
 def rearranged(rank):
-    """out + mean error − in, of steps in one bucket, then two in another order, then one again."""
+    """Return out + mean error − in, of steps in one bucket, then two in another order, then one again."""
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     state, total = new_state(), torch.zeros(starts(SHAPES)[-1])
     for step in range(12):
@@ -132,7 +132,7 @@ class Net(nn.Module):
 
 
 def train(rank, kind):
-    """The loss before and after, and the parameters, of training with the compressor on one of our ways."""
+    """Return the loss before and after, and the parameters, of training with the compressor in one of the ways."""
     torch.manual_seed(0)
     model = Net()
     state, data = new_state(density=0.2), torch.randn(64, 12, generator=torch.Generator().manual_seed(rank))

@@ -44,7 +44,7 @@ def test_modules_mirror_torch(name):
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
 def test_ddp_accepts_the_signature_on_every_backend(hook):
-    """What DDP's _check_comm_hook asks of a hook; it refuses two names unless CUDA and NCCL are there."""
+    """The signature is what DDP's _check_comm_hook asks for; it refuses two names unless CUDA and NCCL are there."""
     signature = inspect.signature(hook)
     assert signature.parameters["bucket"].annotation is dist.GradBucket
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
@@ -103,7 +103,7 @@ def test_power_sgd_types_make_their_state(name):
 
 
 def test_wrapping_the_plain_hook_is_the_compress_hook():
-    """So that the wrapper divides before it rounds, where only the plain hook's average has to fit."""
+    """The wrapper divides before it rounds then, so that only the average has to fit."""
     wrap = default_hooks.fp16_compress_wrapper
     assert wrap(default_hooks.allreduce_hook) is default_hooks.fp16_compress_hook
     wrap = default_hooks.bf16_compress_wrapper
@@ -128,7 +128,7 @@ class Duck:
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
 def test_what_is_no_bucket_is_refused_before_anything_else(hook):
-    """Whatever the state, which would be refused too."""
+    """A state that would be refused, too, makes no difference."""
     for state in (None, "nccl", powerSGD_hook.PowerSGDState(None)):
         for bucket in (None, torch.ones(4), Duck()):
             with pytest.raises(

@@ -36,7 +36,7 @@ TAKEN = [
 
 
 def change(state, name, value):
-    """The ways in which an option comes to a state."""
+    """Set an option in each of the ways in which a user can."""
     yield lambda: PowerSGDState(None, **{name: value})
     yield lambda: setattr(state, name, value)
     yield lambda: state.load_state_dict(state.state_dict() | {name: value})
@@ -110,7 +110,7 @@ def test_a_process_group_that_is_none_is_refused(given, cause):
 
 
 def test_numpys_scalars_become_pythons():
-    """Otherwise torch.load would refuse the checkpoint; numpy's bool is no registered number."""
+    """torch.load would refuse a checkpoint with numpy's; numpy's bool is no registered number."""
     numpy = pytest.importorskip("numpy")
     given = {
         "matrix_approximation_rank": numpy.int64(3),

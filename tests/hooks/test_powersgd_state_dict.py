@@ -15,7 +15,7 @@ NOT_THROUGH_DCP = "torch.distributed.checkpoint can't save a state's state_dict:
 
 @pytest.fixture(scope="module")
 def saved():
-    """The state_dict of a state with an error and directions, in this process."""
+    """Return the state_dict of a state with an error and directions, made in this process."""
     from benchmarks.hooks import join_group_of_one
 
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ def with_nan(tensor):
 
 
 def like_dcp(state_dict):
-    """As torch.distributed.checkpoint fills the state_dict of a fresh state."""
+    """Fill the state_dict of a fresh state as torch.distributed.checkpoint does."""
     state_dict["buckets"] = {}
 
 
@@ -184,7 +184,7 @@ def test_a_state_dict_loads_what_it_saves(saved):
 
 
 def test_a_state_dict_without_a_version_loads(saved):
-    """As the first checkpoints were."""
+    """The first checkpoints had none."""
     first = {name: value for name, value in saved.items() if name not in ("version", "errors_of", "contents")}
     state = new_state(random_seed=9)
     with Messages() as said:
@@ -195,7 +195,7 @@ def test_a_state_dict_without_a_version_loads(saved):
 
 
 def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
-    """As it does in the next step; what is saved has to load again."""
+    """The next step counts it as zero as well, and what is saved has to load again."""
     state, expected = new_state(), copy.deepcopy(saved)
     state.load_state_dict(copy.deepcopy(saved))
     (memory,) = broken = state._memories.saved()
@@ -206,7 +206,7 @@ def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
 
 
 def test_what_was_loaded_is_the_states_own(saved):
-    """Before its first compressed step, too; also where it was saved as an expanded tensor."""
+    """This holds before its first compressed step, too, and for a tensor that was saved expanded."""
     state, given = new_state(), copy.deepcopy(saved)
     given["buckets"][0]["error"] = torch.ones(1).expand(NUMEL)
     state.load_state_dict(given)

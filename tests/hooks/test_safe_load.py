@@ -39,7 +39,7 @@ STATE = powerSGD_hook.PowerSGDState
 
 @pytest.fixture
 def nothing_communicates(monkeypatch, group_of_one):
-    """In a process group, where every collective fails the test and is noted, as its error may be caught."""
+    """Run in a process group in which every collective fails the test, and is noted, as its error may be caught."""
     called = []
 
     def note(name):
@@ -71,7 +71,7 @@ def _safe_globals():
 
 
 class Call:
-    """Pickled as the call of a function."""
+    """An object that is pickled as the call of a function."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -81,7 +81,7 @@ class Call:
 
 
 class Built(OrderedDict):
-    """Pickled as an OrderedDict with attributes of the file's choice."""
+    """An object that is pickled as an OrderedDict with attributes of the file's choice."""
 
     def __init__(self, **attributes):
         super().__init__()
@@ -99,7 +99,7 @@ def load(value):
 
 
 def load_raw(opcodes):
-    """The stream of these opcodes, in the container that torch.save writes."""
+    """Load the stream of these opcodes from the container that torch.save writes."""
     file, archive = io.BytesIO(), io.BytesIO()
     torch.save(None, file)
     with zipfile.ZipFile(file) as old, zipfile.ZipFile(archive, "w") as new:
@@ -110,7 +110,7 @@ def load_raw(opcodes):
 
 
 def test_what_is_safe():
-    """Only these: whatever is added has to be looked at here first."""
+    """Only these globals are safe: whatever is added has to be looked at here first."""
     importable = {f"{each.__module__}.{each.__qualname__}" for each in (STATE, *HOOKS)}
     assert _safe_globals() == importable
     for name in importable:
@@ -121,7 +121,7 @@ def test_what_is_safe():
 @pytest.mark.usefixtures("nothing_communicates")
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
 def test_a_file_cannot_run_a_hook(hook):
-    """Not with a bucket of its own making either: an OrderedDict's attributes are the file's to choose."""
+    """Nor with a bucket of its own making: an OrderedDict's attributes are the file's to choose."""
     given = torch.ones(6)
     methods = {
         "buffer": torch.FloatTensor,
