@@ -132,7 +132,7 @@ class Net(nn.Module):
 
 
 def train(rank, kind):
-    """Return the loss before and after, and the parameters, of training with the compressor in one of the ways."""
+    """Return the loss before and after, and the parameters, of training with the compressor."""
     torch.manual_seed(0)
     model = Net()
     state, data = new_state(density=0.2), torch.randn(64, 12, generator=torch.Generator().manual_seed(rank))

@@ -44,7 +44,7 @@ def test_modules_mirror_torch(name):
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
 def test_ddp_accepts_the_signature_on_every_backend(hook):
-    """The signature is what DDP's _check_comm_hook asks for; it refuses two names unless CUDA and NCCL are there."""
+    """DDP's _check_comm_hook asks for this signature, and refuses two names without CUDA and NCCL."""
     signature = inspect.signature(hook)
     assert signature.parameters["bucket"].annotation is dist.GradBucket
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]

@@ -39,7 +39,7 @@ STATE = powerSGD_hook.PowerSGDState
 
 @pytest.fixture
 def nothing_communicates(monkeypatch, group_of_one):
-    """Run in a process group in which every collective fails the test, and is noted, as its error may be caught."""
+    """Run in a process group in which every collective fails the test, and is noted."""
     called = []
 
     def note(name):
