@@ -1,0 +1,1 @@
+"""Predict PowerSGD's time on GPUs from the compiled kernels: `python -m benchmarks.prediction`."""
