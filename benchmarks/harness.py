@@ -36,8 +36,7 @@ class Case:
     """One operation on one problem.
 
     num_bytes: the fewest bytes it can move, each input read once and each output written once; every
-    provider's
-        bandwidth is computed from it.
+        provider's bandwidth is computed from it.
     max_error: the bound for error_of(result, reference).
     baseline: the provider that the others' ratios refer to.
     seconds: the time limit of its rounds, where the clock's own is too long.

@@ -1,9 +1,8 @@
 """What a state's checkpoint holds, and the checks that a given one may be loaded.
 
 A state_dict is checked as a whole before anything of it is used. It may come from an untrusted file, from
-another
-version, or from a container that has changed it: torch.distributed.checkpoint makes strings of integer keys
-and fills only the entries that the target has already.
+another version, or from a container that has changed it: torch.distributed.checkpoint makes strings of
+integer keys and fills only the entries that the target has already.
 """
 
 import math

@@ -27,12 +27,10 @@ class CompressorState(CompressedAveraging):
 
     compressor: a subclass of Compressor, called as compressor(bucket: BucketSpec, options) for every bucket.
     options: a frozen dataclass of plain values, which raises ValueError for invalid ones; None for a
-    compressor without
-        options.
+        compressor without options.
     process_group: None for the default one.
     start_iter: steps of plain all-reduce before compression starts; at least 2, because DDP rebuilds its
-    buckets
-        after the first step.
+        buckets after the first step.
     random_seed: the seed for a compressor's random choices; the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
 

@@ -47,12 +47,10 @@ class PowerSGDState(CompressedAveraging):
     process_group: None for the default one.
     matrix_approximation_rank: the factors' columns; the compression is rows · cols / ((rows + cols) · rank).
     start_powerSGD_iter: steps of plain all-reduce before compression starts; at least 2 with error feedback
-    or
-        warm start, because DDP rebuilds its buckets after the first step.
+        or warm start, because DDP rebuilds its buckets after the first step.
     min_compression_rate: matrices that would save less are averaged as they are.
     use_error_feedback: add what compression lost to the next step's gradient. Needs as much memory again as
-    the
-        compressed gradients.
+        the compressed gradients.
     warm_start: project on the last step's factors rather than on random ones.
     orthogonalization_epsilon: added to a column's length before dividing by it. Not needed here: zero columns
         stay zero.
@@ -64,9 +62,8 @@ class PowerSGDState(CompressedAveraging):
     anything but a process group. So does an assignment to the attribute.
 
     Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
-    load_state_dict(). Every
-    rank has its own errors: save one per rank to continue exactly, or consolidated_state_dict(state) for all
-    ranks.
+        load_state_dict(). Every rank has its own errors: save one per rank to continue exactly, or
+        consolidated_state_dict(state) for all ranks.
     """
 
     matrix_approximation_rank: int
@@ -241,8 +238,7 @@ def batched_powerSGD_hook(  # noqa: N802
     """Average the whole bucket through factors of low rank, as one square matrix padded with zeros.
 
     The steps of powerSGD_hook with one matrix per bucket, biases included. It sends less than powerSGD_hook
-    and
-    loses more: a bucket cut into rows of equal length has little of its layers' structure. Prefer
+    and loses more: a bucket cut into rows of equal length has little of its layers' structure. Prefer
     powerSGD_hook, which costs no more here.
 
     Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.

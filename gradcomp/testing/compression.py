@@ -33,12 +33,10 @@ class Quality:
     cosine_similarity: ⟨C, G⟩ / (‖C‖ ‖G‖); NaN if one of them is zero.
     energy_kept: 1 − ‖C − G‖² / ‖G‖².
     best_energy: the most energy that a matrix of the requested rank can keep, from G's singular values
-    (Eckart and
-        Young, 1936); a vector's whole energy. None without a rank.
+        (Eckart and Young, 1936); a vector's whole energy. None without a rank.
     gradient_bytes: the bytes of the gradient.
     wire_bytes: the bytes of the tensors that a rank handed to collectives in the last step, the most of any
-    rank; None
-        for a tensor that shares its bucket with others.
+        rank; None for a tensor that shares its bucket with others.
     """
 
     shape: tuple[int, ...]
@@ -104,20 +102,16 @@ def compression_report(
     """Run a hook on these gradients, on simulated ranks, and measure its last step.
 
     gradients: a list of tensors, the same on every rank, or a list of tensors for every rank; they are the
-    same in
-        every step. Or a Workload, which has its own ranks, steps and buckets.
-    make_state(process_group): makes a rank's state; None for hooks that take the process group. A
-    PowerSGDState
+        same in every step. Or a Workload, which has its own ranks, steps and buckets.
+    make_state(process_group): makes a rank's state; None for hooks that take the process group. A PowerSGDState
         (gradcomp's or torch's) is advanced past its start_powerSGD_iter plain steps.
     world_size: the number of ranks; by default the gradients', or 2 if every rank has the same.
     steps: the number of steps; with warm start the first is the worst, and with error feedback a later one
-    also sends
-        what earlier ones left out.
+        also sends what earlier ones left out.
     rank: the rank for best_energy; by default the state's matrix_approximation_rank if it has one.
     buckets: the indices of each bucket's tensors. By default each tensor has a bucket of its own, so that its
-    bytes on
-        the wire can be measured. Hooks that take a bucket as a whole (batched_powerSGD_hook) need the model's
-        buckets.
+        bytes on the wire can be measured. Hooks that take a bucket as a whole (batched_powerSGD_hook) need
+        the model's buckets.
 
     Raises ValueError if there are no gradients, if world_size is not theirs, or if buckets don't hold each
     tensor once; RankError if the hook fails.

@@ -61,8 +61,7 @@ class PowerSGDOracle:
 
     compressed: the indices of the compressed tensors, those with equal n and m next to each other.
     qs: the Q [m, r] on which the next step projects each of these. Only its span matters. None before the
-    first
-        step and, without warm start, before every step: then `step` needs its argument.
+        first step and, without warm start, before every step: then `step` needs its argument.
     errors: [rank][index], float64: each rank's gradients minus their part of the averages. Zeros at first,
         and always for uncompressed tensors or without error feedback.
 

@@ -43,8 +43,7 @@ class Run:
     state_bytes[step][rank]: the bytes of the tensors that the state holds after a step.
     state_numels[step][rank]: the number of elements of the state's floating-point tensors.
     wire_bytes[step][rank]: the bytes of the tensors that a rank handed to collectives in a step; 0 on gloo,
-    where they
-        are not counted.
+        where they are not counted.
     """
 
     outputs: list[list[list[Tensor]]]

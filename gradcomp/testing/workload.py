@@ -24,13 +24,11 @@ class Workload:
 
     shapes: the tensors' shapes.
     buckets: the indices of the tensors in each bucket, in the order in which buckets are averaged; () for one
-    bucket
-        with all tensors.
+        bucket with all tensors.
     rearranged: these buckets apply from the second step on; in the first, all tensors are in one bucket, as
     in DDP.
     spectra: the singular values of the tensors' signals, tensor after tensor (the last for all that follow);
-    a tensor is
-        a matrix, its first dimension against the others.
+        a tensor is a matrix, its first dimension against the others.
 
         flat        all the same                    power_law   1, 1/2, 1/3, ...
         low_rank    `rank` equal ones, then 0       clustered   one in four 1, the others 1/100
@@ -40,8 +38,7 @@ class Workload:
     0.
     sparsity: the fraction of rows (of a vector's elements) that are 0, the same ones on every rank.
     noise: the rms of a rank's noise over the signal's. In a low-rank matrix the noise is in the span of the
-    signal's
-        columns and rows, so that the mean has that rank too.
+        signal's columns and rows, so that the mean has that rank too.
     drift: the distance of a step's gradient from the first step's, from 0 (the same) to 1 (entirely new).
 
     These options change the drawn gradients:

@@ -198,11 +198,9 @@ class BucketSteps:
 
     means, outputs: [step, element], the ranks' mean gradients and the hook's averages.
     held[i]: Σ means − Σ outputs before that step; the last element is after the last step. With error
-    feedback it is the
-        mean of the ranks' errors.
+        feedback it is the mean of the ranks' errors.
     rounding[i]: the rounding error allowed in its norm: in every step 8 u times the norms of the largest
-    gradient and of
-        the held-back errors before and after it.
+        gradient and of the held-back errors before and after it.
     """
 
     means: Tensor
