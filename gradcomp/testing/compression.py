@@ -103,8 +103,8 @@ def compression_report(
 
     gradients: a list of tensors, the same on every rank, or a list of tensors for every rank; they are the
         same in every step. Or a Workload, which has its own ranks, steps and buckets.
-    make_state(process_group): makes a rank's state; None for hooks that take the process group. A PowerSGDState
-        (gradcomp's or torch's) is advanced past its start_powerSGD_iter plain steps.
+    make_state(process_group): makes a rank's state; None for hooks that take the process group. A
+        PowerSGDState (gradcomp's or torch's) is advanced past its start_powerSGD_iter plain steps.
     world_size: the number of ranks; by default the gradients', or 2 if every rank has the same.
     steps: the number of steps; with warm start the first is the worst, and with error feedback a later one
         also sends what earlier ones left out.
