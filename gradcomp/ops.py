@@ -15,6 +15,7 @@ import triton
 
 from .cpu import copy as cpu
 from .cpu import low_rank as cpu_low_rank
+from .cpu import quantise as cpu_quantise
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels import powersgd_plan
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LowRankPlan",
+    "code_bytes",
     "compress_cast",
     "decompress_cast",
+    "dequantise",
     "flatten",
     "has_streams",
     "low_rank_plan",
+    "quantise",
     "runs_triton",
     "scale_",
     "send",
@@ -37,6 +41,8 @@ __all__ = [
 ]
 
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
+
+code_bytes = cpu_quantise.code_bytes
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -220,6 +226,43 @@ def _require_float(name: str, tensor: torch.Tensor) -> None:
 def _require_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: tensors are on {tensor.device} and on {device}")
+
+
+@torch.no_grad()
+def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
+    """Quantise blocks to 8 or 4 bits; values keep what is lost, zeros where a block isn't finite.
+
+    values: [blocks, size], fp32 or fp64, contiguous. codes: uint8 [blocks, code_bytes(bits, size)]. scales: bf16
+    [blocks], NaN for a block that isn't finite. In plain torch on every device, see cpu/quantise.py. Raises ValueError for shapes that don't fit, TypeError for dtypes.
+    """
+    _check_blocks("quantise", values, codes, scales, bits)
+    cpu_quantise.quantise(values, codes=codes, scales=scales, bits=bits)
+
+
+@torch.no_grad()
+def dequantise(
+    codes: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor, bits: int, add: bool = False
+) -> None:
+    """out = the values of codes, or with add out += them. Shapes, dtypes and errors as in quantise."""
+    _check_blocks("dequantise", out, codes, scales, bits)
+    cpu_quantise.dequantise(codes, scales, out=out, bits=bits, add=add)
+
+
+def _check_blocks(
+    name: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int
+) -> None:
+    if bits not in (4, 8):
+        raise ValueError(f"{name} takes 4 or 8 bits, got {bits}")
+    expected = ((torch.float32, torch.float64), (torch.uint8,), (torch.bfloat16,))
+    for tensor, dtypes in zip((values, codes, scales), expected, strict=True):
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} takes a tensor of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    num_blocks, block_size = values.shape
+    if codes.shape != (num_blocks, code_bytes(bits, block_size)) or scales.shape != (num_blocks,):
+        raise ValueError(
+            f"{name}: {num_blocks} blocks of {block_size} values don't have codes of shape "
+            f"{tuple(codes.shape)} and scales of shape {tuple(scales.shape)} in {bits} bits"
+        )
 
 
 def low_rank_plan(

@@ -46,6 +46,8 @@ class CompressorState(CompressedAveraging):
         ddp_model.register_comm_hook(state, compress_hook)
     """
 
+    min_start_iter = 2
+
     def __init__(
         self,
         compressor: type[Compressor],
@@ -67,9 +69,10 @@ class CompressorState(CompressedAveraging):
             "random_seed": random_seed,
             "compression_stats_logging_frequency": compression_stats_logging_frequency,
         }
-        if SETTINGS["start_iter"]("start_iter", start_iter) < 2:
+        if SETTINGS["start_iter"]("start_iter", start_iter) < self.min_start_iter:
             raise ValueError(
-                f"start_iter is {start_iter}, but DDP rebuilds its buckets after the first step: at least 2"
+                f"start_iter is {start_iter}, but DDP rebuilds its buckets after the first step: at least "
+                f"{self.min_start_iter}"
             )
         super().__init__(process_group)
         self._compressor, self._options = compressor, options

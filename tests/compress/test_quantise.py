@@ -1,0 +1,145 @@
+"""The quantisation of blocks, against the definition in float64."""
+
+import math
+
+import pytest
+import torch
+
+from gradcomp import ops
+from gradcomp.cpu import quantise as plain
+from gradcomp.layout.blocks import BlockLayout
+
+BOTH = pytest.mark.parametrize("bits", [4, 8])
+WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def quantised(values, bits):
+    """Return codes and scales of blocks, what they stand for, and what is lost."""
+    lost = values.clone()
+    codes = torch.empty(len(values), ops.code_bytes(bits, values.shape[1]), dtype=torch.uint8)
+    scales = torch.empty(len(values), dtype=torch.bfloat16)
+    ops.quantise(lost, codes=codes, scales=scales, bits=bits)
+    out = torch.full_like(values, math.nan)
+    ops.dequantise(codes, scales, out=out, bits=bits)
+    return codes, scales, out, lost
+
+
+def random_blocks(dtype, num_blocks=200, block_size=32):
+    """Return blocks whose magnitudes reach from 1e-20 to 1e20."""
+    magnitudes = torch.logspace(-20, 20, num_blocks, dtype=dtype)[:, None]
+    return torch.randn(num_blocks, block_size, dtype=dtype) * magnitudes
+
+
+def test_the_levels_are_lloyds():
+    """Each level is the mean of a normal variable between its thresholds, as in the best quantiser."""
+    normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
+    bounds = torch.tensor([-math.inf, *plain.THRESHOLDS, math.inf], dtype=torch.float64)
+    density = torch.exp(-bounds.square() / 2) / math.sqrt(2 * math.pi)
+    means = (density[:-1] - density[1:]) / (normal.cdf(bounds[1:]) - normal.cdf(bounds[:-1]))
+    assert torch.allclose(means, torch.tensor(plain.LEVELS, dtype=torch.float64), atol=2e-5)
+
+
+@WIDE
+def test_4_bits_are_the_nearest_level_at_the_best_scale(dtype):
+    values = random_blocks(dtype)
+    _, scales, out, lost = quantised(values, 4)
+    wide = values.double()
+    levels = torch.tensor(plain.LEVELS, dtype=torch.float64)
+    unit = wide / wide.square().mean(1, keepdim=True).sqrt()
+    nearest = levels[(unit[:, :, None] - levels).abs().argmin(2)]
+    best = (wide * nearest).sum(1) / nearest.square().sum(1)
+    assert torch.allclose(scales.double(), best, rtol=2**-8)
+    assert torch.allclose(out.double(), scales.double()[:, None] * nearest, rtol=1e-6)
+    assert ((wide - out.double() - lost.double()).abs() <= 1e-6 * wide.abs().amax(1, keepdim=True)).all()
+
+
+@WIDE
+def test_8_bits_are_the_nearest_multiple_of_the_scale(dtype):
+    values = random_blocks(dtype)
+    codes, scales, out, lost = quantised(values, 8)
+    wide, scale = values.double(), scales.double()[:, None]
+    assert torch.allclose(scales.double() * 127, wide.abs().amax(1), rtol=2**-8)
+    # The largest value's own rounding and the scale's, to 8 bits, are all that is lost.
+    assert ((wide - out.double()).abs() <= scale * (0.5 + 127 * 2**-8)).all()
+    assert torch.equal(out.double(), (scale * codes.view(torch.int8).double()).to(dtype).double())
+    assert ((wide - out.double() - lost.double()).abs() <= 1e-6 * scale).all()
+
+
+@BOTH
+@WIDE
+def test_blocks_that_are_not_finite_become_nan_and_lose_nothing(bits, dtype):
+    values = torch.randn(5, 16, dtype=dtype)
+    values[1, 3], values[2, 0], values[3, 15] = math.inf, -math.inf, math.nan
+    _, _, out, lost = quantised(values, bits)
+    assert out[1:4].isnan().all()
+    assert (lost[1:4] == 0).all()
+    assert out[[0, 4]].isfinite().all()
+
+
+@BOTH
+def test_zeros_stay_zeros(bits):
+    _, scales, out, lost = quantised(torch.zeros(3, 8), bits)
+    assert not scales.any()
+    assert not out.any()
+    assert not lost.any()
+
+
+@BOTH
+@pytest.mark.parametrize("block_size", [2, 6, 128])
+def test_blocks_do_not_depend_on_one_another(bits, block_size):
+    """Nor do they depend on the chunks in which they are quantised."""
+    values = torch.randn(plain.CHUNK_NUMEL // block_size + 3, block_size)
+    _, _, together, _ = quantised(values, bits)
+    for row in (0, 1, len(values) - 4, len(values) - 1):
+        _, _, alone, _ = quantised(values[row : row + 1], bits)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_dequantising_may_add():
+    codes, scales, out, _ = quantised(torch.randn(4, 8), 4)
+    total = torch.ones(4, 8)
+    ops.dequantise(codes, scales, out=total, bits=4, add=True)
+    assert torch.allclose(total, out + 1)
+
+
+def test_bad_arguments_are_named():
+    values, codes = torch.zeros(3, 8), torch.zeros(3, 4, dtype=torch.uint8)
+    scales = torch.zeros(3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="4 or 8 bits, got 2"):
+        ops.quantise(values, codes=codes, scales=scales, bits=2)
+    with pytest.raises(TypeError, match=r"got torch\.float16"):
+        ops.quantise(values.half(), codes=codes, scales=scales, bits=4)
+    with pytest.raises(ValueError, match=r"3 blocks of 8 values .*shape \(3, 4\).*8 bits"):
+        ops.dequantise(codes, scales, out=values, bits=8)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("block_size", [2, 16])
+def test_every_element_is_in_one_place(block_size, world_size):
+    """Each tensor is quantised or exact, no block has elements of two, and padding is what is left."""
+    shapes = [(7, 5), (3,), (), (16, 16), (0, 4), (2, 2), (4, 4), (33,)]
+    layout = BlockLayout(shapes, block_size, world_size)
+    blocks = torch.zeros(world_size * layout.shard_numel, dtype=torch.int64)
+    exact = torch.zeros(world_size * layout.exact_numel, dtype=torch.int64)
+    bucket = torch.zeros(layout.numel, dtype=torch.int64)
+    for parts, places in ((layout.quantised, blocks), (layout.exact, exact)):
+        for index, part in enumerate(parts):
+            assert places is exact or part.start % block_size == 0
+            assert not places[part.start : part.start + part.numel].any()
+            places[part.start : part.start + part.numel] = index + 1
+            bucket[part.offset : part.offset + part.numel] += 1
+    assert (bucket == 1).all()
+    for row in blocks.view(-1, block_size):
+        assert len(set(row.tolist()) - {0}) <= 1
+    for padding in layout.padding:
+        blocks[padding] -= 1
+    assert (blocks != 0).all()
+    assert len(layout.quantised) == sum(len(s) > 1 and math.prod(s) >= block_size for s in shapes)
+
+
+def test_bytes_per_rank_do_not_grow_with_the_number_of_ranks():
+    shapes = [(1024, 1024), (1024,)]
+    layouts = [BlockLayout(shapes, 128, world_size) for world_size in (1, 2, 64)]
+    sizes = [layout.world_size * layout.sections(64, 2, 4)[1] for layout in layouts]
+    assert max(sizes) <= 1.01 * min(sizes)
+    assert sizes[0] == 8192 * 66 + 4096
