@@ -16,6 +16,7 @@ import ctypes
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ _T = TypeVar("_T")
 # What is not called here returns 0, "success".
 _C_FUNCTIONS = {
     "cuCtxGetCurrent": "(void **context) { *context = (void *)1; return 0; }",
-    "cuDeviceGetAttribute": "(int *value, int name, int device) { *value = 1 << 18; return 0; }",
+    "cuDeviceGetAttribute": "(int *value, int name, int device) { *value = 232448; return 0; }",
     "cuFuncGetAttribute": "(int *value, int name, void *function) { *value = 1024; return 0; }",
     "cuModuleLoadData": "(void **module, void *image) { *module = (void *)1; return 0; }",
     "cuModuleGetFunction": "(void **function, void *module, char *name) { *function = (void *)1; return 0; }",
@@ -41,16 +42,17 @@ def install(architecture: int = 90) -> None:
     """Replace CUDA in torch and Triton, and start a process group of one whose collectives do nothing."""
     _install_libcuda()
     _install_torch(architecture)
-    import gradcomp.kernels.device as device
+    import gradcomp.kernels
 
     def is_device(_: torch.device) -> bool:
         return True
 
-    device.has_streams = is_device
-    import gradcomp.ops as ops
-
-    ops.has_streams = ops.runs_triton = is_device
-    device.pinned = lambda host, _: host
+    for name, module in list(sys.modules.items()):
+        if name.startswith("gradcomp."):
+            for asks in ("has_streams", "runs_triton"):
+                if hasattr(module, asks):
+                    setattr(module, asks, is_device)
+    gradcomp.kernels.device.pinned = lambda host, _: host
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 registers the backend
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
@@ -74,7 +76,7 @@ def _install_libcuda() -> None:
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     # A launcher that was linked with the real library must not be taken for one of ours, nor the reverse.
-    os.environ["TRITON_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / "stub_cuda_triton_cache")
+    os.environ["TRITON_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"stub_cuda_cache.{os.getuid()}")
 
 
 class _Event:

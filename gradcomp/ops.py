@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LowRankPlan",
+    "compile_low_rank",
     "compress_cast",
     "decompress_cast",
     "flatten",
@@ -231,6 +232,7 @@ def low_rank_plan(
     warm_start: bool,
     epsilon: float,
     seed: int,
+    takes_turns: bool = False,
 ) -> LowRankPlan:
     """Return PowerSGD's working set for one bucket, built once per layout; every step calls its three stages.
 
@@ -242,9 +244,14 @@ def low_rank_plan(
     all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of what
     isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
 
+    takes_turns: this thread calls the three stages of a plan with no other such plan's between them, on one
+    stream per device. Then plans on the kernels have one memory in common for partial sums and wires, and
+    p_wire and q_wire hold nothing before project and after reconstruct.
+
     plan.error() and plan.directions() return what has to be kept across a restart; plan.load(error,
     directions) restores it.
     """
+    turns = {"takes_turns": takes_turns} if runs_triton(device) else {}
     plan = powersgd_plan.LowRankPlan if runs_triton(device) else cpu_low_rank.LowRankPlan
     return plan(
         layout,
@@ -254,4 +261,30 @@ def low_rank_plan(
         warm_start=warm_start,
         epsilon=epsilon,
         seed=seed,
+        **turns,
     )
+
+
+def compile_low_rank(
+    layout: LowRankLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    error_feedback: bool,
+    warm_start: bool,
+    epsilon: float,
+) -> None:
+    """Compile the kernels that a low_rank_plan with these arguments launches, if it launches any.
+
+    Needs seconds per kernel, or milliseconds for what Triton finds in its cache. Allocates nothing on the
+    device but the kernels.
+    """
+    if has_streams(device):
+        powersgd_plan.compile_kernels(
+            layout,
+            dtype,
+            device,
+            error_feedback=error_feedback,
+            warm_start=warm_start,
+            epsilon=epsilon,
+        )

@@ -69,6 +69,8 @@ class LowRankCompressor(Compressor):
             # P is averaged here where torch sums it.
             epsilon=options.epsilon / bucket.world_size,
             seed=bucket.seed,
+            # average, which in_order runs, goes from the first stage to the last.
+            takes_turns=True,
         )
         self.sent_numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
 
