@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LowRankPlan",
     "code_bytes",
+    "compile_low_rank",
     "compress_cast",
     "decompress_cast",
     "dequantise",
@@ -42,7 +43,8 @@ __all__ = [
 
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
 
-code_bytes = cpu_quantise.code_bytes
+# Plain torch on every device.
+code_bytes, quantise, dequantise = cpu_quantise.code_bytes, cpu_quantise.quantise, cpu_quantise.dequantise
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -228,43 +230,6 @@ def _require_device(name: str, tensor: torch.Tensor, device: torch.device) -> No
         raise ValueError(f"{name}: tensors are on {tensor.device} and on {device}")
 
 
-@torch.no_grad()
-def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """Quantise blocks to 8 or 4 bits; values keep what is lost, zeros where a block isn't finite.
-
-    values: [blocks, size], fp32 or fp64, contiguous. codes: uint8 [blocks, code_bytes(bits, size)]. scales: bf16
-    [blocks], NaN for a block that isn't finite. In plain torch on every device, see cpu/quantise.py. Raises ValueError for shapes that don't fit, TypeError for dtypes.
-    """
-    _check_blocks("quantise", values, codes, scales, bits)
-    cpu_quantise.quantise(values, codes=codes, scales=scales, bits=bits)
-
-
-@torch.no_grad()
-def dequantise(
-    codes: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor, bits: int, add: bool = False
-) -> None:
-    """out = the values of codes, or with add out += them. Shapes, dtypes and errors as in quantise."""
-    _check_blocks("dequantise", out, codes, scales, bits)
-    cpu_quantise.dequantise(codes, scales, out=out, bits=bits, add=add)
-
-
-def _check_blocks(
-    name: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int
-) -> None:
-    if bits not in (4, 8):
-        raise ValueError(f"{name} takes 4 or 8 bits, got {bits}")
-    expected = ((torch.float32, torch.float64), (torch.uint8,), (torch.bfloat16,))
-    for tensor, dtypes in zip((values, codes, scales), expected, strict=True):
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{name} takes a tensor of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    num_blocks, block_size = values.shape
-    if codes.shape != (num_blocks, code_bytes(bits, block_size)) or scales.shape != (num_blocks,):
-        raise ValueError(
-            f"{name}: {num_blocks} blocks of {block_size} values don't have codes of shape "
-            f"{tuple(codes.shape)} and scales of shape {tuple(scales.shape)} in {bits} bits"
-        )
-
-
 def low_rank_plan(
     layout: LowRankLayout,
     dtype: torch.dtype,
@@ -274,6 +239,7 @@ def low_rank_plan(
     warm_start: bool,
     epsilon: float,
     seed: int,
+    takes_turns: bool = False,
 ) -> LowRankPlan:
     """Return PowerSGD's working set for one bucket, built once per layout; every step calls its three stages.
 
@@ -285,9 +251,14 @@ def low_rank_plan(
     all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of what
     isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
 
+    takes_turns: this thread calls the three stages of a plan with no other such plan's between them, on one
+    stream per device. Then plans on the kernels have one memory in common for partial sums and wires, and
+    p_wire and q_wire hold nothing before project and after reconstruct.
+
     plan.error() and plan.directions() return what has to be kept across a restart; plan.load(error,
     directions) restores it.
     """
+    turns = {"takes_turns": takes_turns} if runs_triton(device) else {}
     plan = powersgd_plan.LowRankPlan if runs_triton(device) else cpu_low_rank.LowRankPlan
     return plan(
         layout,
@@ -297,4 +268,30 @@ def low_rank_plan(
         warm_start=warm_start,
         epsilon=epsilon,
         seed=seed,
+        **turns,
     )
+
+
+def compile_low_rank(
+    layout: LowRankLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    error_feedback: bool,
+    warm_start: bool,
+    epsilon: float,
+) -> None:
+    """Compile the kernels that a low_rank_plan with these arguments launches, if it launches any.
+
+    Needs seconds per kernel, or milliseconds for what Triton finds in its cache. Allocates nothing on the
+    device but the kernels.
+    """
+    if has_streams(device):
+        powersgd_plan.compile_kernels(
+            layout,
+            dtype,
+            device,
+            error_feedback=error_feedback,
+            warm_start=warm_start,
+            epsilon=epsilon,
+        )

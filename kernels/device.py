@@ -4,11 +4,12 @@ Support for another kind of device begins here. compress/streams.py holds what h
 """
 
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 _interpreter = threading.RLock()
+_no_change = nullcontext()
 
 
 def has_streams(device: torch.device) -> bool:
@@ -22,7 +23,11 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
     Triton's interpreter, which runs launches on a CPU, keeps its state in globals, while hooks run on several
     threads: there one thread at a time enters the context.
     """
-    return torch.cuda.device(device) if has_streams(device) else _interpreter
+    if not has_streams(device):
+        return _interpreter
+    if device.index is None or device.index == torch.cuda.current_device():
+        return _no_change  # a hook's sequence is on its device already, and torch's context takes longer
+    return torch.cuda.device(device)
 
 
 def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:

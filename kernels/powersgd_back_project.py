@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .powersgd_tile import (
     MAX_FMA_RANK,
     MAX_REGISTERS,
@@ -184,7 +185,7 @@ def back_project(
         is_dot = rank > MAX_FMA_RANK.value
         rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
         is_plain_dot = is_dot and not feedback and block_cols == 64
-        _back_project_kernel[(len(work),)](
+        launch(_back_project_kernel, len(work))(
             source,
             p,
             out,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .powersgd_gram_schmidt import (
     DEPENDENT,
     DEPENDENT_FP64,
@@ -133,8 +134,8 @@ def orthonormalise(
     options = {"num_warps": num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": rank > 8}
     arguments = (wire, out, matrices, epsilon)
     if rank <= 32:
-        _orthonormalise_kernel[(len(matrices),)](*arguments, RANK=rank, BLOCK=block, **options)
+        launch(_orthonormalise_kernel, len(matrices))(*arguments, RANK=rank, BLOCK=block, **options)
     else:
-        _orthonormalise_blocks_kernel[(len(matrices),)](
+        launch(_orthonormalise_blocks_kernel, len(matrices))(
             *arguments, RANK=rank, RANK_BLOCK=32, BLOCK=block, **options
         )

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .powersgd_tile import REDUCE, WORK_FIELDS
 from .powersgd_work import COPY_BLOCK
 from .tile import copy_tile, round_to
@@ -71,7 +72,7 @@ def pack(
     rank: LowRankWork's. block: its block_rows for P, its block_cols for Q.
     """
     if len(work):
-        _pack_kernel[(len(work),)](
+        launch(_pack_kernel, len(work))(
             partial,
             grad,
             out,

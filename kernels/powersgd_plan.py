@@ -1,11 +1,15 @@
 """PowerSGD's working set for one bucket on the kernels: tables, memory and wires; six launches a step."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .device import launching_on, send
+from .device import has_streams, launching_on, send
+from .launch import Stage
 from .powersgd_back_project import back_project
 from .powersgd_orthonormalise import orthonormalise
 from .powersgd_pack import pack
@@ -13,13 +17,166 @@ from .powersgd_project import SHORTEST_SQUARED, project
 from .powersgd_random import random_q
 from .powersgd_reconstruct import reconstruct
 from .powersgd_work import LowRankWork
+from .scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
+
+
+@dataclass(frozen=True)
+class LowRankArithmetic:
+    """What a plan's kernels depend on beside the bucket: ops.low_rank_plan's options."""
+
+    error_feedback: bool
+    warm_start: bool
+    epsilon: float
+
+
+class LowRankTensors:
+    """The tensors of a plan that last from step to step.
+
+    Zero lengths of Q's columns make the first step project on the random Q.
+    """
+
+    def __init__(self, work: LowRankWork, dtype: torch.dtype, device: torch.device, error_feedback: bool):
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+        self.memory = zeros(work.memory_numel if error_feedback else 0, dtype)
+        self.p = zeros(work.p_panel_numel, wide)
+        self.q = zeros(work.q_panel_numel, wide)
+        self.norms = zeros(work.num_norms * work.rank, torch.float64).view(-1, work.rank)
+        self.matrices = send(torch.tensor(work.matrix_table, dtype=torch.int64), device)
+        self.tables = {
+            name: send(torch.tensor(getattr(work, f"{name}_work"), dtype=torch.int64), device)
+            for name in ("project", "pack", "back_project", "reduce", "reconstruct")
+        }
+
+    def randomise(self, work: LowRankWork, seed: int) -> None:
+        """Make the random Q. One launch."""
+        random_q(
+            self.matrices,
+            self.tables["reconstruct"],
+            out=self.q,
+            num_programs=work.num_norms,
+            seed=seed,
+            rank=work.rank,
+            block_cols=work.block_cols,
+        )
+
+
+class LowRankStages:
+    """The launches of a plan's stages, on given tensors."""
+
+    def __init__(
+        self,
+        work: LowRankWork,
+        tensors: LowRankTensors,
+        scratch: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        arithmetic: LowRankArithmetic,
+    ):
+        self._work, self._tensors, self._arithmetic = work, tensors, arithmetic
+        self.partial, self.p_wire, self.q_wire = scratch
+        self._blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
+        self.project = Stage(self._project, dtype, float)
+        self.orthonormalise = Stage(self._orthonormalise, dtype, float)
+        self.back_project = Stage(self._back_project, dtype, float)
+        self.reconstruct = Stage(self._reconstruct, dtype, int)
+
+    @staticmethod
+    def scratch_parts(work: LowRankWork, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
+        """Return the (elements, dtype) of partial sums, P's wire and Q's, which don't outlast a turn."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return [(work.partial_numel, wide), (work.p_wire_numel, dtype), (work.q_wire_numel, dtype)]
+
+    def compile(self) -> None:
+        """Compile every kernel for the current device."""
+        for stage in (self.project, self.back_project, self.orthonormalise, self.reconstruct):
+            stage.compile()
+
+    def _project(self, buffer: torch.Tensor, scale: float) -> None:
+        own = self._tensors
+        project(
+            buffer,
+            own.memory,
+            own.p,
+            own.q,
+            own.norms,
+            own.matrices,
+            own.tables["project"],
+            out=self.partial,
+            feedback=self._arithmetic.error_feedback,
+            **self._blocks,
+        )
+        self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
+
+    def _orthonormalise(self, buffer: torch.Tensor, scale: float) -> None:
+        own, rank = self._tensors, self._work.rank
+        orthonormalise(self.p_wire, own.matrices, out=own.p, rank=rank, epsilon=self._arithmetic.epsilon)
+
+    def _back_project(self, buffer: torch.Tensor, scale: float) -> None:
+        own, feedback = self._tensors, self._arithmetic.error_feedback
+        self._orthonormalise(buffer, scale)
+        back_project(
+            own.memory if feedback else buffer,
+            own.p,
+            own.matrices,
+            own.tables["back_project"],
+            out=self.partial,
+            feedback=feedback,
+            **self._blocks,
+        )
+        self._pack(buffer, "reduce", self.q_wire, self._work.block_cols, scale)
+
+    def _reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
+        own = self._tensors
+        reconstruct(
+            self.p_wire,
+            self.q_wire,
+            own.p,
+            own.matrices,
+            own.tables["reconstruct"],
+            out=buffer,
+            q=own.q,
+            norms=own.norms,
+            seed=seed,
+            warm_start=self._arithmetic.warm_start,
+            **self._blocks,
+        )
+
+    def _pack(self, buffer: torch.Tensor, table: str, out: torch.Tensor, block: int, scale: float) -> None:
+        work = self._tensors.tables[table]
+        pack(self.partial, buffer, work, out=out, rank=self._work.rank, block=block, scale=scale)
+
+
+def compile_kernels(
+    layout: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    error_feedback: bool,
+    warm_start: bool,
+    epsilon: float,
+) -> None:
+    """Compile every kernel that a LowRankPlan with these arguments launches. Its tensors are "meta" here."""
+    work, meta = LowRankWork.of(layout, dtype.itemsize), torch.device("meta")
+    tensors = LowRankTensors(work, dtype, meta, error_feedback)
+    parts = LowRankStages.scratch_parts(work, dtype)
+    memory = torch.empty(num_bytes_of(parts), dtype=torch.uint8, device=meta)
+    arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon)
+    stages = LowRankStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic)
+    first_q = Stage(lambda _, seed: tensors.randomise(work, seed), dtype, int)
+    with launching_on(device):
+        stages.compile()
+        first_q.compile()
 
 
 class LowRankPlan:
     """The plan that ops.low_rank_plan describes, on a device that runs Triton.
 
     layout: a LowRankLayout. Everything is allocated here: the memory of M (as large as the compressed
-    gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing.
+    gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing. takes_turns:
+    partial sums and wires are the thread's shared_scratch instead, from the first step on.
     """
 
     def __init__(
@@ -32,105 +189,62 @@ class LowRankPlan:
         warm_start: bool,
         epsilon: float,
         seed: int,
+        takes_turns: bool = False,
     ):
         self.layout = layout
+        self._dtype, self._device, self._feedback = dtype, device, error_feedback
+        self._arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon)
         self._work = work = LowRankWork.of(layout, dtype.itemsize)
-        self._feedback, self._warm_start, self._epsilon = error_feedback, warm_start, epsilon
-        wide = torch.promote_types(dtype, torch.float32)
-
-        def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(numel, dtype=dtype, device=device)
-
-        self.p_wire = zeros(work.p_wire_numel, dtype)
-        self.q_wire = zeros(work.q_wire_numel, dtype)
-        self._memory = zeros(work.memory_numel if error_feedback else 0, dtype)
-        self._p = zeros(work.p_panel_numel, wide)
-        self._q = zeros(work.q_panel_numel, wide)
-        # Zero lengths make the first step project on the random Q.
-        self._norms = zeros(work.num_norms * work.rank, torch.float64).view(-1, work.rank)
-        self._partial = zeros(work.partial_numel, wide)
-        self._matrices = send(torch.tensor(work.matrix_table, dtype=torch.int64), device)
-        self._tables = {
-            name: send(torch.tensor(getattr(work, f"{name}_work"), dtype=torch.int64), device)
-            for name in ("project", "pack", "back_project", "reduce", "reconstruct")
-        }
-        self._blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
+        self._tensors = own = LowRankTensors(work, dtype, device, error_feedback)
+        self._memory, self._p, self._q, self._norms = own.memory, own.p, own.q, own.norms
+        self._scratch_parts = LowRankStages.scratch_parts(work, dtype)
+        self._scratch: Scratch | None = None
+        self._takes_turns = takes_turns
         with launching_on(device):
-            random_q(
-                self._matrices,
-                self._tables["reconstruct"],
-                out=self._q,
-                num_programs=work.num_norms,
-                seed=seed,
-                rank=work.rank,
-                block_cols=work.block_cols,
-            )
+            own.randomise(work, seed)
+        if not takes_turns:
+            self._use(Scratch(device))
+
+    def _use(self, scratch: Scratch) -> None:
+        """Take partial sums and wires from a scratch, and prepare the launches on them."""
+        scratch.reserve(num_bytes_of(self._scratch_parts))
+        self._scratch, self._scratch_memory = scratch, scratch.memory
+        parts = parts_of_scratch(scratch.memory, self._scratch_parts)
+        self._partial, self.p_wire, self.q_wire = parts
+        self._stages = LowRankStages(self._work, self._tensors, parts, self._dtype, self._arithmetic)
+        if has_streams(self._device):
+            with launching_on(self._device):
+                self._stages.compile()
 
     def project(self, buffer: torch.Tensor, scale: float) -> None:
         """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches."""
-        with launching_on(buffer.device):
-            project(
-                buffer,
-                self._memory,
-                self._p,
-                self._q,
-                self._norms,
-                self._matrices,
-                self._tables["project"],
-                out=self._partial,
-                feedback=self._feedback,
-                **self._blocks,
-            )
-            self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
+        if self._takes_turns:
+            scratch = shared_scratch(self._device)
+            if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
+                self._use(scratch)
+        with launching_on(self._device):
+            self._stages.project(buffer, scale)
 
     def orthonormalise(self) -> None:
         """Set P to orthonormal bases of the panels in p_wire. One launch."""
-        with launching_on(self.p_wire.device):
-            orthonormalise(
-                self.p_wire, self._matrices, out=self._p, rank=self._work.rank, epsilon=self._epsilon
-            )
+        with launching_on(self._device):
+            self._stages.orthonormalise(self.p_wire, 1.0)
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Three launches."""
-        with launching_on(buffer.device):
-            self.orthonormalise()
-            back_project(
-                self._memory if self._feedback else buffer,
-                self._p,
-                self._matrices,
-                self._tables["back_project"],
-                out=self._partial,
-                feedback=self._feedback,
-                **self._blocks,
-            )
-            self._pack(buffer, "reduce", self.q_wire, self._work.block_cols, scale)
+        with launching_on(self._device):
+            self._stages.back_project(buffer, scale)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; keep Q for the next step. One launch."""
-        with launching_on(buffer.device):
-            reconstruct(
-                self.p_wire,
-                self.q_wire,
-                self._p,
-                self._matrices,
-                self._tables["reconstruct"],
-                out=buffer,
-                q=self._q,
-                norms=self._norms,
-                seed=seed,
-                warm_start=self._warm_start,
-                **self._blocks,
-            )
-
-    def _pack(self, buffer: torch.Tensor, table: str, out: torch.Tensor, block: int, scale: float) -> None:
-        work = self._tables[table]
-        pack(self._partial, buffer, work, out=out, rank=self._work.rank, block=block, scale=scale)
+        with launching_on(self._device):
+            self._stages.reconstruct(buffer, seed)
 
     # For checkpoints, where time doesn't matter: plain torch, matrix after matrix.
 
     def error(self) -> torch.Tensor:
         """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
-        flat = torch.zeros(self.layout.numel, dtype=self.p_wire.dtype, device=self.p_wire.device)
+        flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self._device)
         if self._feedback:
             for index, matrix in enumerate(self.layout.matrices):
                 p, q = self._panel(self._p, index, "p"), self._panel(self._q, index, "q")

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .powersgd_error import add_error
 from .powersgd_tile import (
     FIRST_NORM,
@@ -257,7 +258,7 @@ def project(
         cols = min(block_cols, DOT_COLS) if is_dot else block_cols
         # These spill unless they may use more registers.
         takes_more = rank in (8, 32) or (rank in (2, 16) and feedback and grad.dtype == torch.float16)
-        _project_kernel[(len(work),)](
+        launch(_project_kernel, len(work))(
             grad,
             memory,
             p,

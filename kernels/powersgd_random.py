@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .powersgd_tile import (
     COLS,
     MATRIX_FIELDS,
@@ -93,7 +94,7 @@ def random_q(
     reconstruct_work), of which the first num_programs (num_norms) rows are used. out: q of project.
     """
     if num_programs:
-        _random_q_kernel[(num_programs,)](
+        launch(_random_q_kernel, num_programs)(
             out,
             matrices,
             work,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .powersgd_random import randomise
 from .powersgd_tile import (
     COLS,
@@ -189,7 +190,7 @@ def reconstruct(
     columns over some of its rows. rank, block_rows, block_cols: LowRankWork's.
     """
     if len(work):
-        _reconstruct_kernel[(len(work),)](
+        launch(_reconstruct_kernel, len(work))(
             out,
             p_wire,
             q_wire,

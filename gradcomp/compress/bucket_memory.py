@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .compressor import Compressor, State
+from .grad_bucket import real_shape
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -78,6 +79,14 @@ class Memory:
             and len(refs) == len(parameters)
             and all(ref() is parameter for ref, parameter in zip(refs, parameters, strict=True))
         )
+
+    def is_still_for(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
+        """Return whether it belongs to these parameters, in this order, and nothing has changed."""
+        if not (self.dtype == dtype and self.is_for(parameters) and self.options == options):
+            return False
+        # Real parameters' shapes are the gradients'; those of complex ones take longer to tell.
+        shapes: list[Shape] = [parameter.shape for parameter in parameters]
+        return shapes == self.shapes or list(map(real_shape, parameters)) == self.shapes
 
     @property
     def is_dead(self) -> bool:

@@ -51,6 +51,13 @@ class Compressor(ABC):
 
     sent_numel: int = 0
 
+    @classmethod  # noqa: B027 may stay empty
+    def warm_up(cls, bucket: BucketSpec, options: Any) -> None:
+        """Do early what a bucket's first step would take long for, such as compiling kernels.
+
+        It is called once per bucket, in a plain step before the first compressed one. No collective.
+        """
+
     @abstractmethod
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the gradients by (an approximation of) their mean over the ranks, in place.

@@ -42,11 +42,12 @@ class BucketMemories:
     def parts_of(self, bucket: dist.GradBucket, options: Any) -> tuple[list[BucketPart], list[Memory]]:
         """Return (the bucket's parts by memory, memories dropped because shapes or options have changed)."""
         index, parameters = bucket.index(), bucket.parameters()
-        dtype, shapes = bucket.buffer().dtype, list(map(real_shape, parameters))
+        dtype = bucket.buffer().dtype
         memory = self._of_last_step.get(index)
         lost: list[Memory] = []
-        made_for = (options, dtype, shapes)
-        if memory is None or memory.made_for != made_for or not memory.is_for(parameters):
+        if memory is None or not memory.is_still_for(parameters, dtype, options):
+            shapes = list(map(real_shape, parameters))
+            made_for = (options, dtype, shapes)
             indices = self._indices_of(parameters, index, shapes)
             memory = Memory(options, dtype, index, shapes, indices, list(map(weakref.ref, parameters)))
             found = self._memories.get(tuple(indices))

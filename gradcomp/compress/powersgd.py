@@ -69,8 +69,22 @@ class LowRankCompressor(Compressor):
             # P is averaged here where torch sums it.
             epsilon=options.epsilon / bucket.world_size,
             seed=bucket.seed,
+            # average, which in_order runs, goes from the first stage to the last.
+            takes_turns=True,
         )
         self.sent_numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
+
+    @classmethod
+    def warm_up(cls, bucket: BucketSpec, options: LowRankOptions) -> None:
+        """Compile the kernels that the bucket's steps will launch."""
+        ops.compile_low_rank(
+            options.layout(bucket.shapes),
+            bucket.dtype,
+            bucket.device,
+            error_feedback=options.error_feedback,
+            warm_start=options.warm_start,
+            epsilon=options.epsilon / bucket.world_size,
+        )
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send no P of these tensors' matrices; if no rank does, nothing is taken out of the errors."""

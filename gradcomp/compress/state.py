@@ -34,6 +34,8 @@ class CompressedAveraging:
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
+    # The ids of the memories whose compressors have been warmed up.
+    _warmed_up: frozenset[int] = frozenset()
 
     def __init__(self, process_group: Any) -> None:
         self.process_group = process_group
@@ -112,7 +114,10 @@ class CompressedAveraging:
         parts = self._parts_of(bucket, options)
         if self.iter < self.start_iter or self._waits_for_buckets:
             self.maybe_increase_iter(bucket)
-            return average_in_place(buffer, group)
+            future = average_in_place(buffer, group)
+            for part in parts:
+                self._warm_up(part, buffer.device, group, make)
+            return future
         self._warn_of_another_ranks_errors(group)
         compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
         # A step ends by choosing what the next one projects on, hence the next step's seed.
@@ -194,6 +199,19 @@ class CompressedAveraging:
         if saved is not None:
             memory.compressor.load(saved)
         return memory.compressor
+
+    def _warm_up(
+        self, part: BucketPart, device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
+    ) -> None:
+        """Warm up the compressor that the part will have, once, after this step's all-reduce is under way."""
+        memory = part.memory
+        if id(memory) in self._warmed_up:
+            return
+        self._warmed_up |= {id(memory)}
+        warm_up = getattr(make, "warm_up", None)  # a function that makes compressors has none
+        if warm_up is not None:
+            spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), 0)
+            warm_up(spec, memory.options)
 
     def _seed(self, index: int, step: int) -> int:
         """Return the seed for a bucket's random choices in a step, the same on every rank."""

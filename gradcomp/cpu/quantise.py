@@ -32,14 +32,14 @@ def code_bytes(bits: int, block_size: int) -> int:
     return block_size * bits // 8
 
 
+@torch.no_grad()
 def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """Quantise blocks; values −= dequantised values, which leaves what is lost, or 0 in blocks that aren't
-    finite.
+    """Quantise blocks. values −= dequantised values: what is lost is left, zeros where a block isn't finite.
 
-    values: [blocks, block size], fp32 or fp64, contiguous. codes: uint8 [blocks, code_bytes(bits, block
-    size)].
-    scales: bf16 [blocks].
+    values: [blocks, size], fp32 or fp64, contiguous. codes: uint8 [blocks, code_bytes(bits, size)]. scales:
+    bf16 [blocks], NaN for a block that isn't finite. Raises ValueError for shapes that don't fit, TypeError for dtypes.
     """
+    _check("quantise", values, codes, scales, bits)
     step = max(1, CHUNK_NUMEL // values.shape[1]) if values.device.type == "cpu" else max(1, len(values))
     for first in range(0, len(values), step):
         rows = slice(first, first + step)
@@ -47,10 +47,12 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
         encode(values[rows], codes[rows], scales[rows])
 
 
+@torch.no_grad()
 def dequantise(
     codes: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor, bits: int, add: bool = False
 ) -> None:
-    """out = scale · code's value; with add, out += that. Shapes and dtypes as in quantise."""
+    """out = scale · code's value; with add, out += that. Shapes, dtypes and errors as in quantise."""
+    _check("dequantise", out, codes, scales, bits)
     step = max(1, CHUNK_NUMEL // out.shape[1]) if out.device.type == "cpu" else max(1, len(out))
     for first in range(0, len(out), step):
         rows = slice(first, first + step)
@@ -60,6 +62,21 @@ def dequantise(
             out[rows].addcmul_(values, scale)
         else:
             torch.mul(values, scale, out=out[rows])
+
+
+def _check(name: str, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
+    if bits not in (4, 8):
+        raise ValueError(f"{name} takes 4 or 8 bits, got {bits}")
+    expected = ((torch.float32, torch.float64), (torch.uint8,), (torch.bfloat16,))
+    for tensor, dtypes in zip((values, codes, scales), expected, strict=True):
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name} takes a tensor of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    num_blocks, block_size = values.shape
+    if codes.shape != (num_blocks, code_bytes(bits, block_size)) or scales.shape != (num_blocks,):
+        raise ValueError(
+            f"{name}: {num_blocks} blocks of {block_size} values don't have codes of shape "
+            f"{tuple(codes.shape)} and scales of shape {tuple(scales.shape)} in {bits} bits"
+        )
 
 
 def _encode_8(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -55,7 +55,7 @@ def test_the_mean(bits, world_size, dtype):
 
 
 def accumulate(rank, bits, saved):
-    """Return the sums of inputs and outputs over steps, continued from `saved` if given, and the state dict."""
+    """Return the sums of inputs and outputs over steps, continued from `saved` if given, and the state."""
     state = state_of(bits)
     if saved is not None:
         state.load_state_dict(reload(saved))

@@ -1,0 +1,83 @@
+"""Print what PowerSGD keeps on a CUDA device for real models, beside torch's.
+
+python -m benchmarks.powersgd_memory. Counted from shapes, in MB of 10⁶ bytes, for fp32 gradients in DDP's
+default buckets, with error feedback and warm start; nothing is allocated on a device. Ours: the error's
+memory, the factors with their tables and lengths, and the one scratch. torch's: errors and factors; in
+passing a clone of a bucket's gradients and a new error, here for the largest bucket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import models
+from gradcomp.kernels.powersgd_plan import LowRankStages, LowRankTensors
+from gradcomp.kernels.powersgd_work import LowRankWork
+from gradcomp.kernels.scratch import num_bytes_of
+from gradcomp.layout import LowRankLayout
+
+RANKS = (1, 4, 16, 32)
+MIN_COMPRESSION_RATE = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by what they are for. scratches: of every bucket; buckets share the largest."""
+
+    error: int
+    factors: int
+    scratches: tuple[int, ...]
+    torch_error: int
+    torch_factors: int
+    torch_passing: int
+
+
+def memory_of(buckets: Iterable[Sequence[models.Shape]], rank: int, dtype: torch.dtype) -> Memory:
+    """Return what these buckets take at a rank."""
+    error = factors = torch_factors = 0
+    scratches, bucket_bytes = [], []
+    for shapes in buckets:
+        layout = LowRankLayout(shapes, rank, MIN_COMPRESSION_RATE)
+        work = LowRankWork.of(layout, dtype.itemsize)
+        tensors = LowRankTensors(work, dtype, torch.device("meta"), error_feedback=True)
+        error += tensors.memory.nbytes
+        kept = (tensors.p, tensors.q, tensors.norms, tensors.matrices, *tensors.tables.values())
+        factors += sum(tensor.nbytes for tensor in kept)
+        scratches.append(num_bytes_of(LowRankStages.scratch_parts(work, dtype)))
+        bucket_bytes.append(sum(map(math.prod, shapes)) * dtype.itemsize)
+        torch_factors += (layout.p_numel + layout.q_numel) * dtype.itemsize
+    passing = 2 * max(bucket_bytes)
+    return Memory(error, factors, tuple(scratches), sum(bucket_bytes), torch_factors, passing)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.powersgd_memory", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.parse_args(argv)
+    columns = ("rank", "error", "factors", "scratch", "sum", "a scratch per bucket", "torch", "in passing")
+    print(f"| {'model':12} | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for model in models.MODELS:
+        buckets = models.buckets(model)
+        for rank in RANKS:
+            memory = memory_of(buckets, rank, torch.float32)
+            scratch = max(memory.scratches)
+            sizes = (
+                memory.error,
+                memory.factors,
+                scratch,
+                memory.error + memory.factors + scratch,
+                sum(memory.scratches),
+                memory.torch_error + memory.torch_factors,
+                memory.torch_passing,
+            )
+            print(f"| {model:12} | {rank} | {' | '.join(f'{size / 1e6:.1f}' for size in sizes)} |")
+
+
+if __name__ == "__main__":
+    main()

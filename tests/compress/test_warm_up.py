@@ -1,0 +1,61 @@
+"""A compressor is warmed up once per bucket, in a plain step."""
+
+import torch
+
+from gradcomp.compress import Compressor, CompressorState, compress_hook
+from gradcomp.hooks import powerSGD_hook as powersgd
+from tests.distributed.powersgd_oracle import Bucket
+from tests.distributed.powersgd_runs import simulate
+
+
+class Noted(Compressor):
+    """Averages nothing, and notes what is asked of it."""
+
+    calls: list[tuple] = []  # noqa: RUF012 emptied by each test
+
+    def __init__(self, bucket, options):
+        self.calls.append(("made", bucket.shapes))
+
+    @classmethod
+    def warm_up(cls, bucket, options):
+        cls.calls.append(("warmed up", bucket.shapes))
+
+    def average(self, flat, group, seed):
+        pass
+
+    def state(self):
+        return {}
+
+    def load(self, state):
+        pass
+
+
+def train(rank, make_state, hook, num_steps):
+    state = make_state()
+    buckets = [Bucket(torch.ones(36), [(5, 6), (6,)], 0, False), Bucket(torch.ones(80), [(8, 10)], 1, True)]
+    for _ in range(num_steps):
+        for bucket in buckets:
+            hook(state, bucket).wait()
+
+
+def test_once_per_bucket_before_it_is_made():
+    Noted.calls.clear()
+    simulate(train, 1, lambda: CompressorState(Noted, start_iter=3), compress_hook, 5)
+    buckets = [((5, 6), (6,)), ((8, 10),)]
+    assert Noted.calls == [(what, shapes) for what in ("warmed up", "made") for shapes in buckets]
+
+
+def test_powersgd_compiles_for_its_options(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        "gradcomp.ops.compile_low_rank", lambda layout, *rest, **options: compiled.append(options)
+    )
+
+    def make_state():
+        return powersgd.PowerSGDState(None, 2, start_powerSGD_iter=2, orthogonalization_epsilon=0.5)
+
+    simulate(train, 2, make_state, powersgd.powerSGD_hook, 3)
+    assert compiled
+    assert all(
+        options == {"error_feedback": True, "warm_start": True, "epsilon": 0.25} for options in compiled
+    )

@@ -1,0 +1,139 @@
+"""Launching what was compiled: the arguments of Triton's own launch, and when Triton's own is taken.
+
+Triton's launchers run on the libcuda of benchmarks.stub_cuda, in another process: this one interprets
+kernels.
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from gradcomp.kernels.launch import Stage, launch
+from tests.programs import run_python
+
+PROGRAM = """
+import json
+from benchmarks import stub_cuda
+
+stub_cuda.install()
+import torch
+import triton
+from triton.backends.nvidia.driver import CudaLauncher
+from gradcomp.kernels import powersgd_plan
+from gradcomp.layout import LowRankLayout
+
+launched, compiled, hooked, ordinary = [], [], [], []
+DEVICE, OPTIONS = torch.device("cpu"), {"error_feedback": True, "warm_start": True, "epsilon": 0.0}
+LAYOUT = LowRankLayout([(256, 512), (512,), (512, 256)], 4, 1)
+
+
+def record(launcher, x, y, z, stream, function, metadata, data, enter, leave, *arguments):
+    values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+    launched.append([x, y, z, stream, str(metadata), *map(str, values)])
+
+
+CudaLauncher.__call__ = record
+triton.knobs.runtime.jit_post_compile_hook = lambda **_: compiled.append(1)
+powersgd_plan.compile_kernels(LAYOUT, torch.float32, DEVICE, **OPTIONS)
+found = {"compiled by warm-up": len(compiled)}
+run = triton.runtime.JITFunction.run
+
+
+def counted(*arguments, **named):
+    ordinary.append(1)
+    return run(*arguments, **named)
+
+
+def step(buffer):
+    launched.clear()
+    ordinary.clear()
+    plan.project(buffer, 0.25)
+    plan.back_project(buffer, 0.125)
+    plan.reconstruct(buffer, 2**40 + 1)
+    return list(launched), len(ordinary)
+
+
+plan = powersgd_plan.LowRankPlan(LAYOUT, torch.float32, DEVICE, **OPTIONS, seed=0)
+found["compiled by the plan"] = len(compiled) - found["compiled by warm-up"]
+triton.runtime.JITFunction.run = counted
+memory = torch.zeros(LAYOUT.numel + 4)
+for start in (0, 4):
+    found[f"direct {start}"] = step(memory[start:][: LAYOUT.numel])
+found["unaligned"] = step(memory[1:][: LAYOUT.numel])[1]
+hook = lambda metadata: hooked.append(1)
+runtime = triton.knobs.runtime
+runtime.launch_enter_hook.add(hook) if runtime.launch_enter_hook is not None else None
+for start in (0, 4):
+    found[f"observed {start}"] = step(memory[start:][: LAYOUT.numel])
+runtime.launch_enter_hook.remove(hook)
+found["after"] = step(memory[: LAYOUT.numel])[1]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher needs a C compiler")
+def test_compiled_launches_are_tritons_own():
+    # In the environment's Triton, which may be another one than the installed.
+    done = run_python("-c", PROGRAM, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for start in (0, 4):
+        (direct, num_ordinary), (observed, _) = found[f"direct {start}"], found[f"observed {start}"]
+        assert len(direct) == 6
+        assert num_ordinary == 0
+        assert direct == observed
+    assert found["direct 0"] != found["direct 4"]
+    # A profiler, and an address that the kernels weren't compiled for, take Triton's own launch.
+    assert found["observed 0"][1] == found["unaligned"] == 6
+    assert found["after"] == 0
+    assert found["compiled by warm-up"] > 0
+    assert found["compiled by the plan"] == 0
+
+
+class Kernel:
+    """Stands in for a kernel: notes with which arguments it is launched."""
+
+    def __init__(self):
+        self.launched = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.launched.append((grid, arguments, constants))
+
+
+def test_a_stage_exchanges_the_buffer_and_the_number():
+    kernel, own = Kernel(), torch.zeros(3)
+
+    def launchers(buffer, number):
+        launch(kernel, 2)(own, buffer, number, 1000.0, BLOCK=4)
+        launch(kernel, 5)(buffer, own, BLOCK=8)
+
+    stage = Stage(launchers, torch.float32, float)
+    assert not kernel.launched
+    for number in (1000.0, 0.5):
+        buffer = torch.ones(4)
+        stage(buffer, number)
+        (first, second), kernel.launched = kernel.launched, []
+        assert (first[0], first[2]) == ((2, 1, 1), {"BLOCK": 4})
+        assert first[1][0] is own
+        assert first[1][1] is buffer
+        assert first[1][2:] == (number, 1000.0)
+        assert second[1][0] is buffer
+        assert second[1][1] is own
+
+
+def test_outside_a_stage_it_launches_at_once():
+    kernel = Kernel()
+    launch(kernel, 3)(1, BLOCK=2)
+    assert kernel.launched == [((3, 1, 1), (1,), {"BLOCK": 2})]
+
+
+def test_an_error_in_a_stage_leaves_nothing_behind():
+    def launchers(buffer, number):
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 it is ours
+        Stage(launchers, torch.float32, float)
+    test_outside_a_stage_it_launches_at_once()

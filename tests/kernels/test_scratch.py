@@ -1,0 +1,93 @@
+"""Plans that take turns with one scratch: the bits of plans with their own, and no memory beside it."""
+
+import math
+import threading
+
+import pytest
+import torch
+
+from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.kernels.scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
+from gradcomp.layout import LowRankLayout
+from tests.kernels.powersgd_ranks import COMPRESS_ALL, random_grads, step
+
+FP32, BF16 = torch.float32, torch.bfloat16
+OPTIONS = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
+# The second bucket needs more scratch than the first, so that it grows between two turns.
+SMALL, LARGE = [(40, 30), (7,)], [(70, 45), (13,), (33, 130)]
+
+
+def plan_of(shapes, dtype, device, **options):
+    return LowRankPlan(LowRankLayout(shapes, 4, COMPRESS_ALL), dtype, device, **OPTIONS, **options)
+
+
+def poison(plan):
+    for part in (plan._partial, plan.p_wire, plan.q_wire):
+        part.fill_(math.nan)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_turns_give_the_bits_of_scratches_of_their_own(dtype, device):
+    results = []
+    for takes_turns in (False, True):
+        plans = [plan_of(shapes, dtype, device, takes_turns=takes_turns) for shapes in (SMALL, LARGE)]
+        buckets = []
+        for seed in range(2):
+            for plan in plans:
+                (grad,) = random_grads(plan.layout, dtype, device, seed)
+                step([plan], [grad])
+                buckets.append(grad)
+                poison(plan)
+        results.append([*buckets, *(plan.error() for plan in plans)])
+    for own, shared in zip(*results, strict=True):
+        assert torch.equal(own, shared)
+
+
+def test_plans_that_take_turns_have_one_memory(device):
+    plans = [plan_of(shapes, FP32, device, takes_turns=True) for shapes in (SMALL, LARGE, SMALL)]
+    assert not any(hasattr(plan, "p_wire") for plan in plans)  # nothing before the first turn
+    for _ in range(2):
+        for plan in plans:
+            step([plan], random_grads(plan.layout, FP32, device, 0))
+    memory = shared_scratch(device).memory
+    assert memory.numel() == max(num_bytes_of(plan._scratch_parts) for plan in plans)
+    storages = {plan.p_wire.untyped_storage().data_ptr() for plan in plans}
+    assert storages == {memory.untyped_storage().data_ptr()}
+
+
+def test_growing_frees_the_old_memory(device):
+    small = plan_of(SMALL, FP32, device, takes_turns=True)
+    step([small], random_grads(small.layout, FP32, device, 0))
+    wire = small.p_wire
+    large = plan_of(LARGE, FP32, device, takes_turns=True)
+    step([large], random_grads(large.layout, FP32, device, 0))
+    assert wire.untyped_storage().nbytes() == 0
+
+
+def test_the_scratch_goes_with_its_last_plan(device):
+    plan = plan_of(SMALL, FP32, device, takes_turns=True)
+    step([plan], random_grads(plan.layout, FP32, device, 0))
+    assert shared_scratch(device).memory.numel()
+    del plan
+    assert not shared_scratch(device).memory.numel()
+
+
+def test_threads_have_scratches_of_their_own(device):
+    mine, theirs = shared_scratch(device), []
+    thread = threading.Thread(target=lambda: theirs.append(shared_scratch(device)))
+    thread.start()
+    thread.join()
+    assert theirs[0] is not mine
+    assert shared_scratch(device) is mine
+
+
+def test_parts_are_aligned_and_apart(device):
+    parts = [(3, FP32), (0, BF16), (129, BF16), (5, torch.float64)]
+    scratch = Scratch(device)
+    scratch.reserve(num_bytes_of(parts))
+    views = parts_of_scratch(scratch.memory, parts)
+    assert [(view.numel(), view.dtype) for view in views] == parts
+    for value, view in enumerate(views):
+        view.fill_(value)
+    assert all(view.eq(value).all() for value, view in enumerate(views))
+    assert all((view.data_ptr() - scratch.memory.data_ptr()) % 256 == 0 for view in views if view.numel())

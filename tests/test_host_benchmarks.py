@@ -1,0 +1,40 @@
+"""The benchmarks of PowerSGD's host time and memory run, and count what plans allocate."""
+
+import shutil
+
+import pytest
+import torch
+
+from benchmarks import models, powersgd_memory
+from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.layout import LowRankLayout
+from tests.programs import run_module
+
+BUCKETS = [[(300, 200), (200,)], [(500, 400), (90, 80)]]
+
+
+def test_memory_is_what_plans_allocate(device):
+    memory = powersgd_memory.memory_of(BUCKETS, 4, torch.float32)
+    options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
+    plans = [LowRankPlan(LowRankLayout(each, 4, 2), torch.float32, device, **options) for each in BUCKETS]
+    assert memory.error == sum(plan._memory.nbytes for plan in plans)
+    assert memory.scratches == tuple(plan._scratch.memory.nbytes for plan in plans)
+    assert memory.factors > sum(plan._p.nbytes + plan._q.nbytes for plan in plans)
+    assert memory.torch_error == 4 * (300 * 200 + 200 + 500 * 400 + 90 * 80)
+    assert memory.torch_factors == 4 * 4 * (500 + 900 + 170)
+
+
+def test_the_table_of_memory(monkeypatch, capsys):
+    monkeypatch.setattr(models, "MODELS", {"small": lambda: iter(BUCKETS[1])})
+    powersgd_memory.main([])
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + len(powersgd_memory.RANKS)
+    assert len({row.count("|") for row in rows}) == 1
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher needs a C compiler")
+def test_host_time():
+    done = run_module("benchmarks.host_time", "--models", "gpt2-medium", "--calls", "20")
+    assert done.returncode == 0, done.stdout
+    for part in ("hook", "launches", "all_reduce", "Future", "streams", "state"):
+        assert f" {part} " in done.stdout
