@@ -12,7 +12,7 @@ from .powersgd_pack import pack
 from .powersgd_project import SHORTEST_SQUARED, project
 from .powersgd_random import random_q
 from .powersgd_reconstruct import reconstruct
-from .powersgd_work import LowRankWork
+from .powersgd_work import LowRankWork, wire_stride
 
 
 class LowRankPlan:
@@ -65,6 +65,11 @@ class LowRankPlan:
                 rank=work.rank,
                 block_cols=work.block_cols,
             )
+
+    def sent_p(self, index: int) -> torch.Tensor:
+        """Return the part of p_wire that holds P of the matrix with this index."""
+        matrix, start = self.layout.matrices[index], self._field(index, "p_wire")
+        return self.p_wire[start : start + matrix.rank * wire_stride(matrix.rows, self.p_wire.itemsize)]
 
     def project(self, buffer: torch.Tensor, scale: float) -> None:
         """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches."""

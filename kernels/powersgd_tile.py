@@ -29,6 +29,7 @@ Q_STRIDE = _column("q_stride")
 RANDOM_PANEL = _column("random_panel")  # the random Q's panel, in the same tensor and with the same stride
 P_WIRE = _column("p_wire")  # first element of P on the wire
 Q_WIRE = _column("q_wire")
+FIRST_RANDOM = _column("first_random")  # elements of all Q before this one
 FIRST_NORM = _column("first_norm")  # first of Q's partial norms
 NUM_NORMS = _column("num_norms")
 MATRIX_FIELDS = tl.constexpr(len(powersgd_work.MATRIX_FIELDS))
@@ -135,3 +136,17 @@ def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOC
     start = tl.load(matrix_ptr + START) // BLOCK * BLOCK
     stride = tl.load(matrix_ptr + STRIDE) // BLOCK * BLOCK
     return panel_ptr + start, stride
+
+
+@triton.jit
+def wire_stride(length, TYPE: tl.constexpr):
+    """Return what powersgd_work.wire_stride does, a visible multiple of 16 bytes. TYPE: the wire's dtype."""
+    VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
+    return (length + (VECTOR - 1)) // VECTOR * VECTOR
+
+
+@triton.jit
+def wire_start(wire_ptr, first):
+    """Return a pointer to this element of a wire, which starts on 16 bytes and visibly does."""
+    VECTOR: tl.constexpr = 128 // wire_ptr.dtype.element_ty.primitive_bitwidth
+    return wire_ptr + first // VECTOR * VECTOR

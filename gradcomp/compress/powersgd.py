@@ -70,6 +70,7 @@ class LowRankCompressor(Compressor):
             epsilon=options.epsilon / bucket.world_size,
             seed=bucket.seed,
         )
+        # As torch counts: without the kernels' padding of each column to 16 bytes.
         self.sent_numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
 
     def leave_out(self, unused: Sequence[int]) -> None:
@@ -85,7 +86,7 @@ class LowRankCompressor(Compressor):
         plan, scale = self.plan, 1 / group.size()
         plan.project(flat, scale)
         for index in self._left_out:
-            plan.p_wire[plan.layout.p_slice(index)].zero_()
+            plan.sent_p(index).zero_()
         dist.all_reduce(plan.p_wire, group=group)
         plan.back_project(flat, scale)
         if plan.q_wire.numel():

@@ -156,7 +156,7 @@ def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
     buffer = torch.full((plan.layout.numel,), 3e4, dtype=FP16, device=device)
     plan.project(buffer, 1 / 8)
     # Rows of 64 · 3e4 on a direction of 1/8 each: 2.4e5, where fp16 ends at 65504.
-    assert plan.p_wire.tolist() == [3e4] * 16 + [3e4 / 8] * 3
+    assert plan.p_wire.tolist() == [3e4] * 16 + [3e4 / 8] * 3 + [0.0] * 5
     plan.back_project(buffer, 1 / 8)
     # Columns of 16 · 3e4 on a P of 1/4 each: 1.2e5.
     assert plan.q_wire.tolist() == [1.5e4] * 64
