@@ -7,9 +7,10 @@ import torch
 
 from .device import launching_on, send
 from .powersgd_back_project import back_project
+from .powersgd_direction import is_kept, scale_of
 from .powersgd_orthonormalise import orthonormalise
 from .powersgd_pack import pack
-from .powersgd_project import SHORTEST_SQUARED, project
+from .powersgd_project import project
 from .powersgd_random import random_q
 from .powersgd_reconstruct import reconstruct
 from .powersgd_work import LowRankWork, wire_stride
@@ -84,6 +85,7 @@ class LowRankPlan:
                 self._tables["project"],
                 out=self._partial,
                 feedback=self._feedback,
+                unit=self._epsilon > 0,
                 **self._blocks,
             )
             self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
@@ -162,9 +164,8 @@ class LowRankPlan:
         for index in range(len(self.layout.matrices)):
             q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
             squared = self._squared_lengths(index)[: q.shape[1]]
-            # As direction in powersgd_project.py does.
-            alive = (squared >= SHORTEST_SQUARED.value) & (squared < torch.inf)
-            directions.append(torch.where(alive, q, random))
+            scaled = q * scale_of(squared, self._epsilon > 0).to(q.dtype)
+            directions.append(torch.where(is_kept(squared), scaled, random))
         return directions
 
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
@@ -175,11 +176,18 @@ class LowRankPlan:
                 whole = torch.zeros(matrix.rows * matrix.cols, dtype=error.dtype, device=error.device)
                 whole[: matrix.numel] = error[matrix.offset : matrix.offset + matrix.numel]
                 self._matrix(index).copy_(whole.view(matrix.rows, matrix.cols))
-            q = self._panel(self._q, index, "q")
+            q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
             q.copy_(direction)
+            squared = q.double().square().sum(0)
+            # What directions() returned isn't scaled again, so that the next step computes the same bits: Q's
+            # scaled columns, whose lengths lie between these up to rounding, and random ones.
+            is_unit = self._epsilon > 0 and self._warm_start
+            shortest, longest = (1.0 - 1e-6, 1.0 + 1e-6) if is_unit else (0.25 - 1e-6, 4.0)
+            squared[(squared > shortest) & (squared < longest)] = 1.0
+            squared[(q == random).all(0)] = 0.0
             first, count = (self._field(index, name) for name in ("first_norm", "num_norms"))
             self._norms[first : first + count].zero_()
-            self._norms[first, : matrix.rank] = q.double().square().sum(0)
+            self._norms[first, : matrix.rank] = squared
 
     def _field(self, index: int, name: str) -> int:
         value: int = self._work.fields(index)[name]

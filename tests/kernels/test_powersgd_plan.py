@@ -225,7 +225,7 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     # P and Q are zero, so M = gradient + memory; Q's lengths too, so that M is projected on the random Q: on
     # ones.
     q[work.q_panel_numel // 2 :][:m] = 1.0
-    project(grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, **blocks)
+    project(grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, unit=False, **blocks)
     rows, cols = n - first_row, m - first_col
     assert partial[:rows].tolist() == [3.0 * cols] * rows
     assert (memory[: n * m].view(n, m)[first_row:, first_col:] == 3).all()
