@@ -8,7 +8,6 @@ from .powersgd_direction import direction
 from .powersgd_error import add_error
 from .powersgd_tile import (
     MAX_FMA_RANK,
-    MAX_REGISTERS,
     P_PANEL,
     P_STRIDE,
     Q_PANEL,
@@ -18,11 +17,10 @@ from .powersgd_tile import (
     is_16_byte_aligned,
     memory_tile,
     panel,
+    registers,
     work_of,
 )
 
-NUM_WARPS = 8  # with 4, some ranks spill
-DOT_WARPS = 4  # the 64 rows of a tile keep 4 busy: more would repeat the same products
 # A dot product over more columns at once takes more registers than there are.
 DOT_COLS = 32
 
@@ -211,6 +209,17 @@ def _project_kernel(
         )  # fmt: skip
 
 
+def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return how _project_kernel is compiled for a padded rank and the gradient's dtype."""
+    # In matrix products a tile's rows keep 4 warps busy: more would repeat the same products.
+    num_warps = 8 if rank <= 4 else 4
+    # Where registers are left, three programs fit a multiprocessor. Shortening fp16's error takes more.
+    num_programs = 3 if rank <= 2 and dtype in (torch.float32, torch.bfloat16) else 2
+    # In fp64 pipelined matrix products take more registers than there are.
+    num_stages = 1 if dtype == torch.float64 and rank > MAX_FMA_RANK.value else 3
+    return {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers(num_warps, num_programs)}
+
+
 def project(
     grad: torch.Tensor,
     memory: torch.Tensor,
@@ -239,8 +248,6 @@ def project(
     if len(work):
         is_dot = rank > MAX_FMA_RANK.value
         cols = min(block_cols, DOT_COLS) if is_dot else block_cols
-        # These spill unless they may use more registers.
-        takes_more = rank in (8, 32) or (rank in (2, 16) and feedback and grad.dtype == torch.float16)
         _project_kernel[(len(work),)](
             grad,
             memory,
@@ -257,7 +264,6 @@ def project(
             SPLIT=block_cols // cols,
             FEEDBACK=feedback,
             UNIT=unit,
-            num_warps=DOT_WARPS if is_dot and block_rows == 64 else NUM_WARPS,
-            maxnreg=MAX_REGISTERS if takes_more else None,
             enable_fp_fusion=True,
+            **launch_options(rank, grad.dtype),
         )

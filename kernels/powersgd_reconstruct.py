@@ -10,7 +10,6 @@ from .powersgd_tile import (
     MATRIX_FIELDS,
     MATRIX_RANK,
     MAX_FMA_RANK,
-    MAX_REGISTERS,
     NEXT_Q,
     P_PANEL,
     P_STRIDE,
@@ -23,6 +22,7 @@ from .powersgd_tile import (
     gradient_tile,
     is_16_byte_aligned,
     panel,
+    registers,
     wire_start,
     wire_stride,
 )
@@ -30,6 +30,8 @@ from .powersgd_work import COPY_BLOCK, factor_tile
 from .tile import copy_tile, round_to
 
 NUM_WARPS = 4
+# Programs on a multiprocessor by padded rank: as many as their registers allow.
+PROGRAMS = {1: 6, 2: 6, 4: 6, 8: 3}
 
 
 @triton.jit
@@ -215,6 +217,6 @@ def reconstruct(
             COPY_BLOCK=COPY_BLOCK,
             WARM_START=warm_start,
             num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS if rank == 32 else None,
+            maxnreg=registers(NUM_WARPS, PROGRAMS.get(rank, 2)),
             enable_fp_fusion=True,
         )

@@ -38,9 +38,7 @@ WORK_FIELDS = tl.constexpr(powersgd_work.WORK_FIELDS)
 MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
-# All the registers that a thread can have. Unless a launch asks for them, ptxas fits one more program on a
-# multiprocessor, by spilling if necessary.
-MAX_REGISTERS = 255
+MAX_REGISTERS = 255  # that a thread can have
 
 # Work types of _pack_kernel and of _reconstruct_kernel, in the first column of a program's row.
 REDUCE = tl.constexpr(powersgd_work.REDUCE)
@@ -48,6 +46,14 @@ COPY = tl.constexpr(powersgd_work.COPY)
 NEXT_Q = tl.constexpr(powersgd_work.NEXT_Q)
 TILES = tl.constexpr(powersgd_work.TILES)
 UNPACK = tl.constexpr(powersgd_work.UNPACK)
+
+
+def registers(num_warps: int, num_programs: int = 2) -> int:
+    """Return how many registers a thread may take so that these programs fit a multiprocessor together.
+
+    A launch has to say so: otherwise ptxas may take more, or spill to fit one program more.
+    """
+    return min(65536 // (num_programs * 32 * num_warps) // 8 * 8, MAX_REGISTERS)
 
 
 def dot_rank_block(rank: int) -> int:
