@@ -151,7 +151,7 @@ def _back_project_kernel(
     program = tl.program_id(0).to(tl.int64)
     matrix_ptr, col_block, first, last = work_of(program, matrices_ptr, work_ptr)
     partial = partial_ptr + program * (RANK * BLOCK_COLS)
-    if FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr):
+    if FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr, last.to(tl.int64) * (SPLIT * BLOCK_ROWS)):
         back_project_tiles(
             source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
             RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,

@@ -195,7 +195,7 @@ def _project_kernel(
             start, scale = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS, UNIT)
             q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
             factor = factor + (tl.sum(scale, axis=0).to(p_ptr.dtype.element_ty),)
-    if is_16_byte_aligned(grad_ptr, matrix_ptr):
+    if is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS):
         project_tiles(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
             row_block, first * SPLIT, last * SPLIT,

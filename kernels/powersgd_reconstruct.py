@@ -160,7 +160,7 @@ def _reconstruct_kernel(
     else:
         matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
         first = third.to(tl.int32)
-        if is_16_byte_aligned(grad_ptr, matrix_ptr):
+        if is_16_byte_aligned(grad_ptr, matrix_ptr, (second + 1) * BLOCK_ROWS):
             reconstruct_tiles(
                 grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
                 RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, True,
