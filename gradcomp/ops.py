@@ -250,6 +250,7 @@ def low_rank_plan(
     compressed). All-reduce p_wire. plan.back_project(buffer, scale): orthonormalise P; plan.q_wire = scale ·
     all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of what
     isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
+    plan.sent_p(index): the part of p_wire that holds P of the layout's matrix with this index.
 
     takes_turns: this thread calls the three stages of a plan with no other such plan's between them, on one
     stream per device. Then plans on the kernels have one memory in common for partial sums and wires, and

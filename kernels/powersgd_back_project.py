@@ -7,7 +7,6 @@ import triton.language as tl
 from .launch import launch
 from .powersgd_tile import (
     MAX_FMA_RANK,
-    MAX_REGISTERS,
     P_PANEL,
     P_STRIDE,
     dot_rank_block,
@@ -15,10 +14,13 @@ from .powersgd_tile import (
     is_16_byte_aligned,
     memory_tile,
     panel,
+    registers,
     work_of,
 )
 
 NUM_WARPS = 4
+# Programs on a multiprocessor by padded rank: as many as their registers allow.
+PROGRAMS = {1: 5, 2: 4, 4: 4, 8: 3}
 PLAIN_DOT_WARPS = 8  # without feedback there are two loops (see gradient_tile); with 4, some of them spill
 # A dot product over more rows at once takes more registers than three blocks on a multiprocessor leave.
 DOT_ROWS = 32
@@ -150,7 +152,7 @@ def _back_project_kernel(
     program = tl.program_id(0).to(tl.int64)
     matrix_ptr, col_block, first, last = work_of(program, matrices_ptr, work_ptr)
     partial = partial_ptr + program * (RANK * BLOCK_COLS)
-    if FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr):
+    if FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr, last.to(tl.int64) * (SPLIT * BLOCK_ROWS)):
         back_project_tiles(
             source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
             RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
@@ -185,6 +187,8 @@ def back_project(
         is_dot = rank > MAX_FMA_RANK.value
         rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
         is_plain_dot = is_dot and not feedback and block_cols == 64
+        num_warps = PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS
+        num_programs = PROGRAMS.get(rank, 2)
         launch(_back_project_kernel, len(work))(
             source,
             p,
@@ -197,7 +201,7 @@ def back_project(
             BLOCK_COLS=block_cols,
             SPLIT=block_rows // rows,
             FEEDBACK=feedback,
-            num_warps=PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS,
-            maxnreg=MAX_REGISTERS if is_plain_dot else None,
+            num_warps=num_warps,
+            maxnreg=registers(num_warps, num_programs),
             enable_fp_fusion=True,
         )

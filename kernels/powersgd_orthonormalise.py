@@ -16,7 +16,17 @@ from .powersgd_gram_schmidt import (
     subtract_projection,
     triangle,
 )
-from .powersgd_tile import MATRIX_FIELDS, MATRIX_RANK, MAX_REGISTERS, P_PANEL, P_STRIDE, P_WIRE, ROWS
+from .powersgd_tile import (
+    MATRIX_FIELDS,
+    MATRIX_RANK,
+    MAX_REGISTERS,
+    P_PANEL,
+    P_STRIDE,
+    P_WIRE,
+    ROWS,
+    wire_start,
+    wire_stride,
+)
 
 # One pass leaves ‖PᵀP−I‖ of about 3e-14 / remaining fraction. A second one follows when that may exceed 3e-7.
 SECOND_PASS_BELOW = tl.constexpr(1e-7)
@@ -33,25 +43,29 @@ def _orthonormalise_kernel(
 ):
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for one panel with RANK <= 32.
 
-    wire_ptr: the panels n×r, row-major, all-reduced. p_ptr: the padded panels, written whole. Zero and
-    dependent columns become zeros; a panel with anything not finite becomes NaN. Grid: one program per
-    matrix. Reads the panel twice and writes it once; twice as much if it is ill-conditioned.
+    wire_ptr: the panels n×r, column after column (powersgd_work), all-reduced. p_ptr: the padded panels,
+    written whole. Zero and dependent columns become zeros; a panel with anything not finite becomes NaN.
+    Grid: one program per matrix. Reads the panel twice and writes it once; twice as much if it is
+    ill-conditioned.
     """
     matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
     n = tl.load(matrix_ptr + ROWS).to(tl.int32)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    source_ptr = wire_ptr + tl.load(matrix_ptr + P_WIRE)
+    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
+    source_stride = wire_stride(n, wire_ptr.dtype.element_ty)
     out_ptr = p_ptr + tl.load(matrix_ptr + P_PANEL)
     stride = tl.load(matrix_ptr + P_STRIDE).to(tl.int32)
     # Triton 3.6 fails on a product in fp64 of values loaded in 16 bits, so it loads a copy in fp32.
     COPY: tl.constexpr = RANK > 8 and wire_ptr.dtype.element_ty.primitive_bitwidth == 16
 
     if COPY:
-        copy_panel(source_ptr, r, 1, out_ptr, stride, n, r, RANK, BLOCK)
+        copy_panel(source_ptr, 1, source_stride, out_ptr, stride, n, r, RANK, BLOCK)
         tl.debug_barrier()
         smallest = orthonormalise_panel(out_ptr, 1, stride, out_ptr, stride, n, r, epsilon, RANK, BLOCK, True)
     else:
-        smallest = orthonormalise_panel(source_ptr, r, 1, out_ptr, stride, n, r, epsilon, RANK, BLOCK, False)
+        smallest = orthonormalise_panel(
+            source_ptr, 1, source_stride, out_ptr, stride, n, r, epsilon, RANK, BLOCK, False
+        )
     if (smallest < SECOND_PASS_BELOW) & (epsilon == 0.0):
         tl.debug_barrier()
         orthonormalise_panel(out_ptr, 1, stride, out_ptr, stride, n, r, epsilon, RANK, BLOCK, True)
@@ -78,14 +92,16 @@ def _orthonormalise_blocks_kernel(
     matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
     n = tl.load(matrix_ptr + ROWS).to(tl.int32)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    source_ptr = wire_ptr + tl.load(matrix_ptr + P_WIRE)
+    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
+    source_stride = wire_stride(n, wire_ptr.dtype.element_ty)
     out_ptr = p_ptr + tl.load(matrix_ptr + P_PANEL)
     stride = tl.load(matrix_ptr + P_STRIDE).to(tl.int32)
 
     for rank_start in range(0, RANK, RANK_BLOCK):
         block_ptr = out_ptr + rank_start * stride
         cols = tl.minimum(r - rank_start, RANK_BLOCK)
-        copy_panel(source_ptr + rank_start, r, 1, block_ptr, stride, n, cols, RANK_BLOCK, BLOCK)
+        columns_ptr = source_ptr + rank_start * source_stride
+        copy_panel(columns_ptr, 1, source_stride, block_ptr, stride, n, cols, RANK_BLOCK, BLOCK)
         tl.debug_barrier()
         for _ in range(tl.where(epsilon == 0.0, 2, 1)):
             own = diagonal(gram(block_ptr, n, cols, 1, stride, RANK_BLOCK, BLOCK), RANK_BLOCK)
@@ -118,7 +134,7 @@ def orthonormalise(
 ) -> None:
     """Step 4 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
 
-    wire: the all-reduced wire buffer, which begins with P's n×r panels. matrices: LowRankWork's int64
+    wire: the all-reduced wire buffer, which begins with all P. matrices: LowRankWork's int64
     matrix_table.
     out: the padded panels, fp32 (fp64 for an fp64 bucket). epsilon: as torch's orthogonalization_epsilon,
     added to the length by which a column is divided (beyond rank 32 up to a relative difference of epsilon /

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from .launch import launch
-from .powersgd_tile import REDUCE, WORK_FIELDS
-from .powersgd_work import COPY_BLOCK
+from .powersgd_tile import REDUCE, WORK_FIELDS, wire_start, wire_stride
+from .powersgd_work import COPY_BLOCK, factor_tile
 from .tile import copy_tile, round_to
 
 NUM_WARPS = 4
@@ -21,6 +21,7 @@ def _pack_kernel(
     scale: tl.float64,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
@@ -28,30 +29,41 @@ def _pack_kernel(
 
     partial_ptr: [partial sums, RANK, BLOCK], panels column after column. grad_ptr: the bucket. wire_ptr: see
     LowRankWork. Grid: one program per row of work_ptr,
-    (REDUCE, first wire element, rows, r, first partial sum, number of them) or
-    (COPY, first bucket element, first wire element, number of elements).
+    (REDUCE, first wire element, rows, r, first partial sum, partial sums of a block, the factor's rows) or
+    (COPY, first bucket element, first wire element, number of elements, zeros behind them).
+    ROWS: the most rows of a REDUCE row, in blocks of BLOCK.
     Moves each partial sum once, 4 · RANK · BLOCK bytes, and each uncompressed element twice.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     first = tl.load(work + 1)
     second = tl.load(work + 2)
     third = tl.load(work + 3)
+    fourth = tl.load(work + 4)
+    VECTOR: tl.constexpr = 128 // wire_ptr.dtype.element_ty.primitive_bitwidth
     if tl.load(work) == REDUCE:
-        partial = partial_ptr + tl.load(work + 4) * (RANK * BLOCK)
-        num_partial = tl.load(work + 5).to(tl.int32)
+        num_partial = tl.load(work + 5)
+        stride = wire_stride(tl.load(work + 6), wire_ptr.dtype.element_ty)
         ACC: tl.constexpr = partial_ptr.dtype.element_ty
         factor = (tl.full((), 1.0, tl.float64) * scale).to(ACC)
-        offs_row = tl.arange(0, BLOCK)[None, :]
+        offs_row = tl.arange(0, ROWS)[None, :]
+        mask_row = offs_row < wire_stride(second.to(tl.int32), wire_ptr.dtype.element_ty)
+        partial = partial_ptr + fourth * (RANK * BLOCK) + offs_row % BLOCK
+        partial += (offs_row // BLOCK) * (num_partial * (RANK * BLOCK))
+        wire = wire_start(wire_ptr, first) + offs_row
         for rank_start in range(0, RANK, RANK_BLOCK):
             offs_rank = rank_start + tl.arange(0, RANK_BLOCK)[:, None]
-            acc = tl.zeros((RANK_BLOCK, BLOCK), ACC)
-            for i in range(num_partial):
-                acc += tl.load(partial + i * (RANK * BLOCK) + offs_rank * BLOCK + offs_row)
-            mask = (offs_row < second) & (offs_rank < third)
-            values = round_to(acc * factor, wire_ptr.dtype.element_ty)
-            tl.store(wire_ptr + first + offs_row * third + offs_rank, values, mask=mask)
+            mask = mask_row & (offs_rank < third)
+            acc = tl.zeros((RANK_BLOCK, ROWS), ACC)
+            for i in range(num_partial.to(tl.int32)):
+                acc += tl.load(partial + i * (RANK * BLOCK) + offs_rank * BLOCK, mask=mask, other=0.0)
+            # Beyond the last row there may be NaN, if there is in P.
+            values = round_to(tl.where(offs_row < second, acc * factor, 0.0), wire_ptr.dtype.element_ty)
+            tl.store(wire + offs_rank * stride, values, mask=mask)
     else:
         copy_tile(grad_ptr + first, wire_ptr + second, third, scale, COPY_BLOCK)
+        offs = tl.arange(0, VECTOR)
+        zeros = tl.zeros((VECTOR,), wire_ptr.dtype.element_ty)
+        tl.store(wire_ptr + second + third + offs, zeros, mask=offs < fourth)
 
 
 def pack(
@@ -72,6 +84,7 @@ def pack(
     rank: LowRankWork's. block: its block_rows for P, its block_cols for Q.
     """
     if len(work):
+        rows, cols = factor_tile(rank, block, partial.itemsize)
         launch(_pack_kernel, len(work))(
             partial,
             grad,
@@ -79,7 +92,8 @@ def pack(
             work,
             scale,
             RANK=rank,
-            RANK_BLOCK=min(rank, 16 if partial.itemsize == 4 else 4),  # in fp64, 8 spill beyond rank 32
+            RANK_BLOCK=cols,
+            ROWS=rows,
             BLOCK=block,
             COPY_BLOCK=COPY_BLOCK,
             num_warps=NUM_WARPS,

@@ -11,12 +11,13 @@ import torch
 from .device import has_streams, launching_on, send
 from .launch import Stage
 from .powersgd_back_project import back_project
+from .powersgd_direction import is_kept, scale_of
 from .powersgd_orthonormalise import orthonormalise
 from .powersgd_pack import pack
-from .powersgd_project import SHORTEST_SQUARED, project
+from .powersgd_project import project
 from .powersgd_random import random_q
 from .powersgd_reconstruct import reconstruct
-from .powersgd_work import LowRankWork
+from .powersgd_work import LowRankWork, wire_stride
 from .scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
 
 
@@ -106,6 +107,7 @@ class LowRankStages:
             own.tables["project"],
             out=self.partial,
             feedback=self._arithmetic.error_feedback,
+            unit=self._arithmetic.epsilon > 0,
             **self._blocks,
         )
         self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
@@ -216,6 +218,11 @@ class LowRankPlan:
             with launching_on(self._device):
                 self._stages.compile()
 
+    def sent_p(self, index: int) -> torch.Tensor:
+        """Return the part of p_wire that holds P of the matrix with this index."""
+        matrix, start = self.layout.matrices[index], self._field(index, "p_wire")
+        return self.p_wire[start : start + matrix.rank * wire_stride(matrix.rows, self.p_wire.itemsize)]
+
     def project(self, buffer: torch.Tensor, scale: float) -> None:
         """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches."""
         if self._takes_turns:
@@ -271,9 +278,8 @@ class LowRankPlan:
         for index in range(len(self.layout.matrices)):
             q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
             squared = self._squared_lengths(index)[: q.shape[1]]
-            # As direction in powersgd_project.py does.
-            alive = (squared >= SHORTEST_SQUARED.value) & (squared < torch.inf)
-            directions.append(torch.where(alive, q, random))
+            scaled = q * scale_of(squared, self._arithmetic.epsilon > 0).to(q.dtype)
+            directions.append(torch.where(is_kept(squared), scaled, random))
         return directions
 
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
@@ -284,11 +290,18 @@ class LowRankPlan:
                 whole = torch.zeros(matrix.rows * matrix.cols, dtype=error.dtype, device=error.device)
                 whole[: matrix.numel] = error[matrix.offset : matrix.offset + matrix.numel]
                 self._matrix(index).copy_(whole.view(matrix.rows, matrix.cols))
-            q = self._panel(self._q, index, "q")
+            q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
             q.copy_(direction)
+            squared = q.double().square().sum(0)
+            # What directions() returned isn't scaled again, so that the next step computes the same bits: Q's
+            # scaled columns, whose lengths lie between these up to rounding, and random ones.
+            is_unit = self._arithmetic.epsilon > 0 and self._arithmetic.warm_start
+            shortest, longest = (1.0 - 1e-6, 1.0 + 1e-6) if is_unit else (0.25 - 1e-6, 4.0)
+            squared[(squared > shortest) & (squared < longest)] = 1.0
+            squared[(q == random).all(0)] = 0.0
             first, count = (self._field(index, name) for name in ("first_norm", "num_norms"))
             self._norms[first : first + count].zero_()
-            self._norms[first, : matrix.rank] = q.double().square().sum(0)
+            self._norms[first, : matrix.rank] = squared
 
     def _field(self, index: int, name: str) -> int:
         value: int = self._work.fields(index)[name]

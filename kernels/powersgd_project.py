@@ -5,48 +5,25 @@ import triton
 import triton.language as tl
 
 from .launch import launch
+from .powersgd_direction import direction
 from .powersgd_error import add_error
 from .powersgd_tile import (
-    FIRST_NORM,
     MAX_FMA_RANK,
-    MAX_NORMS,
-    MAX_REGISTERS,
-    NUM_NORMS,
     P_PANEL,
     P_STRIDE,
     Q_PANEL,
     Q_STRIDE,
-    RANDOM_PANEL,
     dot_rank_block,
     gradient_tile,
     is_16_byte_aligned,
     memory_tile,
     panel,
+    registers,
     work_of,
 )
 
-NUM_WARPS = 8  # with 4, some ranks spill
-DOT_WARPS = 4  # the 64 rows of a tile keep 4 busy: more would repeat the same products
 # A dot product over more columns at once takes more registers than there are.
 DOT_COLS = 32
-# A column of Q is replaced if it is shorter than 1e-30: the inverse of its length nears the end of fp32.
-SHORTEST_SQUARED = tl.constexpr(1e-60)
-
-
-@triton.jit
-def direction(q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Return (start in q_ptr, factor in fp64) of the columns offs_rank of the Q to project on.
-
-    A column is Q's own, scaled to length 1, or a random one where Q's is zero or not finite.
-    """
-    offs_norm = tl.arange(0, MAX_NORMS)[:, None]
-    mask = offs_norm < tl.load(matrix_ptr + NUM_NORMS)
-    offs = (tl.load(matrix_ptr + FIRST_NORM) + offs_norm) * RANK + offs_rank[None, :]
-    squared = tl.sum(tl.load(norms_ptr + offs, mask=mask, other=0.0), axis=0)
-    alive = (squared >= SHORTEST_SQUARED) & (squared < float("inf"))
-    start = tl.where(alive, tl.load(matrix_ptr + Q_PANEL), tl.load(matrix_ptr + RANDOM_PANEL))
-    factor = 1.0 / tl.sqrt(tl.where(alive, squared, 1.0))
-    return start // BLOCK_COLS * BLOCK_COLS, factor
 
 
 @triton.jit
@@ -101,7 +78,7 @@ def project_fma(
 def project_dot(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Do the same in matrix products, tf32x3 or fp64, with RANK_BLOCK columns of P at a time.
 
@@ -120,7 +97,9 @@ def project_dot(
     for rank_start in range(0, RANK, RANK_BLOCK):
         if FEEDBACK and rank_start > 0:
             tl.debug_barrier()  # other threads' part of M has to have arrived
-        start, factor = direction(q_ptr, norms_ptr, matrix_ptr, rank_start + offs_rank, RANK, BLOCK_COLS)
+        start, factor = direction(
+            q_ptr, norms_ptr, matrix_ptr, rank_start + offs_rank, RANK, BLOCK_COLS, UNIT
+        )
         q_hat = q_ptr + (start // BLOCK_COLS * BLOCK_COLS + (rank_start + offs_rank) * q_stride)
         factor = factor.to(COMPUTE)
         acc = tl.zeros((BLOCK_ROWS, RANK_BLOCK), COMPUTE)
@@ -163,7 +142,7 @@ def project_dot(
 def project_tiles(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Choose between FMAs and matrix products by RANK."""
     if RANK <= MAX_FMA_RANK:
@@ -174,7 +153,7 @@ def project_tiles(
     else:
         project_dot(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, UNIT, ALIGNED,
         )  # fmt: skip
 
 
@@ -194,14 +173,15 @@ def _project_kernel(
     BLOCK_COLS: tl.constexpr,
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and partial P = M Q̂ over some columns.
 
-    Q̂: the columns of Q_prev at length 1 (see direction). memory_ptr: M_prev, becomes M. Without FEEDBACK it
-    isn't touched, and M is the gradient. p_ptr, q_ptr: panels. partial_ptr: [programs, RANK, BLOCK_ROWS].
-    Grid: one program per row of work_ptr (_project_work). BLOCK_COLS: a SPLIT-th of LowRankWork's. Moves 12 B
-    per matrix element in fp32 (4 B without feedback), and 4 · RANK · BLOCK_ROWS B of partial sums per
-    program; P and Q come from the cache.
+    Q̂: the columns of Q_prev, scaled (see direction, which takes UNIT). memory_ptr: M_prev, becomes M. Without
+    FEEDBACK it isn't touched, and M is the gradient. p_ptr, q_ptr: panels. partial_ptr: [programs, RANK,
+    BLOCK_ROWS]. Grid: one program per row of work_ptr (_project_work). BLOCK_COLS: a SPLIT-th of
+    LowRankWork's. Moves 12 B per matrix element in fp32 (4 B without feedback), and
+    4 · RANK · BLOCK_ROWS B of partial sums per program; P and Q come from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
     matrix_ptr, row_block, first, last = work_of(program, matrices_ptr, work_ptr)
@@ -213,21 +193,32 @@ def _project_kernel(
         stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
         for j in tl.static_range(RANK):
             column = tl.full((1,), j, tl.int32)
-            start, scale = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS)
+            start, scale = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS, UNIT)
             q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
             factor = factor + (tl.sum(scale, axis=0).to(p_ptr.dtype.element_ty),)
-    if is_16_byte_aligned(grad_ptr, matrix_ptr):
+    if is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS):
         project_tiles(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
             row_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, UNIT, True,
         )  # fmt: skip
     else:
         project_tiles(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
             row_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, UNIT, False,
         )  # fmt: skip
+
+
+def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return how _project_kernel is compiled for a padded rank and the gradient's dtype."""
+    # In matrix products a tile's rows keep 4 warps busy: more would repeat the same products.
+    num_warps = 8 if rank <= 4 else 4
+    # Where registers are left, three programs fit a multiprocessor. Shortening fp16's error takes more.
+    num_programs = 3 if rank <= 2 and dtype in (torch.float32, torch.bfloat16) else 2
+    # In fp64 pipelined matrix products take more registers than there are.
+    num_stages = 1 if dtype == torch.float64 and rank > MAX_FMA_RANK.value else 3
+    return {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers(num_warps, num_programs)}
 
 
 def project(
@@ -244,6 +235,7 @@ def project(
     block_rows: int,
     block_cols: int,
     feedback: bool,
+    unit: bool,
 ) -> None:
     """Steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
 
@@ -251,13 +243,12 @@ def project(
     feedback. p, q: the panels of the last step's factors, fp32 (fp64 for an fp64 bucket). norms: fp64, see
     reconstruct. matrices, work: int64 tables of LowRankWork (matrix_table, project_work).
     out: [len(work), rank, block_rows], the partial sums of P, in p's dtype.
-    rank, block_rows, block_cols: LowRankWork's.
+    rank, block_rows, block_cols: LowRankWork's. unit: whether columns of Q are scaled to length 1, for which
+    P's length matters, rather than by a power of two.
     """
     if len(work):
         is_dot = rank > MAX_FMA_RANK.value
         cols = min(block_cols, DOT_COLS) if is_dot else block_cols
-        # These spill unless they may use more registers.
-        takes_more = rank in (8, 32) or (rank in (2, 16) and feedback and grad.dtype == torch.float16)
         launch(_project_kernel, len(work))(
             grad,
             memory,
@@ -273,7 +264,7 @@ def project(
             BLOCK_COLS=cols,
             SPLIT=block_cols // cols,
             FEEDBACK=feedback,
-            num_warps=DOT_WARPS if is_dot and block_rows == 64 else NUM_WARPS,
-            maxnreg=MAX_REGISTERS if takes_more else None,
+            UNIT=unit,
             enable_fp_fusion=True,
+            **launch_options(rank, grad.dtype),
         )

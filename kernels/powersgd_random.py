@@ -7,10 +7,10 @@ import triton.language as tl
 from .launch import launch
 from .powersgd_tile import (
     COLS,
+    FIRST_RANDOM,
     MATRIX_FIELDS,
     MATRIX_RANK,
     Q_STRIDE,
-    Q_WIRE,
     RANDOM_PANEL,
     WORK_FIELDS,
     panel,
@@ -38,14 +38,14 @@ def randomise(
 ):
     """Fill blocks first .. last of the random Q with numbers of variance 1/m, and its padding with zeros.
 
-    An element depends only on the seed and on its position on the bucket's Q wire. It is a sum of four
-    uniform numbers, which is close to normal, added as integers. Only one division and one square root round,
-    both to nearest, so that no two devices differ, whatever their compiler fuses.
+    An element depends only on the seed and on its position among all Q of the bucket, row-major. It is a sum
+    of four uniform numbers, which is close to normal, added as integers. Only one division and one square
+    root round, both to nearest, so that no two devices differ, whatever their compiler fuses.
     """
     random_panel, stride = panel(q_ptr, matrix_ptr, RANDOM_PANEL, Q_STRIDE, BLOCK)
     m = tl.load(matrix_ptr + COLS)
     r = tl.load(matrix_ptr + MATRIX_RANK)
-    wire = tl.load(matrix_ptr + Q_WIRE)
+    first_random = tl.load(matrix_ptr + FIRST_RANDOM)
     # The sum of four uniform numbers has variance 1/3. They are integers below 2²³, whose sum fp32 holds
     # exactly.
     spread = tl.sqrt_rn(tl.div_rn(m.to(tl.float32), tl.full((), 3.0, tl.float32))) * 8388608.0
@@ -53,7 +53,7 @@ def randomise(
         offs_row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
         for rank_start in range(0, RANK, RANK_BLOCK):
             offs_rank = (rank_start + tl.arange(0, RANK_BLOCK))[None, :]
-            a, b, c, d = tl.randint4x(seed, (wire + offs_row * r + offs_rank).to(tl.int32))
+            a, b, c, d = tl.randint4x(seed, (first_random + offs_row * r + offs_rank).to(tl.int32))
             total = upper_23_bits(a) + upper_23_bits(b) + upper_23_bits(c) + upper_23_bits(d)
             value = tl.div_rn((total - 16777216).to(tl.float32), spread)
             value = tl.where((offs_row < m) & (offs_rank < r), value, 0.0)

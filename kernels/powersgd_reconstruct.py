@@ -11,7 +11,6 @@ from .powersgd_tile import (
     MATRIX_FIELDS,
     MATRIX_RANK,
     MAX_FMA_RANK,
-    MAX_REGISTERS,
     NEXT_Q,
     P_PANEL,
     P_STRIDE,
@@ -24,37 +23,43 @@ from .powersgd_tile import (
     gradient_tile,
     is_16_byte_aligned,
     panel,
+    registers,
+    wire_start,
+    wire_stride,
 )
-from .powersgd_work import COPY_BLOCK
+from .powersgd_work import COPY_BLOCK, factor_tile
 from .tile import copy_tile, round_to
 
 NUM_WARPS = 4
+# Programs on a multiprocessor by padded rank: as many as their registers allow.
+PROGRAMS = {1: 6, 2: 6, 4: 6, 8: 3}
 
 
 @triton.jit
 def next_q(
     wire_ptr, q_ptr, norms_ptr, matrix_ptr, norm, first, last, RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WARM_START: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WARM_START: tl.constexpr,
 ):  # fmt: skip
     """Keep blocks first .. last of the averaged Q in its panel, and its columns' squared lengths.
 
-    Without warm start the lengths are 0, which makes project take the random Q.
+    ROWS: rows of Q at a time, so many that every access is 128 bits wide. Without warm start the lengths are
+    0, which makes project take the random Q.
     """
     q_panel, stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK)
-    m = tl.load(matrix_ptr + COLS)
+    m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), wire_ptr.dtype.element_ty)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    source_ptr = wire_ptr + tl.load(matrix_ptr + Q_WIRE)
+    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + Q_WIRE))
     for rank_start in range(0, RANK, RANK_BLOCK):
         offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
-        squares = tl.zeros((BLOCK, RANK_BLOCK), tl.float64)
-        for block in range(first, last):
-            offs_row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
-            mask = (offs_row < m) & (offs_rank < r)[None, :]
-            value = tl.load(source_ptr + offs_row * r + offs_rank[None, :], mask=mask, other=0.0)
+        squares = tl.zeros((RANK_BLOCK, ROWS), tl.float64)
+        for first_row in range(first * BLOCK, last * BLOCK, ROWS):
+            offs_row = (first_row + tl.arange(0, ROWS))[None, :]
+            mask = (offs_row < tl.minimum(m, last * BLOCK)) & (offs_rank < r)[:, None]
+            value = tl.load(source_ptr + offs_rank[:, None] * m + offs_row, mask=mask, other=0.0)
             value = value.to(q_ptr.dtype.element_ty)
-            tl.store(q_panel + offs_rank[None, :] * stride + offs_row, value)
+            tl.store(q_panel + offs_rank[:, None] * stride + offs_row, value, mask=offs_row < last * BLOCK)
             squares += value.to(tl.float64) * value.to(tl.float64)
-        squared = tl.sum(squares, axis=0)
+        squared = tl.sum(squares, axis=1)
         if not WARM_START:
             squared = tl.zeros((RANK_BLOCK,), tl.float64)
         tl.store(norms_ptr + norm * RANK + offs_rank, squared)
@@ -70,11 +75,12 @@ def reconstruct_tiles(
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
-    m = tl.load(matrix_ptr + COLS).to(tl.int32)
+    # Beyond Q's last row the wire holds zeros.
+    m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), q_wire_ptr.dtype.element_ty)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     p_panel += row_block * BLOCK_ROWS
-    q_panel = q_wire_ptr + tl.load(matrix_ptr + Q_WIRE)
+    q_panel = wire_start(q_wire_ptr, tl.load(matrix_ptr + Q_WIRE))
     # FMAs take a few rows at a time, so that only the columns of Q stay in registers.
     SLICE: tl.constexpr = 16 if RANK <= MAX_FMA_RANK else BLOCK_ROWS
     offs_row = tl.arange(0, SLICE)
@@ -84,7 +90,7 @@ def reconstruct_tiles(
             q = ()
             for j in tl.static_range(RANK):
                 mask = offs_col < tl.where(r > j, m, 0)
-                q = q + (tl.load(q_panel + offs_col * r + j, mask=mask, other=0.0).to(COMPUTE),)
+                q = q + (tl.load(q_panel + j * m + offs_col, mask=mask, other=0.0).to(COMPUTE),)
         for i in tl.static_range(BLOCK_ROWS // SLICE):
             tile = tl.zeros((SLICE, BLOCK_COLS), COMPUTE)
             if RANK <= MAX_FMA_RANK:
@@ -96,7 +102,7 @@ def reconstruct_tiles(
                     offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
                     p = tl.load(p_panel + offs_rank[None, :] * p_stride + offs_row[:, None])
                     mask = (offs_rank < r)[:, None] & (offs_col < m)[None, :]
-                    offs_q = offs_col[None, :] * r + offs_rank[:, None]
+                    offs_q = offs_rank[:, None] * m + offs_col[None, :]
                     columns = tl.load(q_panel + offs_q, mask=mask, other=0.0).to(COMPUTE)
                     tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
             ptrs, mask = gradient_tile(
@@ -121,12 +127,14 @@ def _reconstruct_kernel(
     RANK_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    NEXT_ROWS: tl.constexpr,
+    NEXT_COLS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
     WARM_START: tl.constexpr,
 ):
     """Write P Qᵀ and the uncompressed averages to the gradient; keep Q and its lengths for the next step.
 
-    p_ptr: orthonormal panels. q_wire_ptr: the averaged Q, m×r row-major. p_wire_ptr: ends with the
+    p_ptr: orthonormal panels. q_wire_ptr: the averaged Q, column after column. p_wire_ptr: ends with the
     uncompressed averages. q_ptr, norms_ptr: written. Grid: one program per row of work_ptr,
     (NEXT_Q, matrix, index of the norms, first column block, one past the last),
     (TILES, matrix, row block, first column block, one past the last) or
@@ -146,14 +154,14 @@ def _reconstruct_kernel(
         first = third.to(tl.int32)
         next_q(
             q_wire_ptr, q_ptr, norms_ptr, matrix_ptr, second, first, last,
-            RANK, RANK_BLOCK, BLOCK_COLS, WARM_START,
+            RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
         )  # fmt: skip
         if not WARM_START:
             randomise(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
     else:
         matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
         first = third.to(tl.int32)
-        if is_16_byte_aligned(grad_ptr, matrix_ptr):
+        if is_16_byte_aligned(grad_ptr, matrix_ptr, (second + 1) * BLOCK_ROWS):
             reconstruct_tiles(
                 grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
                 RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, True,
@@ -190,6 +198,7 @@ def reconstruct(
     columns over some of its rows. rank, block_rows, block_cols: LowRankWork's.
     """
     if len(work):
+        rows, cols = factor_tile(rank, block_cols, q.itemsize)
         launch(_reconstruct_kernel, len(work))(
             out,
             p_wire,
@@ -204,9 +213,11 @@ def reconstruct(
             RANK_BLOCK=dot_rank_block(rank),
             BLOCK_ROWS=block_rows,
             BLOCK_COLS=block_cols,
+            NEXT_ROWS=rows,
+            NEXT_COLS=cols,
             COPY_BLOCK=COPY_BLOCK,
             WARM_START=warm_start,
             num_warps=NUM_WARPS,
-            maxnreg=MAX_REGISTERS if rank == 32 else None,
+            maxnreg=registers(NUM_WARPS, PROGRAMS.get(rank, 2)),
             enable_fp_fusion=True,
         )

@@ -29,6 +29,7 @@ Q_STRIDE = _column("q_stride")
 RANDOM_PANEL = _column("random_panel")  # the random Q's panel, in the same tensor and with the same stride
 P_WIRE = _column("p_wire")  # first element of P on the wire
 Q_WIRE = _column("q_wire")
+FIRST_RANDOM = _column("first_random")  # elements of all Q before this one
 FIRST_NORM = _column("first_norm")  # first of Q's partial norms
 NUM_NORMS = _column("num_norms")
 MATRIX_FIELDS = tl.constexpr(len(powersgd_work.MATRIX_FIELDS))
@@ -37,9 +38,7 @@ WORK_FIELDS = tl.constexpr(powersgd_work.WORK_FIELDS)
 MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
-# All the registers that a thread can have. Unless a launch asks for them, ptxas fits one more program on a
-# multiprocessor, by spilling if necessary.
-MAX_REGISTERS = 255
+MAX_REGISTERS = 255  # that a thread can have
 
 # Work types of _pack_kernel and of _reconstruct_kernel, in the first column of a program's row.
 REDUCE = tl.constexpr(powersgd_work.REDUCE)
@@ -47,6 +46,14 @@ COPY = tl.constexpr(powersgd_work.COPY)
 NEXT_Q = tl.constexpr(powersgd_work.NEXT_Q)
 TILES = tl.constexpr(powersgd_work.TILES)
 UNPACK = tl.constexpr(powersgd_work.UNPACK)
+
+
+def registers(num_warps: int, num_programs: int = 2) -> int:
+    """Return how many registers a thread may take so that these programs fit a multiprocessor together.
+
+    A launch has to say so: otherwise ptxas may take more, or spill to fit one program more.
+    """
+    return min(65536 // (num_programs * 32 * num_warps) // 8 * 8, MAX_REGISTERS)
 
 
 def dot_rank_block(rank: int) -> int:
@@ -65,13 +72,16 @@ def work_of(program, matrices_ptr, work_ptr):
 
 
 @triton.jit
-def is_16_byte_aligned(grad_ptr, matrix_ptr):
-    """Return whether every row of a matrix in the bucket starts on 16 bytes, and all its elements exist."""
+def is_16_byte_aligned(grad_ptr, matrix_ptr, end_row):
+    """Return whether every row of a matrix in the bucket starts on 16 bytes, and those before end_row exist.
+
+    Of a square view only the last row may lack its end, so only programs that reach it access it narrowly.
+    """
     VECTOR: tl.constexpr = 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
     cols = tl.load(matrix_ptr + COLS)
     address = (grad_ptr + tl.load(matrix_ptr + GRADIENT)).to(tl.uint64)
-    complete = tl.load(matrix_ptr + NUMEL) == cols * tl.load(matrix_ptr + ROWS)
-    return complete & (address % 16 == 0) & (cols % VECTOR == 0)
+    exists = tl.load(matrix_ptr + NUMEL) >= cols * tl.minimum(tl.load(matrix_ptr + ROWS), end_row)
+    return exists & (address % 16 == 0) & (cols % VECTOR == 0)
 
 
 @triton.jit
@@ -135,3 +145,17 @@ def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOC
     start = tl.load(matrix_ptr + START) // BLOCK * BLOCK
     stride = tl.load(matrix_ptr + STRIDE) // BLOCK * BLOCK
     return panel_ptr + start, stride
+
+
+@triton.jit
+def wire_stride(length, TYPE: tl.constexpr):
+    """Return what powersgd_work.wire_stride does, a visible multiple of 16 bytes. TYPE: the wire's dtype."""
+    VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
+    return (length + (VECTOR - 1)) // VECTOR * VECTOR
+
+
+@triton.jit
+def wire_start(wire_ptr, first):
+    """Return a pointer to this element of a wire, which starts on 16 bytes and visibly does."""
+    VECTOR: tl.constexpr = 128 // wire_ptr.dtype.element_ty.primitive_bitwidth
+    return wire_ptr + first // VECTOR * VECTOR

@@ -7,7 +7,8 @@ Memory `M` (private): matrix after matrix, row-major, rows padded with zeros to 
 that every access to it can be 128 bits wide; it is the size of the gradients.
 
 Factor panels (private): column after column, columns padded with zeros to whole blocks, and as many columns
-as the bucket's largest padded rank. Wires (all-reduced): no padding, P and Q row-major:
+as the bucket's largest padded rank. Wires (all-reduced): P and Q column after column, every column and every
+uncompressed tensor padded with zeros to 16 B, so that all accesses can be 128 bits wide:
 
     p_wire: P_0 | P_1 | ... | uncompressed tensors         q_wire: Q_0 | Q_1 | ...
 """
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
 # The columns of matrix_table, which powersgd_tile.py describes.
 MATRIX_FIELDS = (
     "gradient", "rows", "cols", "rank", "numel", "memory", "memory_cols", "p_panel", "p_stride",
-    "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "first_norm", "num_norms",
+    "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "first_random", "first_norm", "num_norms",
 )  # fmt: skip
-WORK_FIELDS = 6
+WORK_FIELDS = 7
 REDUCE, COPY = 0, 1  # work types of the packing kernel
 NEXT_Q, TILES, UNPACK = 0, 1, 2  # work types of the reconstructing kernel
 
 MAX_NORMS = 32  # programs that compute the norms of one Q's columns together
 COPY_BLOCK = 2048  # elements of uncompressed tensors that a program copies
+FACTOR_TILE = 1024  # elements of a factor: 128 bits of a 16-bit wire for each of 128 threads
 # Enough programs for every multiprocessor to have several; more would only mean more partial sums.
 NUM_PROGRAMS = 1024
 MAX_TILES = 16  # tiles that one program processes
@@ -49,6 +51,21 @@ def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
     if rank > 8:
         return 64, 64  # the least that Hopper's matrix instructions take
     return 32, 64  # 16 elements for each of 128 threads, or 8 for each of 256
+
+
+def wire_stride(length: int, itemsize: int) -> int:
+    """Return the number of elements from one column of a factor to the next on a wire of this itemsize."""
+    vector = 16 // itemsize
+    return -(-length // vector) * vector
+
+
+def factor_tile(rank: int, block: int, itemsize: int) -> tuple[int, int]:
+    """Return (rows, columns) of a factor that a program packs, or unpacks, at once: 8 elements per thread.
+
+    rank: padded. block: rows of a partial sum or panel block. itemsize: bytes of an element of the panels.
+    """
+    cols = min(rank, 16 if itemsize == 4 else 4)  # in fp64, packing 8 spills beyond rank 32
+    return max(block, FACTOR_TILE // cols), cols
 
 
 class LowRankWork:
@@ -75,10 +92,11 @@ class LowRankWork:
         self.uncompressed = tuple((offset, numel) for offset, numel in uncompressed if numel)
         self.ranks = tuple(min(matrix.rows, matrix.cols, rank) for matrix in self.matrices)
         self.rank = padded_rank(max(self.ranks, default=1))
+        self._itemsize, self._wide = itemsize, max(itemsize, 4)
         self.block_rows, self.block_cols = block_shape(itemsize, self.rank)
         for matrix in self.matrices:
             _validate(matrix, self.rank)
-        self._place(itemsize)
+        self._place()
 
         num_tiles = sum(self.num_row_blocks(matrix) * self.num_col_blocks(matrix) for matrix in self.matrices)
         self._tiles_per_program = min(max(-(-num_tiles // NUM_PROGRAMS), 1), MAX_TILES)
@@ -86,13 +104,13 @@ class LowRankWork:
         self.back_project_work = list(self._back_project_work())
         self.pack_work = [
             *self._reduce_work(self.project_work, self.block_rows, "rows", "p_wire"),
-            *((COPY, bucket, wire, length, 0, 0) for bucket, wire, length in self._copies()),
+            *((COPY, *copy, 0, 0) for copy in self._copies()),
         ]
         self.reduce_work = list(self._reduce_work(self.back_project_work, self.block_cols, "cols", "q_wire"))
         self.reconstruct_work = [
             *self._next_q_work(),
-            *((TILES, *row[:4], 0) for row in self.project_work),
-            *((UNPACK, bucket, wire, length, 0, 0) for bucket, wire, length in self._copies()),
+            *((TILES, *row[:4], 0, 0) for row in self.project_work),
+            *((UNPACK, *copy, 0, 0) for copy in self._copies()),
         ]
         self.partial_numel = self.rank * max(
             len(self.project_work) * self.block_rows, len(self.back_project_work) * self.block_cols
@@ -114,27 +132,30 @@ class LowRankWork:
     def num_col_blocks(self, matrix: Matrix) -> int:
         return -(-matrix.cols // self.block_cols)
 
-    def _place(self, itemsize: int) -> None:
+    def _place(self) -> None:
         """Fill matrix_table and the sizes of the buffers."""
-        vector, line = 16 // itemsize, 128 // itemsize
-        memory = p_panel = q_panel = p_wire = q_wire = norms = 0
+        itemsize = self._itemsize
+        line = 128 // itemsize
+        memory = p_panel = q_panel = p_wire = q_wire = random_numel = norms = 0
         rows: list[tuple[int, ...]] = []
         for matrix, rank in zip(self.matrices, self.ranks, strict=True):
-            memory_cols = -(-matrix.cols // vector) * vector
+            memory_cols = wire_stride(matrix.cols, itemsize)
             p_stride = self.num_row_blocks(matrix) * self.block_rows
             q_stride = self.num_col_blocks(matrix) * self.block_cols
             num_norms = len(self._norm_segments(matrix))
             rows.append(
                 (
                     matrix.offset, matrix.rows, matrix.cols, rank, matrix.numel, memory, memory_cols,
-                    p_panel, p_stride, q_panel, q_stride, q_panel, p_wire, q_wire, norms, num_norms,
+                    p_panel, p_stride, q_panel, q_stride, q_panel, p_wire, q_wire, random_numel,
+                    norms, num_norms,
                 )
             )  # fmt: skip
             memory += -(-matrix.rows * memory_cols // line) * line
             p_panel += self.rank * p_stride
             q_panel += self.rank * q_stride
-            p_wire += matrix.rows * rank
-            q_wire += matrix.cols * rank
+            p_wire += wire_stride(matrix.rows, itemsize) * rank
+            q_wire += wire_stride(matrix.cols, itemsize) * rank
+            random_numel += matrix.cols * rank
             norms += num_norms
         # Behind them are the random panels, which replace columns of Q that are zero or not finite.
         random = MATRIX_FIELDS.index("random_panel")
@@ -143,58 +164,67 @@ class LowRankWork:
         self.p_panel_numel = p_panel
         self.q_panel_numel = 2 * q_panel
         self.uncompressed_start = p_wire
-        self.p_wire_numel = p_wire + sum(numel for _, numel in self.uncompressed)
+        self.p_wire_numel = p_wire + sum(wire_stride(numel, itemsize) for _, numel in self.uncompressed)
         self.q_wire_numel = q_wire
         self.num_norms = norms
 
     def _norm_segments(self, matrix: Matrix) -> list[tuple[int, int]]:
         """Return the ranges of column blocks into which _next_q_work divides Q's rows."""
         blocks = self.num_col_blocks(matrix)
-        return _ranges(blocks, max(4, -(-blocks // MAX_NORMS)))
+        rows, _ = factor_tile(self.rank, self.block_cols, self._wide)
+        return _ranges(blocks, max(4, rows // self.block_cols, -(-blocks // MAX_NORMS)))
 
     def _project_work(self) -> Iterator[tuple[int, ...]]:
         """Yield (matrix, row block, first column block, one past the last), in the order of the partial P."""
         for index, matrix in enumerate(self.matrices):
             for block in range(self.num_row_blocks(matrix)):
                 for span in _ranges(self.num_col_blocks(matrix), self._tiles_per_program):
-                    yield index, block, *span, 0, 0
+                    yield index, block, *span, 0, 0, 0
 
     def _back_project_work(self) -> Iterator[tuple[int, ...]]:
         """Yield (matrix, column block, first row block, one past the last), in the order of the partial Q."""
         for index, matrix in enumerate(self.matrices):
             for block in range(self.num_col_blocks(matrix)):
                 for span in _ranges(self.num_row_blocks(matrix), self._tiles_per_program):
-                    yield index, block, *span, 0, 0
+                    yield index, block, *span, 0, 0, 0
 
     def _reduce_work(
         self, work: Sequence[tuple[int, ...]], block_size: int, length: str, wire: str
     ) -> Iterator[tuple[int, ...]]:
-        """Yield (REDUCE, first element on the wire, panel rows, rank, first partial sum, number of them)."""
+        """Yield rows of _pack_kernel for a factor, each for several of the blocks that work walks through.
+
+        (REDUCE, first element on the wire, rows, rank, first partial sum, partial sums of a block, all rows)
+        """
+        rows, _ = factor_tile(self.rank, block_size, self._wide)
         starts = [i for i, row in enumerate(work) if i == 0 or row[:2] != work[i - 1][:2]]
         for start, stop in pairwise([*starts, len(work)]):
             index, block = work[start][:2]
-            fields = dict(zip(MATRIX_FIELDS, self.matrix_table[index], strict=True))
             first = block * block_size
-            yield (
-                REDUCE, fields[wire] + first * fields["rank"], min(block_size, fields[length] - first),
-                fields["rank"], start, stop - start,
-            )  # fmt: skip
+            if first % rows == 0:
+                fields = self.fields(index)
+                yield (
+                    REDUCE, fields[wire] + first, min(rows, fields[length] - first), fields["rank"],
+                    start, stop - start, fields[length],
+                )  # fmt: skip
 
     def _next_q_work(self) -> Iterator[tuple[int, ...]]:
         """Yield (NEXT_Q, matrix, index of the norms, first column block, one past the last)."""
         norm = 0
         for index, matrix in enumerate(self.matrices):
             for span in self._norm_segments(matrix):
-                yield NEXT_Q, index, norm, *span, 0
+                yield NEXT_Q, index, norm, *span, 0, 0
                 norm += 1
 
-    def _copies(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (element of the bucket, element of the wire, number of elements)."""
+    def _copies(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (element of the bucket, element of the wire, number of elements, zeros behind them)."""
         wire = self.uncompressed_start
         for offset, numel in self.uncompressed:
+            padded = wire_stride(numel, self._itemsize)
             for start in range(0, numel, COPY_BLOCK):
-                yield offset + start, wire + start, min(COPY_BLOCK, numel - start)
-            wire += numel
+                length = min(COPY_BLOCK, numel - start)
+                padding = padded - numel if start + length == numel else 0
+                yield offset + start, wire + start, length, padding
+            wire += padded
 
 
 def _validate(matrix: Matrix, rank: int) -> None:

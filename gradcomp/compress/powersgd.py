@@ -72,6 +72,7 @@ class LowRankCompressor(Compressor):
             # average, which in_order runs, goes from the first stage to the last.
             takes_turns=True,
         )
+        # As torch counts: without the kernels' padding of each column to 16 bytes.
         self.sent_numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
 
     @classmethod
@@ -99,7 +100,7 @@ class LowRankCompressor(Compressor):
         plan, scale = self.plan, 1 / group.size()
         plan.project(flat, scale)
         for index in self._left_out:
-            plan.p_wire[plan.layout.p_slice(index)].zero_()
+            plan.sent_p(index).zero_()
         dist.all_reduce(plan.p_wire, group=group)
         plan.back_project(flat, scale)
         if plan.q_wire.numel():

@@ -64,6 +64,10 @@ class LowRankPlan:
         for group, direction in zip(self.groups, self._random(seed), strict=True):
             group.direction.copy_(direction)
 
+    def sent_p(self, index: int) -> torch.Tensor:
+        """Return the part of p_wire that holds P of the matrix with this index."""
+        return self.p_wire[self.layout.p_slice(index)]
+
     def project(self, buffer: torch.Tensor, scale: float) -> None:
         """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors)."""
         for group in self.groups:

@@ -37,7 +37,7 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
     """Quantise blocks. values −= dequantised values: what is lost is left, zeros where a block isn't finite.
 
     values: [blocks, size], fp32 or fp64, contiguous. codes: uint8 [blocks, code_bytes(bits, size)]. scales:
-    bf16 [blocks], NaN for a block that isn't finite. Raises ValueError for shapes that don't fit, TypeError for dtypes.
+    bf16 [blocks], NaN for a block that isn't finite. Raises ValueError for shapes, TypeError for dtypes.
     """
     _check("quantise", values, codes, scales, bits)
     step = max(1, CHUNK_NUMEL // values.shape[1]) if values.device.type == "cpu" else max(1, len(values))

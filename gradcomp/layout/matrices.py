@@ -45,9 +45,9 @@ class LowRankLayout:
 
     groups: the compressed matrices, grouped by shape. matrices: the same in one tuple.
     uncompressed: (offset, numel) of every other tensor.
-    p_numel, q_numel: the number of elements of all P and of all Q (the kernels' Q [cols, rank], plain torch's
-    Qᵀ), in the order of `matrices`.
+    p_numel, q_numel: the number of elements of all P and of all Q, in the order of `matrices`.
     wire_numel: the number of elements of all P and the uncompressed tensors, which cross the wire together.
+    The kernels' wires hold padding besides (kernels/powersgd_work.py).
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], rank: int, min_compression_rate: float):
@@ -83,7 +83,7 @@ class LowRankLayout:
         self.wire_numel = self.p_numel + sum(numel for _, numel in uncompressed)
 
     def p_slice(self, index: int) -> slice:
-        """Return the slice of the wire that holds P of the matrix with this index."""
+        """Return the slice of a wire without padding that holds P of the matrix with this index."""
         ends = list(accumulate(matrix.rows * matrix.rank for matrix in self.matrices[: index + 1]))
         return slice(ends[-2] if index else 0, ends[-1])
 

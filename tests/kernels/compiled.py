@@ -1,7 +1,8 @@
 """Compiles every kernel ahead of time, with no GPU, and reads the machine code.
 
 `python -m tests.kernels.compiled 90` calls every launcher below as the library does, records how it launches
-its kernels, compiles them so for sm_90, and prints, as JSON, registers, spilled bytes and memory
+its kernels, compiles them so for sm_90, and prints the worst of each kernel: registers, spilled bytes, shared
+memory, programs that fit a multiprocessor. With `--json` it prints all variants, and their memory
 instructions. With `--every`, for each dtype and rank rather than for those that the tests have time for: five
 minutes. It runs in a process of its own because the test process holds interpreted kernels. A new kernel's
 launcher has to be called in launches(): test_compiled.py says so if it is missing.
@@ -33,6 +34,8 @@ from gradcomp.kernels.powersgd_plan import LowRankPlan
 from gradcomp.layout import LowRankLayout
 
 ARCHITECTURES = (80, 90, 100)
+# Shared memory of a multiprocessor in KiB, of which every program takes one more than it asks for.
+SHARED_KIB = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 TYPE_NAMES = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int64: "i64"}
@@ -158,30 +161,56 @@ def compile_for(variants: Iterable[Variant], architecture: int) -> dict[str, dic
     compiled = {each: triton.compile(each.source, target=target, options=each.options) for each in variants}
     instructions = disassemble([code_of(kernel.asm["cubin"]) for kernel in compiled.values()], architecture)
     return {
-        variant.name: facts_of(variant, kernel, assembly)
+        variant.name: facts_of(variant, kernel, assembly, architecture)
         for (variant, kernel), assembly in zip(compiled.items(), instructions, strict=True)
     }
 
 
-def facts_of(variant: Variant, compiled: Any, assembly: str) -> dict[str, Any]:
+def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         usage = _run("cuobjdump", "-res-usage", cubin.name)
     constants = {p.name: variant.arguments[p.name] for p in variant.kernel.params if p.is_constexpr}
-    pointers = (value for value in variant.arguments.values() if torch.is_tensor(value))
-    tile_bytes = (
-        constants.get("BLOCK_ROWS", 0) * constants.get("BLOCK_COLS", 0) * next(pointers).dtype.itemsize
-    )
+    itemsize = next(pointers_of(variant)).dtype.itemsize
+    tile_bytes = constants.get("BLOCK_ROWS", 0) * constants.get("BLOCK_COLS", 0) * itemsize
+    registers = int(re.findall(r"REG:(\d+)", usage)[0])
+    # Registers are given out by eights.
+    of_program = -(-registers // 8) * 8 * 32 * compiled.metadata.num_warps
+    shared = int(compiled.metadata.shared)
     return {
         "kernel": variant.kernel.__name__,
+        "itemsize": itemsize,
+        "rank": constants.get("RANK", 0),
+        "shared_bytes": shared,
+        "programs": min(65536 // of_program, SHARED_KIB[architecture] * 1024 // (shared + 1024)),
         "num_warps": compiled.metadata.num_warps,
         # 128-bit accesses of a thread that move a tile of the gradient, or of its memory, once.
         "accesses_per_tile": tile_bytes // (compiled.metadata.num_warps * 32 * 16),
-        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
+        "registers": registers,
         "spilled_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
         "memory": Counter(re.findall(r"\b(?:LDG|LDGSTS|STG|LDL|STL)\b[.\w]*", assembly)),
     }
+
+
+def pointers_of(variant: Variant) -> Iterator[torch.Tensor]:
+    """The tensors that a variant is launched with."""
+    return (value for value in variant.arguments.values() if torch.is_tensor(value))
+
+
+def table(report: dict[str, dict[str, Any]]) -> str:
+    """The worst of each kernel's variants in a report of compile_for."""
+    lines = [
+        f"{'kernel':33}{'variants':>9}{'registers':>11}{'spilled B':>11}{'shared B':>10}{'programs':>10}"
+    ]
+    for kernel in sorted({facts["kernel"] for facts in report.values()}):
+        of_kernel = [facts for facts in report.values() if facts["kernel"] == kernel]
+        registers, spilled, shared = (
+            max(facts[name] for facts in of_kernel) for name in ("registers", "spilled_bytes", "shared_bytes")
+        )
+        programs = min(facts["programs"] for facts in of_kernel)
+        lines.append(f"{kernel:33}{len(of_kernel):9}{registers:11}{spilled:11}{shared:10}{programs:10}")
+    return "\n".join(lines)
 
 
 def code_of(cubin: bytes) -> bytes:
@@ -221,4 +250,5 @@ def _run(binary: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     architecture, chosen = int(sys.argv[1]), EVERY if "--every" in sys.argv else POWERSGD
-    print(json.dumps(compile_for(variants(chosen), architecture)))
+    report = compile_for(variants(chosen), architecture)
+    print(json.dumps(report) if "--json" in sys.argv else table(report))

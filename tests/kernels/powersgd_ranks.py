@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.kernels.powersgd_work import wire_stride
 from gradcomp.layout import LowRankLayout
 from tests.tolerances import POWERSGD_STAGE as STAGE
 from tests.tolerances import POWERSGD_STEP as STEP
@@ -92,7 +93,10 @@ def on_wire(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
     """P or Q of a matrix as it crosses the wire, in float64 on the CPU."""
     matrix, start = plan.layout.matrices[index], plan._field(index, f"{factor}_wire")
     length, wire = (matrix.rows, plan.p_wire) if factor == "p" else (matrix.cols, plan.q_wire)
-    return wire[start : start + length * matrix.rank].double().cpu().view(length, matrix.rank)
+    stride = wire_stride(length, wire.itemsize)
+    columns = wire[start : start + matrix.rank * stride].double().cpu().view(matrix.rank, stride)
+    assert not columns[:, length:].any(), "the padding of a column on the wire isn't zero"
+    return columns.T[:length]
 
 
 def panel_of(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ COPYING = ("_cast_kernel", "_flatten_kernel")
 def compile_all(architecture: int) -> dict[str, dict]:
     """What compiling every variant for one architecture gives, by the variant's name."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled", str(architecture)],
+        [sys.executable, "-m", "tests.kernels.compiled", str(architecture), "--json"],
         cwd=ROOT, env=users_environment(), capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
@@ -78,6 +78,18 @@ def check_twelve_warps_fit_a_multiprocessor(report):
     assert {name: facts["registers"] for name, facts in checked.items() if resident_warps(facts) < 12} == {}
 
 
+def check_two_programs_fit_a_multiprocessor(report):
+    """Up to rank 16, so that one computes while the other waits for memory."""
+    checked = {name: facts for name, facts in report.items() if 0 < facts["rank"] <= 16 and is_walk(facts)}
+    assert len(checked) > 20
+    assert {name: facts["programs"] for name, facts in checked.items() if facts["programs"] < 2} == {}
+
+
+def is_walk(facts: dict) -> bool:
+    """Return whether many programs of the kernel walk through all matrices or factors."""
+    return facts["kernel"] in (*TILES_MOVED, "_pack_kernel")
+
+
 def check_copies_move_128_bits_at_a_time(report):
     for name, facts in report.items():
         if facts["kernel"] in COPYING:
@@ -99,6 +111,25 @@ def check_matrices_move_128_bits_at_a_time(report):
     assert checked > 20
 
 
+def check_factors_move_128_bits_at_a_time(report):
+    """Between partial sums, wires and panels, as do the uncompressed tensors beside them.
+
+    A thread holds 8 elements of a factor and 16 of an uncompressed tensor, and in reconstruct what 128 bits
+    hold of each column of Q.
+    """
+    checked = 0
+    for name, facts in report.items():
+        if facts["kernel"] in ("_pack_kernel", "_reconstruct_kernel"):
+            # The first pointer is the gradient, or the partial sums, for which the name has the wire's dtype.
+            itemsize = 2 if "16 r=" in name else facts["itemsize"]
+            expected = (8 + 16) * itemsize // 16
+            columns = facts["rank"] if facts["kernel"] == "_reconstruct_kernel" and facts["rank"] <= 8 else 0
+            assert wide(facts, "STG") >= expected, f"{name}: {facts['memory']}"
+            assert wide(facts, "LDG") >= expected + columns, f"{name}: {facts['memory']}"
+            checked += 1
+    assert checked > 20
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
 def test_machine_code(architecture):
     """One test, so that each architecture is compiled once however pytest-xdist shares the tests out."""
@@ -107,4 +138,6 @@ def test_machine_code(architecture):
     check_nothing_spills(report)
     check_twelve_warps_fit_a_multiprocessor(report)
     check_copies_move_128_bits_at_a_time(report)
+    check_two_programs_fit_a_multiprocessor(report)
     check_matrices_move_128_bits_at_a_time(report)
+    check_factors_move_128_bits_at_a_time(report)

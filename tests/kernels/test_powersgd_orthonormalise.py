@@ -7,7 +7,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
 from gradcomp.kernels.powersgd_orthonormalise import orthonormalise
-from gradcomp.kernels.powersgd_work import LowRankWork
+from gradcomp.kernels.powersgd_work import LowRankWork, wire_stride
 from gradcomp.layout import Matrix
 from tests.tolerances import ORTHONORMAL, SPAN
 
@@ -20,7 +20,11 @@ def orthonormalised(panels: list[torch.Tensor], epsilon: float = 0.0) -> list[to
     matrices = [Matrix(0, len(panel), panel.shape[1], panel.numel()) for panel in panels]
     work = LowRankWork(matrices, [], rank=rank, itemsize=wire_dtype.itemsize)
     assert work.ranks == tuple(panel.shape[1] for panel in panels)
-    wire = torch.cat([panel.reshape(-1) for panel in panels])
+    padding = [wire_stride(len(panel), wire_dtype.itemsize) - len(panel) for panel in panels]
+    columns = [
+        torch.nn.functional.pad(panel.T, (0, zeros)) for panel, zeros in zip(panels, padding, strict=True)
+    ]
+    wire = torch.cat([each.flatten() for each in columns])
     out = torch.full((work.p_panel_numel,), math.nan, dtype=dtype, device=device)
     table = torch.tensor(work.matrix_table, device=device)
     orthonormalise(wire, table, out=out, rank=work.rank, epsilon=epsilon)

@@ -156,7 +156,7 @@ def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
     buffer = torch.full((plan.layout.numel,), 3e4, dtype=FP16, device=device)
     plan.project(buffer, 1 / 8)
     # Rows of 64 · 3e4 on a direction of 1/8 each: 2.4e5, where fp16 ends at 65504.
-    assert plan.p_wire.tolist() == [3e4] * 16 + [3e4 / 8] * 3
+    assert plan.p_wire.tolist() == [3e4] * 16 + [3e4 / 8] * 3 + [0.0] * 5
     plan.back_project(buffer, 1 / 8)
     # Columns of 16 · 3e4 on a P of 1/4 each: 1.2e5.
     assert plan.q_wire.tolist() == [1.5e4] * 64
@@ -225,7 +225,7 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     # P and Q are zero, so M = gradient + memory; Q's lengths too, so that M is projected on the random Q: on
     # ones.
     q[work.q_panel_numel // 2 :][:m] = 1.0
-    project(grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, **blocks)
+    project(grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, unit=False, **blocks)
     rows, cols = n - first_row, m - first_col
     assert partial[:rows].tolist() == [3.0 * cols] * rows
     assert (memory[: n * m].view(n, m)[first_row:, first_col:] == 3).all()

@@ -11,6 +11,7 @@ from gradcomp.kernels.powersgd_work import (
     TILES,
     LowRankWork,
     padded_rank,
+    wire_stride,
 )
 from gradcomp.layout import LowRankLayout, Matrix
 
@@ -57,7 +58,7 @@ def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch)
     back = [(i, row, col) for i, col, first, last, *_ in work.back_project_work for row in range(first, last)]
     written = [
         (i, row, col)
-        for kind, i, row, first, last, _ in work.reconstruct_work
+        for kind, i, row, first, last, *_ in work.reconstruct_work
         if kind == TILES
         for col in range(first, last)
     ]
@@ -65,26 +66,38 @@ def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch)
         assert Counter(walked) == dict.fromkeys(tiles, 1)
 
 
+def elements_of(work: LowRankWork, rows: list[tuple[int, ...]], itemsize: int) -> Counter:
+    """How often _pack_kernel writes each element of a wire, given the rows of its table."""
+    written = Counter()
+    for kind, a, b, c, d, count, length in rows:
+        if kind == REDUCE:
+            assert count >= 1
+            for column in range(c):
+                start = a + column * wire_stride(length, itemsize)
+                assert start % (16 // itemsize) == 0
+                written.update(range(start, start + wire_stride(b, itemsize)))
+        else:
+            assert d < 16 // itemsize
+            written.update(range(b, b + c + d))
+    return written
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("rank", [1, 3, 16, 100])
 @pytest.mark.usefixtures("few_programs")
-def test_wires_are_filled_once_without_gaps(rank):
-    work = work_of(rank)
-    p_wire, q_wire = Counter(), Counter()
-    for kind, a, b, c, _, count in work.pack_work:
-        if kind == REDUCE:
-            p_wire.update(range(a, a + b * c))
-            assert count >= 1
-        else:
-            p_wire.update(range(b, b + c))
-    for _, a, b, c, _, count in work.reduce_work:
-        q_wire.update(range(a, a + b * c))
-        assert count >= 1
+def test_wires_are_filled_once_without_gaps(rank, itemsize):
+    work = work_of(rank, itemsize)
+    p_wire, q_wire = (elements_of(work, rows, itemsize) for rows in (work.pack_work, work.reduce_work))
     assert p_wire == dict.fromkeys(range(work.p_wire_numel), 1)
     assert q_wire == dict.fromkeys(range(work.q_wire_numel), 1)
-    ranks = [min(n, m, rank) for n, m in SHAPES]
-    uncompressed = sum(numel for _, numel in OTHERS)
-    assert work.p_wire_numel == sum(n * r for (n, _), r in zip(SHAPES, ranks, strict=True)) + uncompressed
-    assert work.q_wire_numel == sum(m * r for (_, m), r in zip(SHAPES, ranks, strict=True))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_wires_are_padded_to_16_bytes_a_column(itemsize):
+    work, padding = work_of(4, itemsize), 16 // itemsize - 1
+    factors = sum((n + m) * min(n, m, 4) for n, m in SHAPES) + sum(numel for _, numel in OTHERS)
+    columns = sum(2 * min(n, m, 4) for n, m in SHAPES) + len(OTHERS)
+    assert factors < work.p_wire_numel + work.q_wire_numel <= factors + columns * padding
 
 
 @pytest.mark.parametrize("shape", [(10, 50257), (50257, 10), (1, 10**6), (10**6, 1), (4096, 4096)])
@@ -99,11 +112,16 @@ def test_every_aspect_ratio_stays_parallel(shape):
 @pytest.mark.usefixtures("few_programs")
 def test_partial_sums_are_all_added():
     work = work_of(4)
-    for reduce, walk in (
-        (work.pack_work, work.project_work),
-        (work.reduce_work, work.back_project_work),
+    for reduce, walk, block in (
+        (work.pack_work, work.project_work, work.block_rows),
+        (work.reduce_work, work.back_project_work, work.block_cols),
     ):
-        slots = [slot for row in reduce if row[0] == REDUCE for slot in range(row[4], row[4] + row[5])]
+        slots = [
+            first + i
+            for kind, _, rows, _, first, count, _ in reduce
+            if kind == REDUCE
+            for i in range(-(-rows // block) * count)
+        ]
         assert slots == list(range(len(walk)))
     assert any(row[5] > 1 for row in work.pack_work if row[0] == REDUCE), "no split columns: the test is idle"
 
@@ -130,7 +148,7 @@ def test_padded_ranks():
 def test_nothing_compressed():
     work = LowRankWork([], [(0, 10), (10, 0)], rank=4, itemsize=4)
     assert work.project_work == work.back_project_work == work.reduce_work == []
-    assert work.p_wire_numel == 10
+    assert work.p_wire_numel == 12, "padded to 16 bytes"
     assert work.q_wire_numel == work.memory_numel == work.partial_numel == 0
 
 
@@ -151,6 +169,8 @@ def test_the_layout_and_its_work_agree():
     assert [matrix.rank for matrix in layout.matrices] == [4, 4, 4, 4]
     work = LowRankWork.of(layout, 4)
     assert work.ranks == tuple(matrix.rank for matrix in layout.matrices)
-    assert (work.p_wire_numel, work.q_wire_numel) == (layout.wire_numel, layout.q_numel)
-    assert work.uncompressed_start == layout.p_numel
+    # Every column and uncompressed tensor is padded to 4 elements: of 31, 4 and 65 rows, of 33, 300 and 6.
+    assert work.p_wire_numel == layout.wire_numel + 4 * (1 + 0 + 3 + 1) + 1
+    assert work.q_wire_numel == layout.q_numel + 4 * (3 + 0 + 2 + 3)
+    assert work.uncompressed_start == layout.p_numel + 4 * (1 + 0 + 3 + 1)
     assert work.uncompressed == layout.uncompressed
