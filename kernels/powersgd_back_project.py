@@ -20,7 +20,7 @@ from .powersgd_tile import (
 
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
-PROGRAMS = {1: 5, 2: 4, 4: 4, 8: 3}
+PROGRAMS = {1: 4, 2: 4, 4: 4, 8: 3}
 PLAIN_DOT_WARPS = 8  # without feedback there are two loops (see gradient_tile); with 4, some of them spill
 # A dot product over more rows at once takes more registers than three blocks on a multiprocessor leave.
 DOT_ROWS = 32

@@ -32,7 +32,7 @@ from .tile import copy_tile, round_to
 
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
-PROGRAMS = {1: 6, 2: 6, 4: 6, 8: 3}
+PROGRAMS = {1: 5, 2: 5, 4: 4, 8: 3}
 
 
 @triton.jit
