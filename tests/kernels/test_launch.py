@@ -116,7 +116,7 @@ def test_a_stage_exchanges_the_buffer_and_the_number():
         buffer = torch.ones(4)
         stage(buffer, number)
         (first, second), kernel.launched = kernel.launched, []
-        assert (first[0], first[2]) == ((2, 1, 1), {"BLOCK": 4})
+        assert (first[0], first[2]) == ((2,), {"BLOCK": 4})
         assert first[1][0] is own
         assert first[1][1] is buffer
         assert first[1][2:] == (number, 1000.0)
@@ -127,7 +127,7 @@ def test_a_stage_exchanges_the_buffer_and_the_number():
 def test_outside_a_stage_it_launches_at_once():
     kernel = Kernel()
     launch(kernel, 3)(1, BLOCK=2)
-    assert kernel.launched == [((3, 1, 1), (1,), {"BLOCK": 2})]
+    assert kernel.launched == [((3,), (1,), {"BLOCK": 2})]
 
 
 def test_an_error_in_a_stage_leaves_nothing_behind():
