@@ -106,7 +106,7 @@ class _Stream:
         device_type: int = 1,
     ):
         self.stream_id, self.device_index, self.device_type = stream_id, device_index, device_type
-        self.cuda_stream, self.device = stream_id, _DEVICE
+        self.cuda_stream, self.device, self.priority = stream_id, _DEVICE, priority
 
 
 class _Future(torch.futures.Future[_T]):

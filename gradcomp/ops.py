@@ -18,7 +18,7 @@ from .cpu import low_rank as cpu_low_rank
 from .cpu import quantise as cpu_quantise
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
-from .kernels import powersgd_plan
+from .kernels import powersgd_launches, powersgd_plan
 from .kernels.device import has_streams, send
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def compile_low_rank(
     device but the kernels.
     """
     if has_streams(device):
-        powersgd_plan.compile_kernels(
+        powersgd_launches.compile_kernels(
             layout,
             dtype,
             device,

@@ -92,7 +92,7 @@ class Launch:
     def __init__(
         self, kernel: Any, num_programs: int, arguments: Sequence[Any], constants: dict[str, Any]
     ) -> None:
-        self._kernel, self._grid = kernel, (num_programs, 1, 1)
+        self._kernel, self._num_programs = kernel, num_programs
         self._arguments, self._constants = tuple(arguments), constants
         self._run: Callable[..., None] | None = None
         self._bound: list[Any] = []
@@ -103,7 +103,7 @@ class Launch:
         arguments = list(self._arguments)
         for stand_in, value in zip(stand_ins, given, strict=True):
             arguments = [value if argument is stand_in else argument for argument in arguments]
-        self._kernel[self._grid](*arguments, **self._constants)
+        self._kernel[(self._num_programs,)](*arguments, **self._constants)
 
     @property
     def is_compiled(self) -> bool:
@@ -113,7 +113,7 @@ class Launch:
         """Compile it, and keep what was compiled, unless Triton gives nothing that can be kept."""
         if not isinstance(self._kernel, JITFunction) or self._kernel.pre_run_hooks:
             return  # interpreted, or recorded by a test
-        compiled = self._kernel.warmup(*self._arguments, grid=self._grid, **self._constants)
+        compiled = self._kernel.warmup(*self._arguments, grid=(self._num_programs,), **self._constants)
         names = self._kernel.arg_names[len(self._arguments) :]
         tensors = [argument for argument in self._arguments if isinstance(argument, torch.Tensor)]
         if (
@@ -131,7 +131,7 @@ class Launch:
         # Addresses instead of tensors, which the launcher would ask for theirs.
         addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in self._arguments]
         self._bound = [*addresses, *(self._constants[name] for name in names)]
-        self._run = compiled[self._grid]
+        self._run = compiled[self._num_programs, 1, 1]
 
     def run_compiled(self, address: int, number: float) -> None:
         """Launch what was compiled, with the buffer's address and the number in their stand-ins' places."""

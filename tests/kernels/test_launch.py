@@ -22,7 +22,7 @@ stub_cuda.install()
 import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
-from gradcomp.kernels import powersgd_plan
+from gradcomp.kernels import powersgd_launches, powersgd_plan
 from gradcomp.layout import LowRankLayout
 
 launched, compiled, hooked, ordinary = [], [], [], []
@@ -37,7 +37,7 @@ def record(launcher, x, y, z, stream, function, metadata, data, enter, leave, *a
 
 CudaLauncher.__call__ = record
 triton.knobs.runtime.jit_post_compile_hook = lambda **_: compiled.append(1)
-powersgd_plan.compile_kernels(LAYOUT, torch.float32, DEVICE, **OPTIONS)
+powersgd_launches.compile_kernels(LAYOUT, torch.float32, DEVICE, **OPTIONS)
 found = {"compiled by warm-up": len(compiled)}
 run = triton.runtime.JITFunction.run
 
@@ -116,7 +116,7 @@ def test_a_stage_exchanges_the_buffer_and_the_number():
         buffer = torch.ones(4)
         stage(buffer, number)
         (first, second), kernel.launched = kernel.launched, []
-        assert (first[0], first[2]) == ((2, 1, 1), {"BLOCK": 4})
+        assert (first[0], first[2]) == ((2,), {"BLOCK": 4})
         assert first[1][0] is own
         assert first[1][1] is buffer
         assert first[1][2:] == (number, 1000.0)
@@ -127,7 +127,7 @@ def test_a_stage_exchanges_the_buffer_and_the_number():
 def test_outside_a_stage_it_launches_at_once():
     kernel = Kernel()
     launch(kernel, 3)(1, BLOCK=2)
-    assert kernel.launched == [((3, 1, 1), (1,), {"BLOCK": 2})]
+    assert kernel.launched == [((3,), (1,), {"BLOCK": 2})]
 
 
 def test_an_error_in_a_stage_leaves_nothing_behind():

@@ -1,0 +1,53 @@
+"""On which stream a hook's sequence runs on CUDA, with CUDA stubbed, in a process of its own."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.programs import run_python
+
+PROGRAM = """
+import json
+from benchmarks import stub_cuda
+
+stub_cuda.install()
+import torch
+from gradcomp.compress.streams import in_order, side_stream
+
+device = torch.device("cuda", 0)
+side = side_stream(device)
+found = {"priority": side.priority, "side": side.cuda_stream}
+
+
+def current():
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def fails():
+    raise ValueError
+
+
+found["before"] = current()
+for index in (0, 1):
+    torch.cuda.current_device = lambda: index
+    found[f"during {index}"] = in_order(device, current).value()
+    found[f"after {index}"] = current()
+    try:
+        in_order(device, fails)
+    except ValueError:
+        found[f"after an error {index}"] = current()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the stub of CUDA needs a C compiler")
+def test_a_sequence_runs_on_the_side_stream_and_leaves_the_current_one():
+    done = run_python("-c", PROGRAM)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["priority"] < 0
+    assert found["side"] != found["before"]
+    for index in (0, 1):  # index: the current device
+        assert found[f"during {index}"] == found["side"]
+        assert found[f"after {index}"] == found[f"after an error {index}"] == found["before"]
