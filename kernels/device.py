@@ -1,12 +1,17 @@
-"""Devices: which ones have streams, how kernels are launched there, and how the host sends tables.
+"""Devices: which have streams or slow fp64, how kernels are launched there, how the host sends tables.
 
 Support for another kind of device begins here. compress/streams.py holds what hooks do on streams.
 """
 
+import functools
 import threading
 from contextlib import AbstractContextManager
 
 import torch
+
+# Compute capabilities whose fp64 runs at half of fp32's rate or, on tensor cores, as fast. All others run it
+# at 1/32 or 1/64 (CUDA C++ programming guide, throughput of arithmetic instructions).
+FAST_FP64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
 
 _interpreter = threading.RLock()
 
@@ -23,6 +28,12 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
     threads: there one thread at a time enters the context.
     """
     return torch.cuda.device(device) if has_streams(device) else _interpreter
+
+
+@functools.cache
+def is_fp64_slow(device: torch.device) -> bool:
+    """Return whether kernels should avoid fp64 on a device. Triton's interpreter has no reason to."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) not in FAST_FP64
 
 
 def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:

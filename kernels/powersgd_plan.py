@@ -1,4 +1,4 @@
-"""PowerSGD's working set for one bucket on the kernels: tables, memory and wires; six launches a step."""
+"""PowerSGD's working set for one bucket on the kernels: tables, memory and wires; seven launches a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,10 +49,11 @@ class LowRankPlan:
         # Zero lengths make the first step project on the random Q.
         self._norms = zeros(work.num_norms * work.rank, torch.float64).view(-1, work.rank)
         self._partial = zeros(work.partial_numel, wide)
+        self._grams = zeros(work.orthonormalise_numel, torch.float64)
         self._matrices = send(torch.tensor(work.matrix_table, dtype=torch.int64), device)
         self._tables = {
             name: send(torch.tensor(getattr(work, f"{name}_work"), dtype=torch.int64), device)
-            for name in ("project", "pack", "back_project", "reduce", "reconstruct")
+            for name in ("project", "pack", "orthonormalise", "back_project", "reduce", "reconstruct")
         }
         self._blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
         with launching_on(device):
@@ -83,15 +84,25 @@ class LowRankPlan:
             )
             self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
 
-    def orthonormalise(self) -> None:
-        """Set P to orthonormal bases of the panels in p_wire. One launch."""
+    def orthonormalise(self, pairs: bool | None = None) -> None:
+        """Set P to orthonormal bases of the panels in p_wire. Two launches.
+
+        pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
+        """
         with launching_on(self.p_wire.device):
             orthonormalise(
-                self.p_wire, self._matrices, out=self._p, rank=self._work.rank, epsilon=self._epsilon
+                self.p_wire,
+                self._matrices,
+                self._tables["orthonormalise"],
+                scratch=self._grams,
+                out=self._p,
+                rank=self._work.rank,
+                epsilon=self._epsilon,
+                pairs=pairs,
             )
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Three launches."""
+        """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Four launches."""
         with launching_on(buffer.device):
             self.orthonormalise()
             back_project(

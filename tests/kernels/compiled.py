@@ -119,6 +119,9 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         plan.back_project(buffer, 1.0)
         plan.reconstruct(buffer, 0)
         yield f"{TYPE_NAMES[dtype]} r={rank}{'' if feedback else ' plain'}"
+        if feedback and dtype != FP64:  # for GPUs whose fp64 is slow
+            plan.orthonormalise(pairs=True)
+            yield f"{TYPE_NAMES[dtype]} r={rank} pairs"
 
 
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:
