@@ -18,7 +18,7 @@ from .cpu import low_rank as cpu_low_rank
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels import powersgd_plan
-from .kernels.device import has_streams, send
+from .kernels.device import has_streams, processor, send
 
 if TYPE_CHECKING:
     from .layout import FlatLayout, LowRankLayout
@@ -30,6 +30,7 @@ __all__ = [
     "flatten",
     "has_streams",
     "low_rank_plan",
+    "processor",
     "runs_triton",
     "scale_",
     "send",

@@ -36,6 +36,15 @@ def is_fp64_slow(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) not in FAST_FP64
 
 
+def processor(device: torch.device) -> dict[str, str]:
+    """Return what decides the last bits of sums on a device, by name: between ranks it should be equal."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arithmetic = "pairs of fp32" if is_fp64_slow(device) else "fp64"
+        return {"GPU compute capability": f"{major}.{minor}", "orthonormalising in": arithmetic}
+    return {"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {}
+
+
 def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of a host tensor on the device, copied asynchronously where it has streams."""
     return pinned(host, device).to(device, non_blocking=True)
