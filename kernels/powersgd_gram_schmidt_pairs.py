@@ -22,12 +22,14 @@ def store_scale(panel_ptr, n, r, row_stride, col_stride, matrix_ptr, RANK: tl.co
     offs_row = tl.arange(0, BLOCK)[:, None]
     offs_col = tl.arange(0, RANK)[None, :]
     largest = tl.zeros((BLOCK, RANK), tl.float32)
+    least = tl.zeros((BLOCK, RANK), tl.float32)
     for first in tl.range(0, n, BLOCK, num_stages=3):
         row = first + offs_row
         ptrs = panel_ptr + row * row_stride + offs_col * col_stride
         p = tl.load(ptrs, mask=(row < n) & (offs_col < r), other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(p))
-    scale = power_of_two(tl.max(largest, axis=0))
+        largest = tl.maximum(largest, p)
+        least = tl.minimum(least, p)
+    scale = power_of_two(tl.max(tl.maximum(largest, -least), axis=0))
     tl.store(matrix_ptr + 2 * RANK * RANK + tl.arange(0, RANK), scale)
 
 

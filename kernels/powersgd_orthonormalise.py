@@ -91,6 +91,7 @@ def chunk_in_fp64(
     """Do one program's work of _orthonormalise_kernel in fp64."""
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     TOLERANCE: tl.constexpr = DEPENDENT_FP64 if TYPE == tl.float64 else DEPENDENT
+    last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
     products = in_fp64.sum_chunks(slots_ptr, count, RANK)
     added = tl.zeros((RANK,), tl.float64) + epsilon
     own = diagonal(products, RANK)
@@ -118,7 +119,7 @@ def chunk_in_fp64(
         second, _lo, again = triangle(products, products, own, added, TOLERANCE, RANK)
         tl.debug_barrier()
         in_fp64.multiply(
-            out_ptr, 1, out_stride, out_ptr, out_stride, start, stop, n, r, second, RANK, BLOCK, True
+            out_ptr, 1, out_stride, out_ptr, out_stride, start, stop, last, r, second, RANK, BLOCK, True
         )
 
 
@@ -129,6 +130,7 @@ def chunk_in_pairs(
     LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Do one program's work of _orthonormalise_kernel in pairs. triangle_ptr, gram_ptr: its own scratch."""
+    last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
     hi, lo, scale = in_pairs.sum_chunks(slots_ptr, count, triangle_ptr, RANK)
     epsilon = (tl.full((), 1.0, tl.float64) * epsilon).to(tl.float32)
     added = scale * epsilon
@@ -136,7 +138,7 @@ def chunk_in_pairs(
     in_pairs.store_transpose(triangle_ptr, hi, lo, RANK)
     tl.debug_barrier()
     in_pairs.multiply(
-        panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r, triangle_ptr,
+        panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, last, r, triangle_ptr,
         RANK, BLOCK, COLS, False,
     )  # fmt: skip
     if (again != 0) & (epsilon == 0.0):
@@ -151,7 +153,7 @@ def chunk_in_pairs(
         tl.store(triangle_ptr + 2 * RANK * RANK + tl.arange(0, RANK), tl.full((RANK,), 1.0, tl.float32))
         tl.debug_barrier()
         in_pairs.multiply(
-            out_ptr, 1, out_stride, out_ptr, out_stride, start, stop, n, r, triangle_ptr,
+            out_ptr, 1, out_stride, out_ptr, out_stride, start, stop, last, r, triangle_ptr,
             RANK, BLOCK, COLS, True,
         )  # fmt: skip
 
