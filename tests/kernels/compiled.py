@@ -183,6 +183,9 @@ def facts_of(variant: Variant, compiled: Any, assembly: str) -> dict[str, Any]:
         "accesses_per_tile": tile_bytes // (compiled.metadata.num_warps * 32 * 16),
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
+        "fp64": Counter(
+            re.findall(r"\b(?:D(?:FMA|ADD|MUL|MMA|SETP)\b|F2F[.\w]*F64[.\w]*|MUFU\.\w+64H)", assembly)
+        ),
         "memory": Counter(re.findall(r"\b(?:LDG|LDGSTS|STG|LDL|STL)\b[.\w]*", assembly)),
     }
 
