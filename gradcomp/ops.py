@@ -19,7 +19,7 @@ from .cpu import quantise as cpu_quantise
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels import powersgd_launches, powersgd_plan
-from .kernels.device import has_streams, send
+from .kernels.device import has_streams, processor, send
 
 if TYPE_CHECKING:
     from .layout import FlatLayout, LowRankLayout
@@ -34,6 +34,7 @@ __all__ = [
     "flatten",
     "has_streams",
     "low_rank_plan",
+    "processor",
     "quantise",
     "runs_triton",
     "scale_",

@@ -1,13 +1,12 @@
-"""Gram–Schmidt on one factor panel, in the inner product of its Gram matrix."""
+"""Gram matrices of factor panels and their products with a triangle, in fp64.
+
+powersgd_gram_schmidt_pairs.py does the same in pairs of fp32.
+"""
 
 import triton
 import triton.language as tl
 
-# A column is dependent when Gram–Schmidt leaves less than this fraction of its squared length. fp32
-# arithmetic leaves about 1e-14 of a dependent column; a condition number of 1e6 leaves 1e-12.
-DEPENDENT = tl.constexpr(1e-13)
-# In fp64 the Gram matrix itself can't distinguish less than about 1e-15 from zero.
-DEPENDENT_FP64 = tl.constexpr(1e-14)
+from .powersgd_tile import MAX_CHUNKS
 
 
 @triton.jit
@@ -19,9 +18,12 @@ def load_panel(
     offs_row = (first_row + tl.arange(0, BLOCK))[:, None]
     offs_col = tl.arange(0, COLS)[None, :]
     mask = (offs_row < num_rows) & (offs_col < num_cols)
-    return tl.load(panel_ptr + offs_row * row_stride + offs_col * col_stride, mask=mask, other=0.0).to(
-        tl.float64
-    )
+    p = tl.load(panel_ptr + offs_row * row_stride + offs_col * col_stride, mask=mask, other=0.0)
+    if panel_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # A product in fp64 of values loaded in 16 bits doesn't compile. Triton looks for the load through
+        # conversions, but not through a sum, which here has one term.
+        p = tl.sum(p.to(tl.float32)[:, :, None], axis=2)
+    return p.to(tl.float64)
 
 
 @triton.jit
@@ -48,45 +50,16 @@ def gram(panel_ptr, n, r, row_stride, col_stride, RANK: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def diagonal(matrix, RANK: tl.constexpr):
-    """Return the diagonal of a [RANK, RANK] matrix."""
-    offs = tl.arange(0, RANK)
-    return tl.sum(tl.where(offs[:, None] == offs[None, :], matrix, 0.0), axis=0)
-
-
-@triton.jit
-def triangle(products, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
-    """Return (Tᵀ, smallest remaining fraction), with T upper triangular and Tᵀ products T = I.
-
-    T has zero columns for dependent ones. own: [RANK] squared lengths that a column's remaining squared
-    length is compared with. epsilon is added to every remaining length before dividing by it. All of T is NaN
-    if anything in products isn't finite.
-
-    This is Gaussian elimination on products, with the row operations collected in Tᵀ. With epsilon the column
-    that is subtracted is shorter than 1, as in torch, hence the last factor (1 without epsilon).
-    """
-    offs = tl.arange(0, RANK)
-    row = offs[:, None]
-    col = offs[None, :]
-    finite = tl.sum(tl.sum(tl.abs(products), axis=0), axis=0) < float("inf")
-    transform = tl.where(row == col, 1.0, 0.0).to(tl.float64)
-    smallest = tl.full((), 1.0, tl.float64)
-    for j in range(RANK):
-        of_row = tl.sum(tl.where(row == j, products, 0.0), axis=0)  # [RANK] over columns
-        factors = tl.sum(tl.where(col == j, products, 0.0), axis=1)  # [RANK] over rows
-        combination = tl.sum(tl.where(row == j, transform, 0.0), axis=0)
-        remaining = tl.sum(tl.where(offs == j, of_row, 0.0), axis=0)
-        before = tl.sum(tl.where(offs == j, own, 0.0), axis=0)
-        keep = remaining > before * DEPENDENT
-        safe = tl.where(keep, remaining, 1.0)
-        inverse = tl.where(keep, 1.0 / (tl.sqrt(safe) + epsilon), 0.0)
-        smallest = tl.where(keep, tl.minimum(smallest, remaining / tl.where(keep, before, 1.0)), smallest)
-        part = inverse * inverse
-        factors = tl.where(offs > j, factors, 0.0) * part
-        transform -= factors[:, None] * combination[None, :]
-        products -= factors[:, None] * of_row[None, :] * (2.0 - remaining * part)
-        transform = tl.where(row == j, transform * inverse, transform)
-    return tl.where(finite, transform, float("nan")), smallest
+def sum_chunks(slots_ptr, count, RANK: tl.constexpr):
+    """Return the sum of a matrix's partial Gram matrices, in the order of their chunks."""
+    GROUP: tl.constexpr = 8 if RANK == 32 else MAX_CHUNKS
+    offs = tl.arange(0, RANK)[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    total = tl.zeros((RANK, RANK), tl.float64)
+    for first in range(0, count, GROUP):
+        slot = (first + tl.arange(0, GROUP))[:, None, None]
+        ptrs = slots_ptr + slot * (RANK * (RANK + 1)) + offs[None, :, :]
+        total += tl.sum(tl.load(ptrs, mask=slot < count, other=0.0), axis=0)
+    return total
 
 
 @triton.jit
@@ -117,24 +90,40 @@ def multiply_block(
 
 @triton.jit
 def multiply(
-    source_ptr, row_stride, col_stride, out_ptr, out_stride, n, r, transform, RANK: tl.constexpr,
-    BLOCK: tl.constexpr, IN_PLACE: tl.constexpr,
+    source_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r, transform,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Write source · transformᵀ to out, a panel of whole columns with padding. IN_PLACE: source is out."""
+    """Write rows start .. stop of source · transformᵀ to out, a panel of whole columns with padding.
+
+    IN_PLACE: source is out.
+    """
     # Loads ahead of products in fp64 spill on sm_100 (Triton 3.6): larger blocks hide the latency instead.
-    NUM_STAGES: tl.constexpr = 3 if RANK <= 8 else 1
+    NUM_STAGES: tl.constexpr = 3 if RANK <= 8 and not IN_PLACE else 1
     out_type: tl.constexpr = out_ptr.dtype.element_ty
     offs_row = tl.arange(0, BLOCK)[:, None]
     offs = offs_row + tl.arange(0, RANK)[None, :] * out_stride
-    if IN_PLACE:
-        for first in tl.range(0, out_stride, BLOCK, num_stages=1):
-            result = multiply_block(source_ptr, row_stride, col_stride, first, n, r, transform, RANK, BLOCK)
+    for first in tl.range(start, stop, BLOCK, num_stages=NUM_STAGES):
+        result = multiply_block(source_ptr, row_stride, col_stride, first, n, r, transform, RANK, BLOCK)
+        if IN_PLACE:
             tl.debug_barrier()  # everyone has to have read before anyone writes
-            tl.store(out_ptr + first + offs, result.to(out_type), mask=first + offs_row < out_stride)
-    else:
-        for first in tl.range(0, out_stride, BLOCK, num_stages=NUM_STAGES):
-            result = multiply_block(source_ptr, row_stride, col_stride, first, n, r, transform, RANK, BLOCK)
-            tl.store(out_ptr + first + offs, result.to(out_type), mask=first + offs_row < out_stride)
+        tl.store(out_ptr + first + offs, result.to(out_type), mask=first + offs_row < stop)
+
+
+@triton.jit
+def gram_of_product(
+    source_ptr, row_stride, col_stride, n, r, transform, TYPE: tl.constexpr, RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute WᵀW, [RANK, RANK] in fp64, for W = source · transformᵀ, n×r, rounded to TYPE."""
+    result = tl.zeros((RANK, RANK), tl.float64)
+    for first in tl.range(0, n, BLOCK, num_stages=1):
+        w = multiply_block(source_ptr, row_stride, col_stride, first, n, r, transform, RANK, BLOCK)
+        w = w.to(TYPE).to(tl.float64)
+        if RANK <= 8:
+            result += tl.sum(w[:, :, None] * w[:, None, :], axis=0)
+        else:
+            result = tl.dot(tl.trans(w), w, result, input_precision="ieee", out_dtype=tl.float64)
+    return result
 
 
 @triton.jit
@@ -149,19 +138,6 @@ def copy_panel(
         tl.store(
             out_ptr + first + offs, values.to(out_ptr.dtype.element_ty), mask=first + offs_row < out_stride
         )
-
-
-@triton.jit
-def orthonormalise_panel(
-    source_ptr, row_stride, col_stride, out_ptr, out_stride, n, r, epsilon, RANK: tl.constexpr,
-    BLOCK: tl.constexpr, IN_PLACE: tl.constexpr,
-):  # fmt: skip
-    """Write source T, with orthonormal columns, to out. Returns the smallest fraction left of a column."""
-    TOLERANCE: tl.constexpr = DEPENDENT_FP64 if out_ptr.dtype.element_ty == tl.float64 else DEPENDENT
-    products = gram(source_ptr, n, r, row_stride, col_stride, RANK, BLOCK)
-    transform, smallest = triangle(products, diagonal(products, RANK), epsilon, TOLERANCE, RANK)
-    multiply(source_ptr, row_stride, col_stride, out_ptr, out_stride, n, r, transform, RANK, BLOCK, IN_PLACE)
-    return smallest
 
 
 @triton.jit

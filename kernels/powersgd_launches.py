@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .device import launching_on, send
+from .device import is_fp64_slow, launching_on, send
 from .launch import Stage
 from .powersgd_back_project import back_project
 from .powersgd_orthonormalise import orthonormalise
@@ -27,6 +27,7 @@ class LowRankArithmetic:
     error_feedback: bool
     warm_start: bool
     epsilon: float
+    in_pairs: bool  # whether the device's fp64 is so slow that pairs of fp32 take its place
 
 
 class LowRankTensors:
@@ -48,7 +49,7 @@ class LowRankTensors:
         self.matrices = send(torch.tensor(work.matrix_table, dtype=torch.int64), device)
         self.tables = {
             name: send(torch.tensor(getattr(work, f"{name}_work"), dtype=torch.int64), device)
-            for name in ("project", "pack", "back_project", "reduce", "reconstruct")
+            for name in ("project", "pack", "orthonormalise", "back_project", "reduce", "reconstruct")
         }
 
     def randomise(self, work: LowRankWork, seed: int) -> None:
@@ -76,7 +77,7 @@ class LowRankStages:
         arithmetic: LowRankArithmetic,
     ):
         self._work, self._tensors, self._arithmetic = work, tensors, arithmetic
-        self.partial, self.p_wire, self.q_wire = scratch
+        self.partial, self.p_wire, self.q_wire, self._grams = scratch
         self._blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
         self.project = Stage(self._project, dtype, float)
         self.orthonormalise = Stage(self._orthonormalise, dtype, float)
@@ -85,9 +86,14 @@ class LowRankStages:
 
     @staticmethod
     def scratch_parts(work: LowRankWork, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """Return the (elements, dtype) of partial sums, P's wire and Q's, which don't outlast a turn."""
+        """Return the (elements, dtype) of partial sums, wires and Gram matrices, not kept for long."""
         wide = torch.promote_types(dtype, torch.float32)
-        return [(work.partial_numel, wide), (work.p_wire_numel, dtype), (work.q_wire_numel, dtype)]
+        return [
+            (work.partial_numel, wide),
+            (work.p_wire_numel, dtype),
+            (work.q_wire_numel, dtype),
+            (work.orthonormalise_numel, torch.float64),
+        ]
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
@@ -112,8 +118,21 @@ class LowRankStages:
         self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
 
     def _orthonormalise(self, buffer: torch.Tensor, scale: float) -> None:
-        own, rank = self._tensors, self._work.rank
-        orthonormalise(self.p_wire, own.matrices, out=own.p, rank=rank, epsilon=self._arithmetic.epsilon)
+        self.orthonormalise_in(self._arithmetic.in_pairs)
+
+    def orthonormalise_in(self, pairs: bool) -> None:
+        """Orthonormalise P in pairs of fp32, or in fp64."""
+        own = self._tensors
+        orthonormalise(
+            self.p_wire,
+            own.matrices,
+            own.tables["orthonormalise"],
+            scratch=self._grams,
+            out=own.p,
+            rank=self._work.rank,
+            epsilon=self._arithmetic.epsilon,
+            pairs=pairs,
+        )
 
     def _back_project(self, buffer: torch.Tensor, scale: float) -> None:
         own, feedback = self._tensors, self._arithmetic.error_feedback
@@ -164,7 +183,7 @@ def compile_kernels(
     tensors = LowRankTensors(work, dtype, meta, error_feedback)
     parts = LowRankStages.scratch_parts(work, dtype)
     memory = torch.empty(num_bytes_of(parts), dtype=torch.uint8, device=meta)
-    arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon)
+    arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
     stages = LowRankStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic)
     first_q = Stage(lambda _, seed: tensors.randomise(work, seed), dtype, int)
     with launching_on(device):

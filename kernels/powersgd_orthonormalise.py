@@ -1,21 +1,17 @@
-"""Orthonormalise all P panels of a bucket in one launch: Gram–Schmidt in the Gram matrix's inner product."""
+"""Orthonormalise all P panels of a bucket in two launches.
+
+This is Gram–Schmidt in the Gram matrix's inner product: every panel is read twice, whatever its rank.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
+from . import powersgd_gram_schmidt as in_fp64
+from . import powersgd_gram_schmidt_pairs as in_pairs
+from .device import is_fp64_slow
 from .launch import launch
-from .powersgd_gram_schmidt import (
-    DEPENDENT,
-    DEPENDENT_FP64,
-    copy_panel,
-    diagonal,
-    gram,
-    multiply,
-    orthonormalise_panel,
-    subtract_projection,
-    triangle,
-)
+from .powersgd_orthonormalise_blocks import orthonormalise_blocks
 from .powersgd_tile import (
     MATRIX_FIELDS,
     MATRIX_RANK,
@@ -24,134 +20,273 @@ from .powersgd_tile import (
     P_STRIDE,
     P_WIRE,
     ROWS,
+    WORK_FIELDS,
     wire_start,
     wire_stride,
 )
+from .powersgd_triangle import DEPENDENT, DEPENDENT_FP64, diagonal, triangle
 
-# One pass leaves ‖PᵀP−I‖ of about 3e-14 / remaining fraction. A second one follows when that may exceed 3e-7.
-SECOND_PASS_BELOW = tl.constexpr(1e-7)
+NUM_WARPS = 8
+
+
+@triton.jit
+def panel_on_wire(wire_ptr, matrices_ptr, work):
+    """Return (pointer to a program's panel, its row stride, column stride, n, r, its row of the table)."""
+    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
+    n = tl.load(matrix_ptr + ROWS).to(tl.int32)
+    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
+    start = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
+    return start, 1, wire_stride(n, wire_ptr.dtype.element_ty), n, r, matrix_ptr
+
+
+@triton.jit
+def _gram_kernel(
+    wire_ptr,
+    scratch_ptr,
+    matrices_ptr,
+    work_ptr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOG2_BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Compute PᵀP over a chunk of a panel's rows, in fp64, or with PAIRS in pairs of fp32.
+
+    wire_ptr: the panels, all-reduced. scratch_ptr: the first slots are the programs' results.
+    Grid: one program per row of work_ptr (_orthonormalise_work). Reads the panels once, with PAIRS once more
+    for the scale and, from the cache, once per pair of column blocks.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    work = work_ptr + program * WORK_FIELDS
+    panel_ptr, row_stride, col_stride, n, r, _ = panel_on_wire(wire_ptr, matrices_ptr, work)
+    start = tl.load(work + 1).to(tl.int32)
+    rows = tl.minimum(tl.load(work + 2).to(tl.int32), n) - start
+    panel_ptr += start * row_stride
+    if PAIRS:
+        slot_ptr = scratch_ptr + program * (2 * RANK * (RANK + 1))
+        in_pairs.store_scale(panel_ptr, rows, r, row_stride, col_stride, slot_ptr, RANK, BLOCK)
+        tl.debug_barrier()
+        in_pairs.store_gram(
+            panel_ptr,
+            row_stride,
+            col_stride,
+            rows,
+            r,
+            slot_ptr,
+            slot_ptr,
+            RANK,
+            BLOCK,
+            LOG2_BLOCK,
+            COLS,
+            False,
+        )
+    else:
+        products = in_fp64.gram(panel_ptr, rows, r, row_stride, col_stride, RANK, BLOCK)
+        offs = tl.arange(0, RANK)[:, None] * RANK + tl.arange(0, RANK)[None, :]
+        tl.store(scratch_ptr + program * (RANK * (RANK + 1)) + offs, products)
+
+
+@triton.jit
+def chunk_in_fp64(
+    panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count, epsilon,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do one program's work of _orthonormalise_kernel in fp64."""
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    TOLERANCE: tl.constexpr = DEPENDENT_FP64 if TYPE == tl.float64 else DEPENDENT
+    last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
+    products = in_fp64.sum_chunks(slots_ptr, count, RANK)
+    added = tl.zeros((RANK,), tl.float64) + epsilon
+    own = diagonal(products, RANK)
+    transform, _lo, again = triangle(products, products, own, added, TOLERANCE, RANK)
+    in_fp64.multiply(
+        panel_ptr,
+        row_stride,
+        col_stride,
+        out_ptr,
+        out_stride,
+        start,
+        stop,
+        n,
+        r,
+        transform,
+        RANK,
+        BLOCK,
+        False,
+    )
+    if (again != 0) & (epsilon == 0.0):
+        products = in_fp64.gram_of_product(
+            panel_ptr, row_stride, col_stride, n, r, transform, TYPE, RANK, BLOCK
+        )
+        own = diagonal(products, RANK)
+        second, _lo, again = triangle(products, products, own, added, TOLERANCE, RANK)
+        tl.debug_barrier()
+        in_fp64.multiply(
+            out_ptr, 1, out_stride, out_ptr, out_stride, start, stop, last, r, second, RANK, BLOCK, True
+        )
+
+
+@triton.jit
+def chunk_in_pairs(
+    panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count,
+    triangle_ptr, gram_ptr, epsilon, RANK: tl.constexpr, BLOCK: tl.constexpr, GRAM_BLOCK: tl.constexpr,
+    LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Do one program's work of _orthonormalise_kernel in pairs. triangle_ptr, gram_ptr: its own scratch."""
+    last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
+    hi, lo, scale = in_pairs.sum_chunks(slots_ptr, count, triangle_ptr, RANK)
+    epsilon = (tl.full((), 1.0, tl.float64) * epsilon).to(tl.float32)
+    added = scale * epsilon
+    hi, lo, again = triangle(hi, lo, diagonal(hi, RANK), added, DEPENDENT, RANK)
+    in_pairs.store_transpose(triangle_ptr, hi, lo, RANK)
+    tl.debug_barrier()
+    in_pairs.multiply(
+        panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, last, r, triangle_ptr,
+        RANK, BLOCK, COLS, False,
+    )  # fmt: skip
+    if (again != 0) & (epsilon == 0.0):
+        in_pairs.store_gram(
+            panel_ptr, row_stride, col_stride, n, r, triangle_ptr, gram_ptr,
+            RANK, GRAM_BLOCK, LOG2_BLOCK, COLS, True,
+        )  # fmt: skip
+        tl.debug_barrier()
+        hi, lo = in_pairs.load_square(gram_ptr, RANK)
+        hi, lo, again = triangle(hi, lo, diagonal(hi, RANK), added, DEPENDENT, RANK)
+        in_pairs.store_transpose(triangle_ptr, hi, lo, RANK)
+        tl.store(triangle_ptr + 2 * RANK * RANK + tl.arange(0, RANK), tl.full((RANK,), 1.0, tl.float32))
+        tl.debug_barrier()
+        in_pairs.multiply(
+            out_ptr, 1, out_stride, out_ptr, out_stride, start, stop, last, r, triangle_ptr,
+            RANK, BLOCK, COLS, True,
+        )  # fmt: skip
 
 
 @triton.jit
 def _orthonormalise_kernel(
     wire_ptr,
+    scratch_ptr,
     p_ptr,
     matrices_ptr,
+    work_ptr,
     epsilon: tl.float64,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
+    GRAM_BLOCK: tl.constexpr,
+    LOG2_BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for one panel with RANK <= 32.
+    """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for a chunk of a panel's rows.
 
-    wire_ptr: the panels n×r, column after column (powersgd_work), all-reduced. p_ptr: the padded panels,
-    written whole. Zero and dependent columns become zeros; a panel with anything not finite becomes NaN.
-    Grid: one program per matrix. Reads the panel twice and writes it once; twice as much if it is
-    ill-conditioned.
+    wire_ptr, scratch_ptr: as _gram_kernel leaves them. p_ptr: the padded panels, written whole. Zero and
+    dependent columns become zeros; a panel with anything not finite becomes NaN. Grid: as _gram_kernel's.
+    Every program adds up its matrix's partial Gram matrices and computes T, from the same bits with the same
+    result. Reads the panel once and writes it once. If P is ill-conditioned, every program computes the Gram
+    matrix of P T too, over the whole panel, instead of waiting for the others.
     """
-    matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
-    n = tl.load(matrix_ptr + ROWS).to(tl.int32)
-    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
-    source_stride = wire_stride(n, wire_ptr.dtype.element_ty)
+    program = tl.program_id(0).to(tl.int64)
+    work = work_ptr + program * WORK_FIELDS
+    panel_ptr, row_stride, col_stride, n, r, matrix_ptr = panel_on_wire(wire_ptr, matrices_ptr, work)
+    start = tl.load(work + 1).to(tl.int32)
+    stop = tl.load(work + 2).to(tl.int32)
+    first_slot = tl.load(work + 3)
+    count = tl.load(work + 4).to(tl.int32)
     out_ptr = p_ptr + tl.load(matrix_ptr + P_PANEL)
-    stride = tl.load(matrix_ptr + P_STRIDE).to(tl.int32)
-    # Triton 3.6 fails on a product in fp64 of values loaded in 16 bits, so it loads a copy in fp32.
-    COPY: tl.constexpr = RANK > 8 and wire_ptr.dtype.element_ty.primitive_bitwidth == 16
-
-    if COPY:
-        copy_panel(source_ptr, 1, source_stride, out_ptr, stride, n, r, RANK, BLOCK)
-        tl.debug_barrier()
-        smallest = orthonormalise_panel(out_ptr, 1, stride, out_ptr, stride, n, r, epsilon, RANK, BLOCK, True)
+    out_stride = tl.load(matrix_ptr + P_STRIDE).to(tl.int32)
+    if PAIRS:
+        SIZE: tl.constexpr = 2 * RANK * (RANK + 1)
+        own_ptr = scratch_ptr + (tl.num_programs(0) + 2 * program) * SIZE
+        chunk_in_pairs(
+            panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r,
+            scratch_ptr + first_slot * SIZE, count, own_ptr, own_ptr + SIZE, epsilon,
+            RANK, BLOCK, GRAM_BLOCK, LOG2_BLOCK, COLS,
+        )  # fmt: skip
     else:
-        smallest = orthonormalise_panel(
-            source_ptr, 1, source_stride, out_ptr, stride, n, r, epsilon, RANK, BLOCK, False
-        )
-    if (smallest < SECOND_PASS_BELOW) & (epsilon == 0.0):
-        tl.debug_barrier()
-        orthonormalise_panel(out_ptr, 1, stride, out_ptr, stride, n, r, epsilon, RANK, BLOCK, True)
+        chunk_in_fp64(
+            panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r,
+            scratch_ptr + first_slot * (RANK * (RANK + 1)), count, epsilon, RANK, BLOCK,
+        )  # fmt: skip
 
 
-@triton.jit
-def _orthonormalise_blocks_kernel(
-    wire_ptr,
-    p_ptr,
-    matrices_ptr,
-    epsilon: tl.float64,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute what _orthonormalise_kernel does, for any RANK, RANK_BLOCK columns at a time.
-
-    This is block Gram–Schmidt: each block against the blocks before it, then within, twice (with epsilon
-    once).
-    Grid: one program per matrix. Each time it reads a block about 5 times, and 5 times more per block before
-    it.
-    """
-    TOLERANCE: tl.constexpr = DEPENDENT_FP64 if p_ptr.dtype.element_ty == tl.float64 else DEPENDENT
-    matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
-    n = tl.load(matrix_ptr + ROWS).to(tl.int32)
-    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
-    source_stride = wire_stride(n, wire_ptr.dtype.element_ty)
-    out_ptr = p_ptr + tl.load(matrix_ptr + P_PANEL)
-    stride = tl.load(matrix_ptr + P_STRIDE).to(tl.int32)
-
-    for rank_start in range(0, RANK, RANK_BLOCK):
-        block_ptr = out_ptr + rank_start * stride
-        cols = tl.minimum(r - rank_start, RANK_BLOCK)
-        columns_ptr = source_ptr + rank_start * source_stride
-        copy_panel(columns_ptr, 1, source_stride, block_ptr, stride, n, cols, RANK_BLOCK, BLOCK)
-        tl.debug_barrier()
-        for _ in range(tl.where(epsilon == 0.0, 2, 1)):
-            own = diagonal(gram(block_ptr, n, cols, 1, stride, RANK_BLOCK, BLOCK), RANK_BLOCK)
-            for done in range(0, rank_start, RANK_BLOCK):
-                subtract_projection(block_ptr, out_ptr + done * stride, stride, n, cols, RANK_BLOCK, BLOCK)
-            products = gram(block_ptr, n, cols, 1, stride, RANK_BLOCK, BLOCK)
-            transform, _ = triangle(products, own, epsilon, TOLERANCE, RANK_BLOCK)
-            multiply(block_ptr, 1, stride, block_ptr, stride, n, cols, transform, RANK_BLOCK, BLOCK, True)
-            tl.debug_barrier()
-
-
-def launch_shape(rank: int, itemsize: int) -> tuple[int, int]:
-    """Return (BLOCK, num_warps) for a padded rank: BLOCK rows at a time are as many as the registers hold.
+def launch_shape(rank: int, itemsize: int) -> int:
+    """Return BLOCK for a padded rank in fp64: BLOCK rows at a time are as many as the registers hold.
 
     itemsize: bytes per element of the panels.
     """
     if rank <= 4:
-        return min(8192 // (rank * rank), 1024), 8
+        return min(8192 // (rank * rank), 1024)
     # At rank 32, 128 rows spill where products in fp64 are FMAs (sm_100 and sm_120, Triton 3.7).
-    return (16384 // itemsize // rank if rank == 16 else 64), 8
+    return 16384 // itemsize // rank if rank == 16 else 64
 
 
 def orthonormalise(
     wire: torch.Tensor,
     matrices: torch.Tensor,
+    work: torch.Tensor,
     *,
+    scratch: torch.Tensor,
     out: torch.Tensor,
     rank: int,
     epsilon: float = 0.0,
+    pairs: bool | None = None,
 ) -> None:
-    """Step 4 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
+    """Step 4 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, two launches.
 
-    wire: the all-reduced wire buffer, which begins with all P. matrices: LowRankWork's int64
-    matrix_table.
+    Beyond rank 32, one launch of powersgd_orthonormalise_blocks.py, in fp64.
+
+    wire: the all-reduced wire buffer, which begins with all P. matrices, work: int64 tables of LowRankWork
+    (matrix_table, orthonormalise_work). scratch: fp64, LowRankWork's orthonormalise_numel.
     out: the padded panels, fp32 (fp64 for an fp64 bucket). epsilon: as torch's orthogonalization_epsilon,
     added to the length by which a column is divided (beyond rank 32 up to a relative difference of epsilon /
     length). With epsilon there is no second pass over ill-conditioned panels, because it would undo what
-    epsilon does.
+    epsilon does. pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
+    An fp64 bucket is always computed in fp64.
     """
     if not len(matrices):
         return
-    block, num_warps = launch_shape(rank, out.itemsize)
-    # With one program per matrix, more programs on a multiprocessor would gain nothing. Up to rank 8, several
-    # lanes
-    # compute and store the same element: with different fusing they would differ in the last bit.
-    options = {"num_warps": num_warps, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": rank > 8}
-    arguments = (wire, out, matrices, epsilon)
-    if rank <= 32:
-        launch(_orthonormalise_kernel, len(matrices))(*arguments, RANK=rank, BLOCK=block, **options)
-    else:
-        launch(_orthonormalise_blocks_kernel, len(matrices))(
-            *arguments, RANK=rank, RANK_BLOCK=32, BLOCK=block, **options
-        )
+    if rank > 32:
+        block = launch_shape(rank, out.itemsize)
+        orthonormalise_blocks(wire, matrices, out=out, rank=rank, epsilon=epsilon, block=block)
+        return
+    pairs = is_fp64_slow(wire.device) if pairs is None else pairs
+    launch_both(wire, scratch, out, matrices, work, epsilon, rank, pairs=pairs and out.dtype == torch.float32)
+
+
+def launch_both(
+    wire: torch.Tensor,
+    scratch: torch.Tensor,
+    out: torch.Tensor,
+    matrices: torch.Tensor,
+    work: torch.Tensor,
+    epsilon: float,
+    rank: int,
+    *,
+    pairs: bool,
+) -> None:
+    """Launch both kernels.
+
+    Scratch has three slots per program: the partial Gram matrices of all programs, and then, for pairs, two
+    of each program's own, for its triangle and for the Gram matrix of its second pass.
+    """
+    columns = min(rank, 8)
+    block = launch_shape(rank, out.itemsize)
+    gram_block = 4096 // (columns * columns) if pairs else block
+    constants = {"RANK": rank, "LOG2_BLOCK": gram_block.bit_length() - 1, "COLS": columns, "PAIRS": pairs}
+    # In pairs a fused product would be wrong. Up to rank 8, several lanes compute and store the same element:
+    # with different fusing they would differ in the last bit.
+    options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": rank > 8 and not pairs}
+    scratch = scratch.view(torch.float32) if pairs else scratch
+    launch(_gram_kernel, len(work))(wire, scratch, matrices, work, BLOCK=gram_block, **constants, **options)
+    launch(_orthonormalise_kernel, len(work))(
+        wire,
+        scratch,
+        out,
+        matrices,
+        work,
+        epsilon,
+        BLOCK=512 if pairs else block,
+        GRAM_BLOCK=gram_block,
+        **constants,
+        **options,
+    )

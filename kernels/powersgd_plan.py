@@ -1,4 +1,4 @@
-"""PowerSGD's working set for one bucket on the kernels: tables, memory and wires; six launches a step."""
+"""PowerSGD's working set for one bucket on the kernels: tables, memory and wires; seven launches a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .device import has_streams, launching_on
+from .device import has_streams, is_fp64_slow, launching_on
 from .powersgd_direction import is_kept, scale_of
 from .powersgd_launches import LowRankArithmetic, LowRankStages, LowRankTensors
 from .powersgd_work import LowRankWork, wire_stride
@@ -36,7 +36,7 @@ class LowRankPlan:
     ):
         self.layout = layout
         self._dtype, self._device, self._feedback = dtype, device, error_feedback
-        self._arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon)
+        self._arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
         self._work = work = LowRankWork.of(layout, dtype.itemsize)
         self._tensors = own = LowRankTensors(work, dtype, device, error_feedback)
         self._memory, self._p, self._q, self._norms = own.memory, own.p, own.q, own.norms
@@ -53,7 +53,7 @@ class LowRankPlan:
         scratch.reserve(num_bytes_of(self._scratch_parts))
         self._scratch, self._scratch_memory = scratch, scratch.memory
         parts = parts_of_scratch(scratch.memory, self._scratch_parts)
-        self._partial, self.p_wire, self.q_wire = parts
+        self._partial, self.p_wire, self.q_wire, _ = parts
         self._stages = LowRankStages(self._work, self._tensors, parts, self._dtype, self._arithmetic)
         if has_streams(self._device):
             with launching_on(self._device):
@@ -73,13 +73,19 @@ class LowRankPlan:
         with launching_on(self._device):
             self._stages.project(buffer, scale)
 
-    def orthonormalise(self) -> None:
-        """Set P to orthonormal bases of the panels in p_wire. One launch."""
+    def orthonormalise(self, pairs: bool | None = None) -> None:
+        """Set P to orthonormal bases of the panels in p_wire. Two launches.
+
+        pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
+        """
         with launching_on(self._device):
-            self._stages.orthonormalise(self.p_wire, 1.0)
+            if pairs is None:
+                self._stages.orthonormalise(self.p_wire, 1.0)
+            else:
+                self._stages.orthonormalise_in(pairs)
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Three launches."""
+        """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Four launches."""
         with launching_on(self._device):
             self._stages.back_project(buffer, scale)
 

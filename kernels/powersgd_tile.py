@@ -36,6 +36,7 @@ MATRIX_FIELDS = tl.constexpr(len(powersgd_work.MATRIX_FIELDS))
 WORK_FIELDS = tl.constexpr(powersgd_work.WORK_FIELDS)
 
 MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
+MAX_CHUNKS = tl.constexpr(powersgd_work.MAX_CHUNKS)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
 MAX_REGISTERS = 255  # that a thread can have

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp import ops
+
 from .bucket_memory import BucketPart
 from .compressor import BucketSpec, Compressor
 from .consistency import require_same_group, require_same_on_all_ranks
@@ -161,12 +163,12 @@ class CompressedAveraging:
             device,
             "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
             "the same step",
-            notes={"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {},
+            notes=ops.processor(device),
         )
         if unlike:
             self._logger.warning(
-                "%s: the ranks run on unlike CPUs, whose sums differ in the last bit: %s. Replicas will "
-                "drift apart by rounding errors; see docs/powersgd.md.",
+                "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
+                "will drift apart by rounding errors; see docs/powersgd.md.",
                 self.algorithm,
                 unlike,
             )

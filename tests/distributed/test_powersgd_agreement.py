@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp import ops
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from tests.distributed.powersgd_oracle import Bucket
 from tests.distributed.powersgd_runs import Messages
@@ -183,9 +184,29 @@ def unlike_cpus(rank):
     with pytest.MonkeyPatch.context() as patch, Messages() as said:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ["AVX2", "AVX512"][rank])
         PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
-    return [line for line in said if "unlike CPUs" in line]
+    return [line for line in said if "unlike processors" in line]
 
 
 def test_unlike_cpus_are_said():
     for (line,) in run_ranks(unlike_cpus, 2):
         assert 'CPU capability is "AVX2" on rank 0 and "AVX512" on rank 1' in line
+
+
+PROCESSORS = [
+    {"GPU compute capability": "9.0", "orthonormalising in": "fp64"},
+    {"GPU compute capability": "8.9", "orthonormalising in": "pairs of fp32"},
+]
+
+
+def unlike_gpus(rank):
+    """Ranks that take their CPU for a GPU of this compute capability."""
+    with pytest.MonkeyPatch.context() as patch, Messages() as said:
+        patch.setattr(ops, "processor", lambda _: PROCESSORS[rank])
+        PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
+    return [line for line in said if "unlike processors" in line]
+
+
+def test_unlike_gpus_are_said():
+    for (line,) in run_ranks(unlike_gpus, 2):
+        assert 'GPU compute capability is "9.0" on rank 0 and "8.9" on rank 1' in line
+        assert 'orthonormalising in is "fp64" on rank 0 and "pairs of fp32" on rank 1' in line

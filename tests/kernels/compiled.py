@@ -122,6 +122,9 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         plan.back_project(buffer, 1.0)
         plan.reconstruct(buffer, 0)
         yield f"{TYPE_NAMES[dtype]} r={rank}{'' if feedback else ' plain'}"
+        if feedback and dtype != FP64:  # for GPUs whose fp64 is slow
+            plan.orthonormalise(pairs=True)
+            yield f"{TYPE_NAMES[dtype]} r={rank} pairs"
 
 
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:
@@ -189,6 +192,9 @@ def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) 
         "accesses_per_tile": tile_bytes // (compiled.metadata.num_warps * 32 * 16),
         "registers": registers,
         "spilled_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
+        "fp64": Counter(
+            re.findall(r"\b(?:D(?:FMA|ADD|MUL|MMA|SETP)\b|F2F[.\w]*F64[.\w]*|MUFU\.\w+64H)", assembly)
+        ),
         "memory": Counter(re.findall(r"\b(?:LDG|LDGSTS|STG|LDL|STL)\b[.\w]*", assembly)),
     }
 

@@ -130,6 +130,17 @@ def check_factors_move_128_bits_at_a_time(report):
     assert checked > 20
 
 
+def check_pairs_leave_fp64_alone(report):
+    """But for the conversion of epsilon, which fp64 is given as an argument."""
+    checked = 0
+    for name, facts in report.items():
+        if name.endswith("pairs]") and facts["kernel"] in ("_gram_kernel", "_orthonormalise_kernel"):
+            assert sum(facts["fp64"].values()) <= 2, f"{name}: {facts['fp64']}"
+            assert set(facts["fp64"]) <= {"F2F.F32.F64"}, f"{name}: {facts['fp64']}"
+            checked += 1
+    assert checked > 6
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
 def test_machine_code(architecture):
     """One test, so that each architecture is compiled once however pytest-xdist shares the tests out."""
@@ -141,3 +152,4 @@ def test_machine_code(architecture):
     check_two_programs_fit_a_multiprocessor(report)
     check_matrices_move_128_bits_at_a_time(report)
     check_factors_move_128_bits_at_a_time(report)
+    check_pairs_leave_fp64_alone(report)

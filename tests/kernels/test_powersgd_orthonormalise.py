@@ -1,4 +1,4 @@
-"""Orthonormal panels in one launch."""
+"""Orthonormal panels in two launches, in fp64 and in pairs of fp32."""
 
 import math
 
@@ -6,13 +6,29 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
+from gradcomp.kernels import powersgd_work
 from gradcomp.kernels.powersgd_orthonormalise import orthonormalise
 from gradcomp.kernels.powersgd_work import LowRankWork, wire_stride
 from gradcomp.layout import Matrix
 from tests.tolerances import ORTHONORMAL, SPAN
 
 
-def orthonormalised(panels: list[torch.Tensor], epsilon: float = 0.0) -> list[torch.Tensor]:
+def with_arithmetic(*ranks: int) -> pytest.MarkDecorator:
+    """Give a test these ranks, in fp64 and, up to 32, in pairs of fp32."""
+    cases = [(rank, pairs) for rank in ranks for pairs in (False, True) if rank <= 32 or not pairs]
+    ids = [f"{rank}-{'pairs' if pairs else 'fp64'}" for rank, pairs in cases]
+    return pytest.mark.parametrize(("rank", "pairs"), cases, ids=ids)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Split panels of more than 64 rows."""
+    monkeypatch.setattr(powersgd_work, "CHUNK_NUMEL", 64)
+
+
+def orthonormalised(
+    panels: list[torch.Tensor], epsilon: float = 0.0, *, pairs: bool = False
+) -> list[torch.Tensor]:
     """The launch on these n×r panels."""
     device, wire_dtype = panels[0].device, panels[0].dtype
     dtype = torch.float64 if wire_dtype == torch.float64 else torch.float32
@@ -27,7 +43,11 @@ def orthonormalised(panels: list[torch.Tensor], epsilon: float = 0.0) -> list[to
     wire = torch.cat([each.flatten() for each in columns])
     out = torch.full((work.p_panel_numel,), math.nan, dtype=dtype, device=device)
     table = torch.tensor(work.matrix_table, device=device)
-    orthonormalise(wire, table, out=out, rank=work.rank, epsilon=epsilon)
+    chunks = torch.tensor(work.orthonormalise_work, device=device)
+    scratch = torch.full((work.orthonormalise_numel,), math.nan, dtype=torch.float64, device=device)
+    orthonormalise(
+        wire, table, chunks, scratch=scratch, out=out, rank=work.rank, epsilon=epsilon, pairs=pairs
+    )
     result, start = [], 0
     for panel in panels:
         rows = -(-len(panel) // work.block_rows) * work.block_rows
@@ -45,44 +65,46 @@ def with_condition(n: int, r: int, condition: float, seed: int = 0) -> torch.Ten
     return left * torch.logspace(0, -math.log10(condition), r, dtype=torch.float64) @ right.T
 
 
-def deviation(q: torch.Tensor) -> float:
-    q = q.double()
-    return float((q.T @ q - torch.eye(q.shape[1], device=q.device)).norm())
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32, 40])
-def test_orthonormal_up_to_a_million(rank, device):
-    conditions = {1: [1.0], 40: [1e1, 1e6]}.get(rank, [1e1, 1e4, 1e5, 1e6])
-    n = 300 if rank <= 32 else 100
-    panels = [with_condition(n, rank, condition).to(device, torch.float32) for condition in conditions]
-    for panel, q in zip(panels, orthonormalised(panels), strict=True):
-        assert deviation(q) <= ORTHONORMAL[torch.float32]
-        p, q = panel.double(), q.double()
-        assert float((p - q @ (q.T @ p)).norm() / p.norm()) <= SPAN[torch.float32]
-
-
-@pytest.mark.parametrize("rank", [1, 4, 16, 40])
-def test_in_fp64(rank, device):
-    panel = with_condition(130, rank, 1e4 if rank > 1 else 1).to(device)
-    (q,) = orthonormalised([panel])
-    assert deviation(q) <= ORTHONORMAL[torch.float64]
-    assert float((panel - q @ (q.T @ panel)).norm() / panel.norm()) <= SPAN[torch.float64]
-
-
-@pytest.mark.parametrize(
-    ("rank", "dtype"), [(4, torch.float16), (4, torch.bfloat16), (16, torch.bfloat16), (40, torch.float16)]
-)
-def test_from_16_bits(rank, dtype, device):
-    panel = with_condition(130, rank, 10).to(device, dtype)
-    (q,) = orthonormalised([panel])
-    assert q.dtype == torch.float32
+def check(panel: torch.Tensor, q: torch.Tensor) -> None:
+    """Check that q is an orthonormal basis of a panel in fp32."""
     assert deviation(q) <= ORTHONORMAL[torch.float32]
     p, q = panel.double(), q.double()
     assert float((p - q @ (q.T @ p)).norm() / p.norm()) <= SPAN[torch.float32]
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 40])
-def test_zero_and_dependent_columns_become_zeros(rank, device):
+def deviation(q: torch.Tensor) -> float:
+    q = q.double()
+    return float((q.T @ q - torch.eye(q.shape[1], device=q.device)).norm())
+
+
+@with_arithmetic(1, 2, 4, 8, 16, 32, 40)
+def test_orthonormal_up_to_a_million(rank, pairs, device):
+    conditions = {1: [1.0], 40: [1e1, 1e6]}.get(rank, [1e0, 1e4, 1e5, 1e6])
+    n = 300 if rank <= 32 else 100
+    panels = [with_condition(n, rank, condition).to(device, torch.float32) for condition in conditions]
+    for panel, q in zip(panels, orthonormalised(panels, pairs=pairs), strict=True):
+        check(panel, q)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 40])
+def test_in_fp64(rank, device):
+    panel = with_condition(130, rank, 1e4 if rank > 1 else 1).to(device)
+    (q,) = orthonormalised([panel], pairs=True)  # of fp32 they wouldn't do
+    assert deviation(q) <= ORTHONORMAL[torch.float64]
+    assert float((panel - q @ (q.T @ panel)).norm() / panel.norm()) <= SPAN[torch.float64]
+
+
+@with_arithmetic(4, 16, 40)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_from_16_bits(rank, pairs, dtype, device):
+    panel = with_condition(130, rank, 10).to(device, dtype)
+    (q,) = orthonormalised([panel], pairs=pairs)
+    assert q.dtype == torch.float32
+    check(panel, q)
+
+
+@with_arithmetic(1, 2, 4, 8, 16, 40)
+def test_zero_and_dependent_columns_become_zeros(rank, pairs, device):
     panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1)).to(device)
     dead = {rank - 1}
     panel[:, rank - 1] = 0 if rank < 3 else -3 * panel[:, 0]
@@ -90,47 +112,103 @@ def test_zero_and_dependent_columns_become_zeros(rank, device):
         panel[:, 2] = 0
         panel[:, rank - 2] = panel[:, 0] + panel[:, 1]
         dead |= {2, rank - 2}
-    q, zeros = orthonormalised([panel, torch.zeros_like(panel)])
+    q, zeros = orthonormalised([panel, torch.zeros_like(panel)], pairs=pairs)
     assert {j for j in range(rank) if not q[:, j].any()} == dead
     alive = [j for j in range(rank) if j not in dead]
     assert deviation(q[:, alive]) <= ORTHONORMAL[torch.float32]
     assert not zeros.any()
 
 
+@with_arithmetic(4, 16)
+def test_duplicate_columns_become_zeros(rank, pairs, device):
+    panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1)).to(device)
+    panel[:, rank // 2 :] = panel[:, : rank // 2]
+    (q,) = orthonormalised([panel], pairs=pairs)
+    check(panel[:, : rank // 2], q[:, : rank // 2])
+    assert not q[:, rank // 2 :].any()
+
+
+@with_arithmetic(4)
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_any_scale(scale, device):
-    panel = with_condition(70, 4, 10).to(device, torch.float32) * scale
-    assert deviation(orthonormalised([panel])[0]) <= ORTHONORMAL[torch.float32]
+def test_any_scale(rank, pairs, scale, device):
+    panel = with_condition(70, rank, 10).to(device, torch.float32) * scale
+    check(panel.double() / scale, orthonormalised([panel], pairs=pairs)[0])
+
+
+@with_arithmetic(2, 16)
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_and_columns_of_unlike_scale(rank, pairs, device):
+    """A chunk's largest element says nothing about another chunk's, nor a column's about another column's."""
+    panel = torch.randn(200, rank, generator=torch.Generator().manual_seed(1))
+    panel[:64] *= 1e-15
+    panel[64:128] *= 1e15
+    panel[128:] = 0
+    panel[:, 1] *= 1e-18
+    (q,) = orthonormalised([panel.to(device)], pairs=pairs)
+    assert deviation(q) <= ORTHONORMAL[torch.float32]
+    # The first chunk is lost beside the second, and the third is zero.
+    check(panel[64:128] / panel[64:128].norm(dim=0), q[64:128].cpu())
+    assert not q[128:].any()
+
+
+@with_arithmetic(4, 16)
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks(rank, pairs, device):
+    """Of 64 rows: one row, one chunk and one row more or less, many chunks; some ill-conditioned."""
+    lengths = (max(rank, 63), 64, 65, 640 if rank == 4 else 330)
+    conditions = (10, 1e6, 10, 1e6)
+    panels = [
+        with_condition(n, rank, condition).to(device, torch.float32)
+        for n, condition in zip(lengths, conditions, strict=True)
+    ]
+    one_row = torch.full((1, 1), -3.0, device=device)
+    first, *others = orthonormalised([one_row, *panels], pairs=pairs)
+    assert first.tolist() == [[-1.0]]
+    for panel, q in zip(panels, others, strict=True):
+        check(panel, q)
+
+
+@with_arithmetic(4, 16)
+def test_chunks_make_no_difference_but_rounding(rank, pairs, device, monkeypatch):
+    """Every program of a matrix takes the same decisions; in another's place a row would be another's."""
+    panel = with_condition(200, rank, 1e2).to(device, torch.float32)
+    (whole,) = orthonormalised([panel], pairs=pairs)
+    monkeypatch.setattr(powersgd_work, "CHUNK_NUMEL", 64)
+    (split,) = orthonormalised([panel], pairs=pairs)
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize("rank", [1, 4, 16, 40])
-def test_a_panel_with_anything_not_finite_becomes_so_and_no_other(rank, device):
+@pytest.mark.usefixtures("small_chunks")
+@with_arithmetic(1, 4, 16, 40)
+def test_a_panel_with_anything_not_finite_becomes_so_and_no_other(rank, pairs, device):
     good = torch.randn(70, rank, generator=torch.Generator().manual_seed(1)).to(device)
     panels = []
     for bad, row, column in ((math.nan, 0, 0), (math.inf, 69, rank - 1), (-math.inf, 35, rank // 2)):
         panels.append(good.clone())
         panels[-1][row, column] = bad
-    *bad_ones, untouched = orthonormalised([*panels, good])
+    *bad_ones, untouched = orthonormalised([*panels, good], pairs=pairs)
     # One column of NaN is enough: every element of P Qᵀ is a sum over all columns.
     assert all(q.isnan().all(dim=0).any() for q in bad_ones)
     assert untouched.isfinite().all()
 
 
-@pytest.mark.parametrize(("rank", "epsilon"), [(1, 1.0), (4, 1e-8), (4, 1e-2), (16, 1.0), (40, 1e-8)])
-def test_epsilon_as_in_torch(rank, epsilon, device):
+@with_arithmetic(1, 4, 16, 40)
+def test_epsilon_as_in_torch(rank, pairs, device):
+    epsilon = {1: 1.0, 4: 1e-2}.get(rank, 1e-8)  # beyond rank 32 it is only nearly torch's
     panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1))
     expected = panel.double().unsqueeze(0).clone()
     _orthogonalize_gram_schmidt(expected, epsilon)
-    (q,) = orthonormalised([panel.to(device)], epsilon)
+    (q,) = orthonormalised([panel.to(device)], epsilon, pairs=pairs)
     torch.testing.assert_close(q.cpu().double(), expected[0], rtol=1e-6, atol=1e-7)
 
 
-def test_many_panels_at_once_and_bitwise_again(device):
+@pytest.mark.parametrize("pairs", [False, True], ids=["fp64", "pairs"])
+def test_many_panels_at_once_and_bitwise_again(pairs, device):
     generator = torch.Generator().manual_seed(2)
     shapes = [(1, 1), (3, 2), (40, 4), (65, 3), (64, 4), (33, 1), (300, 4)]
     panels = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-    together = orthonormalised(panels)
+    together = orthonormalised(panels, pairs=pairs)
     for panel, q in zip(panels, together, strict=True):
         assert deviation(q) <= ORTHONORMAL[torch.float32]
-        assert torch.equal(q, orthonormalised([panel, panels[2]])[0])
+        assert torch.equal(q, orthonormalised([panel, panels[2]], pairs=pairs)[0])

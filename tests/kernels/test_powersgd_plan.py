@@ -76,7 +76,7 @@ def step_of(plan, buffer: torch.Tensor, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("rank", [1, 4, 32, 40])
 @pytest.mark.parametrize("count", [1, 8, 60])
-def test_a_step_is_six_launches_and_allocates_nothing(count, rank, launched, device):
+def test_a_step_is_seven_launches_and_allocates_nothing(count, rank, launched, device):
     shapes = [shape for i in range(count) for shape in ((40, 41 + i), (3,))]
     plan = LowRankPlan(
         LowRankLayout(shapes, rank, COMPRESS_ALL), FP32, device,
@@ -87,7 +87,7 @@ def test_a_step_is_six_launches_and_allocates_nothing(count, rank, launched, dev
     buffer = torch.zeros(plan.layout.numel, device=device)
     with LaunchingOps() as ops:
         step_of(plan, buffer)
-    assert len(launched) == 6
+    assert len(launched) == (7 if rank <= 32 else 6)
     assert ops.names == [], "torch's own operations: launches or allocations"
     with LaunchingOps() as ops:
         torch.zeros(3, device=device)[1:].view(-1)
