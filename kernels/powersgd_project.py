@@ -80,10 +80,7 @@ def project_dot(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Do the same in matrix products, tf32x3 or fp64, with RANK_BLOCK columns of P at a time.
-
-    M is read once for each RANK_BLOCK.
-    """
+    """Do the same in matrix products, tf32x3 or fp64, reading M once for each RANK_BLOCK columns of P."""
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -34,7 +35,8 @@ from triton.backends.compiler import GPUTarget
 from benchmarks import models
 from benchmarks.prediction.gpus import GPUS, Gpu
 from benchmarks.prediction.trace import Counts, Thread
-from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.kernels import powersgd_plan
+from gradcomp.kernels.device import FAST_FP64
 from gradcomp.layout import LowRankLayout
 from tests.kernels.compiled import Variant, is_kernel, kernel_modules
 
@@ -93,8 +95,8 @@ class Recorder:
         return launch
 
 
-def launches_of(layout: LowRankLayout, dtype: torch.dtype) -> list[Launch]:
-    """Return the launches of one step of PowerSGD on a bucket."""
+def launches_of(layout: LowRankLayout, dtype: torch.dtype, architecture: int = 80) -> list[Launch]:
+    """Return the launches of one step of PowerSGD on a bucket, on a GPU of this compute capability."""
     found: list[Launch] = []
     replaced = []
     for module in kernel_modules():
@@ -102,9 +104,11 @@ def launches_of(layout: LowRankLayout, dtype: torch.dtype) -> list[Launch]:
             if is_kernel(name):
                 replaced.append((module, name, kernel))
                 setattr(module, name, Recorder(kernel, found))
+    is_slow = divmod(architecture, 10) not in FAST_FP64
     try:
         options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
-        plan = LowRankPlan(layout, dtype, torch.device("cpu"), **options)
+        with mock.patch.object(powersgd_plan, "is_fp64_slow", return_value=is_slow):
+            plan = powersgd_plan.LowRankPlan(layout, dtype, torch.device("cpu"), **options)
         buffer = torch.zeros(layout.numel, dtype=dtype)
         found.clear()  # of what is launched once
         plan.project(buffer, 1.0)
@@ -198,7 +202,7 @@ def step(model: str, rank: int, dtype: torch.dtype, gpu: Gpu) -> dict[str, list[
     stages: dict[str, list[tuple[Prediction, int]]] = defaultdict(list)
     for shapes, count in distinct(models.buckets(model, dtype)):
         layout = LowRankLayout(shapes, rank, min_compression_rate=2)
-        for position, launch in enumerate(launches_of(layout, dtype)):
+        for position, launch in enumerate(launches_of(layout, dtype, gpu.architecture)):
             if launch.grid[0]:
                 stages[f"{position + 1} {launch.kernel.__name__.strip('_').removesuffix('_kernel')}"].append(
                     (predict(launch, gpu), count)

@@ -22,10 +22,15 @@ from benchmarks.prediction.integers import compute
 EXPANSION = {"div": 10, "sqrt": 10, "rcp": 6}
 SHARED = "global_smem"  # Triton's name for a program's shared memory, whose addresses begin at 0 here
 MAX_STEPS = 3_000_000
+FIRST_STEPS = 20_000  # of each way from a branch that can't be decided, before more are tried
 
 _STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+")
 _SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "u64": 8, "u32": 4, "s32": 4, "s64": 8, "f32": 4, "f64": 8}
+
+
+class EndlessError(RuntimeError):
+    """A thread executes more instructions than it may."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +105,7 @@ class Thread:
         while at < len(self._instructions):
             steps[0] -= 1
             if steps[0] < 0:
-                raise RuntimeError(
-                    f"a thread executes more than {MAX_STEPS} instructions: a loop without an end?"
-                )
+                raise EndlessError(f"a thread executes more than {MAX_STEPS} instructions: an endless loop?")
             each = self._instructions[at]
             at += 1
             name = each.opcode[0]
@@ -118,9 +121,7 @@ class Thread:
             if name == "bra":
                 target = self._labels[each.operands[0]]
                 if guard is None:
-                    taken = self._run(target, dict(registers), counts.copy(), steps)
-                    passed = self._run(at, dict(registers), counts.copy(), steps)
-                    return min(taken, passed, key=lambda result: result.instructions["issued"])
+                    return self._shorter((target, at), registers, counts, steps)
                 if guard:
                     at = target
                 continue
@@ -129,6 +130,24 @@ class Thread:
                 continue
             self._evaluate(each, guard, registers)
         return counts
+
+    def _shorter(
+        self, ways: tuple[int, int], registers: dict[str, Any], counts: Counts, steps: list[int]
+    ) -> Counts:
+        """Go both ways from a branch, in growing numbers of steps; return the counts of the first to end."""
+        allowed = FIRST_STEPS
+        while True:
+            ends = []
+            for way in ways:
+                left = [min(allowed, steps[0])]
+                try:
+                    ends.append(self._run(way, dict(registers), counts.copy(), left))
+                except EndlessError:
+                    if allowed >= steps[0]:
+                        raise
+            if ends:
+                return min(ends, key=lambda each: each.instructions["issued"])
+            allowed *= 4
 
     def _count(
         self, each: Instruction, guard: bool | None, registers: dict[str, Any], counts: Counts

@@ -87,7 +87,7 @@ def test_zeros_stay_zeros(bits):
 @BOTH
 @pytest.mark.parametrize("block_size", [2, 6, 128])
 def test_blocks_do_not_depend_on_one_another(bits, block_size):
-    """Nor do they depend on the chunks in which they are quantised."""
+    """They do not depend on the chunks in which they are quantised either."""
     values = torch.randn(plain.CHUNK_NUMEL // block_size + 3, block_size)
     _, _, together, _ = quantised(values, bits)
     for row in (0, 1, len(values) - 4, len(values) - 1):

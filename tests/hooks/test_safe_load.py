@@ -121,7 +121,7 @@ def test_what_is_safe():
 @pytest.mark.usefixtures("nothing_communicates")
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
 def test_a_file_cannot_run_a_hook(hook):
-    """Nor with a bucket of its own making: an OrderedDict's attributes are the file's to choose."""
+    """It has no bucket of its own making either: an OrderedDict's attributes are the file's to choose."""
     given = torch.ones(6)
     methods = {
         "buffer": torch.FloatTensor,

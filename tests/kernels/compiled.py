@@ -1,4 +1,4 @@
-"""Compiles every kernel ahead of time, with no GPU, and reads the machine code.
+"""Compile every kernel ahead of time, with no GPU, and read the machine code.
 
 `python -m tests.kernels.compiled 90` calls every launcher below as the library does, records how it launches
 its kernels, compiles them so for sm_90, and prints the worst of each kernel: registers, spilled bytes, shared
@@ -159,7 +159,7 @@ def is_kernel(name: str) -> bool:
 
 
 def compile_for(variants: Iterable[Variant], architecture: int) -> dict[str, dict[str, Any]]:
-    """What the compiler makes of each variant, by its name."""
+    """Return what the compiler makes of each variant, by its name."""
     target = GPUTarget("cuda", architecture, 32)
     compiled = {each: triton.compile(each.source, target=target, options=each.options) for each in variants}
     instructions = disassemble([code_of(kernel.asm["cubin"]) for kernel in compiled.values()], architecture)

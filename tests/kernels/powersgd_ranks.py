@@ -27,7 +27,7 @@ def plans_of(
     world_size: int = 1,
     **options: Any,
 ) -> list[LowRankPlan]:
-    """One plan per simulated rank, with NaN in all that a step has to write before it reads."""
+    """Return one plan per simulated rank, with NaN in all that a step has to write before it reads."""
     layout = shapes if isinstance(shapes, LowRankLayout) else LowRankLayout(shapes, rank, COMPRESS_ALL)
     chosen = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0} | options
     plans = [LowRankPlan(layout, dtype, device, **chosen) for _ in range(world_size)]
@@ -48,7 +48,7 @@ def random_grads(
 
 
 def step(plans: Sequence[LowRankPlan], grads: Sequence[torch.Tensor], seed: int = 0) -> None:
-    """One PowerSGD step of several simulated ranks: the all-reduces are sums in rank order."""
+    """Take one PowerSGD step of several simulated ranks: the all-reduces are sums in rank order."""
     scale = 1 / len(plans)
     for plan, grad in zip(plans, grads, strict=True):
         plan.project(grad, scale)
@@ -90,7 +90,7 @@ def directions_of(plan: LowRankPlan) -> list[torch.Tensor]:
 
 
 def on_wire(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
-    """P or Q of a matrix as it crosses the wire, in float64 on the CPU."""
+    """Return P or Q of a matrix as it crosses the wire, in float64 on the CPU."""
     matrix, start = plan.layout.matrices[index], plan._field(index, f"{factor}_wire")
     length, wire = (matrix.rows, plan.p_wire) if factor == "p" else (matrix.cols, plan.q_wire)
     stride = wire_stride(length, wire.itemsize)
@@ -100,7 +100,7 @@ def on_wire(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
 
 
 def panel_of(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
-    """P, Q or the random Q of a matrix as the plan keeps it, in float64 on the CPU."""
+    """Return P, Q or the random Q of a matrix as the plan keeps it, in float64 on the CPU."""
     return plan._panel(plan._p if factor == "p" else plan._q, index, factor).double().cpu()
 
 
@@ -117,7 +117,7 @@ def assert_padding_is_zero(plan: LowRankPlan) -> None:
 
 
 def orthonormal(p: torch.Tensor, tolerance: float = 1e-13) -> torch.Tensor:
-    """Gram–Schmidt in float64, twice; zero and dependent columns become zeros."""
+    """Orthonormalise by Gram–Schmidt in float64, twice; zero and dependent columns become zeros."""
     result = torch.zeros_like(p)
     for j in range(p.shape[1]):
         column = p[:, j].clone()
@@ -136,12 +136,12 @@ def reference_step(sums: Sequence[torch.Tensor], q: torch.Tensor) -> torch.Tenso
 
 
 def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖result − expected‖ / ‖expected‖, Frobenius."""
+    """Return ‖result − expected‖ / ‖expected‖, Frobenius."""
     return float((result - expected).norm() / expected.norm())
 
 
 def condition(p: torch.Tensor) -> float:
-    """P's condition number once its columns have length 1; at most 100, for dependent columns drop out."""
+    """Return P's condition number once its columns have length 1, at most 100."""
     return min(float(torch.linalg.cond(p / p.norm(dim=0))), 100.0) if p.norm(dim=0).all() else 100.0
 
 

@@ -22,7 +22,7 @@ COPYING = ("_cast_kernel", "_flatten_kernel")
 
 
 def compile_all(architecture: int) -> dict[str, dict]:
-    """What compiling every variant for one architecture gives, by the variant's name."""
+    """Return what compiling every variant for one architecture gives, by the variant's name."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiled", str(architecture), "--json"],
         cwd=ROOT, env=users_environment(), capture_output=True, text=True, timeout=800,
@@ -39,7 +39,7 @@ def kernels_not_among(compiled: Iterable[str]) -> set[str]:
 
 
 def wide(facts: dict, operation: str) -> int:
-    """Accesses of 128 bits: LDG or STG, or LDGSTS, which loads by way of shared memory."""
+    """Return the number of accesses of 128 bits: LDG or STG, or LDGSTS by way of shared memory."""
     return sum(
         count * (2 if "256" in name else 1)
         for name, count in facts["memory"].items()
@@ -48,7 +48,7 @@ def wide(facts: dict, operation: str) -> int:
 
 
 def resident_warps(facts: dict) -> int:
-    """How many warps of whole blocks 65,536 registers hold, given out by eights."""
+    """Return how many warps of whole blocks 65,536 registers hold, given out by eights."""
     block = -(-facts["registers"] // 8) * 8 * 32 * facts["num_warps"]
     return 65536 // block * facts["num_warps"]
 
@@ -67,7 +67,7 @@ def check_nothing_spills(report):
 
 
 def check_twelve_warps_fit_a_multiprocessor(report):
-    """Where memory is the limit, copies and small ranks, warps in flight have to hide its latency."""
+    """Check copies and small ranks, whose limit is memory: warps in flight have to hide its latency."""
     checked = {
         name: facts
         for name, facts in report.items()
@@ -79,7 +79,7 @@ def check_twelve_warps_fit_a_multiprocessor(report):
 
 
 def check_two_programs_fit_a_multiprocessor(report):
-    """Up to rank 16, so that one computes while the other waits for memory."""
+    """Check ranks up to 16, so that one program computes while the other waits for memory."""
     checked = {name: facts for name, facts in report.items() if 0 < facts["rank"] <= 16 and is_walk(facts)}
     assert len(checked) > 20
     assert {name: facts["programs"] for name, facts in checked.items() if facts["programs"] < 2} == {}
@@ -98,7 +98,7 @@ def check_copies_move_128_bits_at_a_time(report):
 
 
 def check_matrices_move_128_bits_at_a_time(report):
-    """In the branch for gradients that lie on 16 bytes."""
+    """Check the branch for gradients that start on 16 bytes."""
     checked = 0
     for name, facts in report.items():
         loads, stores = TILES_MOVED.get(facts["kernel"], (0, 0))
@@ -112,7 +112,7 @@ def check_matrices_move_128_bits_at_a_time(report):
 
 
 def check_factors_move_128_bits_at_a_time(report):
-    """Between partial sums, wires and panels, as do the uncompressed tensors beside them.
+    """Check the copies between partial sums, wires and panels, and those of the uncompressed tensors.
 
     A thread holds 8 elements of a factor and 16 of an uncompressed tensor, and in reconstruct what 128 bits
     hold of each column of Q.
@@ -131,7 +131,7 @@ def check_factors_move_128_bits_at_a_time(report):
 
 
 def check_pairs_leave_fp64_alone(report):
-    """But for the conversion of epsilon, which fp64 is given as an argument."""
+    """Check that only epsilon, an argument in fp64, is converted from it."""
     checked = 0
     for name, facts in report.items():
         if name.endswith("pairs]") and facts["kernel"] in ("_gram_kernel", "_orthonormalise_kernel"):
@@ -143,7 +143,7 @@ def check_pairs_leave_fp64_alone(report):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
 def test_machine_code(architecture):
-    """One test, so that each architecture is compiled once however pytest-xdist shares the tests out."""
+    """This is one test, so that each architecture is compiled once by one worker of pytest-xdist."""
     report = compile_all(architecture)
     check_every_kernel_is_compiled(report)
     check_nothing_spills(report)

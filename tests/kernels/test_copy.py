@@ -106,7 +106,7 @@ def test_unflatten_writes_strided_and_unaligned_tensors(unflatten, dtype, device
     lead=st.integers(0, 9),
 )
 def test_flatten_then_unflatten_is_the_identity(shapes, dtype, lead):
-    """Any list of shapes, in a buffer at any alignment."""
+    """It is for any list of shapes, in a buffer at any alignment."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors = tensors_of(shapes, dtype, device)
     layout = FlatLayout(shapes)
@@ -160,7 +160,7 @@ def test_one_launch_whatever_the_number_of_tensors(monkeypatch, device):
 
 
 def test_offsets_beyond_2_to_the_31(device):
-    """One tile of five elements at the far end of a buffer of more than 2³¹ elements."""
+    """One tile of five elements is copied at the far end of a buffer of more than 2³¹ elements."""
     start = 2**31 + 3
     flat = torch.empty(start + 5, dtype=torch.float16, device=device)
     source = torch.arange(1, 6, dtype=torch.float16, device=device)

@@ -9,7 +9,7 @@ RANK = 5
 
 
 def panel_of(rows, condition, seed):
-    """[2, rows, RANK] whose columns have this condition number."""
+    """Return [2, rows, RANK] whose columns have this condition number."""
     generator = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(2, rows, RANK, generator=generator, dtype=torch.float64))[0]
     turned = torch.linalg.qr(torch.randn(RANK, RANK, generator=generator, dtype=torch.float64))[0]
@@ -70,7 +70,7 @@ def test_one_column(epsilon):
 
 
 def test_epsilon_is_added_to_every_length():
-    """As in torch's hook, column by column."""
+    """The result is that of torch's hook, column by column."""
     panel, epsilon = panel_of(30, 1, 0), 0.25
     expected = panel.clone()
     for i in range(RANK):

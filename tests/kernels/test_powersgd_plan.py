@@ -97,7 +97,7 @@ def test_a_step_is_seven_launches_and_allocates_nothing(count, rank, launched, d
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize(("rank", "square"), [(1, True), (3, False), (16, False)])
 def test_as_in_plain_torch(rank, square, dtype, device):
-    """One step after the other, each from the state that the kernels' plan hands over."""
+    """Steps follow one another, each from the state that the kernels' plan hands over."""
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     layout = LowRankLayout.square(numel, rank) if square else LowRankLayout(SHAPES, rank, 1.1)
     assert layout.matrices
@@ -164,7 +164,7 @@ def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
 
 @pytest.mark.parametrize("plan_class", [LowRankPlan, cpu.LowRankPlan], ids=["kernels", "plain"])
 def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
-    """Rather than making the next step infinite."""
+    """It would make the next step infinite."""
     device = device if plan_class is LowRankPlan else torch.device("cpu")
     layout = LowRankLayout([(4, 4)], 1, COMPRESS_ALL)
     plan = plan_class(layout, FP16, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)

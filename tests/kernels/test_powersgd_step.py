@@ -119,7 +119,7 @@ def test_every_stage(rank, device):
     ("dtype", "rank", "world_size"), [(FP64, 1, 1), (FP32, 4, 2), (FP32, 16, 1), (BF16, 4, 2)], ids=str
 )
 def test_error_feedback_identity(dtype, rank, world_size, device):
-    """Sum of outputs + mean of final errors = sum of mean inputs, over six steps.
+    """The sum of outputs and the mean final error are the sum of mean inputs, over six steps.
 
     Rounding M is all that is lost, once a step: the output's rounding is part of the error.
     """
@@ -141,7 +141,7 @@ def test_error_feedback_identity(dtype, rank, world_size, device):
 
 @pytest.mark.parametrize(("dtype", "rank"), [(BF16, 8), (FP16, 16)], ids=str)
 def test_the_error_includes_the_rounding_of_the_output(dtype, rank, device):
-    """Of full rank, rounding is all there is to the error: the next M, if the gradient is zero."""
+    """At full rank, rounding is all there is to the error: the next M, if the gradient is zero."""
     (plan,) = plans_of([(rank, 70)], rank, dtype, device)
     (grad,) = random_grads(plan.layout, dtype, device, 0)
     step([plan], [grad])
@@ -176,7 +176,7 @@ def test_sixty_matrices(device):
 
 @pytest.mark.parametrize("numel", [70 * 70 - 3, 70 * 69 - 2, 72 * 72 - 5])
 def test_a_matrix_whose_end_does_not_exist(numel, device):
-    """As the batched hook makes it: a square with fewer elements than that; the rest counts as zeros."""
+    """The batched hook makes a square with more elements than its bucket, the last of them zeros."""
     plans = plans_of(LowRankLayout.square(numel, 4), 4, FP32, device)
     side = plans[0].layout.matrices[0].cols
     assert side * side > numel

@@ -35,7 +35,7 @@ def work_of(rank: int, itemsize: int = 4) -> LowRankWork:
 
 @pytest.mark.parametrize(("rate", "compressed"), [(0, 5), (1, 3), (3, 2), (4, 1)])
 def test_what_is_worth_compressing(rate, compressed):
-    """By torch's rule, (rows + cols) · rank · rate < rows · cols; with rate 0 all that is a matrix."""
+    """Torch's rule decides, (rows + cols) · rank · rate < rows · cols; with rate 0 all that is a matrix."""
     shapes = [(64, 64), (20, 3, 3), (12, 12), (4, 4), (1, 7), (9,), (0, 5), (5, 0), ()]
     layout = LowRankLayout(shapes, 2, rate)
     assert len(layout.matrices) == compressed
@@ -67,7 +67,7 @@ def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch)
 
 
 def elements_of(work: LowRankWork, rows: list[tuple[int, ...]], itemsize: int) -> Counter:
-    """How often _pack_kernel writes each element of a wire, given the rows of its table."""
+    """Return how often _pack_kernel writes each element of a wire, given the rows of its table."""
     written = Counter()
     for kind, a, b, c, d, count, length in rows:
         if kind == REDUCE:
@@ -102,7 +102,7 @@ def test_wires_are_padded_to_16_bytes_a_column(itemsize):
 
 @pytest.mark.parametrize("shape", [(10, 50257), (50257, 10), (1, 10**6), (10**6, 1), (4096, 4096)])
 def test_every_aspect_ratio_stays_parallel(shape):
-    """Enough programs for all of a GPU's multiprocessors."""
+    """There are enough programs for all of a GPU's multiprocessors."""
     n, m = shape
     work = LowRankWork([Matrix(0, n, m, n * m)], [], rank=4, itemsize=4)
     for programs in (work.project_work, work.back_project_work, work.reconstruct_work):
@@ -164,7 +164,7 @@ def test_impossible_arguments():
 
 
 def test_the_layout_and_its_work_agree():
-    """On which rank a matrix has, and where the factors and the rest begin on the wires."""
+    """They agree on a matrix's rank, and on where factors and uncompressed tensors begin on the wires."""
     layout = LowRankLayout([(31, 33), (7,), (4, 300), (65, 2, 3), (31, 33)], 4, 0.5)
     assert [matrix.rank for matrix in layout.matrices] == [4, 4, 4, 4]
     work = LowRankWork.of(layout, 4)
