@@ -82,12 +82,12 @@ def test_compiled_launches_are_tritons_own():
     found = json.loads(done.stdout.splitlines()[-1])
     for start in (0, 4):
         (direct, num_ordinary), (observed, _) = found[f"direct {start}"], found[f"observed {start}"]
-        assert len(direct) == 6
+        assert len(direct) == 7
         assert num_ordinary == 0
         assert direct == observed
     assert found["direct 0"] != found["direct 4"]
     # A profiler, and an address that the kernels weren't compiled for, take Triton's own launch.
-    assert found["observed 0"][1] == found["unaligned"] == 6
+    assert found["observed 0"][1] == found["unaligned"] == 7
     assert found["after"] == 0
     assert found["compiled by warm-up"] > 0
     assert found["compiled by the plan"] == 0
