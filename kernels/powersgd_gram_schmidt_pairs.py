@@ -45,7 +45,7 @@ def product_block(
     lo = tl.zeros((BLOCK, COLS), tl.float32)
     for i in range(first_col + COLS):
         ptrs = panel_ptr + row * row_stride + i * col_stride
-        p = tl.load(ptrs, mask=(row < n) & (i < r), other=0.0).to(tl.float32)
+        p = tl.load(ptrs, mask=row < tl.where(i < r, n, 0), other=0.0).to(tl.float32)
         p = (p * tl.load(triangle_ptr + 2 * RANK * RANK + i))[:, None]
         t = tl.load(triangle_ptr + i * RANK + offs_col)
         t_lo = tl.load(triangle_ptr + RANK * RANK + i * RANK + offs_col)
