@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .launch import launch
-from .powersgd_tile import REDUCE, WORK_FIELDS, wire_start, wire_stride
+from .powersgd_tile import REDUCE, WORK_FIELDS, registers, wire_start, wire_stride
 from .powersgd_work import COPY_BLOCK, factor_tile
 from .tile import copy_tile, round_to
 
@@ -97,5 +97,7 @@ def pack(
             BLOCK=block,
             COPY_BLOCK=COPY_BLOCK,
             num_warps=NUM_WARPS,
+            # Left to itself, ptxas spills to fit more programs on a multiprocessor than four.
+            maxnreg=registers(NUM_WARPS, 4),
             enable_fp_fusion=False,
         )

@@ -209,10 +209,12 @@ def _project_kernel(
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     """Return how _project_kernel is compiled for a padded rank and the gradient's dtype."""
-    # In matrix products a tile's rows keep 4 warps busy: more would repeat the same products.
-    num_warps = 8 if rank <= 4 else 4
+    # In matrix products a tile's rows keep 4 warps busy: more would repeat the same products. But in fp64
+    # beyond rank 32 the registers of 4 don't suffice.
+    is_large = dtype == torch.float64 and rank > 32
+    num_warps = 8 if rank <= 4 or is_large else 4
     # Where registers are left, three programs fit a multiprocessor. Shortening fp16's error takes more.
-    num_programs = 3 if rank <= 2 and dtype in (torch.float32, torch.bfloat16) else 2
+    num_programs = 3 if rank <= 2 and dtype in (torch.float32, torch.bfloat16) else 1 if is_large else 2
     # In fp64 pipelined matrix products take more registers than there are.
     num_stages = 1 if dtype == torch.float64 and rank > MAX_FMA_RANK.value else 3
     return {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers(num_warps, num_programs)}
