@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -240,7 +241,7 @@ def low_rank_plan(
     warm_start: bool,
     epsilon: float,
     seed: int,
-    takes_turns: bool = False,
+    shares_scratch: bool = False,
 ) -> LowRankPlan:
     """Return PowerSGD's working set for one bucket, built once per layout; every step calls its three stages.
 
@@ -253,15 +254,15 @@ def low_rank_plan(
     isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
     plan.sent_p(index): the part of p_wire that holds P of the layout's matrix with this index.
 
-    takes_turns: this thread calls the three stages of a plan with no other such plan's between them, on one
-    stream per device. Then plans on the kernels have one memory in common for partial sums and wires, and
-    p_wire and q_wire hold nothing before project and after reconstruct.
+    shares_scratch: plans on the kernels use one memory for partial sums and wires, so p_wire and q_wire hold
+    nothing before project and after reconstruct. This thread has to call all three stages of one such plan
+    before those of another one, on one stream per device.
 
     plan.error() and plan.directions() return what has to be kept across a restart; plan.load(error,
     directions) restores it.
     """
-    turns = {"takes_turns": takes_turns} if runs_triton(device) else {}
-    plan = powersgd_plan.LowRankPlan if runs_triton(device) else cpu_low_rank.LowRankPlan
+    on_kernels = partial(powersgd_plan.LowRankPlan, shares_scratch=shares_scratch)
+    plan = on_kernels if runs_triton(device) else cpu_low_rank.LowRankPlan
     return plan(
         layout,
         dtype,
@@ -270,7 +271,6 @@ def low_rank_plan(
         warm_start=warm_start,
         epsilon=epsilon,
         seed=seed,
-        **turns,
     )
 
 

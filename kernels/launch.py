@@ -96,7 +96,7 @@ class Launch:
         self._arguments, self._constants = tuple(arguments), constants
         self._run: Callable[..., None] | None = None
         self._bound: list[Any] = []
-        self._places: list[tuple[int, bool]] = []
+        self._positions: list[tuple[int, bool]] = []
 
     def __call__(self, stand_ins: Sequence[Any] = (), given: Sequence[Any] = ()) -> None:
         """Launch as Triton does, with what is given in the stand-ins' places."""
@@ -123,7 +123,7 @@ class Launch:
         ):
             return
         buffer, number = stand_ins
-        self._places = [
+        self._positions = [
             (index, argument is buffer)
             for index, argument in enumerate(self._arguments)
             if argument is buffer or argument is number
@@ -136,7 +136,7 @@ class Launch:
     def run_compiled(self, address: int, number: float) -> None:
         """Launch what was compiled, with the buffer's address and the number in their stand-ins' places."""
         assert self._run is not None
-        for index, is_buffer in self._places:
+        for index, is_buffer in self._positions:
             self._bound[index] = address if is_buffer else number
         self._run(*self._bound)
 

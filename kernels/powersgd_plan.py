@@ -18,7 +18,7 @@ class LowRankPlan:
     """The plan that ops.low_rank_plan describes, on a device that runs Triton.
 
     layout: a LowRankLayout. Everything is allocated here: the memory of M (as large as the compressed
-    gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing. takes_turns:
+    gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing. shares_scratch:
     partial sums and wires are the thread's shared_scratch instead, from the first step on.
     """
 
@@ -32,7 +32,7 @@ class LowRankPlan:
         warm_start: bool,
         epsilon: float,
         seed: int,
-        takes_turns: bool = False,
+        shares_scratch: bool = False,
     ):
         self.layout = layout
         self._dtype, self._device, self._feedback = dtype, device, error_feedback
@@ -42,10 +42,10 @@ class LowRankPlan:
         self._memory, self._p, self._q, self._norms = own.memory, own.p, own.q, own.norms
         self._scratch_parts = LowRankStages.scratch_parts(work, dtype)
         self._scratch: Scratch | None = None
-        self._takes_turns = takes_turns
+        self._shares_scratch = shares_scratch
         with launching_on(device):
             own.randomise(work, seed)
-        if not takes_turns:
+        if not shares_scratch:
             self._use(Scratch(device))
 
     def _use(self, scratch: Scratch) -> None:
@@ -66,7 +66,7 @@ class LowRankPlan:
 
     def project(self, buffer: torch.Tensor, scale: float) -> None:
         """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches."""
-        if self._takes_turns:
+        if self._shares_scratch:
             scratch = shared_scratch(self._device)
             if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
                 self._use(scratch)

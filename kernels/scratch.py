@@ -1,4 +1,4 @@
-"""Memory that several plans use in turns: one for all of a thread's plans on a device."""
+"""Memory that all of a thread's plans on a device use, one after another."""
 
 import threading
 import weakref
@@ -10,7 +10,7 @@ LINE_BYTES = 256  # parts begin on multiples of it
 
 
 class Scratch:
-    """Device memory whose contents last from the first stage of a plan's turn to its last.
+    """Device memory whose contents last from a plan's first stage in a step to its last.
 
     It is as large as the largest of its users needs. When it grows, `memory` becomes another tensor, by which
     its users see that they have to take their parts anew; the old memory is freed at once.
@@ -41,8 +41,8 @@ _scratches = _Scratches()
 def shared_scratch(device: torch.device) -> Scratch:
     """Return this thread's scratch on a device.
 
-    Its users take turns: no stage of another one comes between a plan's first and last, all on one stream.
-    First use it on that stream, from whose memory it is allocated.
+    No stage of another plan may come between a plan's first and last in a step, all on one stream. The first
+    use has to be on that stream, from whose memory it is allocated.
     """
     scratch = _scratches.by_device.get(device)
     if scratch is None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,12 @@ class LowRankOptions:
             return LowRankLayout.square(sum(map(math.prod, shapes)), self.rank)
         return LowRankLayout(shapes, self.rank, self.min_compression_rate)
 
+    def arithmetic(self, world_size: int) -> dict[str, Any]:
+        """Return the options of the plan's arithmetic."""
+        # P is averaged here where torch sums it, hence the quotient.
+        epsilon = self.epsilon / world_size
+        return {"error_feedback": self.error_feedback, "warm_start": self.warm_start, "epsilon": epsilon}
+
     def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]]) -> list[int]:
         """Return the position in the bucket of each matrix's tensor; an empty list for a square view."""
         if self.square:
@@ -64,13 +71,10 @@ class LowRankCompressor(Compressor):
             options.layout(bucket.shapes),
             bucket.dtype,
             bucket.device,
-            error_feedback=options.error_feedback,
-            warm_start=options.warm_start,
-            # P is averaged here where torch sums it.
-            epsilon=options.epsilon / bucket.world_size,
+            **options.arithmetic(bucket.world_size),
             seed=bucket.seed,
             # average, which in_order runs, goes from the first stage to the last.
-            takes_turns=True,
+            shares_scratch=True,
         )
         # As torch counts: without the kernels' padding of each column to 16 bytes.
         self.sent_numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
@@ -82,9 +86,7 @@ class LowRankCompressor(Compressor):
             options.layout(bucket.shapes),
             bucket.dtype,
             bucket.device,
-            error_feedback=options.error_feedback,
-            warm_start=options.warm_start,
-            epsilon=options.epsilon / bucket.world_size,
+            **options.arithmetic(bucket.world_size),
         )
 
     def leave_out(self, unused: Sequence[int]) -> None:

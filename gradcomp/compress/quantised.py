@@ -63,14 +63,13 @@ class QuantisedCompressor(Compressor):
         self._wide = torch.float64 if bucket.dtype == torch.float64 else torch.float32
         self._code_bytes = ops.code_bytes(options.bits, options.block_size)
         self._sections, self._payload_bytes = layout.sections(self._code_bytes, 2, bucket.dtype.itemsize)
-        # What the blocks hold: before a step the error, in it gradients and error, then what quantising them
-        # loses.
+        # Between steps the blocks hold the error. A step adds gradients, and leaves what quantising loses.
         self._blocks = self._zeros(layout.world_size * layout.shard_numel)
         self._shard_error = self._zeros(layout.shard_numel)
-        self._parts = [self._blocks[part.start : part.start + part.numel] for part in layout.quantised]
+        self._parts = [self._blocks[part.stored] for part in layout.quantised]
         self._padding = [self._blocks[each] for each in layout.padding]
-        self._positions = {
-            index: part for part, index in zip(self._parts, _positions(bucket, layout), strict=True)
+        self._part_of = {
+            part.position: blocks for part, blocks in zip(layout.quantised, self._parts, strict=True)
         }
         self._unused: list[torch.Tensor] = []
         self._own: slice | None = None  # this rank's shard, once its rank is known
@@ -83,11 +82,10 @@ class QuantisedCompressor(Compressor):
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send nothing of these tensors, so that their errors stay."""
-        self._unused = [self._positions[index] for index in unused if index in self._positions]
+        self._unused = [self._part_of[position] for position in unused if position in self._part_of]
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Replace the bucket by its mean over the ranks, quantised twice; small tensors and vectors
-        exactly."""
+        """Replace the bucket by its mean over the ranks, quantised twice, but for what is sent exactly."""
         layout = self.layout
         own = slice(group.rank() * layout.shard_numel, (group.rank() + 1) * layout.shard_numel)
         if not layout.num_blocks + layout.exact_numel:
@@ -102,7 +100,7 @@ class QuantisedCompressor(Compressor):
 
     def _send(self, flat: torch.Tensor, payload: torch.Tensor, own: slice) -> None:
         """Quantise gradients plus errors into payloads by shard; what is lost becomes the sender's error."""
-        gradients = [flat[part.offset : part.offset + part.numel] for part in self.layout.quantised]
+        gradients = [flat[part.in_bucket] for part in self.layout.quantised]
         kept: list[torch.Tensor] = []
         if gradients and self._options.error_feedback:
             self._blocks[own] -= self._shard_error
@@ -121,7 +119,7 @@ class QuantisedCompressor(Compressor):
             payload.shape[0] * self.layout.exact_numel, dtype=self._dtype, device=self._device
         )
         for each in self.layout.exact:
-            exact[each.start : each.start + each.numel] = flat[each.offset : each.offset + each.numel]
+            exact[each.stored] = flat[each.in_bucket]
         self._exact_of(payload).copy_(exact.view(torch.uint8).view(payload.shape[0], -1))
 
     def _mean_of(self, received: torch.Tensor, own: slice) -> torch.Tensor:
@@ -158,7 +156,7 @@ class QuantisedCompressor(Compressor):
         exact = self._exact_of(payload).reshape(-1).view(self._dtype)
         for tensors, means in ((self.layout.quantised, values), (self.layout.exact, exact)):
             for each in tensors:
-                flat[each.offset : each.offset + each.numel] = means[each.start : each.start + each.numel]
+                flat[each.in_bucket] = means[each.stored]
 
     # --- payloads: rows of codes, scales and exact elements ---
 
@@ -207,13 +205,13 @@ class QuantisedCompressor(Compressor):
     def _padded(self, flat: torch.Tensor) -> torch.Tensor:
         padded = self._zeros(len(self._blocks))
         for part in self.layout.quantised:
-            padded[part.start : part.start + part.numel] = flat[part.offset : part.offset + part.numel]
+            padded[part.stored] = flat[part.in_bucket]
         return padded
 
     def _unpadded(self, blocks: torch.Tensor) -> torch.Tensor:
         flat = self._zeros(self.layout.numel)
         for part in self.layout.quantised:
-            flat[part.offset : part.offset + part.numel] = blocks[part.start : part.start + part.numel]
+            flat[part.in_bucket] = blocks[part.stored]
         return flat
 
     def state(self) -> State:
@@ -233,14 +231,3 @@ class QuantisedCompressor(Compressor):
             self._shard_error.zero_()
             loaded = state.get("shard_error")
             self._loaded_shard_error = None if loaded is None else loaded.to(self._device, self._wide)
-
-
-def _positions(bucket: BucketSpec, layout: BlockLayout) -> list[int]:
-    """Return the positions in the bucket of the quantised tensors."""
-    quantised = {part.offset for part in layout.quantised}
-    positions, offset = [], 0
-    for position, numel in enumerate(bucket.numels):
-        if numel and offset in quantised:
-            positions.append(position)
-        offset += numel
-    return positions

@@ -12,14 +12,15 @@ ALIGNMENT_BYTES = 16  # of each section of a payload
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a bucket: its first element there, its length, and its first element among its like.
+    """A tensor of a bucket, and where it is stored.
 
-    start: among the padded blocks for a quantised tensor, among the exact elements for another.
+    position: its position among the bucket's tensors. in_bucket: its elements there. stored: its elements
+    among the padded blocks for a quantised tensor, among the exact elements for another.
     """
 
-    offset: int
-    numel: int
-    start: int
+    position: int
+    in_bucket: slice
+    stored: slice
 
 
 class BlockLayout:
@@ -37,12 +38,15 @@ class BlockLayout:
         flat = FlatLayout(shapes)
         quantised, exact = [], []
         num_blocks = exact_numel = 0
-        for shape, offset, numel in zip(flat.shapes, flat.offsets, flat.numels, strict=True):
+        sizes = zip(flat.shapes, flat.offsets, flat.numels, strict=True)
+        for position, (shape, offset, numel) in enumerate(sizes):
+            in_bucket = slice(offset, offset + numel)
             if len(shape) > 1 and numel >= block_size:
-                quantised.append(Part(offset, numel, num_blocks * block_size))
+                start = num_blocks * block_size
+                quantised.append(Part(position, in_bucket, slice(start, start + numel)))
                 num_blocks += -(-numel // block_size)
             elif numel:
-                exact.append(Part(offset, numel, exact_numel))
+                exact.append(Part(position, in_bucket, slice(exact_numel, exact_numel + numel)))
                 exact_numel += numel
         self.numel, self.block_size, self.world_size = flat.numel, block_size, world_size
         self.quantised, self.exact = tuple(quantised), tuple(exact)
@@ -54,8 +58,8 @@ class BlockLayout:
         """The elements of the padded blocks that no tensor has."""
         if not self.quantised:
             return []
-        ends = [part.start + part.numel for part in self.quantised]
-        starts = [*(part.start for part in self.quantised[1:]), self.world_size * self.shard_numel]
+        ends = [part.stored.stop for part in self.quantised]
+        starts = [*(part.stored.start for part in self.quantised[1:]), self.world_size * self.shard_numel]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     @property

@@ -124,10 +124,10 @@ def test_every_element_is_in_one_place(block_size, world_size):
     bucket = torch.zeros(layout.numel, dtype=torch.int64)
     for parts, places in ((layout.quantised, blocks), (layout.exact, exact)):
         for index, part in enumerate(parts):
-            assert places is exact or part.start % block_size == 0
-            assert not places[part.start : part.start + part.numel].any()
-            places[part.start : part.start + part.numel] = index + 1
-            bucket[part.offset : part.offset + part.numel] += 1
+            assert places is exact or part.stored.start % block_size == 0
+            assert not places[part.stored].any()
+            places[part.stored] = index + 1
+            bucket[part.in_bucket] += 1
     assert (bucket == 1).all()
     for row in blocks.view(-1, block_size):
         assert len(set(row.tolist()) - {0}) <= 1

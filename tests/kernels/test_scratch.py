@@ -1,4 +1,4 @@
-"""Plans that take turns with one scratch: the bits of plans with their own, and no memory beside it."""
+"""Plans that share one scratch have the bits of plans with their own, and no other memory of that kind."""
 
 import math
 import threading
@@ -13,7 +13,7 @@ from tests.kernels.powersgd_ranks import COMPRESS_ALL, random_grads, step
 
 FP32, BF16 = torch.float32, torch.bfloat16
 OPTIONS = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
-# The second bucket needs more scratch than the first, so that it grows between two turns.
+# The second bucket needs more scratch than the first, so that it grows between them.
 SMALL, LARGE = [(40, 30), (7,)], [(70, 45), (13,), (33, 130)]
 
 
@@ -29,8 +29,8 @@ def poison(plan):
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_turns_give_the_bits_of_scratches_of_their_own(dtype, device):
     results = []
-    for takes_turns in (False, True):
-        plans = [plan_of(shapes, dtype, device, takes_turns=takes_turns) for shapes in (SMALL, LARGE)]
+    for shares_scratch in (False, True):
+        plans = [plan_of(shapes, dtype, device, shares_scratch=shares_scratch) for shapes in (SMALL, LARGE)]
         buckets = []
         for seed in range(2):
             for plan in plans:
@@ -44,8 +44,8 @@ def test_turns_give_the_bits_of_scratches_of_their_own(dtype, device):
 
 
 def test_plans_that_take_turns_have_one_memory(device):
-    plans = [plan_of(shapes, FP32, device, takes_turns=True) for shapes in (SMALL, LARGE, SMALL)]
-    assert not any(hasattr(plan, "p_wire") for plan in plans)  # nothing before the first turn
+    plans = [plan_of(shapes, FP32, device, shares_scratch=True) for shapes in (SMALL, LARGE, SMALL)]
+    assert not any(hasattr(plan, "p_wire") for plan in plans)  # nothing before the first step
     for _ in range(2):
         for plan in plans:
             step([plan], random_grads(plan.layout, FP32, device, 0))
@@ -56,16 +56,16 @@ def test_plans_that_take_turns_have_one_memory(device):
 
 
 def test_growing_frees_the_old_memory(device):
-    small = plan_of(SMALL, FP32, device, takes_turns=True)
+    small = plan_of(SMALL, FP32, device, shares_scratch=True)
     step([small], random_grads(small.layout, FP32, device, 0))
     wire = small.p_wire
-    large = plan_of(LARGE, FP32, device, takes_turns=True)
+    large = plan_of(LARGE, FP32, device, shares_scratch=True)
     step([large], random_grads(large.layout, FP32, device, 0))
     assert wire.untyped_storage().nbytes() == 0
 
 
 def test_the_scratch_goes_with_its_last_plan(device):
-    plan = plan_of(SMALL, FP32, device, takes_turns=True)
+    plan = plan_of(SMALL, FP32, device, shares_scratch=True)
     step([plan], random_grads(plan.layout, FP32, device, 0))
     assert shared_scratch(device).memory.numel()
     del plan
