@@ -9,34 +9,33 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from .cpu import copy as cpu
 from .cpu import low_rank as cpu_low_rank
-from .cpu import quantise as cpu_quantise
+from .cpu import quantised_plan as cpu_quantised_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels import powersgd_launches, powersgd_plan
 from .kernels.device import has_streams, processor, send
 
 if TYPE_CHECKING:
-    from .layout import FlatLayout, LowRankLayout
+    from .layout import BlockLayout, FlatLayout, LowRankLayout
 
 __all__ = [
     "LowRankPlan",
-    "code_bytes",
+    "QuantisedPlan",
     "compile_low_rank",
     "compress_cast",
     "decompress_cast",
-    "dequantise",
     "flatten",
     "has_streams",
     "low_rank_plan",
     "processor",
-    "quantise",
+    "quantised_plan",
     "runs_triton",
     "scale_",
     "send",
@@ -44,9 +43,7 @@ __all__ = [
 ]
 
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
-
-# Plain torch on every device.
-code_bytes, quantise, dequantise = cpu_quantise.code_bytes, cpu_quantise.quantise, cpu_quantise.dequantise
+QuantisedPlan = cpu_quantised_plan.QuantisedPlan
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -275,25 +272,33 @@ def low_rank_plan(
 
 
 def compile_low_rank(
-    layout: LowRankLayout,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    error_feedback: bool,
-    warm_start: bool,
-    epsilon: float,
+    layout: LowRankLayout, dtype: torch.dtype, device: torch.device, **arithmetic: Any
 ) -> None:
     """Compile the kernels that a low_rank_plan with these arguments launches, if it launches any.
 
-    Needs seconds per kernel, or milliseconds for what Triton finds in its cache. Allocates nothing on the
-    device but the kernels.
+    arithmetic: low_rank_plan's options that follow the device, but the seed. Needs seconds per kernel, or
+    milliseconds for what Triton finds in its cache. Allocates nothing on the device but the kernels.
     """
     if has_streams(device):
-        powersgd_launches.compile_kernels(
-            layout,
-            dtype,
-            device,
-            error_feedback=error_feedback,
-            warm_start=warm_start,
-            epsilon=epsilon,
-        )
+        powersgd_launches.compile_kernels(layout, dtype, device, **arithmetic)
+
+
+def quantised_plan(
+    layout: BlockLayout, dtype: torch.dtype, device: torch.device, *, bits: int, error_feedback: bool
+) -> QuantisedPlan:
+    """Return the working set of one bucket's quantised all-reduce, built once per layout.
+
+    layout: what is quantised, and its shards. dtype: the bucket's; sums and errors are in fp32 (fp64 for
+    fp64). bits: 4 or 8.
+
+    plan.quantise(flat, rank, unused): M = gradient + error; plan.payload [world size, bytes] = M's codes and
+    scales and the exact elements, a row per shard; error = what is lost. unused: slices of the padded blocks
+    of which nothing is sent, so that their errors stay. All-to-all from plan.payload to plan.received.
+    plan.average(rank): plan.mean [bytes] = the mean of received, plus what was lost there last time,
+    quantised. All-gather from plan.mean to plan.payload. plan.dequantise(flat): the means, to the bucket.
+
+    plan.error: [world size · shard_numel], what the mean lacks of this rank's gradients, by element of the
+    padded blocks: the sender's error, plus the owner's in its shard. plan.shard_error: [shard_numel], the
+    latter alone. Both None without error_feedback. Padding is zero in both.
+    """
+    return cpu_quantised_plan.QuantisedPlan(layout, dtype, bits=bits, error_feedback=error_feedback)

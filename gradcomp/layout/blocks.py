@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .flat import FlatLayout
 
 ALIGNMENT_BYTES = 16  # of each section of a payload
+SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class BlockLayout:
     the last of which is padded with zeros, so no block has elements of two tensors. The other tensors are
     sent exactly.
 
-    shapes: the tensors' shapes. quantised, exact: the tensors of either sort.
+    shapes: the tensors' shapes. quantised, exact: the tensors of either sort. runs: the quantised ones, those
+    that follow one another without padding as one.
     num_blocks, exact_numel: of a shard; shards are of one size, so the last ones may be padded.
     """
 
@@ -50,31 +53,72 @@ class BlockLayout:
                 exact_numel += numel
         self.numel, self.block_size, self.world_size = flat.numel, block_size, world_size
         self.quantised, self.exact = tuple(quantised), tuple(exact)
+        self.runs = tuple(_merged(quantised))
+        self._run_starts = [run.stored.start for run in self.runs]
         self.num_blocks = -(-num_blocks // world_size)
         self.exact_numel = -(-exact_numel // world_size)
-
-    @property
-    def padding(self) -> list[slice]:
-        """The elements of the padded blocks that no tensor has."""
-        if not self.quantised:
-            return []
-        ends = [part.stored.stop for part in self.quantised]
-        starts = [*(part.stored.start for part in self.quantised[1:]), self.world_size * self.shard_numel]
-        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     @property
     def shard_numel(self) -> int:
         """The number of elements in a shard's blocks."""
         return self.num_blocks * self.block_size
 
-    def sections(self, code_bytes: int, scale_bytes: int, exact_bytes: int) -> tuple[list[slice], int]:
+    def shard(self, rank: int) -> slice:
+        """Return the elements of the padded blocks that a rank owns."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def runs_between(self, start: int, stop: int) -> Iterator[Part]:
+        """Yield the runs that have elements in this range of the padded blocks."""
+        for run in self.runs[max(0, bisect_right(self._run_starts, start) - 1) :]:
+            if run.stored.start >= stop:
+                return
+            if run.stored.stop > start:
+                yield run
+
+    @property
+    def padding(self) -> list[slice]:
+        """The elements of the padded blocks that no tensor has."""
+        return self.padding_of(slice(0, self.world_size * self.shard_numel))
+
+    def padding_of(self, within: slice) -> list[slice]:
+        """Return the elements that no tensor has in a range of the padded blocks, from its start on."""
+        ends = [0, *(run.stored.stop for run in self.runs)]
+        starts = [*self._run_starts, self.world_size * self.shard_numel]
+        clipped = (
+            (max(end, within.start), min(start, within.stop)) for end, start in zip(ends, starts, strict=True)
+        )
+        return [slice(end - within.start, start - within.start) for end, start in clipped if end < start]
+
+    def sections(self, code_bytes: int, exact_bytes: int) -> tuple[list[slice], int]:
         """Return where a shard's payload has its codes, scales and exact elements, and its length in bytes.
 
-        code_bytes: per block. scale_bytes: per block. exact_bytes: per element.
+        code_bytes: per block. exact_bytes: per element.
         """
-        sizes = [self.num_blocks * code_bytes, self.num_blocks * scale_bytes, self.exact_numel * exact_bytes]
+        sizes = [
+            self.num_blocks * code_bytes,
+            self.num_blocks * SCALE_BYTES,
+            self.exact_numel * exact_bytes,
+        ]
         sections, start = [], 0
         for size in sizes:
             sections.append(slice(start, start + size))
             start += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return sections, start
+
+
+def _merged(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield parts, those that follow one another both in the bucket and in the blocks as one."""
+    run: Part | None = None
+    for part in parts:
+        if run and run.stored.stop == part.stored.start and run.in_bucket.stop == part.in_bucket.start:
+            in_bucket, stored = (
+                slice(run.in_bucket.start, part.in_bucket.stop),
+                slice(run.stored.start, part.stored.stop),
+            )
+            run = Part(run.position, in_bucket, stored)
+        else:
+            if run:
+                yield run
+            run = part
+    if run:
+        yield run
