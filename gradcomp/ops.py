@@ -292,10 +292,11 @@ def quantised_plan(
     fp64). bits: 4 or 8.
 
     plan.quantise(flat, rank, unused): M = gradient + error; plan.payload [world size, bytes] = M's codes and
-    scales and the exact elements, a row per shard; error = what is lost. unused: slices of the padded blocks
-    of which nothing is sent, so that their errors stay. All-to-all from plan.payload to plan.received.
-    plan.average(rank): plan.mean [bytes] = the mean of received, plus what was lost there last time,
-    quantised. All-gather from plan.mean to plan.payload. plan.dequantise(flat): the means, to the bucket.
+    scales and the exact elements, a row per shard; error = what is lost. unused: the layout's parts of which
+    nothing is sent, so that their errors stay; the bucket has zeros there. All-to-all from plan.payload to
+    plan.received. plan.average(rank): plan.mean [bytes] = the mean of received, plus what was lost there last
+    time, quantised. All-gather from plan.mean to plan.payload. plan.dequantise(flat): the means, to the
+    bucket.
 
     plan.error: [world size · shard_numel], what the mean lacks of this rank's gradients, by element of the
     padded blocks: the sender's error, plus the owner's in its shard. plan.shard_error: [shard_numel], the

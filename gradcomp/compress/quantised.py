@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.layout import BlockLayout
+from gradcomp.layout.blocks import BlockLayout, Part
 
 from .compressor import BucketSpec, Compressor, State
 
@@ -67,8 +67,7 @@ class QuantisedCompressor(Compressor):
             error_feedback=options.error_feedback,
         )
         self._layout = layout
-        self._stored = {part.position: part.stored for part in layout.quantised}
-        self._unused: list[slice] = []
+        self._unused: list[Part] = []
         self._own: slice | None = None  # this rank's shard, once its rank is known
         self._loaded_shard_error: torch.Tensor | None = None
         # An all-reduce of as many bytes would have as many elements.
@@ -76,7 +75,7 @@ class QuantisedCompressor(Compressor):
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send nothing of these tensors, so that their errors stay."""
-        self._unused = [self._stored[position] for position in unused if position in self._stored]
+        self._unused = [part for part in self._layout.quantised if part.position in unused]
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the bucket by its mean over the ranks, quantised twice, but for what is sent exactly."""
@@ -123,7 +122,7 @@ class QuantisedCompressor(Compressor):
 
 
 def quantised_all_reduce(
-    plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[slice] = ()
+    plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
 ) -> None:
     """Replace a bucket by its mean over the ranks, in two collectives. unused: see ops.quantised_plan."""
     if plan.payload.numel():

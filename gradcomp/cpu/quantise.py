@@ -9,6 +9,7 @@ not finite has the scale NaN, and becomes NaN.
 
 from __future__ import annotations
 
+import math
 import threading
 from functools import cache
 from itertools import pairwise
@@ -24,9 +25,9 @@ THRESHOLDS = tuple(
 
 LARGEST_CODE = 127  # of 8 bits
 SCALE_DTYPE = torch.bfloat16
-CHUNK_NUMEL = 1 << 16  # elements that are quantised at a time, so that they stay in the processor's caches
-# The sum of squares of a block neither overflows nor vanishes in fp32 if its root is finite and above this.
-SMALLEST_NORM = 1e-15
+CHUNK_NUMEL = 1 << 17  # elements that are quantised at a time, so that they stay in the processor's caches
+# Neither squares nor inverses overflow or vanish in fp32 where a block's largest value or norm is above this.
+SMALLEST = 1e-15
 
 
 @cache
@@ -88,14 +89,23 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
     values: [blocks, size], fp32 or fp64, contiguous; rows_at_a_time(size) blocks are quantised fastest.
     codes: uint8 [blocks, code_bytes(bits, size)]. scales: bf16 [blocks], NaN for a block that isn't finite.
     """
-    encode = _encode_8 if bits == 8 else _encode_4
-    decoded, scale = encode(values, codes)
-    scales.copy_(scale)
-    wide = scales.to(values.dtype)[:, None]
-    values.addcmul_(decoded, wide, value=-1)
-    is_finite = wide.isfinite()
-    if not is_finite.all():
-        values.masked_fill_(~is_finite, 0.0)
+    encode, size_of = (_encode_8, _largest) if bits == 8 else (_encode_4, _norm)
+    size = size_of(values)
+    # Small tensors cost as much time as large ones, so the host looks whether any block needs more of them.
+    if math.isfinite(size.sum()) and size.amin() > SMALLEST:
+        decoded, scale = encode(values, size, codes)
+        scales.copy_(scale)
+        values.addcmul_(decoded, scales.to(values.dtype)[:, None], value=-1)
+        return
+    largest = _largest(values)
+    is_finite = largest.isfinite()
+    unit = torch.where(is_finite & (largest > 0), values / largest, 0.0)
+    size = size_of(unit)
+    decoded, scale = encode(unit, torch.where(size > 0, size, 1.0), codes)
+    scales.copy_(torch.where(is_finite, scale[:, None] * largest, torch.nan)[:, 0])
+    values.addcmul_(decoded, scales.to(values.dtype)[:, None], value=-1)
+    # A scale that only rounds to infinity stands for a block that is not finite, too.
+    values.masked_fill_(~scales.isfinite()[:, None], 0.0)
 
 
 def dequantise(
@@ -110,37 +120,25 @@ def dequantise(
         torch.mul(decoded, scale, out=out)
 
 
-def _encode_8(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the codes of blocks, and return them in the values' dtype, and the scales."""
-    largest = _largest(values)
-    scale = torch.where(largest.isfinite(), largest / LARGEST_CODE, torch.nan).to(SCALE_DTYPE)
+def _encode_8(
+    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the codes of blocks with these largest values, and return the codes and the scales."""
+    scale = (largest / LARGEST_CODE).to(SCALE_DTYPE)
     decoded = _buffers.take("decoded", values.shape, values.dtype)
-    torch.mul(values, _inverse(scale.to(values.dtype)), out=decoded)
+    torch.mul(values, scale.to(values.dtype).reciprocal_(), out=decoded)
     decoded.round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
     codes.view(torch.int8).copy_(decoded)
     return decoded, scale[:, 0]
 
 
-def _encode_4(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the codes of blocks, and return their levels and the scales."""
-    norm = torch.linalg.vector_norm(values, dim=1, keepdim=True)
-    if norm.isfinite().all() and norm.amin() > SMALLEST_NORM:
-        decoded, scale = _nearest_levels(values, norm, codes)
-        return decoded, scale
-    largest = _largest(values)
-    is_finite = largest.isfinite()
-    unit = (values * _inverse(torch.where(is_finite, largest, 0.0))).nan_to_num_(0.0, 0.0, 0.0)
-    decoded, scale = _nearest_levels(unit, torch.linalg.vector_norm(unit, dim=1, keepdim=True), codes)
-    return decoded, torch.where(is_finite[:, 0], scale * largest[:, 0], torch.nan)
-
-
-def _nearest_levels(
+def _encode_4(
     values: torch.Tensor, norm: torch.Tensor, codes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the codes of blocks with these norms, and return their levels and the best scales."""
     shape = values.shape
     half = _buffers.take("half", shape, torch.float16)
-    torch.mul(values, _inverse(norm) * shape[1] ** 0.5, out=half)
+    torch.mul(values, shape[1] ** 0.5 / norm, out=half)
     index = _buffers.take("index", shape, torch.int32)
     index.copy_(half.view(torch.uint16))
     level = _buffers.take("level", shape, torch.float32)
@@ -174,7 +172,7 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
     return torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
 
 
-def _inverse(values: torch.Tensor) -> torch.Tensor:
-    """Return 1 / values, and 0 for those whose inverse isn't finite."""
-    inverse = 1 / values
-    return torch.where(inverse.isfinite(), inverse, 0.0)
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    """Return the root of each block's sum of squares, [blocks, 1]."""
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
+    return norm
