@@ -238,18 +238,21 @@ def low_rank_plan(
     warm_start: bool,
     epsilon: float,
     seed: int,
+    wire_dtype: torch.dtype | None = None,
     shares_scratch: bool = False,
 ) -> LowRankPlan:
     """Return PowerSGD's working set for one bucket, built once per layout; every step calls its three stages.
 
     layout: what is compressed. dtype: the bucket's; accumulation is in fp32 (fp64 for fp64). seed: the seed
-    of the first step's random directions, the same on every rank.
+    of the first step's random directions, the same on every rank. wire_dtype: that of p_wire and q_wire, the
+    bucket's by default; with another one, their factors are stored column after column.
 
     plan.project(buffer, scale): M = gradient + error; plan.p_wire = scale · (all P = M Q, then what isn't
     compressed). All-reduce p_wire. plan.back_project(buffer, scale): orthonormalise P; plan.q_wire = scale ·
     all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of what
     isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
     plan.sent_p(index): the part of p_wire that holds P of the layout's matrix with this index.
+    plan.wire_numels: the elements of p_wire's factors, of what isn't compressed, and of q_wire.
 
     shares_scratch: plans on the kernels use one memory for partial sums and wires, so p_wire and q_wire hold
     nothing before project and after reconstruct. This thread has to call all three stages of one such plan
@@ -268,6 +271,7 @@ def low_rank_plan(
         warm_start=warm_start,
         epsilon=epsilon,
         seed=seed,
+        wire_dtype=wire_dtype,
     )
 
 
@@ -284,12 +288,18 @@ def compile_low_rank(
 
 
 def quantised_plan(
-    layout: BlockLayout, dtype: torch.dtype, device: torch.device, *, bits: int, error_feedback: bool
+    layout: BlockLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    bits: int,
+    error_feedback: bool,
+    exact_dtype: torch.dtype | None = None,
 ) -> QuantisedPlan:
     """Return the working set of one bucket's quantised all-reduce, built once per layout.
 
     layout: what is quantised, and its shards. dtype: the bucket's; sums and errors are in fp32 (fp64 for
-    fp64). bits: 4 or 8.
+    fp64). bits: 4 or 8. exact_dtype: what is sent exactly is rounded to it; the bucket's by default.
 
     plan.quantise(flat, rank, unused): M = gradient + error; plan.payload [world size, bytes] = M's codes and
     scales and the exact elements, a row per shard; error = what is lost. unused: the layout's parts of which
@@ -302,4 +312,6 @@ def quantised_plan(
     padded blocks: the sender's error, plus the owner's in its shard. plan.shard_error: [shard_numel], the
     latter alone. Both None without error_feedback. Padding is zero in both.
     """
-    return cpu_quantised_plan.QuantisedPlan(layout, dtype, bits=bits, error_feedback=error_feedback)
+    return cpu_quantised_plan.QuantisedPlan(
+        layout, dtype, bits=bits, error_feedback=error_feedback, exact_dtype=exact_dtype
+    )

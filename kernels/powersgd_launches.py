@@ -85,13 +85,15 @@ class LowRankStages:
         self.reconstruct = Stage(self._reconstruct, dtype, int)
 
     @staticmethod
-    def scratch_parts(work: LowRankWork, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
+    def scratch_parts(
+        work: LowRankWork, dtype: torch.dtype, wire_dtype: torch.dtype
+    ) -> list[tuple[int, torch.dtype]]:
         """Return the (elements, dtype) of partial sums, wires and Gram matrices, not kept for long."""
         wide = torch.promote_types(dtype, torch.float32)
         return [
             (work.partial_numel, wide),
-            (work.p_wire_numel, dtype),
-            (work.q_wire_numel, dtype),
+            (work.p_wire_numel, wire_dtype),
+            (work.q_wire_numel, wire_dtype),
             (work.orthonormalise_numel, torch.float64),
         ]
 
@@ -177,11 +179,13 @@ def compile_kernels(
     error_feedback: bool,
     warm_start: bool,
     epsilon: float,
+    wire_dtype: torch.dtype | None = None,
 ) -> None:
     """Compile every kernel that a LowRankPlan with these arguments launches. Its tensors are "meta" here."""
-    work, meta = LowRankWork.of(layout, dtype.itemsize), torch.device("meta")
+    wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
+    work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
     tensors = LowRankTensors(work, dtype, meta, error_feedback)
-    parts = LowRankStages.scratch_parts(work, dtype)
+    parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
     memory = torch.empty(num_bytes_of(parts), dtype=torch.uint8, device=meta)
     arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
     stages = LowRankStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic)

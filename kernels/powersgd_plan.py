@@ -32,15 +32,19 @@ class LowRankPlan:
         warm_start: bool,
         epsilon: float,
         seed: int,
+        wire_dtype: torch.dtype | None = None,
         shares_scratch: bool = False,
     ):
         self.layout = layout
         self._dtype, self._device, self._feedback = dtype, device, error_feedback
         self._arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
-        self._work = work = LowRankWork.of(layout, dtype.itemsize)
+        wire_dtype = wire_dtype or dtype
+        self._work = work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
+        first = work.uncompressed_start
+        self.wire_numels = (first, work.p_wire_numel - first, work.q_wire_numel)
         self._tensors = own = LowRankTensors(work, dtype, device, error_feedback)
         self._memory, self._p, self._q, self._norms = own.memory, own.p, own.q, own.norms
-        self._scratch_parts = LowRankStages.scratch_parts(work, dtype)
+        self._scratch_parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
         self._scratch: Scratch | None = None
         self._shares_scratch = shares_scratch
         with launching_on(device):

@@ -76,6 +76,7 @@ class LowRankWork:
 
     matrices: the compressed matrices. uncompressed: (offset, numel) of the other tensors in the bucket.
     rank: matrix_approximation_rank. itemsize: bytes per gradient element.
+    wire_itemsize: bytes per element of the wires, if they differ.
 
     matrix_table: one row of MATRIX_FIELDS per matrix. The other tables have one row of WORK_FIELDS per
     program (unused fields are 0), see `_project_work` and so on. Sizes are in elements.
@@ -88,6 +89,7 @@ class LowRankWork:
         *,
         rank: int,
         itemsize: int,
+        wire_itemsize: int | None = None,
     ):
         if rank < 1:
             raise ValueError(f"rank is {rank}; it has to be at least 1")
@@ -96,6 +98,7 @@ class LowRankWork:
         self.ranks = tuple(min(matrix.rows, matrix.cols, rank) for matrix in self.matrices)
         self.rank = padded_rank(max(self.ranks, default=1))
         self._itemsize, self._wide = itemsize, max(itemsize, 4)
+        self._wire_itemsize = wire_itemsize or itemsize
         self.block_rows, self.block_cols = block_shape(itemsize, self.rank)
         for matrix in self.matrices:
             _validate(matrix, self.rank)
@@ -122,10 +125,12 @@ class LowRankWork:
         )
 
     @classmethod
-    def of(cls, layout: LowRankLayout, itemsize: int) -> LowRankWork:
+    def of(cls, layout: LowRankLayout, itemsize: int, wire_itemsize: int | None = None) -> LowRankWork:
         """Make the tables of a bucket with this layout."""
         rank = max((matrix.rank for matrix in layout.matrices), default=1)
-        return cls(layout.matrices, layout.uncompressed, rank=rank, itemsize=itemsize)
+        return cls(
+            layout.matrices, layout.uncompressed, rank=rank, itemsize=itemsize, wire_itemsize=wire_itemsize
+        )
 
     def fields(self, index: int) -> dict[str, int]:
         """Return a matrix's row of matrix_table by name."""
@@ -139,7 +144,7 @@ class LowRankWork:
 
     def _place(self) -> None:
         """Fill matrix_table and the sizes of the buffers."""
-        itemsize = self._itemsize
+        itemsize, wire_itemsize = self._itemsize, self._wire_itemsize
         line = 128 // itemsize
         memory = p_panel = q_panel = p_wire = q_wire = random_numel = norms = 0
         rows: list[tuple[int, ...]] = []
@@ -158,8 +163,8 @@ class LowRankWork:
             memory += -(-matrix.rows * memory_cols // line) * line
             p_panel += self.rank * p_stride
             q_panel += self.rank * q_stride
-            p_wire += wire_stride(matrix.rows, itemsize) * rank
-            q_wire += wire_stride(matrix.cols, itemsize) * rank
+            p_wire += wire_stride(matrix.rows, wire_itemsize) * rank
+            q_wire += wire_stride(matrix.cols, wire_itemsize) * rank
             random_numel += matrix.cols * rank
             norms += num_norms
         # Behind them are the random panels, which replace columns of Q that are zero or not finite.
@@ -169,7 +174,7 @@ class LowRankWork:
         self.p_panel_numel = p_panel
         self.q_panel_numel = 2 * q_panel
         self.uncompressed_start = p_wire
-        self.p_wire_numel = p_wire + sum(wire_stride(numel, itemsize) for _, numel in self.uncompressed)
+        self.p_wire_numel = p_wire + sum(wire_stride(numel, wire_itemsize) for _, numel in self.uncompressed)
         self.q_wire_numel = q_wire
         self.num_norms = norms
 
@@ -238,7 +243,7 @@ class LowRankWork:
         """Yield (element of the bucket, element of the wire, number of elements, zeros behind them)."""
         wire = self.uncompressed_start
         for offset, numel in self.uncompressed:
-            padded = wire_stride(numel, self._itemsize)
+            padded = wire_stride(numel, self._wire_itemsize)
             for start in range(0, numel, COPY_BLOCK):
                 length = min(COPY_BLOCK, numel - start)
                 padding = padded - numel if start + length == numel else 0

@@ -1,10 +1,12 @@
 """Measure what compression costs in accuracy: train to the end with each hook, from several seeds.
 
-    python -m benchmarks.accuracy --task digits --hook none,powersgd:4,batched:1 --seeds 3
+    python -m benchmarks.accuracy --task digits --hook none,int4,powersgd:4 --seeds 3
 
 It trains the demo's GPT, of a smaller size, and a convolutional network on scikit-learn's digits, on several
 ranks (gloo, CPU). From one seed every hook trains the same weights on the same data in the same order.
-PowerSGD (powersgd:RANK, or batched:RANK for a bucket as one matrix) starts after a tenth of the steps.
+Compression starts after a tenth of the steps. PowerSGD is powersgd:RANK, powersgd:RANK:int8 with factors in
+int8 (or bf16, fp16), or batched:RANK for a bucket as one matrix. "alone" is every rank by itself, without
+communication: what a hook has to beat.
 It writes accuracy.jsonl, a line per run, and a picture to --out.
 """
 
@@ -24,7 +26,10 @@ from benchmarks.accuracy.tasks import TASKS
 from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import add_training_options, check_training_options, positive
 
-HOOKS = "none,fp16,bf16,powersgd:8,powersgd:4,powersgd:2,powersgd:1,batched:1"
+HOOKS = (
+    "none,alone,fp16,int8,int4,powersgd:16,powersgd:8,powersgd:4,"
+    "powersgd:16:int8,powersgd:8:int8,powersgd:4:int8,powersgd:8:bf16"
+)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -43,7 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seeds", type=positive, default=4, help="runs per hook, from --seed on (default %(default)s)"
     )
-    parser.add_argument("--ranks", type=positive, default=2, help="processes (default %(default)s)")
+    parser.add_argument("--ranks", type=positive, default=4, help="processes (default %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("build/accuracy"), help="folder (default %(default)s)"
     )

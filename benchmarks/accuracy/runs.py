@@ -13,27 +13,55 @@ import torch.distributed as dist
 
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
-from benchmarks.demo.measure import Progress, Recorder, check_replicas
+from benchmarks.demo.measure import Progress, Recorder, check_replicas, mean_over_ranks
 from benchmarks.environment import describe
+from gradcomp.hooks import powerSGD_hook, quantization_hooks
 
-LOW_RANK = ("powersgd", "batched")  # the demo's hooks that take a rank
-EXACT_OR_16_BIT = tuple(name for name in demo.HOOKS if name not in LOW_RANK)
+LOW_RANK = {"powersgd": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
+# What factors, and whatever is not compressed, are sent in.
+FACTORS: dict[str, dict[str, torch.dtype]] = {
+    "": {},
+    "bf16": {"factor_dtype": torch.bfloat16},
+    "fp16": {"factor_dtype": torch.float16},
+    "int8": {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
+}
+QUANTISED = {"int8": 8, "int4": 4}
+ALONE = "alone"  # every rank trains by itself
+OTHERS = ("none", "allreduce", "fp16", "bf16", *QUANTISED, ALONE)
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
 
 def check_hook_name(hook: str) -> None:
     """Raise ValueError unless ``hook`` is a name that register() takes."""
-    name, colon, rank = hook.partition(":")
-    low_rank = name in LOW_RANK and rank.isdecimal() and int(rank) > 0
-    if not low_rank and (colon or name not in EXACT_OR_16_BIT):
-        known = ", ".join([*EXACT_OR_16_BIT, *(f"{name}:RANK" for name in LOW_RANK)])
-        raise ValueError(f"there is no {hook!r}; known are {known}")
+    name, *given = hook.split(":")
+    if name in LOW_RANK:
+        rank, factors, start, *more = [*given, "", "", ""][: max(3, len(given))]
+        is_known = rank.isdecimal() and int(rank) > 0 and factors in FACTORS and not more
+        is_known = is_known and start in ("", "start4", "start8")
+    else:
+        is_known = not given and name in OTHERS
+    if not is_known:
+        low_rank = (f"{name}:RANK[:{'|'.join(filter(None, FACTORS))}[:start4|start8]]" for name in LOW_RANK)
+        raise ValueError(f"there is no {hook!r}; known are {', '.join([*OTHERS, *low_rank])}")
 
 
 def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
-    """Register "fp16" or "powersgd:4" (PowerSGD of rank 4), which starts after ``start_iter`` steps."""
-    name, _, rank = hook.partition(":")
-    demo.HOOKS[name](averager, int(rank or 0), start_iter)
+    """Register a hook that compresses after ``start_iter`` steps.
+
+    "powersgd:4" is PowerSGD of rank 4, "powersgd:4:int8" the same with factors in int8 and the uncompressed
+    tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits.
+    """
+    name, *given = hook.split(":")
+    if name in LOW_RANK:
+        rank, factors, start = [*given, "", ""][:3]
+        bits = int(start.removeprefix("start")) if start else None
+        state = powerSGD_hook.PowerSGDState(None, int(rank), start_iter, **FACTORS[factors], start_bits=bits)
+        averager.register_comm_hook(state, LOW_RANK[name])
+    elif name in QUANTISED:
+        quantised = quantization_hooks.QuantizationState(bits=QUANTISED[name], start_iter=start_iter)
+        averager.register_comm_hook(quantised, quantization_hooks.quantization_hook)
+    else:
+        demo.HOOKS[name](averager, 0, start_iter)
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
@@ -45,10 +73,14 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
 def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
     """Train once, and return the row to record. Every rank must call it."""
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
-    model, averager = demo.with_reducer(task.net, options.reducer)
-    recorder, progress = Recorder(options.steps, torch.device("cpu")), Progress(label, options.steps)
+    is_alone = hook == ALONE
+    recorder = Recorder(options.steps, torch.device("cpu"), is_alone=is_alone)
+    progress = Progress(label, options.steps)
     start_iter = recorder.every  # a tenth of the run, and a step whose bytes are counted
-    register(hook, averager, start_iter)
+    model = task.net
+    if not is_alone:
+        model, averager = demo.with_reducer(task.net, options.reducer)
+        register(hook, averager, start_iter)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         task.optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
     )
@@ -57,7 +89,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         with torch.no_grad():
             loss, accuracy = loss_and_accuracy(task.net, task.validation)
         recorder.add_validation(loss)
-        return accuracy.item()
+        return mean_over_ranks(accuracy).item()
 
     accuracy = validate()
     for _ in range(options.steps):
@@ -72,7 +104,8 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
             accuracy = validate()
         progress.show(recorder)
 
-    check_replicas(list(task.net.parameters()))
+    if not is_alone:
+        check_replicas(list(task.net.parameters()))
     result = recorder.result()
     return {
         "task": task_name,

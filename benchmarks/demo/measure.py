@@ -20,10 +20,15 @@ WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, and allocators and cach
 LAST_STEPS = 10  # the steps over which the reported training loss is averaged
 
 
+# Half of an all-reduce each: so much less does a rank send for as many bytes.
+HALF_ALL_REDUCES = ("alltoall_base_", "_allgather_base_")
+
+
 class WireMeter(TorchDispatchMode):
     """A counter of the bytes that this rank hands to collectives inside a ``with`` block.
 
-    Every collective is an operator of torch's dispatcher, whether DDP's C++ reducer or a hook issues it.
+    They are those of all-reduces that send as much. Every collective is an operator of torch's dispatcher,
+    whether DDP's C++ reducer or a hook issues it.
     """
 
     def __init__(self) -> None:
@@ -35,18 +40,20 @@ class WireMeter(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
-            self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+            num_bytes = sum(tensor.nbytes for tensor in tensors)
+            self.num_bytes += num_bytes // 2 if func.__name__.split(".")[0] in HALF_ALL_REDUCES else num_bytes
         return func(*args, **(kwargs or {}))
 
 
 class Recorder:
     """The history of one run. Most steps are timed; in the others bytes are counted instead.
 
-    A step between two counted ones is assumed to send as many bytes as the last counted one.
+    A step between two counted ones is assumed to send as many bytes as the last counted one. is_alone: the
+    ranks don't communicate.
     """
 
-    def __init__(self, steps: int, device: torch.device) -> None:
-        self.steps, self.device = steps, device
+    def __init__(self, steps: int, device: torch.device, *, is_alone: bool = False) -> None:
+        self.steps, self.device, self.is_alone = steps, device, is_alone
         self.every = max(2, steps // 10)
         self.losses: list[Tensor] = []
         self.step_bytes: list[int] = []
@@ -79,7 +86,7 @@ class Recorder:
 
     def result(self) -> dict:
         """Return summary and history, with losses averaged over the ranks. Every rank must call it."""
-        if not self.step_bytes[-1]:
+        if not (self.step_bytes[-1] or self.is_alone):
             raise RuntimeError(
                 "a step handed 0 bytes to collectives: the hook does not communicate, or bypasses torch's "
                 "dispatcher"

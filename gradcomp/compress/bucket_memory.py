@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -28,7 +28,8 @@ class Memory:
     index: the bucket's index, on which its random choices depend.
     shapes, parameter_indices, parameters: one entry per parameter, in the bucket's order. parameters is None
     for a loaded memory until a bucket brings its parameters.
-    compressor, device: the compressor, from the first compressed step on, and its device.
+    compressor, device, make: the compressor, from the first compressed step on, its device, and what made
+    it.
     saved: the state that the compressor will load once it is made.
     """
 
@@ -41,6 +42,7 @@ class Memory:
     compressor: Compressor | None = None
     saved: State | None = None
     device: torch.device | None = None
+    make: Callable[..., Compressor] | None = None
 
     @property
     def state(self) -> State | None:

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.layout import LowRankLayout
+from gradcomp.layout import BlockLayout, LowRankLayout
+from gradcomp.layout.blocks import SCALE_BYTES
 
 from .compressor import BucketSpec, Compressor, State
+from .quantised import QuantisedCompressor, QuantisedOptions, quantised_all_reduce
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -24,18 +26,37 @@ class LowRankOptions:
     are PowerSGDState's.
     """
 
+    # int8 factors have a scale for so many elements of a column (or of two, where one ends).
+    BLOCK_SIZE = 64
+
     square: bool
     rank: int
     min_compression_rate: float
     error_feedback: bool
     warm_start: bool
     epsilon: float
+    factor_dtype: torch.dtype | None = None
+    uncompressed_dtype: torch.dtype | None = None
+    start_bits: int | None = None
 
-    def layout(self, shapes: Sequence[tuple[int, ...]]) -> LowRankLayout:
+    @property
+    def is_quantised(self) -> bool:
+        """True if factors are sent in 8 bits."""
+        return self.factor_dtype == torch.int8
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return the dtype in which a bucket's plan gives its factors; None for the bucket's, this dtype."""
+        return torch.promote_types(dtype, torch.float32) if self.is_quantised else self.factor_dtype
+
+    def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> LowRankLayout:
         """Return the layout of a bucket with these shapes."""
         if self.square:
             return LowRankLayout.square(sum(map(math.prod, shapes)), self.rank)
-        return LowRankLayout(shapes, self.rank, self.min_compression_rate)
+        rate = self.min_compression_rate
+        if self.factor_dtype is not None:
+            scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantised else 0
+            rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
+        return LowRankLayout(shapes, self.rank, rate)
 
     def arithmetic(self, world_size: int) -> dict[str, Any]:
         """Return the options of the plan's arithmetic."""
@@ -43,7 +64,7 @@ class LowRankOptions:
         epsilon = self.epsilon / world_size
         return {"error_feedback": self.error_feedback, "warm_start": self.warm_start, "epsilon": epsilon}
 
-    def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
         """Return the position in the bucket of each matrix's tensor; an empty list for a square view."""
         if self.square:
             return []
@@ -52,7 +73,7 @@ class LowRankOptions:
             if numel:
                 starts[start] = index
             start += numel
-        return [starts[matrix.offset] for matrix in self.layout(shapes).matrices]
+        return [starts[matrix.offset] for matrix in self.layout(shapes, dtype).matrices]
 
 
 class LowRankCompressor(Compressor):
@@ -64,29 +85,39 @@ class LowRankCompressor(Compressor):
 
     def __init__(self, bucket: BucketSpec, options: LowRankOptions):
         self._num_tensors = len(bucket.shapes)
-        self._tensors = options.tensors_of_matrices(bucket.shapes)
+        self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
         self._is_square = options.square
         self._left_out: list[int] = []
         self.plan = ops.low_rank_plan(
-            options.layout(bucket.shapes),
+            options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
             **options.arithmetic(bucket.world_size),
+            wire_dtype=options.wire_dtype(bucket.dtype),
             seed=bucket.seed,
             # average, which in_order runs, goes from the first stage to the last.
             shares_scratch=True,
         )
-        # As torch counts: without the kernels' padding of each column to 16 bytes.
-        self.sent_numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
+        self._wires = _QuantisedWires(self.plan, bucket, options) if options.is_quantised else None
+        # What was not sent before this compressor took over, of tensors that it sends exactly.
+        self._owed: torch.Tensor | None = None
+        if self._wires is not None:
+            sent_bytes = self._wires.num_bytes
+        else:
+            # As torch counts: without the kernels' padding of each column to 16 bytes.
+            numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
+            sent_bytes = numel * (options.factor_dtype or bucket.dtype).itemsize
+        self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
 
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: LowRankOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
         ops.compile_low_rank(
-            options.layout(bucket.shapes),
+            options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
             **options.arithmetic(bucket.world_size),
+            wire_dtype=options.wire_dtype(bucket.dtype),
         )
 
     def leave_out(self, unused: Sequence[int]) -> None:
@@ -99,14 +130,24 @@ class LowRankCompressor(Compressor):
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Apply the steps of powerSGD_hook to a flat bucket. seed: the seed for the next directions."""
-        plan, scale = self.plan, 1 / group.size()
+        plan, wires = self.plan, self._wires
+        # The quantised all-reduce divides by itself.
+        scale = 1.0 if wires else 1 / group.size()
+        if self._owed is not None:
+            flat += self._owed
+            self._owed = None
         plan.project(flat, scale)
         for index in self._left_out:
             plan.sent_p(index).zero_()
-        dist.all_reduce(plan.p_wire, group=group)
-        plan.back_project(flat, scale)
-        if plan.q_wire.numel():
-            dist.all_reduce(plan.q_wire, group=group)
+        if wires:
+            quantised_all_reduce(wires.p, plan.p_wire, group)
+            plan.back_project(flat, scale)
+            quantised_all_reduce(wires.q, plan.q_wire, group)
+        else:
+            dist.all_reduce(plan.p_wire, group=group)
+            plan.back_project(flat, scale)
+            if plan.q_wire.numel():
+                dist.all_reduce(plan.q_wire, group=group)
         plan.reconstruct(flat, seed)
 
     def state(self) -> State:
@@ -125,6 +166,38 @@ class LowRankCompressor(Compressor):
             pairs = zip(by_matrix, directions, strict=True)
             directions = [own if loaded is None else loaded for loaded, own in pairs]
         self.plan.load(state["error"], directions)
+        # A quantised start has errors of tensors that are sent exactly from now on.
+        owed = state["error"].to(self.plan.error().dtype) - self.plan.error()
+        self._owed = owed if "directions" not in state and owed.any() else None
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)
+
+
+class _QuantisedWires:
+    """The working sets of the two quantised all-reduces of a plan's wires."""
+
+    def __init__(self, plan: ops.LowRankPlan, bucket: BucketSpec, options: LowRankOptions):
+        p_numel, uncompressed_numel, q_numel = plan.wire_numels
+        exact_dtype = options.uncompressed_dtype or bucket.dtype
+
+        def quantised(*shapes: tuple[int, ...]) -> ops.QuantisedPlan:
+            return ops.quantised_plan(
+                BlockLayout(shapes, options.BLOCK_SIZE, bucket.world_size),
+                torch.promote_types(bucket.dtype, torch.float32),
+                bucket.device,
+                bits=8,
+                error_feedback=False,  # PowerSGD's error has what rounding loses, too
+                exact_dtype=exact_dtype,
+            )
+
+        self.p = quantised((1, p_numel), (uncompressed_numel,))
+        self.q = quantised((1, q_numel))
+        self.num_bytes = self.p.payload.numel() + self.q.payload.numel()
+
+
+def start_compressor(bucket: BucketSpec, options: LowRankOptions) -> Compressor:
+    """Return the compressor of PowerSGD's first steps, if these are quantised."""
+    assert options.start_bits is not None
+    quantised = QuantisedOptions(options.start_bits, error_feedback=options.error_feedback)
+    return QuantisedCompressor(bucket, quantised)

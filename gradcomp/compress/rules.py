@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import torch
+
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 
@@ -47,6 +49,14 @@ def is_whole(value: Any) -> bool:
 
 
 FLAG = Rule("True or False", lambda value: type(value) is bool)
+FACTOR_DTYPE = Rule(
+    "None, torch.bfloat16, torch.float16 or torch.int8",
+    lambda value: value in (None, torch.bfloat16, torch.float16, torch.int8),
+)
+UNCOMPRESSED_DTYPE = Rule(
+    "None, torch.bfloat16 or torch.float16", lambda value: value in (None, torch.bfloat16, torch.float16)
+)
+BITS = Rule("None, 4 or 8", lambda value: value is None or (type(value) is int and value in (4, 8)))
 RANK = Rule("an int and at least 1", lambda value: type(value) is int and value >= 1)
 RATE = Rule("a number of at least 0", lambda value: _is_number(value) and value >= 0, float)
 EPSILON = Rule(

@@ -66,6 +66,11 @@ class CompressedAveraging:
         raise NotImplementedError
 
     @property
+    def is_plain_step(self) -> bool:
+        """True if the current step's buckets are averaged plainly."""
+        return self.iter < self.start_iter or self._waits_for_buckets
+
+    @property
     def _logger(self) -> logging.Logger:
         return logging.getLogger(type(self).__module__)
 
@@ -114,7 +119,7 @@ class CompressedAveraging:
         require_dense_floats(hook_name, buffer)
         self._compare_once(hook_name, bucket, group)
         parts = self._parts_of(bucket, options)
-        if self.iter < self.start_iter or self._waits_for_buckets:
+        if self.is_plain_step:
             self.maybe_increase_iter(bucket)
             future = average_in_place(buffer, group)
             for part in parts:
@@ -192,12 +197,14 @@ class CompressedAveraging:
     ) -> Compressor:
         """Return the part's compressor: the kept one, or a new one, which loads the memory's saved state."""
         memory = part.memory
-        if memory.compressor is not None and memory.device == device:
+        if memory.compressor is not None and memory.device == device and memory.make == make:
             return memory.compressor
-        saved = memory.state  # from a checkpoint, or from before the model moved to another device
+        # From a checkpoint, from before the model moved to another device, or from another compressor.
+        saved = memory.state
         seed = self._seed(memory.index, self.iter)
         spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), seed)
-        memory.compressor, memory.device, memory.saved = make(spec, memory.options), device, None
+        memory.compressor, memory.saved = make(spec, memory.options), None
+        memory.device, memory.make = device, make
         if saved is not None:
             memory.compressor.load(saved)
         return memory.compressor

@@ -24,7 +24,8 @@ MIN_LENGTH = 1e-30
 class LowRankPlan:
     """One bucket's working set for PowerSGD, and the local stages between its two all-reduces.
 
-    p_wire: all P, then the uncompressed tensors. q_wire: all Qᵀ. Both are flat, in the bucket's dtype.
+    p_wire: all P, then the uncompressed tensors. q_wire: all Qᵀ. Both are flat, in the bucket's dtype, or in
+    wire_dtype with all Pᵀ in place of P.
     """
 
     def __init__(
@@ -37,16 +38,21 @@ class LowRankPlan:
         warm_start: bool,
         epsilon: float,
         seed: int,
+        wire_dtype: torch.dtype | None = None,
     ):
-        self.layout = layout
-        self.p_wire = torch.empty(layout.wire_numel, dtype=dtype, device=device)
-        self.q_wire = torch.empty(layout.q_numel, dtype=dtype, device=device)
-        # The factors are in the wide dtype: on the wire itself where that is the bucket's dtype, else rounded
-        # to it.
+        self.layout, self._dtype = layout, dtype
+        self.p_wire = torch.empty(layout.wire_numel, dtype=wire_dtype or dtype, device=device)
+        self.q_wire = torch.empty(layout.q_numel, dtype=wire_dtype or dtype, device=device)
+        self.wire_numels = (layout.p_numel, layout.wire_numel - layout.p_numel, layout.q_numel)
+        # The factors are in the wide dtype: on the wire itself where it has them so, else copied there.
         wide = torch.promote_types(dtype, torch.float32)
         self._p_part = self.p_wire[: layout.p_numel]
-        self._p = self._p_part if dtype == wide else torch.empty_like(self._p_part, dtype=wide)
-        self._q = self.q_wire if dtype == wide else torch.empty_like(self.q_wire, dtype=wide)
+        is_alike = self.p_wire.dtype == wide
+        self._by_column = wire_dtype is not None
+        self._p = (
+            self._p_part if is_alike and not self._by_column else torch.empty_like(self._p_part, dtype=wide)
+        )
+        self._q = self.q_wire if is_alike else torch.empty_like(self.q_wire, dtype=wide)
         # For one matrix at a time: a 16-bit one, or a square view's, some of whose elements the bucket lacks.
         sizes = [m.rows * m.cols for m in layout.matrices if dtype != wide or m.numel < m.rows * m.cols]
         scratch = torch.zeros(max(sizes, default=0), dtype=wide, device=device)
@@ -72,13 +78,21 @@ class LowRankPlan:
         """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors)."""
         for group in self.groups:
             group.project(buffer)
-        cast(self._p, out=self._p_part, scale=scale)
+        if self._by_column:
+            for group, sent in self._sent_groups():
+                cast(group.p.mT, out=sent, scale=scale)
+        else:
+            cast(self._p, out=self._p_part, scale=scale)
         for (offset, numel), wire in self._uncompressed():
             cast(buffer[offset : offset + numel], out=wire, scale=scale)
 
     def orthonormalise(self) -> None:
         """Set P to orthonormal bases of the panels in p_wire."""
-        self._p.copy_(self._p_part)
+        if self._by_column:
+            for group, sent in self._sent_groups():
+                group.p.copy_(sent.mT)
+        else:
+            self._p.copy_(self._p_part)
         for groups in self._groups_by_rank.values():
             orthonormalise([group.p for group in groups], self._epsilon, [group.scratch for group in groups])
 
@@ -114,7 +128,7 @@ class LowRankPlan:
 
     def error(self) -> torch.Tensor:
         """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
-        flat = torch.zeros(self.layout.numel, dtype=self.p_wire.dtype, device=self.p_wire.device)
+        flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self.p_wire.device)
         for group in self.groups:
             if group.memory is not None:
                 for error, part in zip(group.memory.flatten(1), group.parts(flat), strict=True):
@@ -156,6 +170,11 @@ class LowRankPlan:
             panel = torch.randn(group.qt.mT.shape, generator=generator, device="cpu").to(group.direction)
             orthonormalise([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
             yield panel.mT
+
+    def _sent_groups(self) -> Iterator[tuple[MatrixGroup, torch.Tensor]]:
+        """Return (a matrix group, its Pᵀ [k, r, rows] as a view of the wire) for each group."""
+        parts = self._p_part.split([group.p.numel() for group in self.groups])
+        return ((group, part.view(group.p.mT.shape)) for group, part in zip(self.groups, parts, strict=True))
 
     def _uncompressed(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         """Return ((offset, numel) in the bucket, view of the wire) for each uncompressed tensor."""

@@ -38,16 +38,26 @@ class QuantisedPlan:
     Blocks are quantised in chunks, so that each stage reads memory once.
     """
 
-    def __init__(self, layout: BlockLayout, dtype: torch.dtype, *, bits: int, error_feedback: bool):
-        self.layout, self._dtype, self._bits = layout, dtype, bits
+    def __init__(
+        self,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        *,
+        bits: int,
+        error_feedback: bool,
+        exact_dtype: torch.dtype | None = None,
+    ):
+        self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
         code_size = code_bytes(bits, layout.block_size)
-        self._sections, num_bytes = layout.sections(code_size, dtype.itemsize)
+        self._sections, num_bytes = layout.sections(code_size, self._exact_dtype.itemsize)
         self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
         self.received = torch.empty_like(self.payload)
         self.mean = torch.zeros(num_bytes, dtype=torch.uint8)
 
         def chunks(payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
+            if not self._rows:
+                return []
             codes = payload[self._sections[0]].view(-1, code_size)
             scales = payload[self._sections[1]].view(torch.bfloat16)
             return [
@@ -99,13 +109,15 @@ class QuantisedPlan:
             self._clear(error, self.layout.padding)
             for part, before in zip(unused, kept, strict=True):
                 error[part.stored] = before
-        exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._dtype)
+        exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._exact_dtype)
         for each in self.layout.exact:
             exact[each.stored] = flat[each.in_bucket]
         self._exact_of(self.payload).copy_(exact.view(torch.uint8).view(len(self.payload), -1))
 
     def average(self, rank: int) -> None:
         """Average this rank's shard from received into mean; what is lost becomes the owner's error."""
+        if not self.mean.numel():
+            return
         world_size, size = self.layout.world_size, self.layout.block_size
         scales = self.received[:, self._sections[1]].contiguous().view(torch.bfloat16)
         is_sent = (scales != 0).any(0)[:, None]
@@ -130,8 +142,8 @@ class QuantisedPlan:
             own = self.layout.shard(rank)
             self._clear(self.shard_error, self.layout.padding_of(own))
             self.error[own] += self.shard_error
-        exact = self._exact_of(self.received).contiguous().view(self._dtype)
-        mean_of_exact = (exact.sum(0, dtype=self._wide) / world_size).to(self._dtype)
+        exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
+        mean_of_exact = (exact.sum(0, dtype=self._wide) / world_size).to(self._exact_dtype)
         self._exact_of(self.mean).copy_(mean_of_exact.view(torch.uint8))
 
     def dequantise(self, flat: torch.Tensor) -> None:
@@ -142,7 +154,7 @@ class QuantisedPlan:
                 dequantise(chunk.codes, chunk.scales, out=values, bits=self._bits)
                 for stored, in_bucket in chunk.copies:
                     flat[in_bucket] = values.view(-1)[stored]
-        exact = self._exact_of(self.payload).contiguous().view(-1).view(self._dtype)
+        exact = self._exact_of(self.payload).contiguous().view(-1).view(self._exact_dtype)
         for each in self.layout.exact:
             flat[each.in_bucket] = exact[each.stored]
 

@@ -18,11 +18,11 @@ from gradcomp.compress.compressor import Compressor
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.memory_assignment import BucketMemories
-from gradcomp.compress.powersgd import LowRankCompressor, LowRankOptions
+from gradcomp.compress.powersgd import LowRankCompressor, LowRankOptions, start_compressor
 from gradcomp.compress.state import CompressedAveraging, MakeCompressor
 
 from . import powersgd_checkpoint, powersgd_from_torch
-from .powersgd_options import OPTIONS, checked_options, options_of
+from .powersgd_options import NOT_TORCHS, OPTIONS, checked_options, options_of
 
 __all__ = [
     "PowerSGDState",
@@ -58,6 +58,17 @@ class PowerSGDState(CompressedAveraging):
     compression_stats_logging_frequency: steps between log lines with compression_stats().
     batch_tensors_with_same_shape: accepted without effect: all matrices are always compressed together.
 
+    Not torch's:
+
+    factor_dtype: what factors are sent in. torch.bfloat16, torch.float16: so is everything else. torch.int8:
+        with a scale for every 64 elements, in two collectives per factor (a quantised all-reduce).
+        min_compression_rate is one of bytes then. The error is what the averages really lack, so error
+        feedback makes up for the rounding.
+    uncompressed_dtype: with int8 factors, what vectors and other uncompressed tensors are sent in:
+        torch.bfloat16 or torch.float16. None: exactly.
+    start_bits: 4 or 8: the first start_powerSGD_iter steps are quantised to so many bits, as by
+        quantization_hook, and PowerSGD goes on from their errors. None: they are exact.
+
     Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError for
     anything but a process group. So does an assignment to the attribute.
 
@@ -73,6 +84,9 @@ class PowerSGDState(CompressedAveraging):
     warm_start: bool
     orthogonalization_epsilon: float
     batch_tensors_with_same_shape: bool
+    factor_dtype: torch.dtype | None
+    uncompressed_dtype: torch.dtype | None
+    start_bits: int | None
 
     def __init__(
         self,
@@ -86,6 +100,10 @@ class PowerSGDState(CompressedAveraging):
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
+        *,
+        factor_dtype: torch.dtype | None = None,
+        uncompressed_dtype: torch.dtype | None = None,
+        start_bits: int | None = None,
     ):
         options = checked_options(
             {
@@ -98,6 +116,9 @@ class PowerSGDState(CompressedAveraging):
                 "random_seed": random_seed,
                 "compression_stats_logging_frequency": compression_stats_logging_frequency,
                 "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
+                "factor_dtype": factor_dtype,
+                "uncompressed_dtype": uncompressed_dtype,
+                "start_bits": start_bits,
             }
         )
         super().__init__(process_group)
@@ -126,7 +147,18 @@ class PowerSGDState(CompressedAveraging):
             error_feedback=self.use_error_feedback,
             warm_start=self.warm_start,
             epsilon=self.orthogonalization_epsilon,
+            factor_dtype=self.factor_dtype,
+            uncompressed_dtype=self.uncompressed_dtype,
+            start_bits=self.start_bits,
         )
+
+    @property
+    def _is_quantised_start(self) -> bool:
+        return self.start_bits is not None and self.iter < self.start_iter
+
+    @property
+    def is_plain_step(self) -> bool:
+        return self._waits_for_buckets or (super().is_plain_step and not self._is_quantised_start)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OPTIONS:
@@ -258,7 +290,8 @@ def _low_rank_hook(
     if not isinstance(state, PowerSGDState):
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
-    return state.average(name, bucket, LowRankCompressor, state.compressor_options(square=square))
+    make = start_compressor if state._is_quantised_start else LowRankCompressor
+    return state.average(name, bucket, make, state.compressor_options(square=square))
 
 
 def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -288,7 +321,7 @@ def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
     """
     if not hasattr(state, "q_memory_dict"):
         raise TypeError(f"from_torch takes a PowerSGDState of torch's, got {type(state).__name__}")
-    names = set(OPTIONS) - {"random_seed"}
+    names = set(OPTIONS) - set(NOT_TORCHS)
     ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in names})
     vars(ours).update({name: rule(name, getattr(state, name)) for name, rule in PROGRESS.items()})
     ours._from_torch = powersgd_from_torch.memories_of(state)

@@ -28,9 +28,9 @@ from gradcomp.compress.checkpoint import (
     require_version,
 )
 from gradcomp.compress.powersgd import LowRankOptions
-from gradcomp.compress.rules import EPSILON, FLAG, RANK, RATE
+from gradcomp.compress.rules import BITS, EPSILON, FACTOR_DTYPE, FLAG, RANK, RATE, UNCOMPRESSED_DTYPE
 
-from .powersgd_options import OPTIONS, checked_options, options_of
+from .powersgd_options import ADDED, OPTIONS, checked_options, options_of
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -47,6 +47,9 @@ _KIND_RULES = {
     "error_feedback": FLAG,
     "warm_start": FLAG,
     "epsilon": EPSILON,
+    "factor_dtype": FACTOR_DTYPE,
+    "uncompressed_dtype": UNCOMPRESSED_DTYPE,
+    "start_bits": BITS,
 }
 
 
@@ -70,7 +73,9 @@ def _bucket_entry(memory: Memory) -> dict[str, Any]:
     saved, options = finite(memory.saved or {}), memory.options
     error, directions = saved.get("error"), saved.get("directions")
     if isinstance(directions, list):
-        directions = [directions[tensor] for tensor in options.tensors_of_matrices(memory.shapes)]
+        directions = [
+            directions[tensor] for tensor in options.tensors_of_matrices(memory.shapes, memory.dtype)
+        ]
         if any(direction is None for direction in directions):  # the memory was merged from several
             directions = None
     elif directions is not None:
@@ -81,7 +86,8 @@ def _bucket_entry(memory: Memory) -> dict[str, Any]:
         "kind": {"dtype": memory.dtype, **asdict(options)},
         "shapes": list(memory.shapes),
         "parameters": list(memory.parameter_indices),
-        "error": error,
+        # That of a quantised start is wider than 16-bit gradients.
+        "error": None if error is None else error.to(memory.dtype),
         "directions": directions,
     }
 
@@ -107,7 +113,9 @@ def _memory_of(index: int, saved: dict[str, Any]) -> Memory:
     if directions and options.square:
         memory.saved["directions"] = directions[0]
     elif directions is not None:
-        by_tensor = dict(zip(options.tensors_of_matrices(memory.shapes), directions, strict=True))
+        by_tensor = dict(
+            zip(options.tensors_of_matrices(memory.shapes, memory.dtype), directions, strict=True)
+        )
         memory.saved["directions"] = [by_tensor.get(index) for index in range(len(memory.shapes))]
     return memory
 
@@ -119,6 +127,7 @@ def checked(state_dict: Any) -> dict[str, Any]:
     other misfit.
     """
     require_version(state_dict)
+    state_dict = ADDED | dict(state_dict)
     require_keys("the state_dict", state_dict, _KEYS if "version" in state_dict else _KEYS_WITHOUT_VERSION)
     parts = {
         "buckets": {
@@ -144,8 +153,9 @@ def checked(state_dict: Any) -> dict[str, Any]:
 def _bucket(what: str, memory: Any) -> dict[str, Any]:
     """Return one bucket's entry, whose error and directions fit its shapes."""
     require_keys(what, memory, ("kind", "shapes", "parameters", "error", "directions"))
-    require_keys(f"{what}: kind", memory["kind"], _KIND_RULES)
-    kind = {name: rule(f"{what}: {name}", memory["kind"][name]) for name, rule in _KIND_RULES.items()}
+    given_kind = ADDED | dict(memory["kind"])
+    require_keys(f"{what}: kind", given_kind, _KIND_RULES)
+    kind = {name: rule(f"{what}: {name}", given_kind[name]) for name, rule in _KIND_RULES.items()}
     _, shapes, parameters = checked_outline(what, memory)
     error, directions = memory["error"], memory["directions"]
     if error is None and directions is not None:
@@ -154,7 +164,10 @@ def _bucket(what: str, memory: Any) -> dict[str, Any]:
         error = checked_tensor(f"{what}: the error", error, (sum(map(math.prod, shapes)),), kind["dtype"])
     if directions is not None:
         options = _options_of(kind)
-        given, matrices = as_list(f"{what}: directions", directions), options.layout(shapes).matrices
+        given, matrices = (
+            as_list(f"{what}: directions", directions),
+            options.layout(shapes, kind["dtype"]).matrices,
+        )
         if len(given) != len(matrices):
             raise ValueError(f"{what} has {len(given)} directions for {len(matrices)} matrices")
         wide = torch.promote_types(kind["dtype"], torch.float32)

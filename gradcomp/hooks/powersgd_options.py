@@ -7,7 +7,20 @@ this table.
 from collections.abc import Mapping
 from typing import Any
 
-from gradcomp.compress.rules import EPSILON, FLAG, FREQUENCY, RANK, RATE, SEED, WHOLE
+import torch
+
+from gradcomp.compress.rules import (
+    BITS,
+    EPSILON,
+    FACTOR_DTYPE,
+    FLAG,
+    FREQUENCY,
+    RANK,
+    RATE,
+    SEED,
+    UNCOMPRESSED_DTYPE,
+    WHOLE,
+)
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -21,7 +34,14 @@ OPTIONS = {
     "random_seed": SEED,
     "compression_stats_logging_frequency": FREQUENCY,
     "batch_tensors_with_same_shape": FLAG,
+    "factor_dtype": FACTOR_DTYPE,
+    "uncompressed_dtype": UNCOMPRESSED_DTYPE,
+    "start_bits": BITS,
 }
+# The options that torch's state has not; nor have checkpoints from before they were added, those without
+# which these values stand for.
+NOT_TORCHS = ("random_seed", "factor_dtype", "uncompressed_dtype", "start_bits")
+ADDED = {"factor_dtype": None, "uncompressed_dtype": None, "start_bits": None}
 
 
 def checked_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,6 +53,11 @@ def checked_options(values: Mapping[str, Any]) -> dict[str, Any]:
             "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
             "because PowerSGD can only be applied after the first two iterations in DDP. "
             f"Got {start}."
+        )
+    if checked["uncompressed_dtype"] is not None and checked["factor_dtype"] != torch.int8:
+        raise ValueError(
+            f"uncompressed_dtype is {checked['uncompressed_dtype']}, which goes with factor_dtype=torch.int8 "
+            f"only, but factor_dtype is {checked['factor_dtype']}: what isn't compressed is sent in that, too"
         )
     return checked
 

@@ -183,15 +183,23 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
     rank, rate = state.matrix_approximation_rank, state.min_compression_rate
     is_batched = "batched" in _names(hook)
     is_exact = not state.orthogonalization_epsilon
+    factor_dtype = getattr(state, "factor_dtype", None)
+    is_quantised, start_bits = factor_dtype == torch.int8, getattr(state, "start_bits", None)
+    sent_in = (getattr(state, "uncompressed_dtype", None) if is_quantised else factor_dtype) or torch.float64
+    precision = max(claims.precision, sent_in, key=unit_roundoff)
+    if factor_dtype is not None:
+        rate *= factor_dtype.itemsize / 8  # min_compression_rate counts bytes; most are saved in fp64
     keeps_error = state.use_error_feedback
     ours = isinstance(state, powerSGD_hook.PowerSGDState)
     largest = LARGEST_OF_OURS if ours else LARGEST_OF_LOSSY
     return replace(
         claims,
         tolerance=None,
-        start=state.start_powerSGD_iter,  # the probe's matrix may be too small to be compressed
-        exact_rank=rank if is_exact and not is_batched else None,
-        exact_shapes=None if is_batched else partial(_is_not_compressed, rank, rate),
+        precision=precision,
+        # The probe's matrix may be too small to be compressed.
+        start=0 if start_bits else state.start_powerSGD_iter,
+        exact_rank=rank if is_exact and not (is_batched or is_quantised or start_bits) else None,
+        exact_shapes=None if is_batched or start_bits else partial(_is_not_compressed, rank, rate),
         contraction=0.0,
         error_feedback=keeps_error,
         errors_of=(_our_errors if ours else _torch_errors) if keeps_error else None,
@@ -199,11 +207,11 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
         scale_equivariant="rounding" if is_exact else None,
         rank_symmetric=True,
         bucket_insensitive=False,  # random projections differ from bucket to bucket
-        max_magnitude=LARGEST_OF_LOSSY_FP16 if claims.precision == torch.float16 else largest,
+        max_magnitude=LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else largest,
         checkpoint="safe",  # as both projects document it
         # The error, and factors, wires and double-precision scratch of (n + m) · r elements, less than n · m
         # / 2 if min_compression_rate is 2.
-        memory=6.0,
+        memory=None if start_bits else 6.0,
     )
 
 
