@@ -40,6 +40,7 @@ MAX_CHUNKS = tl.constexpr(powersgd_work.MAX_CHUNKS)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
 MAX_REGISTERS = 255  # that a thread can have
+MIN_BLOCK_ROWS = tl.constexpr(32)  # BLOCK_ROWS and the length of P's panels are multiples of it
 
 # Work types of _pack_kernel and of _reconstruct_kernel, in the first column of a program's row.
 REDUCE = tl.constexpr(powersgd_work.REDUCE)
