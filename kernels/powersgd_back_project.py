@@ -10,8 +10,10 @@ from .powersgd_tile import (
     P_PANEL,
     P_STRIDE,
     dot_rank_block,
+    gradient_matrix,
     gradient_tile,
     is_16_byte_aligned,
+    memory_matrix,
     memory_tile,
     panel,
     registers,
@@ -27,17 +29,25 @@ DOT_ROWS = 32
 
 
 @triton.jit
-def matrix_tile(
-    source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+def source_matrix(source_ptr, matrix_ptr, FEEDBACK: tl.constexpr):
+    """Return M for source_tile: M is in the memory, or without FEEDBACK in the bucket."""
+    if FEEDBACK:
+        matrix = memory_matrix(source_ptr, matrix_ptr, False)
+    else:
+        matrix = gradient_matrix(source_ptr, matrix_ptr)
+    return matrix
+
+
+@triton.jit
+def source_tile(
+    matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return (pointers, mask) of a tile of M, which is in the memory, or without FEEDBACK in the bucket."""
+    """Return (pointers, mask) of a tile of M."""
     if FEEDBACK:
-        ptrs, mask = memory_tile(source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, False)
+        ptrs, mask = memory_tile(matrix, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
     else:
-        ptrs, mask = gradient_tile(
-            source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
-        )
+        ptrs, mask = gradient_tile(matrix, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
     return ptrs, mask
 
 
@@ -56,15 +66,14 @@ def back_project_fma(
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+    source = source_matrix(source_ptr, matrix_ptr, FEEDBACK)
 
     acc = ()
     for _ in tl.static_range(RANK):
         # Sums over a thread's rows stay within it; sums over threads wait for the end.
         acc = acc + (tl.zeros((ROWS_AT_ONCE, BLOCK_COLS), COMPUTE),)
     for row_block in range(first, last):
-        ptrs, mask = matrix_tile(
-            source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED
-        )
+        ptrs, mask = source_tile(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED)
         matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
         new = ()
         for j in tl.static_range(RANK):
@@ -93,14 +102,13 @@ def back_project_dot(
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+    source = source_matrix(source_ptr, matrix_ptr, FEEDBACK)
 
     for rank_start in range(0, RANK, RANK_BLOCK):
         offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
         acc = tl.zeros((RANK_BLOCK, BLOCK_COLS), COMPUTE)
         for row_block in range(first, last):
-            ptrs, mask = matrix_tile(
-                source_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED
-            )
+            ptrs, mask = source_tile(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED)
             matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
             offs_p = offs_rank[:, None] * p_stride + (row_block * BLOCK_ROWS + offs_row)[None, :]
             p = tl.load(p_panel + offs_p)
@@ -188,7 +196,8 @@ def back_project(
         rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
         is_plain_dot = is_dot and not feedback and block_cols == 64
         num_warps = PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS
-        num_programs = PROGRAMS.get(rank, 2)
+        # Beyond rank 32 it also takes more registers than two programs leave (sm_120).
+        num_programs = 1 if is_plain_dot and rank > 32 else PROGRAMS.get(rank, 2)
         launch(_back_project_kernel, len(work))(
             source,
             p,

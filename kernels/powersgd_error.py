@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from .powersgd_tile import COLS, ROWS
 from .tile import round_to
 
 # The norm that a row or a column of a float16 error may have, so that its sum with the next gradients fits.
@@ -23,13 +22,11 @@ def shortening(squares, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def fit_float16(error, matrix_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def fit_float16(error, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """Return a tile of the error, shortened where the factors of a float16 matrix might overflow float16.
 
     No element of M Q or Mᵀ P, with Q and P orthonormal, is larger than the norm of M's longest row or column.
     """
-    rows = tl.load(matrix_ptr + ROWS)
-    cols = tl.load(matrix_ptr + COLS)
     # If even the largest element in every position of a row or column would fit, none is too long.
     largest = tl.max(tl.abs(error))
     longest = tl.maximum(rows + BLOCK_ROWS, cols + BLOCK_COLS).to(tl.float32)
@@ -42,21 +39,21 @@ def fit_float16(error, matrix_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.cons
 
 @triton.jit
 def add_error(
-    gradient, exists, memory_ptrs, memory_mask, approximation, matrix_ptr,
+    gradient, exists, memory_ptrs, memory_mask, approximation, rows, cols,
     TYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Store M = gradient + (M_prev − P_prev Q_prevᵀ) over M_prev. Returns M as stored, not yet upcast.
 
     approximation: P_prev Q_prevᵀ. It is rounded to TYPE, the bucket's dtype, as it was for the output, so
     that the error includes the rounding of the output. Outside the matrix, and where it isn't finite in TYPE,
-    the error counts as zero (that is how PowerSGD recovers from inf and NaN).
+    the error counts as zero (that is how PowerSGD recovers from inf and NaN). rows, cols: the matrix's.
     """
     INFINITE: tl.constexpr = 65520.0 if TYPE == tl.float16 else float("inf")  # once rounded to TYPE
     previous = tl.load(memory_ptrs, mask=memory_mask, other=0.0).to(gradient.dtype)
     error = previous - round_to(approximation, TYPE).to(gradient.dtype)
     error = tl.where(exists & (tl.abs(error) < INFINITE), error, 0.0)
     if TYPE == tl.float16:
-        error = fit_float16(error, matrix_ptr, BLOCK_ROWS, BLOCK_COLS)
+        error = fit_float16(error, rows, cols, BLOCK_ROWS, BLOCK_COLS)
     matrix = round_to(gradient + error, TYPE)
     tl.store(memory_ptrs, matrix, mask=memory_mask)
     return matrix

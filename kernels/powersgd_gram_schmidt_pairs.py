@@ -17,16 +17,16 @@ from .powersgd_tile import MAX_CHUNKS
 
 
 @triton.jit
-def store_scale(panel_ptr, n, r, row_stride, col_stride, matrix_ptr, RANK: tl.constexpr, BLOCK: tl.constexpr):
+def store_scale(panel_ptr, stride, length, r, matrix_ptr, RANK: tl.constexpr, BLOCK: tl.constexpr):
     """Store the powers of two that bring the largest element of every column to 1 .. 2."""
     offs_row = tl.arange(0, BLOCK)[:, None]
     offs_col = tl.arange(0, RANK)[None, :]
     largest = tl.zeros((BLOCK, RANK), tl.float32)
     least = tl.zeros((BLOCK, RANK), tl.float32)
-    for first in tl.range(0, n, BLOCK, num_stages=3):
+    for first in tl.range(0, length, BLOCK, num_stages=3):
         row = first + offs_row
-        ptrs = panel_ptr + row * row_stride + offs_col * col_stride
-        p = tl.load(ptrs, mask=(row < n) & (offs_col < r), other=0.0).to(tl.float32)
+        ptrs = panel_ptr + row + offs_col * stride
+        p = tl.load(ptrs, mask=(row < length) & (offs_col < r), other=0.0).to(tl.float32)
         largest = tl.maximum(largest, p)
         least = tl.minimum(least, p)
     scale = power_of_two(tl.max(tl.maximum(largest, -least), axis=0))
@@ -35,7 +35,7 @@ def store_scale(panel_ptr, n, r, row_stride, col_stride, matrix_ptr, RANK: tl.co
 
 @triton.jit
 def product_block(
-    panel_ptr, row_stride, col_stride, first, n, r, first_col, triangle_ptr,
+    panel_ptr, stride, first, length, n, r, first_col, triangle_ptr,
     RANK: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Compute [BLOCK, COLS] of panel · scale · T, rounded to fp32, with zeros from row n on."""
@@ -44,8 +44,8 @@ def product_block(
     hi = tl.zeros((BLOCK, COLS), tl.float32)
     lo = tl.zeros((BLOCK, COLS), tl.float32)
     for i in range(first_col + COLS):
-        ptrs = panel_ptr + row * row_stride + i * col_stride
-        p = tl.load(ptrs, mask=row < tl.where(i < r, n, 0), other=0.0).to(tl.float32)
+        p = tl.load(panel_ptr + row + i * stride, mask=row < tl.where(i < r, length, 0), other=0.0)
+        p = p.to(tl.float32)
         p = (p * tl.load(triangle_ptr + 2 * RANK * RANK + i))[:, None]
         t = tl.load(triangle_ptr + i * RANK + offs_col)
         t_lo = tl.load(triangle_ptr + RANK * RANK + i * RANK + offs_col)
@@ -58,7 +58,7 @@ def product_block(
 
 @triton.jit
 def multiply(
-    source_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r, triangle_ptr,
+    source_ptr, stride, out_ptr, out_stride, start, stop, length, n, r, triangle_ptr,
     RANK: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Write rows start .. stop of source · scale · T to out, a panel of whole columns with padding.
@@ -71,7 +71,7 @@ def multiply(
             # The last columns first: no other columns are computed from them.
             first_col = RANK - COLS - block * COLS
             result = product_block(
-                source_ptr, row_stride, col_stride, first, n, r, first_col, triangle_ptr, RANK, BLOCK, COLS
+                source_ptr, stride, first, length, n, r, first_col, triangle_ptr, RANK, BLOCK, COLS
             )
             if IN_PLACE:
                 tl.debug_barrier()  # everyone has to have read before anyone writes
@@ -82,41 +82,37 @@ def multiply(
 
 @triton.jit
 def factor(
-    panel_ptr, row_stride, col_stride, first, n, r, first_col, AXIS: tl.constexpr, matrix_ptr,
+    panel_ptr, stride, first, length, r, first_col, AXIS: tl.constexpr, matrix_ptr,
     RANK: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Load [BLOCK, COLS] of panel · scale, with a third axis of length 1 at AXIS."""
     row = tl.expand_dims(first + tl.arange(0, BLOCK)[:, None], AXIS)
     col = tl.expand_dims(first_col + tl.arange(0, COLS)[None, :], AXIS)
-    mask = (row < n) & (col < r)
-    p = tl.load(panel_ptr + row * row_stride + col * col_stride, mask=mask, other=0.0).to(tl.float32)
+    mask = (row < length) & (col < r)
+    p = tl.load(panel_ptr + row + col * stride, mask=mask, other=0.0).to(tl.float32)
     return p * tl.load(matrix_ptr + 2 * RANK * RANK + col)
 
 
 @triton.jit
 def store_gram_block(
-    panel_ptr, row_stride, col_stride, n, r, first_row, first_col, triangle_ptr, matrix_ptr,
+    panel_ptr, stride, length, n, r, first_row, first_col, triangle_ptr, matrix_ptr,
     RANK: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """Store [COLS, COLS] of a Gram matrix and its transpose; the arguments are store_gram's."""
     hi = tl.zeros((BLOCK, COLS, COLS), tl.float32)
     lo = tl.zeros((BLOCK, COLS, COLS), tl.float32)
-    for first in tl.range(0, n, BLOCK, num_stages=1 if PRODUCT else 3):
+    for first in tl.range(0, length, BLOCK, num_stages=1 if PRODUCT else 3):
         if PRODUCT:
             left = product_block(
-                panel_ptr, row_stride, col_stride, first, n, r, first_row, triangle_ptr, RANK, BLOCK, COLS
+                panel_ptr, stride, first, length, n, r, first_row, triangle_ptr, RANK, BLOCK, COLS
             )[:, :, None]
             right = product_block(
-                panel_ptr, row_stride, col_stride, first, n, r, first_col, triangle_ptr, RANK, BLOCK, COLS
+                panel_ptr, stride, first, length, n, r, first_col, triangle_ptr, RANK, BLOCK, COLS
             )[:, None, :]
         else:
-            left = factor(
-                panel_ptr, row_stride, col_stride, first, n, r, first_row, 2, matrix_ptr, RANK, BLOCK, COLS
-            )
-            right = factor(
-                panel_ptr, row_stride, col_stride, first, n, r, first_col, 1, matrix_ptr, RANK, BLOCK, COLS
-            )
+            left = factor(panel_ptr, stride, first, length, r, first_row, 2, matrix_ptr, RANK, BLOCK, COLS)
+            right = factor(panel_ptr, stride, first, length, r, first_col, 1, matrix_ptr, RANK, BLOCK, COLS)
         product, error = two_product(left, right)
         hi, rounding = two_sum(hi, product)
         lo += rounding + error
@@ -132,7 +128,7 @@ def store_gram_block(
 
 @triton.jit
 def store_gram(
-    panel_ptr, row_stride, col_stride, n, r, triangle_ptr, matrix_ptr,
+    panel_ptr, stride, length, n, r, triangle_ptr, matrix_ptr,
     RANK: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +139,7 @@ def store_gram(
     for first_row in range(0, RANK, COLS):
         for first_col in range(first_row, RANK, COLS):
             store_gram_block(
-                panel_ptr, row_stride, col_stride, n, r, first_row, first_col, triangle_ptr, matrix_ptr,
+                panel_ptr, stride, length, n, r, first_row, first_col, triangle_ptr, matrix_ptr,
                 RANK, BLOCK, LOG2_BLOCK, COLS, PRODUCT,
             )  # fmt: skip
 

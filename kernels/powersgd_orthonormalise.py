@@ -16,11 +16,13 @@ from .powersgd_tile import (
     MATRIX_FIELDS,
     MATRIX_RANK,
     MAX_REGISTERS,
+    MIN_BLOCK_ROWS,
     P_PANEL,
     P_STRIDE,
     P_WIRE,
     ROWS,
     WORK_FIELDS,
+    panel,
     wire_start,
     wire_stride,
 )
@@ -30,13 +32,20 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def panel_on_wire(wire_ptr, matrices_ptr, work):
-    """Return (pointer to a program's panel, its row stride, column stride, n, r, its row of the table)."""
+def chunk_on_wire(wire_ptr, matrices_ptr, work):
+    """Return (pointer to a program's panel, its stride, n, r, first row, one past the last, matrix_ptr).
+
+    Rows from n to the stride are zeros. The last program's rows include the padding of P's panel, which is
+    longer.
+    """
     matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
     n = tl.load(matrix_ptr + ROWS).to(tl.int32)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    start = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
-    return start, 1, wire_stride(n, wire_ptr.dtype.element_ty), n, r, matrix_ptr
+    panel_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
+    # They are multiples already; dividing shows the compiler that they are.
+    start = tl.load(work + 1).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
+    stop = tl.load(work + 2).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
+    return panel_ptr, wire_stride(n, wire_ptr.dtype.element_ty), n, r, start, stop, matrix_ptr
 
 
 @triton.jit
@@ -59,37 +68,26 @@ def _gram_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     work = work_ptr + program * WORK_FIELDS
-    panel_ptr, row_stride, col_stride, n, r, _ = panel_on_wire(wire_ptr, matrices_ptr, work)
-    start = tl.load(work + 1).to(tl.int32)
-    rows = tl.minimum(tl.load(work + 2).to(tl.int32), n) - start
-    panel_ptr += start * row_stride
+    panel_ptr, stride, _n, r, start, stop, _ = chunk_on_wire(wire_ptr, matrices_ptr, work)
+    panel_ptr += start
+    length = tl.minimum(stop, stride) - start
     if PAIRS:
         slot_ptr = scratch_ptr + program * (2 * RANK * (RANK + 1))
-        in_pairs.store_scale(panel_ptr, rows, r, row_stride, col_stride, slot_ptr, RANK, BLOCK)
+        in_pairs.store_scale(panel_ptr, stride, length, r, slot_ptr, RANK, BLOCK)
         tl.debug_barrier()
         in_pairs.store_gram(
-            panel_ptr,
-            row_stride,
-            col_stride,
-            rows,
-            r,
-            slot_ptr,
-            slot_ptr,
-            RANK,
-            BLOCK,
-            LOG2_BLOCK,
-            COLS,
-            False,
-        )
+            panel_ptr, stride, length, length, r, slot_ptr, slot_ptr,
+            RANK, BLOCK, LOG2_BLOCK, COLS, False,
+        )  # fmt: skip
     else:
-        products = in_fp64.gram(panel_ptr, rows, r, row_stride, col_stride, RANK, BLOCK)
+        products = in_fp64.gram(panel_ptr, stride, length, r, RANK, BLOCK)
         offs = tl.arange(0, RANK)[:, None] * RANK + tl.arange(0, RANK)[None, :]
         tl.store(scratch_ptr + program * (RANK * (RANK + 1)) + offs, products)
 
 
 @triton.jit
 def chunk_in_fp64(
-    panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count, epsilon,
+    panel_ptr, stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count, epsilon,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do one program's work of _orthonormalise_kernel in fp64."""
@@ -101,35 +99,21 @@ def chunk_in_fp64(
     own = diagonal(products, RANK)
     transform, _lo, again = triangle(products, products, own, added, TOLERANCE, RANK)
     in_fp64.multiply(
-        panel_ptr,
-        row_stride,
-        col_stride,
-        out_ptr,
-        out_stride,
-        start,
-        stop,
-        n,
-        r,
-        transform,
-        RANK,
-        BLOCK,
-        False,
+        panel_ptr, stride, out_ptr, out_stride, start, stop, stride, n, r, transform, RANK, BLOCK, False
     )
     if (again != 0) & (epsilon == 0.0):
-        products = in_fp64.gram_of_product(
-            panel_ptr, row_stride, col_stride, n, r, transform, TYPE, RANK, BLOCK
-        )
+        products = in_fp64.gram_of_product(panel_ptr, stride, stride, n, r, transform, TYPE, RANK, BLOCK)
         own = diagonal(products, RANK)
         second, _lo, again = triangle(products, products, own, added, TOLERANCE, RANK)
         tl.debug_barrier()
         in_fp64.multiply(
-            out_ptr, 1, out_stride, out_ptr, out_stride, start, stop, last, r, second, RANK, BLOCK, True
+            out_ptr, out_stride, out_ptr, out_stride, start, stop, stop, last, r, second, RANK, BLOCK, True
         )
 
 
 @triton.jit
 def chunk_in_pairs(
-    panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count,
+    panel_ptr, stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count,
     triangle_ptr, gram_ptr, epsilon, RANK: tl.constexpr, BLOCK: tl.constexpr, GRAM_BLOCK: tl.constexpr,
     LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -142,12 +126,12 @@ def chunk_in_pairs(
     in_pairs.store_transpose(triangle_ptr, hi, lo, RANK)
     tl.debug_barrier()
     in_pairs.multiply(
-        panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, last, r, triangle_ptr,
+        panel_ptr, stride, out_ptr, out_stride, start, stop, stride, last, r, triangle_ptr,
         RANK, BLOCK, COLS, False,
     )  # fmt: skip
     if (again != 0) & (epsilon == 0.0):
         in_pairs.store_gram(
-            panel_ptr, row_stride, col_stride, n, r, triangle_ptr, gram_ptr,
+            panel_ptr, stride, stride, n, r, triangle_ptr, gram_ptr,
             RANK, GRAM_BLOCK, LOG2_BLOCK, COLS, True,
         )  # fmt: skip
         tl.debug_barrier()
@@ -157,7 +141,7 @@ def chunk_in_pairs(
         tl.store(triangle_ptr + 2 * RANK * RANK + tl.arange(0, RANK), tl.full((RANK,), 1.0, tl.float32))
         tl.debug_barrier()
         in_pairs.multiply(
-            out_ptr, 1, out_stride, out_ptr, out_stride, start, stop, last, r, triangle_ptr,
+            out_ptr, out_stride, out_ptr, out_stride, start, stop, stop, last, r, triangle_ptr,
             RANK, BLOCK, COLS, True,
         )  # fmt: skip
 
@@ -187,24 +171,22 @@ def _orthonormalise_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     work = work_ptr + program * WORK_FIELDS
-    panel_ptr, row_stride, col_stride, n, r, matrix_ptr = panel_on_wire(wire_ptr, matrices_ptr, work)
-    start = tl.load(work + 1).to(tl.int32)
-    stop = tl.load(work + 2).to(tl.int32)
+    panel_ptr, stride, n, r, start, stop, matrix_ptr = chunk_on_wire(wire_ptr, matrices_ptr, work)
     first_slot = tl.load(work + 3)
     count = tl.load(work + 4).to(tl.int32)
-    out_ptr = p_ptr + tl.load(matrix_ptr + P_PANEL)
-    out_stride = tl.load(matrix_ptr + P_STRIDE).to(tl.int32)
+    out_ptr, out_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
+    out_stride = out_stride.to(tl.int32)
     if PAIRS:
         SIZE: tl.constexpr = 2 * RANK * (RANK + 1)
         own_ptr = scratch_ptr + (tl.num_programs(0) + 2 * program) * SIZE
         chunk_in_pairs(
-            panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r,
+            panel_ptr, stride, out_ptr, out_stride, start, stop, n, r,
             scratch_ptr + first_slot * SIZE, count, own_ptr, own_ptr + SIZE, epsilon,
             RANK, BLOCK, GRAM_BLOCK, LOG2_BLOCK, COLS,
         )  # fmt: skip
     else:
         chunk_in_fp64(
-            panel_ptr, row_stride, col_stride, out_ptr, out_stride, start, stop, n, r,
+            panel_ptr, stride, out_ptr, out_stride, start, stop, n, r,
             scratch_ptr + first_slot * (RANK * (RANK + 1)), count, epsilon, RANK, BLOCK,
         )  # fmt: skip
 

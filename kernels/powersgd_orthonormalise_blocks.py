@@ -10,10 +10,12 @@ from .powersgd_tile import (
     MATRIX_FIELDS,
     MATRIX_RANK,
     MAX_REGISTERS,
+    MIN_BLOCK_ROWS,
     P_PANEL,
     P_STRIDE,
     P_WIRE,
     ROWS,
+    panel,
     wire_start,
     wire_stride,
 )
@@ -44,38 +46,27 @@ def _orthonormalise_blocks_kernel(
     n = tl.load(matrix_ptr + ROWS).to(tl.int32)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
     source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
-    row_stride, col_stride = 1, wire_stride(n, wire_ptr.dtype.element_ty)
-    out_ptr = p_ptr + tl.load(matrix_ptr + P_PANEL)
-    stride = tl.load(matrix_ptr + P_STRIDE).to(tl.int32)
+    wire_length = wire_stride(n, wire_ptr.dtype.element_ty)
+    out_ptr, stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
+    stride = stride.to(tl.int32)
     added = tl.zeros((RANK_BLOCK,), tl.float64) + epsilon
 
     for rank_start in range(0, RANK, RANK_BLOCK):
         block_ptr = out_ptr + rank_start * stride
         cols = tl.minimum(r - rank_start, RANK_BLOCK)
-        from_ptr = source_ptr + rank_start * col_stride
-        copy_panel(from_ptr, row_stride, col_stride, block_ptr, stride, n, cols, RANK_BLOCK, BLOCK)
+        from_ptr = source_ptr + rank_start * wire_length
+        copy_panel(from_ptr, wire_length, block_ptr, stride, wire_length, cols, RANK_BLOCK, BLOCK)
         tl.debug_barrier()
         for _ in range(tl.where(epsilon == 0.0, 2, 1)):
-            own = diagonal(gram(block_ptr, n, cols, 1, stride, RANK_BLOCK, BLOCK), RANK_BLOCK)
+            own = diagonal(gram(block_ptr, stride, stride, cols, RANK_BLOCK, BLOCK), RANK_BLOCK)
             for done in range(0, rank_start, RANK_BLOCK):
                 subtract_projection(block_ptr, out_ptr + done * stride, stride, n, cols, RANK_BLOCK, BLOCK)
-            products = gram(block_ptr, n, cols, 1, stride, RANK_BLOCK, BLOCK)
+            products = gram(block_ptr, stride, stride, cols, RANK_BLOCK, BLOCK)
             transform, _, _ = triangle(products, products, own, added, TOLERANCE, RANK_BLOCK)
             multiply(
-                block_ptr,
-                1,
-                stride,
-                block_ptr,
-                stride,
-                0,
-                stride,
-                n,
-                cols,
-                transform,
-                RANK_BLOCK,
-                BLOCK,
-                True,
-            )
+                block_ptr, stride, block_ptr, stride, 0, stride, stride, n, cols, transform,
+                RANK_BLOCK, BLOCK, True,
+            )  # fmt: skip
             tl.debug_barrier()
 
 

@@ -14,8 +14,10 @@ from .powersgd_tile import (
     Q_PANEL,
     Q_STRIDE,
     dot_rank_block,
+    gradient_matrix,
     gradient_tile,
     is_16_byte_aligned,
+    memory_matrix,
     memory_tile,
     panel,
     registers,
@@ -30,7 +32,7 @@ DOT_COLS = 32
 def project_fma(
     grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Do the work of one program of _project_kernel in FMAs. partial: the start of its partial P."""
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
@@ -40,29 +42,33 @@ def project_fma(
     offs_col = tl.arange(0, BLOCK_COLS)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
+    bucket = gradient_matrix(grad_ptr, matrix_ptr)
+    if FEEDBACK:
+        memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
 
     acc = ()
     for _ in tl.static_range(RANK):
         # Sums over neighbouring columns stay within a thread; sums over threads wait for the end.
         acc = acc + (tl.zeros((BLOCK_ROWS, BLOCK_COLS // FOLD), COMPUTE),)
     for col_block in range(first, last):
-        grad_ptrs, exists = gradient_tile(
-            grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
-        )
+        if RELOADED:
+            bucket = gradient_matrix(grad_ptr, matrix_ptr)
+            if FEEDBACK:
+                memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
+        grad_ptrs, exists = gradient_tile(bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
         matrix = tl.load(grad_ptrs, mask=exists, other=0.0).to(COMPUTE)
         offs_q = col_block * BLOCK_COLS + offs_col
         if FEEDBACK:
-            memory_ptrs, mask = memory_tile(
-                memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
-            )
+            memory_ptrs, mask = memory_tile(memory, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
             approximation = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
             for j in tl.static_range(RANK):
                 p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row)
                 q = tl.load(q_panel + j * q_stride + offs_q)
                 approximation += p[:, None] * q[None, :]
             matrix = add_error(
-                matrix, exists, memory_ptrs, mask, approximation, matrix_ptr, TYPE, BLOCK_ROWS, BLOCK_COLS
-            ).to(COMPUTE)
+                matrix, exists, memory_ptrs, mask, approximation, bucket[1], bucket[2],
+                TYPE, BLOCK_ROWS, BLOCK_COLS,
+            ).to(COMPUTE)  # fmt: skip
         new = ()
         for j in tl.static_range(RANK):
             q = tl.load(q_hat[j] + offs_q) * factor[j]
@@ -78,7 +84,7 @@ def project_fma(
 def project_dot(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Do the same in matrix products, tf32x3 or fp64, reading M once for each RANK_BLOCK columns of P."""
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
@@ -90,6 +96,9 @@ def project_dot(
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
     p_panel += row_block * BLOCK_ROWS
+    bucket = gradient_matrix(grad_ptr, matrix_ptr)
+    if FEEDBACK:
+        memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
 
     for rank_start in range(0, RANK, RANK_BLOCK):
         if FEEDBACK and rank_start > 0:
@@ -102,13 +111,15 @@ def project_dot(
         acc = tl.zeros((BLOCK_ROWS, RANK_BLOCK), COMPUTE)
         for col_block in range(first, last):
             offs_q = col_block * BLOCK_COLS + offs_col
+            if RELOADED:
+                bucket = gradient_matrix(grad_ptr, matrix_ptr)
+                if FEEDBACK:
+                    memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
             if FEEDBACK:
-                memory_ptrs, mask = memory_tile(
-                    memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
-                )
+                memory_ptrs, mask = memory_tile(memory, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
                 if rank_start == 0:
                     grad_ptrs, grad_mask = gradient_tile(
-                        grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
+                        bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
                     )
                     gradient = tl.load(grad_ptrs, mask=grad_mask, other=0.0)
                     approximation = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
@@ -119,14 +130,14 @@ def project_dot(
                             p, q, approximation, input_precision=PRECISION, out_dtype=COMPUTE
                         )
                     matrix = add_error(
-                        gradient.to(COMPUTE), grad_mask, memory_ptrs, mask, approximation, matrix_ptr,
-                        TYPE, BLOCK_ROWS, BLOCK_COLS,
+                        gradient.to(COMPUTE), grad_mask, memory_ptrs, mask, approximation,
+                        bucket[1], bucket[2], TYPE, BLOCK_ROWS, BLOCK_COLS,
                     )  # fmt: skip
                 else:
                     matrix = tl.load(memory_ptrs, mask=mask, other=0.0)
             else:
                 grad_ptrs, grad_mask = gradient_tile(
-                    grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
+                    bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
                 )
                 matrix = tl.load(grad_ptrs, mask=grad_mask, other=0.0)
             q = tl.load(q_hat[None, :] + offs_q[:, None]) * factor[None, :]
@@ -139,18 +150,18 @@ def project_dot(
 def project_tiles(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Choose between FMAs and matrix products by RANK."""
     if RANK <= MAX_FMA_RANK:
         project_fma(
             grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
         )  # fmt: skip
     else:
         project_dot(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, UNIT, ALIGNED,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, ALIGNED,
         )  # fmt: skip
 
 
@@ -170,14 +181,15 @@ def _project_kernel(
     BLOCK_COLS: tl.constexpr,
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    RELOADED: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and partial P = M Q̂ over some columns.
 
     Q̂: the columns of Q_prev, scaled (see direction, which takes UNIT). memory_ptr: M_prev, becomes M. Without
-    FEEDBACK it isn't touched, and M is the gradient. p_ptr, q_ptr: panels. partial_ptr: [programs, RANK,
-    BLOCK_ROWS]. Grid: one program per row of work_ptr (_project_work). BLOCK_COLS: a SPLIT-th of
-    LowRankWork's. Moves 12 B per matrix element in fp32 (4 B without feedback), and
+    FEEDBACK it isn't touched, and M is the gradient. RELOADED: see is_reloaded. p_ptr, q_ptr: panels.
+    partial_ptr: [programs, RANK, BLOCK_ROWS]. Grid: one program per row of work_ptr (_project_work).
+    BLOCK_COLS: a SPLIT-th of LowRankWork's. Moves 12 B per matrix element in fp32 (4 B without feedback), and
     4 · RANK · BLOCK_ROWS B of partial sums per program; P and Q come from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -197,14 +209,23 @@ def _project_kernel(
         project_tiles(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
             row_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, UNIT, True,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, True,
         )  # fmt: skip
     else:
         project_tiles(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
             row_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, UNIT, False,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, False,
         )  # fmt: skip
+
+
+def is_reloaded(rank: int, dtype: torch.dtype) -> bool:
+    """Return whether a matrix's row of the table is loaded for each tile, by way of shared memory.
+
+    Otherwise it is loaded once, which takes more registers than shortening fp16's error leaves, and at rank
+    32 in fp32 makes the compiler place tiles so that two programs don't fit 100 KiB.
+    """
+    return dtype == torch.float16 or (dtype == torch.float32 and rank == 32)
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
@@ -215,8 +236,11 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     num_warps = 8 if rank <= 4 or is_large else 4
     # Where registers are left, three programs fit a multiprocessor. Shortening fp16's error takes more.
     num_programs = 3 if rank <= 2 and dtype in (torch.float32, torch.bfloat16) else 1 if is_large else 2
-    # In fp64 pipelined matrix products take more registers than there are.
-    num_stages = 1 if dtype == torch.float64 and rank > MAX_FMA_RANK.value else 3
+    # Matrix products take tiles that are loaded one step ahead, by way of shared memory; with RELOADED the
+    # table's elements before them. In fp64 that takes more registers than there are.
+    num_stages = 3
+    if rank > MAX_FMA_RANK.value and not is_reloaded(rank, dtype):
+        num_stages = 1 if dtype == torch.float64 else 2
     return {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers(num_warps, num_programs)}
 
 
@@ -263,6 +287,7 @@ def project(
             BLOCK_COLS=cols,
             SPLIT=block_cols // cols,
             FEEDBACK=feedback,
+            RELOADED=is_reloaded(rank, grad.dtype),
             UNIT=unit,
             enable_fp_fusion=True,
             **launch_options(rank, grad.dtype),

@@ -20,6 +20,7 @@ from .powersgd_tile import (
     UNPACK,
     WORK_FIELDS,
     dot_rank_block,
+    gradient_matrix,
     gradient_tile,
     is_16_byte_aligned,
     panel,
@@ -81,6 +82,7 @@ def reconstruct_tiles(
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     p_panel += row_block * BLOCK_ROWS
     q_panel = wire_start(q_wire_ptr, tl.load(matrix_ptr + Q_WIRE))
+    bucket = gradient_matrix(grad_ptr, matrix_ptr)
     # FMAs take a few rows at a time, so that only the columns of Q stay in registers.
     SLICE: tl.constexpr = 16 if RANK <= MAX_FMA_RANK else BLOCK_ROWS
     offs_row = tl.arange(0, SLICE)
@@ -105,10 +107,10 @@ def reconstruct_tiles(
                     offs_q = offs_rank[:, None] * m + offs_col[None, :]
                     columns = tl.load(q_panel + offs_q, mask=mask, other=0.0).to(COMPUTE)
                     tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
-            ptrs, mask = gradient_tile(
-                grad_ptr, matrix_ptr, row_block * (BLOCK_ROWS // SLICE) + i, col_block,
-                SLICE, BLOCK_COLS, ALIGNED,
-            )  # fmt: skip
+            if RANK > MAX_FMA_RANK:  # known before the loop, its offsets would take registers throughout
+                bucket = gradient_matrix(grad_ptr, matrix_ptr)
+            row_slice = row_block * (BLOCK_ROWS // SLICE) + i
+            ptrs, mask = gradient_tile(bucket, row_slice, col_block, SLICE, BLOCK_COLS, ALIGNED)
             tl.store(ptrs, round_to(tile, TYPE), mask=mask)
 
 

@@ -40,6 +40,7 @@ MAX_CHUNKS = tl.constexpr(powersgd_work.MAX_CHUNKS)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
 MAX_REGISTERS = 255  # that a thread can have
+MIN_BLOCK_ROWS = tl.constexpr(32)  # BLOCK_ROWS and the length of P's panels are multiples of it
 
 # Work types of _pack_kernel and of _reconstruct_kernel, in the first column of a program's row.
 REDUCE = tl.constexpr(powersgd_work.REDUCE)
@@ -86,24 +87,44 @@ def is_16_byte_aligned(grad_ptr, matrix_ptr, end_row):
 
 
 @triton.jit
+def gradient_matrix(grad_ptr, matrix_ptr):
+    """Return a matrix in the bucket: (pointer, n, m, elements that the bucket has of it).
+
+    Kernels call this and memory_matrix before their loops: within, the compiler loads the table's elements
+    ahead, by way of shared memory.
+    """
+    start_ptr = grad_ptr + tl.load(matrix_ptr + GRADIENT)
+    return start_ptr, tl.load(matrix_ptr + ROWS), tl.load(matrix_ptr + COLS), tl.load(matrix_ptr + NUMEL)
+
+
+@triton.jit
+def memory_matrix(memory_ptr, matrix_ptr, ALIGNED: tl.constexpr):
+    """Return a matrix in the memory: (pointer, n, length of its rows)."""
+    # Both are equal if ALIGNED. Loading COLS shows the compiler that it can reuse gradient_tile's offsets.
+    cols = tl.load(matrix_ptr + (COLS if ALIGNED else MEMORY_COLS))
+    VECTOR: tl.constexpr = 128 // memory_ptr.dtype.element_ty.primitive_bitwidth
+    start = tl.load(matrix_ptr + MEMORY) // VECTOR * VECTOR
+    return memory_ptr + start, tl.load(matrix_ptr + ROWS), cols
+
+
+@triton.jit
 def gradient_tile(
-    grad_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Return (pointers, mask) of a tile of a matrix in the bucket.
+    matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Return (pointers, mask) of a tile of a matrix in the bucket, which is a result of gradient_matrix.
 
     ALIGNED: the result of is_16_byte_aligned; if true, every access is 128 bits wide. Kernels branch on it
     around
     their loops: a branch around each access would make the compiler keep tiles in two layouts at once.
     """
-    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    start_ptr, rows, cols, numel = matrix
+    TYPE: tl.constexpr = start_ptr.dtype.element_ty
     VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
-    cols = tl.load(matrix_ptr + COLS)
     start = cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
-    rows_left = (tl.load(matrix_ptr + ROWS) - row_block * BLOCK_ROWS).to(tl.int32)
+    rows_left = (rows - row_block * BLOCK_ROWS).to(tl.int32)
     cols_left = (cols - col_block * BLOCK_COLS).to(tl.int32)
     stride = cols.to(tl.int32)
-    tile_ptr = grad_ptr + tl.load(matrix_ptr + GRADIENT) + start
+    tile_ptr = start_ptr + start
     offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
     offs_col = tl.arange(0, BLOCK_COLS)[None, :]
     if ALIGNED:
@@ -115,29 +136,28 @@ def gradient_tile(
     offs = offs_row * stride + offs_col
     mask = (offs_row < rows_left) & (offs_col < cols_left)
     if not ALIGNED:
-        left = tl.minimum(tl.load(matrix_ptr + NUMEL) - start, 2**31 - 1).to(tl.int32)
+        left = tl.minimum(numel - start, 2**31 - 1).to(tl.int32)
         mask = mask & (offs < left)
     return tile_ptr + offs, mask
 
 
 @triton.jit
-def memory_tile(
-    memory_ptr, matrix_ptr, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Return (pointers, mask) of a tile of the memory. Every access is 128 bits wide."""
-    VECTOR: tl.constexpr = 128 // memory_ptr.dtype.element_ty.primitive_bitwidth
-    # Both are equal if ALIGNED. Loading COLS shows the compiler that it can reuse gradient_tile's offsets.
-    memory_cols = tl.load(matrix_ptr + (COLS if ALIGNED else MEMORY_COLS))
-    start = tl.load(matrix_ptr + MEMORY) + memory_cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
-    rows_left = (tl.load(matrix_ptr + ROWS) - row_block * BLOCK_ROWS).to(tl.int32)
+def memory_tile(matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Return (pointers, mask) of a tile of a matrix in the memory, which is a result of memory_matrix.
+
+    Every access is 128 bits wide.
+    """
+    start_ptr, rows, cols = matrix
+    VECTOR: tl.constexpr = 128 // start_ptr.dtype.element_ty.primitive_bitwidth
+    start = cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
+    rows_left = (rows - row_block * BLOCK_ROWS).to(tl.int32)
     # They are multiples of VECTOR already; dividing shows the compiler that they are.
-    cols_left = (memory_cols - col_block * BLOCK_COLS).to(tl.int32) // VECTOR * VECTOR
-    stride = memory_cols.to(tl.int32) // VECTOR * VECTOR
+    cols_left = (cols - col_block * BLOCK_COLS).to(tl.int32) // VECTOR * VECTOR
+    stride = cols.to(tl.int32) // VECTOR * VECTOR
     offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
     offs_col = tl.arange(0, BLOCK_COLS)[None, :]
     mask = (offs_row < rows_left) & (offs_col < cols_left)
-    return memory_ptr + start // VECTOR * VECTOR + offs_row * stride + offs_col, mask
+    return start_ptr + start // VECTOR * VECTOR + offs_row * stride + offs_col, mask
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from tests.programs import run_python
 COUNT = """
 import json
 import torch
-from benchmarks.prediction.__main__ import WARP, compiled_for, counts_of, launches_of
+from benchmarks.prediction.launches import WARP, compiled_for, counts_of, launches_of
 from gradcomp.layout import LowRankLayout
 
 layout = LowRankLayout([(640, 768), (96,), (256, 512)], {rank}, min_compression_rate=1)

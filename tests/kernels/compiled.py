@@ -185,6 +185,7 @@ def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) 
         "kernel": variant.kernel.__name__,
         "itemsize": itemsize,
         "rank": constants.get("RANK", 0),
+        "constants": {name: value for name, value in constants.items() if isinstance(value, int)},
         "shared_bytes": shared,
         "programs": min(65536 // of_program, SHARED_KIB[architecture] * 1024 // (shared + 1024)),
         "num_warps": compiled.metadata.num_warps,

@@ -18,6 +18,7 @@ TILES_MOVED = {
     "_back_project_kernel": (1, 0),
     "_reconstruct_kernel": (0, 1),
 }
+PANEL_KERNELS = ("_gram_kernel", "_orthonormalise_kernel", "_orthonormalise_blocks_kernel")
 COPYING = ("_cast_kernel", "_flatten_kernel")
 
 
@@ -130,6 +131,31 @@ def check_factors_move_128_bits_at_a_time(report):
     assert checked > 20
 
 
+def check_panels_move_128_bits_at_a_time(report):
+    """Check the loads of P from the wire, and the stores of orthonormal P, where a block gives each thread
+    16 bytes.
+
+    In pairs of fp32, _orthonormalise_kernel loads single columns of 8 bytes per thread.
+    """
+    checked = 0
+    for name, facts in report.items():
+        if facts["kernel"] not in PANEL_KERNELS:
+            continue
+        constants, num_threads = facts["constants"], facts["num_warps"] * 32
+        numel = constants["BLOCK"] * constants.get("RANK_BLOCK", facts["rank"])
+        if facts["kernel"] == "_gram_kernel" or not constants.get("PAIRS", False):
+            loads = numel * facts["itemsize"] // (num_threads * 16)
+            assert wide(facts, "LDG") >= loads, f"{name}: {facts['memory']}"
+            checked += loads > 0
+        if facts["kernel"] != "_gram_kernel":
+            if constants.get("PAIRS", False):
+                numel = constants["BLOCK"] * constants["COLS"]
+            stores = numel * max(facts["itemsize"], 4) // (num_threads * 16)
+            assert wide(facts, "STG") >= stores, f"{name}: {facts['memory']}"
+            checked += stores > 0
+    assert checked > 30
+
+
 def check_pairs_leave_fp64_alone(report):
     """Check that only epsilon, an argument in fp64, is converted from it."""
     checked = 0
@@ -152,4 +178,5 @@ def test_machine_code(architecture):
     check_two_programs_fit_a_multiprocessor(report)
     check_matrices_move_128_bits_at_a_time(report)
     check_factors_move_128_bits_at_a_time(report)
+    check_panels_move_128_bits_at_a_time(report)
     check_pairs_leave_fp64_alone(report)
