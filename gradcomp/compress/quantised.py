@@ -74,6 +74,17 @@ class QuantisedCompressor(Compressor):
         # An all-reduce of as many bytes would have as many elements.
         self.sent_numel = -(-self._plan.payload.numel() // bucket.dtype.itemsize)
 
+    @classmethod
+    def warm_up(cls, bucket: BucketSpec, options: QuantisedOptions) -> None:
+        """Compile the kernels that the bucket's steps will launch."""
+        ops.compile_quantised(
+            BlockLayout(bucket.shapes, options.block_size, bucket.world_size),
+            bucket.dtype,
+            bucket.device,
+            bits=options.bits,
+            error_feedback=options.error_feedback,
+        )
+
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send nothing of these tensors, so that their errors stay."""
         self._unused = [self._stored[position] for position in unused if position in self._stored]
