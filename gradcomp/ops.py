@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from .checks import check_cast, check_list
 from .cpu import copy as cpu
 from .cpu import low_rank as cpu_low_rank
+from .cpu import quantise as cpu_quantise
 from .cpu import quantised_plan as cpu_quantised_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
-from .kernels import powersgd_launches, powersgd_plan
+from .kernels import powersgd_launches, powersgd_plan, quantise_plan
 from .kernels.device import has_streams, processor, send
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __all__ = [
     "LowRankPlan",
     "QuantisedPlan",
     "compile_low_rank",
+    "compile_quantised",
     "compress_cast",
     "decompress_cast",
     "flatten",
@@ -43,10 +46,9 @@ __all__ = [
 ]
 
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
-QuantisedPlan = cpu_quantised_plan.QuantisedPlan
+QuantisedPlan = quantise_plan.QuantisedPlan | cpu_quantised_plan.QuantisedPlan
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
 
 _Tables = dict[tuple[torch.device, bool], flatten_kernel.FlattenTables]
@@ -70,7 +72,7 @@ def compress_cast(buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0
     """
     if out.dtype not in _HALVES:
         raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
-    _check_cast("compress_cast", buffer, out)
+    check_cast("compress_cast", buffer, out)
     if runs_triton(out.device):
         cast_kernel.cast(buffer, out=out, scale=scale)
     else:
@@ -87,25 +89,12 @@ def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
 
     Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
     """
-    _check_cast("decompress_cast", compressed, out)
+    check_cast("decompress_cast", compressed, out)
     if runs_triton(out.device):
         cast_kernel.cast(compressed, out=out)
     else:
         cpu.decompress(compressed.view(-1), out=out.view(-1))
     return out
-
-
-def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
-    for tensor in (src, out):
-        _require_float(name, tensor)
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}"
-            )
-    if src.numel() != out.numel():
-        raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
-    _require_device(name, src, out.device)
 
 
 @torch.no_grad()
@@ -124,7 +113,7 @@ def flatten(
 
     Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
     """
-    _check_list("flatten", tensors, layout, out)
+    check_list("flatten", tensors, layout, out)
     if runs_triton(out.device) and not out.is_complex():
         ordered = [_in_order(i, tensor, layout) for i, tensor in enumerate(tensors)]
         flatten_kernel.flatten(ordered, _tables_of(layout, out.device, to_flat=True), out=out, scale=scale)
@@ -146,7 +135,7 @@ def unflatten(
     flat: contiguous [layout.numel]. out: tensors of the layout's shapes, one dtype, on flat's device; strided
     as they like. Dtypes and errors as in flatten.
     """
-    _check_list("unflatten", out, layout, flat)
+    check_list("unflatten", out, layout, flat)
     if runs_triton(flat.device) and not flat.is_complex():
         ordered = [_in_order(i, tensor, layout, copy=False) for i, tensor in enumerate(out)]
         flatten_kernel.unflatten(
@@ -190,43 +179,6 @@ def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> fl
             list(layout.tiles(flatten_kernel.BLOCK)), len(layout), device
         )
     return tables[device, to_flat]
-
-
-def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
-    if not flat.is_complex():
-        _require_float(name, flat)
-    if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
-        raise ValueError(
-            f"{name} takes a contiguous buffer of shape ({layout.numel},) for {layout}, "
-            f"got shape {tuple(flat.shape)} with strides {flat.stride()}"
-        )
-    if len(tensors) != len(layout):
-        raise ValueError(f"{name}: {layout} got {len(tensors)} tensors")
-    for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
-        if tensor.shape != shape:
-            raise ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")
-        if tensor.dtype != tensors[0].dtype:
-            raise TypeError(
-                f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
-                f"tensor {index} is {tensor.dtype}"
-            )
-        _require_device(name, tensor, flat.device)
-    if tensors and flat.is_complex() and tensors[0].dtype != flat.dtype:
-        raise TypeError(
-            f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
-        )
-    if tensors and not flat.is_complex():
-        _require_float(name, tensors[0])
-
-
-def _require_float(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in _FLOATS:
-        raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
-
-
-def _require_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name}: tensors are on {tensor.device} and on {device}")
 
 
 def low_rank_plan(
@@ -312,6 +264,18 @@ def quantised_plan(
     padded blocks: the sender's error, plus the owner's in its shard. plan.shard_error: [shard_numel], the
     latter alone. Both None without error_feedback. Padding is zero in both.
     """
-    return cpu_quantised_plan.QuantisedPlan(
-        layout, dtype, bits=bits, error_feedback=error_feedback, exact_dtype=exact_dtype
-    )
+    options = {"bits": bits, "error_feedback": error_feedback, "exact_dtype": exact_dtype}
+    if runs_triton(device):
+        return quantise_plan.QuantisedPlan(layout, dtype, device, **options, **_quantiser())
+    return cpu_quantised_plan.QuantisedPlan(layout, dtype, **options)
+
+
+def compile_quantised(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
+    """Compile the kernels that a quantised_plan with these arguments launches: see compile_low_rank."""
+    if has_streams(device):
+        quantise_plan.compile_kernels(layout, dtype, device, **options, **_quantiser())
+
+
+def _quantiser() -> dict[str, Any]:
+    """Return the levels of 4 bits and the thresholds between them, which the kernels have from cpu/."""
+    return {"levels": cpu_quantise.levels(), "thresholds": cpu_quantise.THRESHOLDS}

@@ -86,3 +86,11 @@ SPAN = {torch.float32: 1e-6, torch.float64: 1e-11}
 # magnifies it.
 FACTOR_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.int8: 1 / 127}
 FACTOR_ROUNDINGS = 4
+
+# The quantised all-reduce on the kernels, 4 bits. How much farther than the nearest level a chosen one may be
+# in units of the root mean square: between two levels the quotient's rounding, 2e-6 of at most 2.5, decides.
+QUANTISED_THRESHOLD = 1e-5
+# A scale of 4 bits: rounded to bf16 once, and sums of squares in fp32.
+QUANTISED_SCALE = 1.001 * 2.0**-8
+# Outputs plus the mean error are the inputs: a rounding per step of each, in units of the inputs' norm.
+QUANTISED_IDENTITY = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}

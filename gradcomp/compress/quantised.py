@@ -18,6 +18,7 @@ from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
 
 from .compressor import BucketSpec, Compressor, State
+from .rules import UNCOMPRESSED_DTYPE
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -30,7 +31,8 @@ class QuantisedOptions:
     """The options of a quantised all-reduce.
 
     bits: 4 or 8 for an element. block_size: elements that have one scale; even. error_feedback: add what a
-    step's rounding loses to the next step's gradients.
+    step's rounding loses to the next step's gradients. uncompressed_dtype: what vectors and small tensors are
+    rounded to, torch.bfloat16 or torch.float16; None to send them exactly.
 
     Raises ValueError for other values.
     """
@@ -38,6 +40,7 @@ class QuantisedOptions:
     bits: int = 4
     block_size: int = 128
     error_feedback: bool = True
+    uncompressed_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or isinstance(self.bits, bool):
@@ -47,6 +50,7 @@ class QuantisedOptions:
             raise ValueError(f"block_size is {size!r}; it has to be an even number of elements, at least 2")
         if not isinstance(self.error_feedback, bool):
             raise ValueError(f"error_feedback is {self.error_feedback!r}; it has to be True or False")
+        UNCOMPRESSED_DTYPE("uncompressed_dtype", self.uncompressed_dtype)
 
 
 class QuantisedCompressor(Compressor):
@@ -65,6 +69,7 @@ class QuantisedCompressor(Compressor):
             bucket.device,
             bits=options.bits,
             error_feedback=options.error_feedback,
+            exact_dtype=options.uncompressed_dtype,
         )
         self._layout = layout
         self._unused: list[Part] = []
@@ -72,6 +77,18 @@ class QuantisedCompressor(Compressor):
         self._loaded_shard_error: torch.Tensor | None = None
         # An all-reduce of as many bytes would have as many elements.
         self.sent_numel = -(-self._plan.payload.numel() // bucket.dtype.itemsize)
+
+    @classmethod
+    def warm_up(cls, bucket: BucketSpec, options: QuantisedOptions) -> None:
+        """Compile the kernels that the bucket's steps will launch."""
+        ops.compile_quantised(
+            BlockLayout(bucket.shapes, options.block_size, bucket.world_size),
+            bucket.dtype,
+            bucket.device,
+            bits=options.bits,
+            error_feedback=options.error_feedback,
+            exact_dtype=options.uncompressed_dtype,
+        )
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send nothing of these tensors, so that their errors stay."""

@@ -1,9 +1,12 @@
 """A compressor is warmed up once per bucket, in a plain step."""
 
+from functools import partial
+
 import torch
 
 from gradcomp.compress import Compressor, CompressorState, compress_hook
 from gradcomp.hooks import powerSGD_hook as powersgd
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.distributed.powersgd_oracle import Bucket
 from tests.distributed.powersgd_runs import simulate
 
@@ -59,3 +62,15 @@ def test_powersgd_compiles_for_its_options(monkeypatch):
     assert all(
         options == {"error_feedback": True, "warm_start": True, "epsilon": 0.25} for options in compiled
     )
+
+
+def test_the_quantised_all_reduce_compiles_for_its_options(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        "gradcomp.ops.compile_quantised",
+        lambda layout, dtype, device, **options: compiled.append((layout.world_size, dtype, options)),
+    )
+    make_state = partial(QuantizationState, None, 8, 4, False, start_iter=2)
+    simulate(train, 2, make_state, quantization_hook, 3)
+    # Two buckets on two ranks.
+    assert compiled == [(2, torch.float32, {"bits": 8, "error_feedback": False})] * 4

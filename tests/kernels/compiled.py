@@ -5,7 +5,7 @@ its kernels, compiles them so for sm_90, and prints the worst of each kernel: re
 memory, programs that fit a multiprocessor. With `--json` it prints all variants, and their memory
 instructions. With `--every`, for each dtype and rank rather than for those that the tests have time for: five
 minutes. It runs in a process of its own because the test process holds interpreted kernels. A new kernel's
-launcher has to be called in launches(): test_compiled.py says so if it is missing.
+launcher has to be called in launches() or quantised_launches(): test_compiled.py says so if it is missing.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gradcomp.kernels
+from gradcomp.cpu.quantise import THRESHOLDS, levels
 from gradcomp.kernels import cast, flatten
 from gradcomp.kernels.powersgd_plan import LowRankPlan
-from gradcomp.layout import LowRankLayout
+from gradcomp.kernels.quantise_plan import QuantisedPlan
+from gradcomp.layout import BlockLayout, LowRankLayout
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory of a multiprocessor in KiB, of which every program takes one more than it asks for.
@@ -39,6 +41,7 @@ SHARED_KIB = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 TYPE_NAMES = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int64: "i64"}
+TYPE_NAMES |= {torch.int32: "i32", torch.uint8: "u8"}
 # Matrices whose tiles lie on 16 bytes, and a vector.
 SHAPES = [(256, 512), (512,), (512, 256)]
 # PowerSGD's (dtype, rank, error feedback) that the tests compile: most of those of which a variant once
@@ -49,6 +52,13 @@ POWERSGD = [
     *((FP64, rank, True) for rank in (1, 16, 64)),
     (FP32, 4, False),
     (BF16, 32, False),
+]
+# The quantised all-reduce's (dtype, bits, block size, world size, error feedback) that the tests compile.
+QUANTISED = [
+    *((dtype, bits, 128, 8, True) for dtype, bits in product((FP32, BF16, FP64), (4, 8))),
+    *((FP32, 4, block_size, world_size, True) for block_size, world_size in ((6, 3), (256, 1), (128, 2))),
+    (FP32, 4, 128, 3, False),
+    (FP16, 8, 16, 1, True),
 ]
 EVERY = list(product((FP32, BF16, FP16, FP64), (1, 2, 4, 8, 16, 32, 64, 96), (True, False)))
 
@@ -97,7 +107,7 @@ class Recorder:
 
 
 def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]:
-    """Call the launchers, in groups that differ in what the kernels are compiled for; the groups' names."""
+    """Call launchers, in groups that differ in what the kernels are compiled for; the groups' names."""
     for source, result in [
         *((FP32, half) for half in (FP16, BF16)),
         *((half, FP32) for half in (FP16, BF16)),
@@ -127,15 +137,31 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
             yield f"{TYPE_NAMES[dtype]} r={rank} pairs"
 
 
+def quantised_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]]) -> Iterator[str]:
+    """Call the launchers of the quantised all-reduce; the groups' names."""
+    for dtype, bits, block_size, world_size, feedback in cases:
+        layout = BlockLayout([(block_size, 4), (3,)], block_size, world_size)
+        plan = QuantisedPlan(
+            layout, dtype, torch.device("cpu"), bits=bits, error_feedback=feedback,
+            levels=levels(), thresholds=THRESHOLDS,
+        )  # fmt: skip
+        buffer = torch.zeros(layout.numel, dtype=dtype)
+        plan.quantise(buffer, 0)
+        plan.average(0)
+        plan.dequantise(buffer)
+        options = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
+        yield f"{TYPE_NAMES[dtype]} bits={bits} {options}"
+
+
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:
-    """Every distinct launch of launches(powersgd)."""
+    """Every distinct launch of launches(powersgd) and quantised_launches(QUANTISED)."""
     launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
     for module in kernel_modules():
         for name, kernel in vars(module).copy().items():
             if is_kernel(name):
                 setattr(module, name, Recorder(kernel, launched))
     found: dict[str, Variant] = {}
-    for group in launches(powersgd):
+    for group in chain(launches(powersgd), quantised_launches(QUANTISED)):
         for kernel, arguments, options in launched:
             tensors = [TYPE_NAMES[value.dtype] for value in arguments.values() if torch.is_tensor(value)]
             constants = [str(arguments[p.name]) for p in kernel.params if p.is_constexpr]

@@ -19,6 +19,9 @@ TILES_MOVED = {
     "_reconstruct_kernel": (0, 1),
 }
 PANEL_KERNELS = ("_gram_kernel", "_orthonormalise_kernel", "_orthonormalise_blocks_kernel")
+# How often a thread of the quantised all-reduce's kernels loads and stores 128 bits of a tile of gradients or
+# errors in fp32, of which it holds 64 bytes.
+QUANTISED_MOVED = {"_quantise_kernel": (12, 4), "_average_kernel": (8, 8), "_dequantise_kernel": (0, 4)}
 COPYING = ("_cast_kernel", "_flatten_kernel")
 
 
@@ -156,6 +159,18 @@ def check_panels_move_128_bits_at_a_time(report):
     assert checked > 30
 
 
+def check_blocks_move_128_bits_at_a_time(report):
+    """Check gradients and errors in blocks of the default size."""
+    checked = 0
+    for name, facts in report.items():
+        if facts["kernel"] in QUANTISED_MOVED and "[fp32" in name and "size=128 W=8" in name:
+            loads, stores = QUANTISED_MOVED[facts["kernel"]]
+            assert wide(facts, "LDG") >= loads, f"{name}: {facts['memory']}"
+            assert wide(facts, "STG") >= stores, f"{name}: {facts['memory']}"
+            checked += 1
+    assert checked == 6
+
+
 def check_pairs_leave_fp64_alone(report):
     """Check that only epsilon, an argument in fp64, is converted from it."""
     checked = 0
@@ -179,4 +194,5 @@ def test_machine_code(architecture):
     check_matrices_move_128_bits_at_a_time(report)
     check_factors_move_128_bits_at_a_time(report)
     check_panels_move_128_bits_at_a_time(report)
+    check_blocks_move_128_bits_at_a_time(report)
     check_pairs_leave_fp64_alone(report)

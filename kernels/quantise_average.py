@@ -1,0 +1,251 @@
+"""Average a shard from the payloads of all ranks, and quantise the mean."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch
+from .powersgd_tile import registers
+from .quantise_tile import (
+    WORK_FIELDS,
+    codes_at,
+    decode,
+    encode,
+    load_codes,
+    load_scales,
+    store_codes,
+    store_scales,
+)
+from .quantise_work import BLOCKS as _BLOCKS
+from .quantise_work import COPY_BLOCK, padded_size
+from .tile import round_to
+
+BLOCKS_WORK = tl.constexpr(_BLOCKS)
+# Of a multiprocessor, which its registers have to hold: where tiles are whole, and where they are masked.
+RESIDENT_WARPS, RESIDENT_MASKED_WARPS = 12, 8
+
+
+@triton.jit
+def _divide_by_ranks(total, WORLD_SIZE: tl.constexpr):
+    """Return total / WORLD_SIZE, rounded once."""
+    if (WORLD_SIZE & (WORLD_SIZE - 1)) == 0:
+        mean = total * (1.0 / WORLD_SIZE)
+    elif total.dtype == tl.float64:
+        mean = total / WORLD_SIZE
+    else:
+        mean = tl.div_rn(total, tl.full((1,) * len(total.shape), WORLD_SIZE, tl.float32))
+    return mean
+
+
+@triton.jit
+def _sent_by(
+    received_ptr, payload_bytes, code_at, scale_at, num_blocks, index,
+    WORLD_SIZE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return the packed codes and the scales of a tile that a rank has sent; zeros beyond the last rank."""
+    num_blocks = tl.where(index < WORLD_SIZE, num_blocks, 0)
+    payload = received_ptr + index * payload_bytes
+    packed = load_codes(codes_at(payload, code_at, SIZE, BITS), num_blocks, BLOCKS, COLS, SIZE, BITS)
+    return packed, load_scales(payload, scale_at, num_blocks, BLOCKS)
+
+
+@triton.jit
+def _sum_of_ranks(
+    received_ptr, payload_bytes, code_at, scale_at, num_blocks, quantiser_ptr,
+    ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return Σ dequantised tiles in the order of the ranks, and where a scale was not zero.
+
+    Loads of AHEAD ranks are in flight at a time.
+    """
+    AHEAD: tl.constexpr = 4 if WORLD_SIZE > 2 else WORLD_SIZE
+    total = tl.zeros((BLOCKS, COLS), ACC)
+    is_sent = tl.zeros((BLOCKS,), tl.int32)
+    for start in range(0, WORLD_SIZE, AHEAD):
+        packed, scale = _sent_by(
+            received_ptr, payload_bytes, code_at, scale_at, num_blocks, start,
+            WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+        )  # fmt: skip
+        if AHEAD > 1:
+            packed_1, scale_1 = _sent_by(
+                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 1,
+                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+            )  # fmt: skip
+        if AHEAD > 2:
+            packed_2, scale_2 = _sent_by(
+                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 2,
+                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+            )  # fmt: skip
+            packed_3, scale_3 = _sent_by(
+                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 3,
+                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+            )  # fmt: skip
+        total += decode(packed, scale, quantiser_ptr, ACC, BITS)
+        is_sent |= (scale != 0.0).to(tl.int32)
+        if AHEAD > 1:
+            total += decode(packed_1, scale_1, quantiser_ptr, ACC, BITS)
+            is_sent |= (scale_1 != 0.0).to(tl.int32)
+        if AHEAD > 2:
+            total += decode(packed_2, scale_2, quantiser_ptr, ACC, BITS)
+            total += decode(packed_3, scale_3, quantiser_ptr, ACC, BITS)
+            is_sent |= ((scale_2 != 0.0) | (scale_3 != 0.0)).to(tl.int32)
+    return total, is_sent != 0
+
+
+@triton.jit
+def _average_exact(
+    received_ptr,
+    mean_ptr,
+    payload_bytes,
+    length,
+    at,
+    ACC: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+):
+    """Average exact elements, the sum in the order of the ranks. at: their byte in a payload."""
+    TYPE: tl.constexpr = mean_ptr.dtype.element_ty
+    offs = tl.arange(0, COPY_BLOCK)
+    mask = offs < length
+    # Both are multiples of 16.
+    at = at // 16 * 16
+    payload_bytes = payload_bytes // 16 * 16
+    received = received_ptr.to(tl.pointer_type(tl.uint8)) + at
+    total = tl.zeros((COPY_BLOCK,), ACC)
+    for index in range(WORLD_SIZE):
+        sent = (received + index * payload_bytes).to(tl.pointer_type(TYPE))
+        total += tl.load(sent + offs, mask=mask, other=0.0).to(ACC)
+    mean = (mean_ptr.to(tl.pointer_type(tl.uint8)) + at).to(tl.pointer_type(TYPE))
+    tl.store(mean + offs, round_to(_divide_by_ranks(total, WORLD_SIZE), TYPE), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _average_kernel(
+    received_ptr,
+    mean_ptr,
+    error_ptr,
+    shard_error_ptr,
+    lengths_ptr,
+    quantiser_ptr,
+    work_ptr,
+    rank: tl.int64,
+    WORLD_SIZE: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+):
+    """Compute mean = quantised((Σ dequantised + E) / W); E = W · what is lost there; error += E.
+
+    E: shard_error, which stays in a block of which no rank sent anything, and is zero beyond a block's
+    length. The sum is in the order of the W ranks. received_ptr: their payloads, mean_ptr: one payload, as
+    elements of the bucket's dtype. error_ptr, shard_error_ptr: see quantise; of error, this rank's shard is
+    changed. lengths_ptr, int32, and work_ptr: lengths and shard_work of QuantisedWork. Grid: one program per
+    row of that.
+    Moves per fp32 element of the shard: BITS / 8 B of codes for each of W + 1 payloads, 8 of either error.
+    """
+    work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
+    # The payloads begin on 16 bytes.
+    payload_bytes = tl.load(work + 1) // 16 * 16
+    second = tl.load(work + 2)
+    third = tl.load(work + 3)
+    ACC: tl.constexpr = error_ptr.dtype.element_ty
+    if tl.load(work) == BLOCKS_WORK:
+        first = tl.load(work + 4)
+        code_at = tl.load(work + 5)
+        scale_at = tl.load(work + 6)
+        offs_block = tl.arange(0, BLOCKS)
+        offs_col = tl.arange(0, COLS)[None, :]
+        offs = offs_block[:, None] * SIZE + offs_col
+        mask_block = offs_block < third.to(tl.int32)
+        mask = mask_block[:, None]
+        if SIZE < COLS:
+            mask = mask & (offs_col < SIZE)
+        own = shard_error_ptr + first * SIZE
+        block = rank * second + first
+        error = error_ptr + block * SIZE
+        if FEEDBACK:
+            kept = tl.load(own + offs, mask=mask, other=0.0)
+        total, is_sent = _sum_of_ranks(
+            received_ptr.to(tl.pointer_type(tl.uint8)),
+            payload_bytes,
+            code_at,
+            scale_at,
+            third,
+            quantiser_ptr,
+            ACC,
+            WORLD_SIZE,
+            BITS,
+            SIZE,
+            COLS,
+            BLOCKS,
+        )
+        if SIZE < COLS:
+            total = tl.where(offs_col < SIZE, total, 0.0)
+        if FEEDBACK:
+            total = tl.where(is_sent[:, None], total + kept, 0.0)
+            senders = tl.load(error + offs, mask=mask, other=0.0)
+        codes, scale, lost = encode(_divide_by_ranks(total, WORLD_SIZE), quantiser_ptr, SIZE, BITS)
+        mean = mean_ptr.to(tl.pointer_type(tl.uint8))
+        store_codes(codes_at(mean, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
+        store_scales(mean, scale_at, scale, third, BLOCKS)
+        if FEEDBACK:
+            lengths = tl.load(lengths_ptr + block + offs_block, mask=mask_block, other=0)
+            lost = tl.where(offs_col < lengths[:, None], lost * WORLD_SIZE, 0.0)
+            kept = tl.where(is_sent[:, None], lost, kept)
+            tl.store(own + offs, kept, mask=mask)
+            tl.store(error + offs, senders + kept, mask=mask)
+    else:
+        _average_exact(received_ptr, mean_ptr, payload_bytes, second, third, ACC, WORLD_SIZE, COPY_BLOCK)
+
+
+def average(
+    received: torch.Tensor,
+    lengths: torch.Tensor,
+    quantiser: torch.Tensor,
+    work: torch.Tensor,
+    rank: int,
+    *,
+    error: torch.Tensor,
+    shard_error: torch.Tensor,
+    out: torch.Tensor,
+    world_size: int,
+    feedback: bool,
+    bits: int,
+    block_size: int,
+    tile_blocks: int,
+    num_warps: int,
+) -> None:
+    """Average one shard of all ranks, quantise the mean, and keep what is lost, in one launch.
+
+    received: [world size, payload], out: [payload], in the dtype of exact elements. lengths, work: lengths and
+    shard_work of QuantisedWork. rank: the owner's. The other arguments are those of quantise.
+    """
+    if len(work):
+        columns = padded_size(block_size)
+        warps = RESIDENT_WARPS if columns == block_size else RESIDENT_MASKED_WARPS
+        launch(_average_kernel, len(work))(
+            received,
+            out,
+            error,
+            shard_error,
+            lengths,
+            quantiser,
+            work,
+            rank,
+            WORLD_SIZE=world_size,
+            FEEDBACK=feedback,
+            BITS=bits,
+            SIZE=block_size,
+            COLS=columns,
+            BLOCKS=tile_blocks,
+            COPY_BLOCK=COPY_BLOCK,
+            num_warps=num_warps,
+            maxnreg=registers(num_warps, max(1, warps // num_warps)),
+            # Codes of opposite signs have to cancel.
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,123 @@
+"""The tables of the quantised all-reduce's kernels for one bucket: what every program works on.
+
+Arithmetic on shapes alone. A payload is what the ranks exchange of one shard: its codes, the scales of its
+blocks in bf16, and its exact elements, each section on 16 bytes (layout/blocks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradcomp.layout import BlockLayout
+
+WORK_FIELDS = 9
+BLOCKS, COPY = 0, 1  # work types
+COPY_BLOCK = 2048  # exact elements that a program copies or averages
+THREAD_BYTES = 64  # of a tile that a thread holds: with 128, two programs fit a multiprocessor, not four
+WARP_SIZE = 32
+MIN_WARPS, MAX_WARPS = 4, 32
+
+
+def padded_size(block_size: int) -> int:
+    """Return the columns of a tile with a block in each row: a power of two."""
+    return 1 << (block_size - 1).bit_length()
+
+
+def tile_shape(block_size: int, itemsize: int) -> tuple[int, int]:
+    """Return (blocks of a tile, warps of its program). itemsize: bytes of an element in the arithmetic."""
+    columns, thread_numel = padded_size(block_size), THREAD_BYTES // itemsize
+    num_warps = min(max(columns // (WARP_SIZE * thread_numel), MIN_WARPS), MAX_WARPS)
+    return max(1, num_warps * WARP_SIZE * thread_numel // columns), num_warps
+
+
+class QuantisedWork:
+    """The tables and sizes of one bucket.
+
+    layout: what is quantised, and its shards. bits: 4 or 8. itemsize: bytes of the bucket's elements.
+    exact_itemsize: bytes of what is sent exactly, if they differ.
+
+    bucket_work: programs of quantise and dequantise, which walk through the bucket's runs and what is exact.
+    shard_work: programs of average, the same for every shard. Rows of WORK_FIELDS, each
+    (BLOCKS, first element in the bucket, number of elements, number of blocks, first block of all shards',
+    byte of the first code in the payloads, byte of the first scale, shard, first block in it) or
+    (COPY, first element in the bucket, number of elements, byte of the first of them in the payloads);
+    average's rows are
+    (BLOCKS, bytes of a payload, blocks of a shard, number of blocks, first block in the shard, byte of the
+    first code in a payload, byte of the first scale) or
+    (COPY, bytes of a payload, number of elements, byte of the first of them in a payload).
+    lengths: the number of elements that tensors have in each block of all shards.
+    """
+
+    def __init__(self, layout: BlockLayout, bits: int, itemsize: int, exact_itemsize: int | None = None):
+        self.layout, self.bits = layout, bits
+        self.code_bytes = layout.block_size * bits // 8
+        self._exact_itemsize = exact_itemsize or itemsize
+        sections, self.payload_bytes = layout.sections(self.code_bytes, self._exact_itemsize)
+        self._scales_at, self._exact_at = sections[1].start, sections[2].start
+        self.tile_blocks, self.num_warps = tile_shape(layout.block_size, max(itemsize, 4))
+        self.bucket_work = [*self._block_work(), *self._copy_work()]
+        self.shard_work = list(self._shard_work())
+        self.lengths = self._lengths()
+
+    def _block_work(self) -> Iterator[tuple[int, ...]]:
+        """Yield the tiles of every run, and those of the blocks behind the last that no tensor has."""
+        size, num_blocks = self.layout.block_size, self.layout.num_blocks
+        end = 0
+        for run in self.layout.runs:
+            first, end = run.stored.start // size, -(-run.stored.stop // size)
+            for start, stop in self._tiles(first, end):
+                done = start * size - run.stored.start
+                numel = min(run.stored.stop, stop * size) - start * size
+                yield self._tile(run.in_bucket.start + done, numel, start, stop)
+        for start, stop in self._tiles(end, self.layout.world_size * num_blocks):
+            yield self._tile(0, 0, start, stop)
+
+    def _tile(self, in_bucket: int, numel: int, start: int, stop: int) -> tuple[int, ...]:
+        shard, block = divmod(start, self.layout.num_blocks)
+        payload = shard * self.payload_bytes
+        codes, scales = payload + block * self.code_bytes, payload + self._scales_at + block * 2
+        return (BLOCKS, in_bucket, numel, stop - start, start, codes, scales, shard, block)
+
+    def _tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of tiles of blocks, none of which has blocks of two shards."""
+        while first < last:
+            end_of_shard = (first // self.layout.num_blocks + 1) * self.layout.num_blocks
+            stop = min(first + self.tile_blocks, last, end_of_shard)
+            yield first, stop
+            first = stop
+
+    def _copy_work(self) -> Iterator[tuple[int, ...]]:
+        per_shard = self.layout.exact_numel
+        for part in self.layout.exact:
+            in_bucket = part.in_bucket.start
+            start, end = part.stored.start, part.stored.stop
+            while start < end:
+                shard, index = divmod(start, per_shard)
+                numel = min(COPY_BLOCK, end - start, per_shard - index)
+                at = shard * self.payload_bytes + self._exact_at + index * self._exact_itemsize
+                yield (COPY, in_bucket, numel, at, 0, 0, 0, 0, 0)
+                start, in_bucket = start + numel, in_bucket + numel
+
+    def _shard_work(self) -> Iterator[tuple[int, ...]]:
+        num_blocks, payload = self.layout.num_blocks, self.payload_bytes
+        for first, last in pairwise([*range(0, num_blocks, self.tile_blocks), num_blocks]):
+            codes, scales = first * self.code_bytes, self._scales_at + first * 2
+            yield (BLOCKS, payload, num_blocks, last - first, first, codes, scales, 0, 0)
+        for first, last in pairwise(
+            [*range(0, self.layout.exact_numel, COPY_BLOCK), self.layout.exact_numel]
+        ):
+            yield (COPY, payload, last - first, self._exact_at + first * self._exact_itemsize, 0, 0, 0, 0, 0)
+
+    def _lengths(self) -> list[int]:
+        size = self.layout.block_size
+        lengths = [0] * (self.layout.world_size * self.layout.num_blocks)
+        for run in self.layout.runs:
+            whole, rest = divmod(run.stored.stop - run.stored.start, size)
+            first = run.stored.start // size
+            lengths[first : first + whole] = [size] * whole
+            if rest:
+                lengths[first + whole] = rest
+        return lengths

@@ -1,0 +1,98 @@
+"""The tables of the quantised all-reduce: what they promise to the kernels, by arithmetic alone."""
+
+from collections import Counter
+
+import pytest
+
+from gradcomp.kernels import quantise_work
+from gradcomp.kernels.quantise_work import BLOCKS, COPY, WORK_FIELDS, QuantisedWork, padded_size, tile_shape
+from gradcomp.layout import BlockLayout
+
+SHAPES = [(3,), (7, 13), (5,), (4, 4), (1, 17), (40, 9), (33,), (2, 8), (64, 70)]
+
+
+@pytest.fixture
+def small_copies(monkeypatch):
+    monkeypatch.setattr(quantise_work, "COPY_BLOCK", 8)
+
+
+@pytest.mark.usefixtures("small_copies")
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize(("block_size", "bits"), [(16, 4), (6, 8), (2, 4)])
+def test_every_element_is_in_one_program(block_size, bits, world_size):
+    layout = BlockLayout(SHAPES, block_size, world_size)
+    work = QuantisedWork(layout, bits, 4)
+    in_bucket, payload, blocks = Counter(), Counter(), Counter()
+    for row in work.bucket_work:
+        assert len(row) == WORK_FIELDS
+        in_bucket.update(range(row[1], row[1] + row[2]))
+        if row[0] == COPY:
+            payload.update(range(row[3], row[3] + 4 * row[2]))
+            assert row[2] <= 8
+            continue
+        _, _, numel, num_blocks, first, codes, scales, shard, block = row
+        assert 0 < num_blocks <= work.tile_blocks
+        assert numel <= num_blocks * block_size
+        assert first == shard * layout.num_blocks + block
+        assert block + num_blocks <= layout.num_blocks
+        blocks.update(range(first, first + num_blocks))
+        payload.update(range(codes, codes + num_blocks * work.code_bytes))
+        payload.update(range(scales, scales + num_blocks * 2))
+    assert in_bucket == Counter(range(layout.numel))
+    assert blocks == Counter(range(world_size * layout.num_blocks))
+    assert max(payload.values()) == 1
+    assert max(payload) < world_size * work.payload_bytes
+
+
+@pytest.mark.usefixtures("small_copies")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_shard_is_averaged_whole(world_size):
+    layout = BlockLayout(SHAPES, 16, world_size)
+    work = QuantisedWork(layout, 4, 2)
+    assert {row[1] for row in work.shard_work} == {work.payload_bytes}
+    blocks = [row[4] + i for row in work.shard_work if row[0] == BLOCKS for i in range(row[3])]
+    assert blocks == list(range(layout.num_blocks))
+    assert sum(row[2] for row in work.shard_work if row[0] == COPY) == layout.exact_numel
+    covered = Counter()
+    for row in work.shard_work:
+        ranges = [(row[3], 2 * row[2])] if row[0] == COPY else [(row[5], 8 * row[3]), (row[6], 2 * row[3])]
+        for start, length in ranges:
+            covered.update(range(start, start + length))
+    assert max(covered.values()) == 1
+    assert max(covered) < work.payload_bytes
+
+
+def test_lengths_are_those_of_tensors():
+    layout = BlockLayout(SHAPES, 16, 3)
+    lengths = QuantisedWork(layout, 4, 4).lengths
+    assert len(lengths) == 3 * layout.num_blocks
+    assert sum(lengths) == sum(part.in_bucket.stop - part.in_bucket.start for part in layout.quantised)
+    padding = {index for part in layout.padding for index in range(part.start, part.stop)}
+    found = {16 * b + i for b, length in enumerate(lengths) for i in range(length, 16)}
+    assert found == padding
+
+
+@pytest.mark.parametrize("block_size", [2, 6, 128, 200, 4096, 100_000])
+@pytest.mark.parametrize("itemsize", [4, 8])
+def test_tiles_are_powers_of_two_that_hold_a_block(block_size, itemsize):
+    blocks, num_warps = tile_shape(block_size, itemsize)
+    columns = padded_size(block_size)
+    assert block_size <= columns < 2 * block_size
+    assert blocks & (blocks - 1) == 0
+    assert num_warps in (4, 8, 16, 32)
+    assert blocks == 1 or blocks * columns * itemsize == num_warps * 32 * 64
+
+
+def test_tiles_of_the_default_block():
+    assert tile_shape(128, 4) == (16, 4)
+    assert tile_shape(128, 8) == (8, 4)
+
+
+def test_positions_beyond_two_billion():
+    """No place overflows 32 bits on its way into the table."""
+    layout = BlockLayout([(60_000, 50_000), (5,)], 128, 1)
+    work = QuantisedWork.__new__(QuantisedWork)
+    work.layout, work.bits, work.code_bytes, work.payload_bytes = layout, 4, 64, 1 << 33
+    work._scales_at, work._exact_at, work._itemsize = layout.num_blocks * 64, 1 << 32, 4
+    (copy,) = work._copy_work()
+    assert copy[1:4] == (3_000_000_000, 5, 1 << 32)
