@@ -264,7 +264,7 @@ def quantised_plan(
     padded blocks: the sender's error, plus the owner's in its shard. plan.shard_error: [shard_numel], the
     latter alone. Both None without error_feedback. Padding is zero in both.
     """
-    options = {"bits": bits, "error_feedback": error_feedback, "exact_dtype": exact_dtype}
+    options: dict[str, Any] = {"bits": bits, "error_feedback": error_feedback, "exact_dtype": exact_dtype}
     if runs_triton(device):
         return quantise_plan.QuantisedPlan(layout, dtype, device, **options, **_quantiser())
     return cpu_quantised_plan.QuantisedPlan(layout, dtype, **options)

@@ -222,8 +222,8 @@ def average(
 ) -> None:
     """Average one shard of all ranks, quantise the mean, and keep what is lost, in one launch.
 
-    received: [world size, payload], out: [payload], in the dtype of exact elements. lengths, work: lengths and
-    shard_work of QuantisedWork. rank: the owner's. The other arguments are those of quantise.
+    received: [world size, payload], out: [payload], in the dtype of exact elements. lengths, work: lengths
+    and shard_work of QuantisedWork. rank: the owner's. The other arguments are those of quantise.
     """
     if len(work):
         columns = padded_size(block_size)

@@ -59,8 +59,8 @@ def _quantise_kernel(
 
     In this rank's shard M = gradient + (error − shard_error). grad_ptr: the bucket. error_ptr: [blocks of all
     shards, SIZE], fp32 (fp64 for fp64). shard_error_ptr: [blocks of a shard, SIZE]. payload_ptr: see
-    QuantisedWork, whose bucket_work is work_ptr. EXACT: the dtype of exact elements there. Grid: one program per row of that, a tile of BLOCKS blocks
-    or a copy of exact elements.
+    QuantisedWork, whose bucket_work is work_ptr. EXACT: the dtype of exact elements there. Grid: one program
+    per row of that, a tile of BLOCKS blocks or a copy of exact elements.
     Moves per fp32 element 4 B of gradient, 8 of error, 4 / W of shard_error and BITS / 8 of codes. At 4 bits
     and W = 8 that is 13.0; average moves 2.6 per element of the bucket, dequantise 4.5, and the scales of
     blocks of 128 are 0.05: 20.1 in all.

@@ -89,6 +89,8 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
     values: [blocks, size], fp32 or fp64, contiguous; rows_at_a_time(size) blocks are quantised fastest.
     codes: uint8 [blocks, code_bytes(bits, size)]. scales: bf16 [blocks], NaN for a block that isn't finite.
     """
+    if not len(values):
+        return
     encode, size_of = (_encode_8, _largest) if bits == 8 else (_encode_4, _norm)
     size = size_of(values)
     # Small tensors cost as much time as large ones, so the host looks whether any block needs more of them.
@@ -99,10 +101,15 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
         return
     largest = _largest(values)
     is_finite = largest.isfinite()
-    unit = torch.where(is_finite & (largest > 0), values / largest, 0.0)
+    has_values = is_finite & (largest > 0)
+    # A power of two changes no bits of values and scales. Half of it at a time neither overflows nor vanishes.
+    exponent = torch.frexp(torch.where(has_values, largest, 1.0)).exponent
+    halves = torch.exp2(exponent // 2).to(values.dtype), torch.exp2(exponent - exponent // 2).to(values.dtype)
+    unit = torch.where(has_values, values / halves[0] / halves[1], 0.0)
     size = size_of(unit)
-    decoded, scale = encode(unit, torch.where(size > 0, size, 1.0), codes)
-    scales.copy_(torch.where(is_finite, scale[:, None] * largest, torch.nan)[:, 0])
+    decoded, scale = encode(unit, torch.where(has_values, size, 1.0), codes)
+    scale = torch.where(has_values, scale[:, None].to(values.dtype) * halves[0] * halves[1], 0.0)
+    scales.copy_(torch.where(is_finite, scale, torch.nan)[:, 0])
     values.addcmul_(decoded, scales.to(values.dtype)[:, None], value=-1)
     # A scale that only rounds to infinity stands for a block that is not finite, too.
     values.masked_fill_(~scales.isfinite()[:, None], 0.0)

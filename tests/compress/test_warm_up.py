@@ -60,7 +60,8 @@ def test_powersgd_compiles_for_its_options(monkeypatch):
     simulate(train, 2, make_state, powersgd.powerSGD_hook, 3)
     assert compiled
     assert all(
-        options == {"error_feedback": True, "warm_start": True, "epsilon": 0.25} for options in compiled
+        options == {"error_feedback": True, "warm_start": True, "epsilon": 0.25, "wire_dtype": None}
+        for options in compiled
     )
 
 
@@ -73,4 +74,4 @@ def test_the_quantised_all_reduce_compiles_for_its_options(monkeypatch):
     make_state = partial(QuantizationState, None, 8, 4, False, start_iter=2)
     simulate(train, 2, make_state, quantization_hook, 3)
     # Two buckets on two ranks.
-    assert compiled == [(2, torch.float32, {"bits": 8, "error_feedback": False})] * 4
+    assert compiled == [(2, torch.float32, {"bits": 8, "error_feedback": False, "exact_dtype": None})] * 4

@@ -93,6 +93,6 @@ def test_positions_beyond_two_billion():
     layout = BlockLayout([(60_000, 50_000), (5,)], 128, 1)
     work = QuantisedWork.__new__(QuantisedWork)
     work.layout, work.bits, work.code_bytes, work.payload_bytes = layout, 4, 64, 1 << 33
-    work._scales_at, work._exact_at, work._itemsize = layout.num_blocks * 64, 1 << 32, 4
+    work._scales_at, work._exact_at, work._exact_itemsize = layout.num_blocks * 64, 1 << 32, 4
     (copy,) = work._copy_work()
     assert copy[1:4] == (3_000_000_000, 5, 1 << 32)
