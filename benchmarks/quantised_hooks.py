@@ -8,6 +8,7 @@ isolated.py.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -104,6 +105,8 @@ class _WithPeer:
 
 
 def _join(store: Path, rank: int) -> None:
+    # The ranks share the cores, as under torchrun.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), 2), rank=rank, timeout=TIMEOUT, world_size=2
     )
