@@ -32,7 +32,8 @@ def discover(device: torch.device, quick: bool) -> list[Case]:
     folder = Path(__file__).parent / "kernels"
     names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
     modules = [f"benchmarks.kernels.{name}" for name in names]
-    modules += [f"benchmarks.{name}" for name in ("hooks", "powersgd_hooks", "powersgd_stages", "reducer")]
+    whole = ("hooks", "quantised_hooks", "powersgd_hooks", "powersgd_stages", "reducer")
+    modules += [f"benchmarks.{name}" for name in whole]
     return [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
 
 

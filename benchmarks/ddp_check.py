@@ -7,8 +7,8 @@ With python -m benchmarks.ddp_check --backend gloo --world-size 2 --device cuda 
 2. a synchronised backward on the same inputs computes the averaged one;
 3. that must agree with the float64 mean of the ranks' own gradients, and have the same bits on every rank.
 
-A hook with error feedback (PowerSGD) must agree over all steps: the sum of its results plus the mean of the
-ranks' errors at the end is the sum of the means.
+A hook with error feedback (PowerSGD, quantization_hook) must agree over all steps: the sum of its results
+plus the mean of the ranks' errors at the end is the sum of the means.
 
 The model has several buckets, so several are in flight. Exit status: 0 if all is right, 1 otherwise.
 """

@@ -26,7 +26,9 @@ TIMEOUT_S = 300
 
 # The fork server imports what the processes need once, before it starts them.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["benchmarks.powersgd_hooks", "benchmarks.reducer"])
+_context.set_forkserver_preload(
+    ["benchmarks.powersgd_hooks", "benchmarks.quantised_hooks", "benchmarks.reducer"]
+)
 
 
 def measure(case: Case, clock: Clock) -> tuple[dict[str, float], dict[str, Timing], dict[str, int | None]]:

@@ -132,6 +132,7 @@ def test_every_file_of_kernels_is_found_and_its_cases_have_different_names(quick
             "compress_cast ",
             "decompress_cast ",
             "allreduce_hook ",
+            "quantization_hook ",
             "powerSGD_hook ",
             "reducer ",
         ),

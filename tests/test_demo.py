@@ -141,7 +141,10 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hook", "fp16,fp8"], "there is no 'fp8'; known are none,allreduce,fp16,bf16,powersgd,batched"),
+        (
+            ["--hook", "fp16,fp8"],
+            "there is no 'fp8'; known are none,allreduce,fp16,bf16,int8,int4,powersgd,batched",
+        ),
         (["--powersgd-rank", "0"], "argument --powersgd-rank: '0' is not a whole number of at least 1"),
         (["--ranks", "0"], "argument --ranks: '0' is not a whole number of at least 1"),
         (["--heads", "3"], "--width must be a multiple of --heads: got 32 and 3"),

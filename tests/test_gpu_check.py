@@ -109,7 +109,7 @@ def test_every_test_file_of_its_folders_runs_once(device):
 
 
 def test_ddp_with_every_hook_on_two_ranks():
-    done = run_module("benchmarks.ddp_check", "--device", "cpu", "--timeout-s", "90")
+    done = run_module("benchmarks.ddp_check", "--device", "cpu", "--timeout-s", "240", timeout_s=270)
     assert done.returncode == 0, done.stdout
     passed = [line for line in done.stdout.splitlines() if " ok " in line]
     for hook in (*checked_hooks.HOOKS, checked_hooks.NO_HOOK):

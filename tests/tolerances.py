@@ -46,6 +46,16 @@ ONE_STEP_FP64 = 1e-12
 RECOVERY = 1e-4
 # Two ways to orthonormalise with epsilon 1e-8 added to columns of length about 1. Measured 3e-7.
 EPSILON_STEP = 1e-5
+# One quantised step in float32 from an identical state, over a block's largest value: sums of a few products.
+# Measured 2e-7.
+QUANTISED_STEP = 1e-5
+# The fraction of elements in blocks in which the hook may choose another code: quotients are rounded to
+# fp16, so one within 2^-11 of halfway between two levels gets either, and the block another scale. Measured
+# 0.015.
+UNLIKE_BLOCKS = 0.05
+# The norm of the hook's rounding error over that of exact arithmetic: of two levels equally far neither loses
+# more. Measured 1.008.
+QUANTISED_LOSS = 1.02
 # One step with the gradient, P, Q and the result rounded to 16 bits: four roundings. Measured 1.2.
 SIXTEEN_BIT_ROUNDINGS = 4
 # A mean of errors, rounded to float32 once. Measured 3e-8; ten times as much for a step behind it.

@@ -1,5 +1,6 @@
 """The comparison of hooks over the seeds: tables, and a picture of validation loss against bytes sent."""
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,16 +63,17 @@ def _table(rows: Sequence[Row], hooks: Sequence[Summary]) -> str:
     lines = [
         f"{first['task']}: {first['num_parameters']:,} parameters, {first['steps']:,} steps, "
         f"{first['ranks']} ranks, seeds: {len(baseline.losses)}; "
-        f"PowerSGD after {first['start_powerSGD_iter']} steps",
-        f"{'hook':12}{'bytes/step':>11}{'rate':>9}{'MB sent':>9}"
+        f"compression after {first['start_powerSGD_iter']} steps",
+        f"{'hook':17}{'bytes/step':>11}{'rate':>9}{'MB sent':>9}"
         f"{'validation loss':>18}{'minus ' + baseline.hook:>18}{'accuracy':>15}",
     ]
     for hook in hooks:
-        rate = baseline.bytes_per_step / hook.bytes_per_step
+        num_bytes = hook.bytes_per_step
+        rate = f"{baseline.bytes_per_step / num_bytes:.1f}×" if num_bytes else "∞"
         difference = "" if hook is baseline else mean_and_spread(hook.differences, 3, sign="+")
         accuracy = mean_and_spread([100 * accuracy for accuracy in hook.accuracies], 1) + " %"
         lines.append(
-            f"{hook.hook:12}{hook.bytes_per_step:>11,}{rate:>8.1f}×{hook.sent_bytes / 1e6:>9.1f}"
+            f"{hook.hook:17}{hook.bytes_per_step:>11,}{rate:>9}{hook.sent_bytes / 1e6:>9.1f}"
             f"{mean_and_spread(hook.losses, 3):>18}{difference:>18}{accuracy:>15}"
         )
     return "\n".join(lines)
@@ -83,10 +85,26 @@ def mean_and_spread(values: Sequence[float], digits: int, sign: str = "") -> str
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG with a panel per task: each hook's mean validation loss by MB sent.
+FAMILIES = {
+    "16 bits": ("fp16", "bf16"),
+    "quantised": ("int8", "int4", "int4:256"),
+    "PowerSGD": "powersgd:R",
+    "PowerSGD, 16-bit factors": ("powersgd:R:bf16", "powersgd:R:fp16"),
+    "PowerSGD, int8 factors": "powersgd:R:int8",
+    "batched PowerSGD": "batched:R",
+}
 
-    Error bars are standard deviations. Raises ImportError without matplotlib.
+
+def family_of(hook: str) -> str | None:
+    """Return the family of hooks that it is drawn with; None for "none", "alone" and the like."""
+    pattern = re.sub(r"^(powersgd|batched):\d+", r"\1:R", hook)
+    return next((name for name, hooks in FAMILIES.items() if pattern == hooks or pattern in hooks), None)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG with a panel per task: each hook's loss minus the first's, by bytes per step.
+
+    A line per family of hooks. Bars are standard deviations. Raises ImportError without matplotlib.
     """
     import matplotlib as mpl
 
@@ -94,7 +112,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     tasks = summaries(rows)
-    size = (5.5 * len(tasks), 4.5)
+    size = (6.5 * len(tasks), 5)
     figure, panels = pyplot.subplots(1, len(tasks), figsize=size, layout="constrained", squeeze=False)
     for axes, (task, hooks) in zip(panels[0], tasks.items(), strict=True):
         _draw_panel(axes, hooks)
@@ -107,28 +125,46 @@ def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     baseline = statistics.mean(hooks[0].losses)
-    axes.axhline(baseline, color=COLOURS[0], linewidth=0.8, linestyle=":")
-    families = list(dict.fromkeys(hook.hook.partition(":")[0] for hook in hooks))
-    for index, hook in enumerate(hooks):
-        colour = COLOURS[families.index(hook.hook.partition(":")[0]) % len(COLOURS)]
-        sent_mb, loss = hook.sent_bytes / 1e6, statistics.mean(hook.losses)
-        # Labels alternate between below and above, as fp16 and bf16 have the same coordinates.
-        label = {"textcoords": "offset points", "xytext": (6, -12 if index % 2 else 5), "color": colour}
-        if loss > FAILED * baseline:
-            # To scale it would squeeze the others into a line, so it is drawn at the upper edge, with its
-            # value.
-            edge = axes.get_xaxis_transform()
-            axes.plot(sent_mb, 0.97, "^", color=colour, transform=edge)
-            axes.annotate(f"{hook.hook}: {loss:.2f}", (sent_mb, 0.97), xycoords=edge, **label)
-            continue
-        spread = statistics.stdev(hook.losses) if len(hook.losses) > 1 else 0
-        axes.errorbar(sent_mb, loss, yerr=spread, fmt="o", color=colour, capsize=4)
-        axes.annotate(hook.hook, (sent_mb, loss), **label)
+    axes.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
+    for index, family in enumerate(FAMILIES):
+        drawn = sorted(
+            (hook for hook in hooks if family_of(hook.hook) == family), key=lambda hook: hook.bytes_per_step
+        )
+        shown = [hook for hook in drawn if statistics.mean(hook.losses) <= FAILED * baseline]
+        colour = COLOURS[index % len(COLOURS)]
+        points = [(hook.bytes_per_step / 1e3, statistics.mean(hook.differences)) for hook in shown]
+        spreads = [statistics.stdev(hook.differences) if len(hook.losses) > 1 else 0 for hook in shown]
+        if points:
+            axes.errorbar(
+                *zip(*points, strict=True), yerr=spreads, fmt="o-", color=colour, capsize=3, label=family
+            )
+        for hook, point in zip(shown, points, strict=True):
+            label = {"textcoords": "offset points", "xytext": (5, 6), "color": colour, "fontsize": 8}
+            axes.annotate(hook.hook, point, **label)
+        for hook in set(drawn) - set(shown):
+            # To scale it would squeeze the others into a line, so it is drawn at the upper edge.
+            edge, kilobytes = axes.get_xaxis_transform(), hook.bytes_per_step / 1e3
+            axes.plot(kilobytes, 0.97, "^", color=colour, transform=edge, label=family)
+            axes.annotate(
+                f"{hook.hook}: +{statistics.mean(hook.differences):.2f}", (kilobytes, 0.93), xycoords=edge
+            )
+    for hook in hooks:
+        if hook.bytes_per_step == 0:
+            gap = statistics.mean(hook.differences)
+            axes.axhline(gap, color="0.3", linewidth=0.8, linestyle="--")
+            axes.annotate(
+                f"{hook.hook}, no communication",
+                (0.99, gap),
+                xycoords=axes.get_yaxis_transform(),
+                ha="right",
+                va="bottom",
+            )
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda megabytes, _: f"{megabytes:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda kilobytes, _: f"{kilobytes:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.12, y=0.12)
-    axes.set_xlabel("MB that each rank has handed to collectives")
-    axes.set_ylabel("validation loss at the end, nats")
+    axes.set_xlabel("kB that a rank hands to collectives per step, as of all-reduces")
+    axes.set_ylabel(f"validation loss minus that of {hooks[0].hook}, nats")
+    axes.legend(fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

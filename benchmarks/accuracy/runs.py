@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,11 @@ FACTORS: dict[str, dict[str, torch.dtype]] = {
     "fp16": {"factor_dtype": torch.float16},
     "int8": {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
 }
-QUANTISED = {"int8": 8, "int4": 4}
+QUANTISED: dict[str, dict[str, Any]] = {
+    "int8": {"bits": 8},
+    "int4": {"bits": 4},
+    "int4:256": {"bits": 4, "block_size": 256, "uncompressed_dtype": torch.bfloat16},
+}
 ALONE = "alone"  # every rank trains by itself
 OTHERS = ("none", "allreduce", "fp16", "bf16", *QUANTISED, ALONE)
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
@@ -39,7 +44,7 @@ def check_hook_name(hook: str) -> None:
         is_known = rank.isdecimal() and int(rank) > 0 and factors in FACTORS and not more
         is_known = is_known and start in ("", "start4", "start8")
     else:
-        is_known = not given and name in OTHERS
+        is_known = hook in OTHERS
     if not is_known:
         low_rank = (f"{name}:RANK[:{'|'.join(filter(None, FACTORS))}[:start4|start8]]" for name in LOW_RANK)
         raise ValueError(f"there is no {hook!r}; known are {', '.join([*OTHERS, *low_rank])}")
@@ -49,7 +54,8 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
     """Register a hook that compresses after ``start_iter`` steps.
 
     "powersgd:4" is PowerSGD of rank 4, "powersgd:4:int8" the same with factors in int8 and the uncompressed
-    tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits.
+    tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits. "int4:256" has blocks of 256
+    elements and the uncompressed tensors in bf16.
     """
     name, *given = hook.split(":")
     if name in LOW_RANK:
@@ -57,8 +63,8 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
         bits = int(start.removeprefix("start")) if start else None
         state = powerSGD_hook.PowerSGDState(None, int(rank), start_iter, **FACTORS[factors], start_bits=bits)
         averager.register_comm_hook(state, LOW_RANK[name])
-    elif name in QUANTISED:
-        quantised = quantization_hooks.QuantizationState(bits=QUANTISED[name], start_iter=start_iter)
+    elif hook in QUANTISED:
+        quantised = quantization_hooks.QuantizationState(start_iter=start_iter, **QUANTISED[hook])
         averager.register_comm_hook(quantised, quantization_hooks.quantization_hook)
     else:
         demo.HOOKS[name](averager, 0, start_iter)

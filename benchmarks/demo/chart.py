@@ -7,7 +7,7 @@ from typing import Any
 Record = dict[str, Any]  # what train.py writes with --record
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish too.
-COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442"]
 
 
 def table(records: list[Record]) -> str:

@@ -26,7 +26,7 @@ from benchmarks.demo.corpus import VOCABULARY, Windows
 from benchmarks.demo.measure import WARMUP_STEPS, Progress, Recorder, check_replicas
 from benchmarks.demo.options import add_training_options, check_training_options
 from gradcomp import Reducer
-from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
 
 Averager = DistributedDataParallel | Reducer
 
@@ -38,14 +38,20 @@ def register_power_sgd(model: Averager, hook: Callable[..., Any], rank: int, sta
     model.register_comm_hook(state, hook)
 
 
+def register_quantization(model: Averager, bits: int, start_iter: int) -> None:
+    state = quantization_hooks.QuantizationState(bits=bits, start_iter=start_iter)
+    model.register_comm_hook(state, quantization_hooks.quantization_hook)
+
+
 # The function that registers each hook, given PowerSGD's rank and the steps before it compresses. "none" is
-# the
-# baseline: the reducer's own all-reduce.
+# the baseline: the reducer's own all-reduce.
 HOOKS: dict[str, Callable[[Averager, int, int], None]] = {
     "none": lambda model, *_: None,
     "allreduce": lambda model, *_: model.register_comm_hook(None, default_hooks.allreduce_hook),
     "fp16": lambda model, *_: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
     "bf16": lambda model, *_: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
+    "int8": lambda model, _, start_iter: register_quantization(model, 8, start_iter),
+    "int4": lambda model, _, start_iter: register_quantization(model, 4, start_iter),
     "powersgd": lambda model, *given: register_power_sgd(model, powerSGD_hook.powerSGD_hook, *given),
     "batched": lambda model, *given: register_power_sgd(model, powerSGD_hook.batched_powerSGD_hook, *given),
 }

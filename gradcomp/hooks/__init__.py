@@ -1,7 +1,7 @@
 """DDP communication hooks under the names of ``torch.distributed.algorithms.ddp_comm_hooks``.
 
-Replace that package's name in an import of default_hooks, powerSGD_hook or debugging_hooks by
-``gradcomp.hooks``; nothing else changes. Its other modules are not here.
+Replace that package's name in an import of default_hooks, powerSGD_hook, quantization_hooks or
+debugging_hooks by ``gradcomp.hooks``; nothing else changes. Its other modules are not here.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from . import debugging_hooks, default_hooks, powerSGD_hook
+from . import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
 __all__ = [
     "DDPCommHookType",
     "debugging_hooks",
     "default_hooks",
     "powerSGD_hook",
+    "quantization_hooks",
     "register_ddp_comm_hook",
 ]
 
@@ -56,6 +57,8 @@ class DDPCommHookType(Enum):
     ALLREDUCE = _Registration(default_hooks.allreduce_hook)
     FP16_COMPRESS = _Registration(default_hooks.fp16_compress_hook)
     BF16_COMPRESS = _Registration(default_hooks.bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = _Registration(quantization_hooks.quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = _Registration(quantization_hooks.quantization_perchannel_hook)
     POWER_SGD = _PowerSGDRegistration(powerSGD_hook.powerSGD_hook, rank=1)
     POWER_SGD_RANK2 = _PowerSGDRegistration(powerSGD_hook.powerSGD_hook, rank=2)
     BATCHED_POWER_SGD = _PowerSGDRegistration(powerSGD_hook.batched_powerSGD_hook, rank=1)

@@ -1,12 +1,12 @@
 """Print the verdicts on gradcomp's hooks and torch's in Markdown: python -m gradcomp.testing --help"""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks as torch_default_hooks,
 )
@@ -14,16 +14,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook as torch_powerSGD,
 )
 from torch.distributed.algorithms.ddp_comm_hooks import (
-    quantization_hooks,
+    quantization_hooks as torch_quantization,
 )
 
 from gradcomp.compress.hook import Hook
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
+from gradcomp.hooks import quantization_hooks as quantization
 from gradcomp.testing.cases import CASES
 from gradcomp.testing.check import check_hook
 from gradcomp.testing.report import Report
 from gradcomp.testing.run import MakeState
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with types.
 
 MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?"}
 
@@ -31,6 +34,18 @@ MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?
 def power_sgd(module: Any, rank: int) -> MakeState:
     """Return a maker of states of gradcomp's or torch's module that compress from the third step on."""
     return partial(module.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+
+
+def quantised(bits: int) -> MakeState:
+    """Return a maker of states that quantise from the third step on, in blocks that fit in small matrices."""
+    return partial(quantization.QuantizationState, bits=bits, block_size=16, start_iter=2)
+
+
+def perchannel_hook(
+    process_group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average with quantization_perchannel_hook in blocks as short as those."""
+    return quantization.quantization_perchannel_hook(process_group, bucket, bucket_size=16)
 
 
 def hooks_of(default: Any, module: Any) -> dict[str, tuple[Hook, MakeState]]:
@@ -45,10 +60,16 @@ def hooks_of(default: Any, module: Any) -> dict[str, tuple[Hook, MakeState]]:
     }
 
 
-OURS = hooks_of(default_hooks, powerSGD)
+OURS: dict[str, tuple[Hook, MakeState]] = {
+    **hooks_of(default_hooks, powerSGD),
+    "int8": (quantization.quantization_hook, quantised(8)),
+    "int4": (quantization.quantization_hook, quantised(4)),
+    "pertensor": (quantization.quantization_pertensor_hook, None),
+    "perchannel": (perchannel_hook, None),
+}
 TORCHS = {
     **hooks_of(torch_default_hooks, torch_powerSGD),
-    "8 bits": (quantization_hooks.quantization_pertensor_hook, None),
+    "pertensor": (torch_quantization.quantization_pertensor_hook, None),
 }
 
 

@@ -7,6 +7,8 @@ rank a list of tensors. Averages are [index], in float64.
     fp16_compress_hook, bf16_compress_hook      sixteen_bit_mean
     powerSGD_hook                               PowerSGDOracle, after start_powerSGD_iter steps of mean
     batched_powerSGD_hook                       BatchedPowerSGDOracle, likewise
+    quantization_hook                           QuantisedOracle, after start_iter steps of mean
+    quantization_perchannel_hook, ..pertensor.. QuantisedOracle of the bucket as a row, without feedback
     fp16_compress_wrapper(...) of one of them   the same, of rounded gradients
 """
 
@@ -144,6 +146,109 @@ class BatchedPowerSGDOracle(PowerSGDOracle):
         square = torch.zeros(self.shapes[0], dtype=torch.float64)
         square.view(-1)[: self.numel] = torch.cat([tensor.flatten() for tensor in tensors])
         return square
+
+
+class QuantisedOracle:
+    """The quantised all-reduce with error feedback on senders and owners, tensor by tensor.
+
+    shapes: the tensors' shapes. A tensor of two or more dimensions with at least block_size elements is
+        quantised in blocks, its last one padded with zeros. All others are averaged exactly.
+
+    With the sender's error e_r and the owner's o, zeros at first: Q_r = quantised(g_r + e_r); e_r becomes
+    g_r + e_r − Q_r; the average is quantised(A) with A = (Σ Q_r + o) / W; o becomes W · (A − average). Which
+    rank owns a block makes no difference. A block of which no rank sends anything keeps its o.
+
+    errors: [rank][index], the e_r, and owner_errors: [index], the o; float64. Assign to both to continue from
+    a hook's state.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Shape], bits: int = 4, block_size: int = 128, *, error_feedback: bool = True
+    ):
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.bits, self.block_size, self.error_feedback = bits, block_size, error_feedback
+        self.quantised = [
+            index
+            for index, shape in enumerate(self.shapes)
+            if len(shape) > 1 and math.prod(shape) >= block_size
+        ]
+        self.errors: list[list[torch.Tensor]] | None = None
+        self.owner_errors = self._zeros()
+
+    def step(self, gradients: Gradients) -> list[torch.Tensor]:
+        """Run one step of all ranks and return the averages."""
+        averages = mean(gradients)
+        if self.errors is None:
+            self.errors = [self._zeros() for _ in gradients]
+        for index in self.quantised:
+            owed = self._blocks(self.owner_errors[index])
+            total, is_sent = torch.zeros_like(owed), torch.zeros(len(owed), 1, dtype=torch.bool)
+            for gradient, error in zip(gradients, self.errors, strict=True):
+                matrix = self._blocks(_wide(gradient[index]) + error[index])
+                sent = quantised(matrix, self.bits)
+                total += sent
+                is_sent |= sent.ne(0).any(1, keepdim=True)
+                error[index] = self._lost(matrix - sent, index)
+            total = torch.where(is_sent, (total + owed) / len(gradients), 0.0)
+            average = quantised(total, self.bits)
+            averages[index] = self._tensor(average, index)
+            lost = torch.where(is_sent, len(gradients) * (total - average), owed)
+            self.owner_errors[index] = self._lost(lost, index)
+        return averages
+
+    def _zeros(self) -> list[torch.Tensor]:
+        return [torch.zeros(shape, dtype=torch.float64) for shape in self.shapes]
+
+    def _blocks(self, tensor: torch.Tensor) -> torch.Tensor:
+        padding = -tensor.numel() % self.block_size
+        return torch.nn.functional.pad(tensor.flatten(), (0, padding)).view(-1, self.block_size)
+
+    def _tensor(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
+        return blocks.flatten()[: math.prod(self.shapes[index])].view(self.shapes[index])
+
+    def _lost(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the tensor's error: nothing without error feedback, and where a block isn't finite."""
+        kept = torch.where(blocks.isfinite(), blocks, 0.0) * self.error_feedback
+        return self._tensor(kept, index)
+
+
+def quantised(blocks: torch.Tensor, bits: int) -> torch.Tensor:
+    """Round blocks [num_blocks, size] to 8 or 4 bits with one scale in bf16 each; NaN if not finite.
+
+    8 bits: multiples of the scale, which is the largest absolute value / 127. 4 bits: the nearest of
+    normal_levels() to value / root mean square, times the scale of least squares.
+    """
+    is_finite = blocks.isfinite().all(1, keepdim=True)
+    finite = torch.where(is_finite, blocks, 0.0)
+    if bits == 8:
+        scale = finite.abs().amax(1, keepdim=True) / 127
+        rounded_scale = scale.to(torch.bfloat16).double()
+        codes = (finite / rounded_scale.where(rounded_scale > 0, 1.0)).round().clamp(-127, 127)
+    else:
+        size = finite.square().mean(1, keepdim=True).sqrt()
+        unit = finite / size.where(size > 0, 1.0)
+        levels = torch.tensor(normal_levels(), dtype=torch.float64)
+        codes = levels[(unit[..., None] - levels).abs().argmin(-1)]
+        scale = (finite * codes).sum(1, keepdim=True) / codes.square().sum(1, keepdim=True)
+        rounded_scale = scale.to(torch.bfloat16).double()
+    return torch.where(is_finite, codes * rounded_scale, torch.nan)
+
+
+@functools.cache
+def normal_levels(num_levels: int = 16) -> tuple[float, ...]:
+    """Compute the levels with the least mean square error for the standard normal distribution.
+
+    Each is the mean of the values that are nearer to it than to any other (Lloyd 1982, Max 1960), found by
+    repeating just that.
+    """
+    normal = torch.distributions.Normal(0.0, torch.ones((), dtype=torch.float64))
+    edge = torch.tensor([math.inf], dtype=torch.float64)
+    levels = torch.linspace(-2.7, 2.7, num_levels, dtype=torch.float64)
+    for _ in range(2_000):
+        bounds = torch.cat([-edge, (levels[1:] + levels[:-1]) / 2, edge])
+        density = (-bounds.square() / 2).exp() / math.sqrt(2 * math.pi)
+        levels = -density.diff() / normal.cdf(bounds).diff()
+    return tuple(levels.tolist())
 
 
 def low_rank_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

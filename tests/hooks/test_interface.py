@@ -15,11 +15,16 @@ from gradcomp.hooks import (
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
+    quantization_hooks,
     register_ddp_comm_hook,
 )
 
 TORCH_NAMES = {"default_hooks": "default", "debugging_hooks": "debugging", "powerSGD_hook": "powerSGD"}
 MODULES = ["default_hooks", "debugging_hooks", "powerSGD_hook"]
+QUANTIZATION = [
+    quantization_hooks.quantization_pertensor_hook,
+    quantization_hooks.quantization_perchannel_hook,
+]
 HOOKS = [
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
@@ -27,6 +32,8 @@ HOOKS = [
     debugging_hooks.noop_hook,
     powerSGD_hook.powerSGD_hook,
     powerSGD_hook.batched_powerSGD_hook,
+    *QUANTIZATION,
+    quantization_hooks.quantization_hook,
     default_hooks.fp16_compress_wrapper(debugging_hooks.noop_hook),
     default_hooks.bf16_compress_wrapper(debugging_hooks.noop_hook),
 ]
@@ -42,6 +49,30 @@ def test_modules_mirror_torch(name):
         assert list(inspect.signature(getattr(ours, function)).parameters) == parameters
 
 
+@pytest.mark.parametrize("hook", QUANTIZATION, ids=lambda hook: hook.__qualname__)
+def test_quantization_hooks_have_torchs_signatures(hook):
+    """torch's module has no __all__."""
+    theirs = inspect.signature(getattr(torch_hooks.quantization, hook.__name__)).parameters
+    ours = inspect.signature(hook).parameters
+    assert {name: each.default for name, each in ours.items()} == {
+        name: each.default for name, each in theirs.items()
+    }
+
+
+@pytest.mark.parametrize("bucket_size", [0, 7, -2, True, 512.0, None])
+def test_a_bad_bucket_size_is_shown(bucket_size):
+    bucket = GradBucket(0, torch.zeros(6), [torch.zeros(6)], True)
+    with pytest.raises(ValueError, match=f"quantization_perchannel_hook: bucket_size is {bucket_size}"):
+        quantization_hooks.quantization_perchannel_hook(None, bucket, bucket_size)
+
+
+@pytest.mark.parametrize("hook", QUANTIZATION, ids=lambda hook: hook.__qualname__)
+def test_quantization_hooks_refuse_integers(hook, group_of_one):
+    bucket = GradBucket(0, torch.zeros(6, dtype=torch.int64), [torch.zeros(6)], True)
+    with pytest.raises(TypeError, match=f"{hook.__name__} compresses floating-point buckets, got"):
+        hook(None, bucket)
+
+
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
 def test_ddp_accepts_the_signature_on_every_backend(hook):
     """DDP's _check_comm_hook asks for this signature, and refuses two names without CUDA and NCCL."""
@@ -51,7 +82,7 @@ def test_ddp_accepts_the_signature_on_every_backend(hook):
     assert hook.__name__ not in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
-@pytest.mark.parametrize("hook", HOOKS[:6], ids=lambda hook: hook.__qualname__)
+@pytest.mark.parametrize("hook", HOOKS[:9], ids=lambda hook: hook.__qualname__)
 def test_hooks_pickle_by_name(hook):
     assert pickle.loads(pickle.dumps(hook)) is hook
 
@@ -66,6 +97,8 @@ def test_hook_types():
         "ALLREDUCE": default_hooks.allreduce_hook,
         "FP16_COMPRESS": default_hooks.fp16_compress_hook,
         "BF16_COMPRESS": default_hooks.bf16_compress_hook,
+        "QUANTIZE_PER_TENSOR": QUANTIZATION[0],
+        "QUANTIZE_PER_CHANNEL": QUANTIZATION[1],
         "NOOP": debugging_hooks.noop_hook,
     }
     names = {kind.name for kind in DDPCommHookType}
@@ -110,7 +143,7 @@ def test_wrapping_the_plain_hook_is_the_compress_hook():
     assert wrap(default_hooks.allreduce_hook) is default_hooks.bf16_compress_hook
 
 
-@pytest.mark.parametrize("hook", HOOKS[:3], ids=lambda hook: hook.__qualname__)
+@pytest.mark.parametrize("hook", [*HOOKS[:3], *QUANTIZATION], ids=lambda hook: hook.__qualname__)
 def test_a_state_that_is_no_process_group_is_shown(hook):
     bucket = GradBucket(0, torch.zeros(6), [torch.zeros(6)], True)
     with pytest.raises(TypeError, match=f"{hook.__qualname__} takes a process group or None.*got 'nccl'"):

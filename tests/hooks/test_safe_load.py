@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress import wires as kept
-from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
 HOOKS = [
     default_hooks.allreduce_hook,
@@ -20,9 +20,19 @@ HOOKS = [
     debugging_hooks.noop_hook,
     powerSGD_hook.powerSGD_hook,
     powerSGD_hook.batched_powerSGD_hook,
+    quantization_hooks.quantization_pertensor_hook,
+    quantization_hooks.quantization_perchannel_hook,
 ]
 COLLECTIVES = [
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "barrier"),
+    *(
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+    ),
     *(
         "broadcast",
         "broadcast_object_list",

@@ -12,6 +12,7 @@ from gradcomp.hooks import (
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
+    quantization_hooks,
     register_ddp_comm_hook,
 )
 from gradcomp.testing import check_hook
@@ -26,6 +27,8 @@ def compress_with_torchs_ddp(model: nn.Module) -> tuple[float, float, float]:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
     ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
     ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+    ddp.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
+    ddp.register_comm_hook(quantization_hooks.QuantizationState(bits=8), quantization_hooks.quantization_hook)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     ddp.register_comm_hook(state, default_hooks.fp16_compress_wrapper(powerSGD_hook.batched_powerSGD_hook))
     register_ddp_comm_hook(DDPCommHookType.POWER_SGD, ddp)

@@ -30,14 +30,11 @@ def test_our_hooks_hold_what_they_claim(name):
     if OURS[name][1] is None:
         assert "bucket_insensitive" in held
     else:
-        with_state = {
-            "contraction",
-            "error_feedback_identity",
-            "held_back_comes_out",
-            "checkpoint_round_trip",
-        }
+        with_state = {"error_feedback_identity", "held_back_comes_out", "checkpoint_round_trip"}
         assert held >= with_state | {"bounded_memory"}
-        assert ("exact_up_to_rank" in held) == ("no_error_where_exact" in held) == ("batched" not in name)
+        assert ("contraction" in held) == (name != "int8")  # which is near enough to count as averaging
+        has_rank = "batched" not in name and not name.startswith("int")
+        assert ("exact_up_to_rank" in held) == ("no_error_where_exact" in held) == has_rank
     assert all(
         verdict.num_examples >= 2 for verdict in report.verdicts.values() if verdict.outcome == "holds"
     )

@@ -1,0 +1,147 @@
+"""The oracle of the quantised all-reduce agrees with arithmetic by hand, and with the hook step by step."""
+
+import pytest
+import torch
+
+from gradcomp.hooks.quantization_hooks import (
+    QuantizationState,
+    quantization_hook,
+    quantization_perchannel_hook,
+)
+from gradcomp.testing.oracle import QuantisedOracle, mean, normal_levels, quantised, split
+from gradcomp.testing.ranks import run_ranks
+from tests.distributed.powersgd_oracle import Bucket, random_gradient
+from tests.tolerances import QUANTISED_LOSS, QUANTISED_STEP, UNLIKE_BLOCKS
+
+# 84 blocks of 16, so that no rank of 2 or 3 has a block of zeros: plain torch rounds scales twice beside one.
+SHAPES = ((38, 32), (17,), (8, 3, 5), (3, 2), (16,))
+BITS = pytest.mark.parametrize("bits", [4, 8])
+STEPS = 4
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def test_eight_bits_by_hand():
+    """The scale of largest value 127 is 1; of 254 it is 2; codes are rounded to even; inf makes NaN."""
+    blocks = torch.tensor([[127, 0.4, -3.5, 2.6], [-254, 1, 3.2, 0], [torch.inf, 1, 2, 3], [0, 0, 0, 0]])
+    result = quantised(blocks.double(), 8)
+    assert result[:2].tolist() == [[127, 0, -4, 3], [-254, 0, 4, 0]]
+    assert result[2].isnan().all()
+    assert not result[3].any()
+
+
+def test_four_bits_by_hand():
+    """Max's levels of 1960 for 2 and 4 are known; of two magnitudes a block is as near as bf16 allows."""
+    assert normal_levels(2) == pytest.approx([-((2 / torch.pi) ** 0.5), (2 / torch.pi) ** 0.5])
+    assert normal_levels(4)[2:] == pytest.approx([0.4528, 1.5104], abs=1e-4)
+    assert normal_levels()[8] == pytest.approx(0.1284, abs=1e-4)
+    signs = torch.tensor([[3.0, -3, -3, 3]]).double()
+    assert torch.allclose(quantised(signs, 4), signs, rtol=2**-8)
+    assert not quantised(torch.zeros(1, 4).double(), 4).any()
+
+
+@BITS
+def test_error_feedback_loses_nothing(bits):
+    """Σ outputs + the mean of what is owed = Σ mean gradients with error feedback, and only then."""
+    for error_feedback in (True, False):
+        oracle = QuantisedOracle(SHAPES, bits, 16, error_feedback=error_feedback)
+        inputs = outputs = 0.0
+        for step in range(4):
+            gradients = [split(random_gradient(SHAPES, rank, step), SHAPES) for rank in range(3)]
+            inputs, outputs = inputs + flat(mean(gradients)), outputs + flat(oracle.step(gradients))
+        owed = torch.stack([flat(of_rank) for of_rank in oracle.errors]).sum(0) + flat(oracle.owner_errors)
+        assert torch.allclose(outputs + owed / 3, inputs, rtol=0, atol=1e-14) == error_feedback
+
+
+def test_a_tensor_that_every_rank_skips_keeps_what_is_owed():
+    oracle = QuantisedOracle([(4, 8)], 4, 16)
+    oracle.step([split(random_gradient([(4, 8)], rank, 0), [(4, 8)]) for rank in range(2)])
+    (owed,) = oracle.owner_errors
+    oracle.errors = None
+    (average,) = oracle.step([[torch.zeros(4, 8)]] * 2)
+    assert not average.any()
+    assert torch.equal(oracle.owner_errors[0], owed)
+    # That two ranks cancel is another thing.
+    ones = torch.ones(4, 8)
+    oracle.step([[ones], [-ones]])
+    assert not torch.equal(oracle.owner_errors[0], owed)
+
+
+def steps_of_hook(rank, group, bits, dtype):
+    """Return for every step what the hook was given, its output, and its errors before it."""
+    state, history = QuantizationState(group, bits, 16), []
+    bucket = Bucket(torch.zeros(0, dtype=dtype), SHAPES)
+    for step in range(STEPS):
+        gradient = random_gradient(SHAPES, rank, step, dtype)
+        saved = state.state_dict()["buckets"].get(0, {})
+        bucket.set_buffer(gradient.clone())
+        output = quantization_hook(state, bucket).wait()
+        history.append((gradient, output, saved.get("error"), saved.get("shard_error")))
+    return history
+
+
+def continue_from(oracle, errors, shard_errors):
+    """Give the oracle a state of the hook: "error" is the sender's plus the owner's in its own shard."""
+    split_up = [split(flat.double(), SHAPES) for flat in (*errors, *shard_errors)]
+    own, owned = split_up[: len(errors)], split_up[len(errors) :]
+    oracle.errors = [[e - o for e, o in zip(*pair, strict=True)] for pair in zip(own, owned, strict=True)]
+    oracle.owner_errors = [sum(of_ranks) for of_ranks in zip(*owned, strict=True)]
+
+
+@pytest.mark.usefixtures("plain_torch")
+@BITS
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_hook_step_by_step(bits, world_size, dtype):
+    """From the hook's errors of each step: the same, but for blocks with a value between two levels."""
+    runs = run_ranks(steps_of_hook, world_size, bits, dtype)
+    oracle = QuantisedOracle(SHAPES, bits, 16)
+    unlike = 0.0
+    for of_ranks in zip(*runs, strict=True):
+        gradients, outputs, errors, shard_errors = zip(*of_ranks, strict=True)
+        if errors[0] is not None:
+            continue_from(oracle, errors, shard_errors)
+        owed = [flat(oracle.owner_errors)] + [flat(each) for each in oracle.errors or ()]
+        exact = (torch.stack(gradients).double().sum(0) + sum(owed)) / world_size
+        expected = flat(oracle.step([split(gradient, SHAPES) for gradient in gradients]))
+        got = outputs[0].double()
+        unlike += float(((got - expected).abs() > QUANTISED_STEP * exact.abs().max()).double().mean()) / STEPS
+        assert (got - exact).norm() <= QUANTISED_LOSS * (expected - exact).norm()
+        is_exact = torch.tensor([False] * 1216 + [True] * 17 + [False] * 120 + [True] * 22)
+        assert (got - exact)[is_exact].abs().max() <= QUANTISED_STEP
+    assert unlike <= UNLIKE_BLOCKS
+
+
+@pytest.mark.usefixtures("plain_torch")
+@BITS
+def test_the_hook_left_to_itself(bits):
+    """After some steps of its own the hook owes no more than the oracle."""
+    runs = run_ranks(steps_of_hook, 3, bits, torch.float32)
+    oracle = QuantisedOracle(SHAPES, bits, 16)
+    inputs = outputs = expected = 0.0
+    for of_ranks in zip(*runs, strict=True):
+        gradients = [split(gradient, SHAPES) for gradient, *_ in of_ranks]
+        inputs = inputs + flat(mean(gradients))
+        outputs, expected = outputs + of_ranks[0][1].double(), expected + flat(oracle.step(gradients))
+    # The last step's roundings alone, at other places: like norms, not the same.
+    assert (outputs - inputs).norm() <= 1.1 * (expected - inputs).norm()
+
+
+def channels(rank, group):
+    gradient = random_gradient(SHAPES, rank, 0)
+    return gradient, quantization_perchannel_hook(group, Bucket(gradient.clone(), SHAPES), 16).wait()
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_the_hook_without_state():
+    runs = run_ranks(channels, 2)  # 43 blocks each
+    numel = len(runs[0][0])
+    oracle = QuantisedOracle([(1, numel)], 8, 16, error_feedback=False)
+    (expected,) = oracle.step([[gradient.view(1, numel)] for gradient, _ in runs])
+    assert not oracle.owner_errors[0].any()
+    exact = torch.stack([gradient for gradient, _ in runs]).double().mean(0)
+    got = runs[0][1].double()
+    assert (got - exact).norm() <= QUANTISED_LOSS * (expected[0] - exact).norm()
+    assert ((got - expected[0]).abs() > QUANTISED_STEP).double().mean() <= UNLIKE_BLOCKS
