@@ -92,7 +92,7 @@ ORTHONORMAL = {torch.float32: 1e-5, torch.float64: 1e-6}
 SPAN = {torch.float32: 1e-6, torch.float64: 1e-11}
 
 # One step of PowerSGD with P and Q rounded on the wire, relative to the gradient, in these units: what one
-# rounding of an element costs, where int8 has 127 steps up to the largest of 64. P's condition number
+# rounding of an element costs, where int8 has 127 steps up to the largest of 128. P's condition number
 # magnifies it.
 FACTOR_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.int8: 1 / 127}
 FACTOR_ROUNDINGS = 4

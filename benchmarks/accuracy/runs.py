@@ -54,8 +54,8 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
     """Register a hook that compresses after ``start_iter`` steps.
 
     "powersgd:4" is PowerSGD of rank 4, "powersgd:4:int8" the same with factors in int8 and the uncompressed
-    tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits. "int4:256" has blocks of 256
-    elements and the uncompressed tensors in bf16.
+    tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits. "int4:256" has blocks of
+    256 elements and the uncompressed tensors in bf16.
     """
     name, *given = hook.split(":")
     if name in LOW_RANK:

@@ -26,8 +26,8 @@ class LowRankOptions:
     are PowerSGDState's.
     """
 
-    # int8 factors have a scale for so many elements of a column (or of two, where one ends).
-    BLOCK_SIZE = 64
+    # int8 factors have a scale for so many elements, column after column.
+    BLOCK_SIZE = 128
 
     square: bool
     rank: int

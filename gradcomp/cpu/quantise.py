@@ -102,7 +102,7 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
     largest = _largest(values)
     is_finite = largest.isfinite()
     has_values = is_finite & (largest > 0)
-    # A power of two changes no bits of values and scales; half of it at a time neither overflows nor vanishes.
+    # A power of two changes no bits of values and scales. Half at a time neither overflows nor vanishes.
     exponent = torch.frexp(torch.where(has_values, largest, 1.0)).exponent
     halves = torch.exp2(exponent // 2).to(values.dtype), torch.exp2(exponent - exponent // 2).to(values.dtype)
     unit = torch.where(has_values, values / halves[0] / halves[1], 0.0)

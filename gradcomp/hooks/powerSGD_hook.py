@@ -61,7 +61,7 @@ class PowerSGDState(CompressedAveraging):
     Not torch's:
 
     factor_dtype: what factors are sent in. torch.bfloat16, torch.float16: so is everything else. torch.int8:
-        with a scale for every 64 elements, in two collectives per factor (a quantised all-reduce).
+        with a scale for every 128 elements, in two collectives per factor (a quantised all-reduce).
         min_compression_rate is one of bytes then. The error is what the averages really lack, so error
         feedback makes up for the rounding.
     uncompressed_dtype: with int8 factors, what vectors and other uncompressed tensors are sent in:

@@ -99,10 +99,10 @@ def test_bytes_on_the_wire():
     for options, expected in (
         ({}, factors + vectors),
         ({"factor_dtype": torch.bfloat16}, (factors + vectors) / 2),
-        ({"factor_dtype": torch.int8}, factors * (1 + 2 / 64) / 4 + vectors),
+        ({"factor_dtype": torch.int8}, factors * (1 + 2 / 128) / 4 + vectors),
         (
             {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
-            factors * (1 + 2 / 64) / 4 + vectors / 2,
+            factors * (1 + 2 / 128) / 4 + vectors / 2,
         ),
         (
             {"start_bits": 4},
