@@ -29,11 +29,12 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_whole_run(tmp_path):
-    tiny = ["--width=16", "--layers=1", "--heads=2", "--batch=2", "--sequence=16"]
-    hooks = ["--hook=none,powersgd:1", "--steps=60", "--seeds=1", "--seed=3"]
+TINY_OPTIONS = ["--width=16", "--layers=1", "--heads=2", "--batch=2", "--sequence=16"]
+
+
+def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.accuracy", *tiny, *hooks, "--out", str(tmp_path)],
+        [sys.executable, "-m", "benchmarks.accuracy", *arguments],
         cwd=ROOT,
         env=users_environment(),
         stdout=subprocess.PIPE,
@@ -42,6 +43,29 @@ def test_a_whole_run(tmp_path):
         timeout=90,
     )
     assert done.returncode == 0, done.stdout
+    return done
+
+
+def test_every_sort_of_hook(tmp_path):
+    hooks = ("none", "alone", "int8", "int4", "int4:256", "powersgd:1:bf16", "powersgd:1:int8:start4")
+    options = ["--task=gpt", f"--hook={','.join(hooks)}", "--steps=20", "--seeds=1", "--ranks=2"]
+    run_accuracy(*TINY_OPTIONS, *options, "--out", str(tmp_path))
+    rows = {row["hook"]: row for row in rows_of(tmp_path / "accuracy.jsonl")}
+    assert tuple(rows) == hooks
+    none = rows["none"]["bytes_per_step"]
+    assert rows["alone"]["sent_bytes"] == 0
+    assert rows["alone"]["validation_loss"] != rows["none"]["validation_loss"]
+    # Vectors are sent exactly, and a model as small as this one has many.
+    assert none / 4 < rows["int8"]["bytes_per_step"] < none / 2.9
+    assert none / 8 < rows["int4:256"]["bytes_per_step"] < rows["int4"]["bytes_per_step"] < none / 4
+    assert rows["powersgd:1:int8:start4"]["bytes_per_step"] < rows["powersgd:1:bf16"]["bytes_per_step"]
+    assert rows["powersgd:1:int8:start4"]["sent_bytes"] < rows["powersgd:1:bf16"]["sent_bytes"]
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_a_whole_run(tmp_path):
+    hooks = ["--hook=none,powersgd:1", "--steps=60", "--seeds=1", "--seed=3", "--ranks=2"]
+    done = run_accuracy(*TINY_OPTIONS, *hooks, "--out", str(tmp_path))
     rows = rows_of(tmp_path / "accuracy.jsonl")
     assert [(row["task"], row["hook"], row["seed"]) for row in rows] == [
         (task, hook, 3) for task in ("gpt", "digits") for hook in ("none", "powersgd:1")
@@ -141,11 +165,13 @@ def test_the_documented_tables_are_of_the_recorded_runs():
         (["--task", "gpt,mnist"], "--task: there is no 'mnist'; known are gpt,digits"),
         (
             ["--hook", "fp8"],
-            "--hook: there is no 'fp8'; known are none, allreduce, fp16, bf16, powersgd:RANK, ",
+            "--hook: there is no 'fp8'; known are none, allreduce, fp16, bf16, int8, int4, ",
         ),
         (["--hook", "powersgd"], "there is no 'powersgd'"),
         (["--hook", "powersgd:0"], "there is no 'powersgd:0'"),
         (["--hook", "fp16:2"], "there is no 'fp16:2'"),
+        (["--hook", "powersgd:2:int4"], "there is no 'powersgd:2:int4'"),
+        (["--hook", "powersgd:2:int8:start2"], "there is no 'powersgd:2:int8:start2'"),
         (["--seeds", "0"], "argument --seeds: '0' is not a whole number of at least 1"),
     ],
 )

@@ -101,11 +101,11 @@ def test_a_whole_demo(start, tmp_path):
 
 
 def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
-    demo = start("--hook", "none,powersgd,batched", "--steps", "50", "--powersgd-rank", "2")
+    demo = start("--hook", "none,powersgd,powersgd_int8,batched", "--steps", "50", "--powersgd-rank", "2")
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
     none = json.loads((tmp_path / "none.json").read_text())
-    for hook in ("powersgd", "batched"):
+    for hook in ("powersgd", "powersgd_int8", "batched"):
         power_sgd = json.loads((tmp_path / f"{hook}.json").read_text())
         compared = 2 * MESSAGE_BYTES  # the options of both ranks, once
         # Steps between counted ones are assumed to be as the last counted one.
@@ -143,7 +143,7 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
     [
         (
             ["--hook", "fp16,fp8"],
-            "there is no 'fp8'; known are none,allreduce,fp16,bf16,int8,int4,powersgd,batched",
+            "there is no 'fp8'; known are none,allreduce,fp16,bf16,int8,int4,powersgd,powersgd_int8,batched",
         ),
         (["--powersgd-rank", "0"], "argument --powersgd-rank: '0' is not a whole number of at least 1"),
         (["--ranks", "0"], "argument --ranks: '0' is not a whole number of at least 1"),

@@ -27,8 +27,8 @@ from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import add_training_options, check_training_options, positive
 
 HOOKS = (
-    "none,alone,fp16,int8,int4,powersgd:16,powersgd:8,powersgd:4,"
-    "powersgd:16:int8,powersgd:8:int8,powersgd:4:int8,powersgd:8:bf16"
+    "none,alone,fp16,int8,int4,int4:256,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
+    "powersgd:16:int8,powersgd:8:int8,powersgd:4:int8"
 )
 
 
@@ -53,7 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("build/accuracy"), help="folder (default %(default)s)"
     )
     add_training_options(parser)
-    parser.set_defaults(steps=1000, width=64, layers=2)
+    parser.set_defaults(steps=500, width=64, layers=2)
     options = parser.parse_args(arguments)
     check_training_options(parser, options)
     options.tasks, options.hooks = options.task.split(","), options.hook.split(",")

@@ -141,7 +141,7 @@ def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
         for hook, point in zip(shown, points, strict=True):
             label = {"textcoords": "offset points", "xytext": (5, 6), "color": colour, "fontsize": 8}
             axes.annotate(hook.hook, point, **label)
-        for hook in set(drawn) - set(shown):
+        for hook in (each for each in drawn if each not in shown):
             # To scale it would squeeze the others into a line, so it is drawn at the upper edge.
             edge, kilobytes = axes.get_xaxis_transform(), hook.bytes_per_step / 1e3
             axes.plot(kilobytes, 0.97, "^", color=colour, transform=edge, label=family)

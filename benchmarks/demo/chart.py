@@ -7,19 +7,19 @@ from typing import Any
 Record = dict[str, Any]  # what train.py writes with --record
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish too.
-COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442"]
+COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#7F7F7F"]
 
 
 def table(records: list[Record]) -> str:
     """Format one line per hook, under the reducer's name. Rates refer to the first record's bytes."""
     lines = [
         f"reducer: {records[0]['reducer']}",
-        f"{'hook':12}{'bytes/step':>12}{'rate':>8}{'ms/step':>9}{'loss':>8}{'validation loss':>17}",
+        f"{'hook':14}{'bytes/step':>12}{'rate':>8}{'ms/step':>9}{'loss':>8}{'validation loss':>17}",
     ]
     for record in records:
         rate = records[0]["bytes_per_step"] / record["bytes_per_step"]
         lines.append(
-            f"{record['hook']:12}{record['bytes_per_step']:>12,}{rate:>7.1f}×{record['ms_per_step']:>9.0f}"
+            f"{record['hook']:14}{record['bytes_per_step']:>12,}{rate:>7.1f}×{record['ms_per_step']:>9.0f}"
             f"{record['loss']:>8.3f}{record['validation_loss']:>17.3f}"
         )
     return "\n".join(lines)

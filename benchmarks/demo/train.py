@@ -31,9 +31,11 @@ from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
 Averager = DistributedDataParallel | Reducer
 
 
-def register_power_sgd(model: Averager, hook: Callable[..., Any], rank: int, start_iter: int) -> None:
+def register_power_sgd(
+    model: Averager, hook: Callable[..., Any], rank: int, start_iter: int, **factors: torch.dtype
+) -> None:
     state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start_iter
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start_iter, **factors
     )
     model.register_comm_hook(state, hook)
 
@@ -53,6 +55,9 @@ HOOKS: dict[str, Callable[[Averager, int, int], None]] = {
     "int8": lambda model, _, start_iter: register_quantization(model, 8, start_iter),
     "int4": lambda model, _, start_iter: register_quantization(model, 4, start_iter),
     "powersgd": lambda model, *given: register_power_sgd(model, powerSGD_hook.powerSGD_hook, *given),
+    "powersgd_int8": lambda model, *given: register_power_sgd(
+        model, powerSGD_hook.powerSGD_hook, *given, factor_dtype=torch.int8, uncompressed_dtype=torch.bfloat16
+    ),
     "batched": lambda model, *given: register_power_sgd(model, powerSGD_hook.batched_powerSGD_hook, *given),
 }
 
