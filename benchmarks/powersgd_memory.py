@@ -48,7 +48,7 @@ def memory_of(buckets: Iterable[Sequence[models.Shape]], rank: int, dtype: torch
         error += tensors.memory.nbytes
         kept = (tensors.p, tensors.q, tensors.norms, tensors.matrices, *tensors.tables.values())
         factors += sum(tensor.nbytes for tensor in kept)
-        scratches.append(num_bytes_of(LowRankStages.scratch_parts(work, dtype)))
+        scratches.append(num_bytes_of(LowRankStages.scratch_parts(work, dtype, dtype)))
         bucket_bytes.append(sum(map(math.prod, shapes)) * dtype.itemsize)
         torch_factors += (layout.p_numel + layout.q_numel) * dtype.itemsize
     passing = 2 * max(bucket_bytes)

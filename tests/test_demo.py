@@ -73,8 +73,8 @@ def test_a_whole_demo(start, tmp_path):
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
     none, fp16 = (json.loads((tmp_path / f"{hook}.json").read_text()) for hook in ("none", "fp16"))
-    assert f"none{none['bytes_per_step']:>20,}    1.0×" in output
-    assert f"fp16{fp16['bytes_per_step']:>20,}    2.0×" in output
+    assert f"none{none['bytes_per_step']:>22,}    1.0×" in output
+    assert f"fp16{fp16['bytes_per_step']:>22,}    2.0×" in output
     # Weights: two embeddings, a block (12 width² + 13 width), the last norm, the head; 4 bytes each.
     parameters = 256 * 32 + 16 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32 + 256 * 32
     assert none["bytes_per_step"] == 4 * parameters

@@ -119,6 +119,16 @@ class LowRankCompressor(Compressor):
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
         )
+        if options.is_quantised:
+            # Its kernels don't depend on shapes.
+            ops.compile_quantised(
+                BlockLayout([(1, options.BLOCK_SIZE)], options.BLOCK_SIZE, bucket.world_size),
+                torch.promote_types(bucket.dtype, torch.float32),
+                bucket.device,
+                bits=8,
+                error_feedback=False,
+                exact_dtype=options.uncompressed_dtype or bucket.dtype,
+            )
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send no P of these tensors' matrices; if no rank does, nothing is taken out of the errors."""
@@ -166,9 +176,10 @@ class LowRankCompressor(Compressor):
             pairs = zip(by_matrix, directions, strict=True)
             directions = [own if loaded is None else loaded for loaded, own in pairs]
         self.plan.load(state["error"], directions)
-        # A quantised start has errors of tensors that are sent exactly from now on.
-        owed = state["error"].to(self.plan.error().dtype) - self.plan.error()
-        self._owed = owed if "directions" not in state and owed.any() else None
+        if "directions" not in state:
+            # A quantised start has errors of tensors that are sent exactly from now on.
+            kept = self.plan.error()
+            self._owed = state["error"].to(kept) - kept
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
+from gradcomp import ops
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, from_torch, powerSGD_hook
 from gradcomp.testing import check_hook, run_ranks
 from gradcomp.testing.run import run_hook
@@ -14,6 +15,13 @@ from gradcomp.testing.workload import Workload
 from tests.distributed.powersgd_oracle import Bucket, random_gradient, relative
 from tests.distributed.powersgd_runs import HOOKS, START, error_of, new_state, reload
 from tests.tolerances import FACTOR_ROUNDINGS, FACTOR_UNIT, MEAN_ERROR
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    """Compute as in a rank that is a process of its own."""
+    monkeypatch.setattr(ops, "_INTERPRETED", False)
+
 
 SHAPES = ((64, 48), (7,), (30, 90), (2, 3), (150, 40))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)

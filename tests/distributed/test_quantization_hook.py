@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradcomp
+from gradcomp import ops
 from gradcomp.compress import BucketSpec
 from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.quantised import QuantisedCompressor, QuantisedOptions
@@ -21,6 +22,12 @@ EXACT = [slice(1200, 1217), slice(1337, 1344)]  # vectors, and what is smaller t
 # The norm of the error over that of the mean, quantised twice, of normal gradients.
 LOSS = {4: 0.2, 8: 0.02}
 BITS = pytest.mark.parametrize("bits", [4, 8])
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    """Compute as in a rank that is a process of its own."""
+    monkeypatch.setattr(ops, "_INTERPRETED", False)
 
 
 def state_of(bits, **options):

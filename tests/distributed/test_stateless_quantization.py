@@ -7,6 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as to
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
+from gradcomp import ops
 from gradcomp.compress import quantised_plans
 from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.hooks import default_hooks
@@ -26,6 +27,12 @@ SHAPES = [(120, 70), (17,), (8, 3, 5), (1,)]
 HOOKS = {"pertensor": quantization_pertensor_hook, "perchannel": quantization_perchannel_hook}
 BLOCKS = {"pertensor": _largest_blocks, "perchannel": lambda *_: 512}
 EACH = pytest.mark.parametrize("name", HOOKS)
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch):
+    """Compute as in a rank that is a process of its own."""
+    monkeypatch.setattr(ops, "_INTERPRETED", False)
 
 
 def bound(gradients, block_size):
