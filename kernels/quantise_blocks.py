@@ -81,9 +81,12 @@ def _quantise_kernel(
             mask = mask & (offs_col < SIZE)
         if FEEDBACK:
             error = error_ptr + first * SIZE
-            is_own = tl.load(work + 7) == rank
+            own_blocks = tl.where(tl.load(work + 7) == rank, third.to(tl.int32), 0)
+            own_mask = offs_block[:, None] < own_blocks
+            if SIZE < COLS:
+                own_mask = own_mask & (offs_col < SIZE)
             own = shard_error_ptr + tl.load(work + 8) * SIZE
-            kept = tl.load(own + offs, mask=mask & is_own, other=0.0)
+            kept = tl.load(own + offs, mask=own_mask, other=0.0)
             values = (tl.load(error + offs, mask=mask, other=0.0) - kept) + values
         codes, scale, lost = encode(values, quantiser_ptr, SIZE, BITS)
         store_codes(
