@@ -96,7 +96,8 @@ class _WithPeer:
 
     def __call__(self) -> list[torch.Tensor]:
         if not dist.is_initialized():
-            store = Path(tempfile.mkdtemp(prefix="gradcomp-"), "store")
+            self._folder = tempfile.TemporaryDirectory(prefix="gradcomp-")
+            store = Path(self._folder.name, "store")
             command = [sys.executable, "-m", "benchmarks.quantised_hooks", self._name, str(store)]
             subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
             _join(store, rank=0)

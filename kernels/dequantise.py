@@ -4,9 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
-from .powersgd_tile import registers
-from .quantise_tile import WORK_FIELDS, codes_at, decode, element_type, load_codes, load_scales
+from .launch import launch, registers
+from .quantise_tile import (
+    WORK_FIELDS,
+    codes_at,
+    decode,
+    element_type,
+    gradients_of,
+    load_codes,
+    load_scales,
+    tile_of,
+)
 from .quantise_work import BLOCKS as _BLOCKS
 from .quantise_work import COPY_BLOCK, padded_size
 from .tile import copy_tile, round_to
@@ -39,22 +47,16 @@ def _dequantise_kernel(
     third = tl.load(work + 3)
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     if tl.load(work) == BLOCKS_WORK:
-        offs_col = tl.arange(0, COLS)[None, :]
-        offs = tl.arange(0, BLOCKS)[:, None] * SIZE + offs_col
+        mask, offs = tile_of(third, BLOCKS, COLS, SIZE)
         scale = load_scales(payload_ptr, tl.load(work + 6), third, BLOCKS)
         first_code = codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS)
         codes = load_codes(first_code, third, BLOCKS, COLS, SIZE, BITS)
         values = round_to(decode(codes, scale, quantiser_ptr, ACC, BITS), TYPE)
-        address = grad.to(tl.uint64)
-        if (SIZE == COLS) & (length == BLOCKS * SIZE) & (address % 16 == 0):
-            # The hint is on a rounded copy, as in copy_tile.
-            aligned = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(TYPE)), 16)
+        is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, COLS, SIZE)
+        if is_whole:
             tl.store(aligned + offs, values)
         else:
-            mask = offs < length.to(tl.int32)
-            if SIZE < COLS:
-                mask = mask & (offs_col < SIZE)
-            tl.store(grad + offs, values, mask=mask)
+            tl.store(grad + offs, values, mask=exists)
     else:
         exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
         copy_tile(exact, grad, length, 1.0, COPY_BLOCK)

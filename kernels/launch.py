@@ -15,6 +15,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
 ALIGNMENT = 16  # bytes; kernels are compiled for pointers that are multiples of it, and for others
+MAX_REGISTERS = 255  # that a thread can have
 
 
 def launch(kernel: Any, num_programs: int) -> Callable[..., None]:
@@ -31,6 +32,14 @@ def launch(kernel: Any, num_programs: int) -> Callable[..., None]:
             _noted.launches.append(launched)
 
     return run
+
+
+def registers(num_warps: int, num_programs: int = 2) -> int:
+    """Return how many registers a thread may take so that these programs fit a multiprocessor together.
+
+    A launch has to say so: otherwise ptxas may take more, or spill to fit one program more.
+    """
+    return min(65536 // (num_programs * 32 * num_warps) // 8 * 8, MAX_REGISTERS)
 
 
 class Stage:

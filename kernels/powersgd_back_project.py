@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, registers
 from .powersgd_tile import (
     MAX_FMA_RANK,
     P_PANEL,
@@ -16,7 +16,6 @@ from .powersgd_tile import (
     memory_matrix,
     memory_tile,
     panel,
-    registers,
     work_of,
 )
 

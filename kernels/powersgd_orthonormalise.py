@@ -10,12 +10,11 @@ import triton.language as tl
 from . import powersgd_gram_schmidt as in_fp64
 from . import powersgd_gram_schmidt_pairs as in_pairs
 from .device import is_fp64_slow
-from .launch import launch
+from .launch import MAX_REGISTERS, launch
 from .powersgd_orthonormalise_blocks import orthonormalise_blocks
 from .powersgd_tile import (
     MATRIX_FIELDS,
     MATRIX_RANK,
-    MAX_REGISTERS,
     MIN_BLOCK_ROWS,
     P_PANEL,
     P_STRIDE,

@@ -4,12 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import MAX_REGISTERS, launch
 from .powersgd_gram_schmidt import copy_panel, gram, multiply, subtract_projection
 from .powersgd_tile import (
     MATRIX_FIELDS,
     MATRIX_RANK,
-    MAX_REGISTERS,
     MIN_BLOCK_ROWS,
     P_PANEL,
     P_STRIDE,

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
-from .powersgd_tile import REDUCE, WORK_FIELDS, registers, wire_start, wire_stride
+from .launch import launch, registers
+from .powersgd_tile import REDUCE, WORK_FIELDS, wire_start, wire_stride
 from .powersgd_work import COPY_BLOCK, factor_tile
 from .tile import copy_tile, round_to
 

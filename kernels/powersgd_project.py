@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, registers
 from .powersgd_direction import direction
 from .powersgd_error import add_error
 from .powersgd_tile import (
@@ -20,12 +20,11 @@ from .powersgd_tile import (
     memory_matrix,
     memory_tile,
     panel,
-    registers,
     work_of,
 )
 
 # A dot product over more columns at once takes more registers than there are.
-DOT_COLS = 32
+NARROW_COLS = 32
 
 
 @triton.jit
@@ -223,12 +222,10 @@ def is_reloaded(rank: int, dtype: torch.dtype) -> bool:
     """Return whether a matrix's row of the table is loaded for each tile, by way of shared memory.
 
     Otherwise it is loaded once, which takes more registers than shortening fp16's error leaves, or fp32 at
-    rank 4 on sm_100, and at rank 8 there unless Triton 3.7 compiles it, which spills if it is not; and at
-    rank 32 in fp32 makes the compiler place tiles so that two programs don't fit 100 KiB.
+    rank 4 on sm_100; and at rank 32 in fp32 makes the compiler place tiles so that two programs don't fit
+    100 KiB.
     """
-    if dtype != torch.float32:
-        return dtype == torch.float16
-    return rank in (4, 32) or (rank == 8 and not triton.__version__.startswith("3.7."))
+    return dtype == torch.float16 or (dtype == torch.float32 and rank in (4, 32))
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
@@ -273,8 +270,9 @@ def project(
     P's length matters, rather than by a power of two.
     """
     if len(work):
-        is_dot = rank > MAX_FMA_RANK.value
-        cols = min(block_cols, DOT_COLS) if is_dot else block_cols
+        # FMAs at rank 8 in fp32 take all registers for a tile of 64 columns.
+        is_narrow = rank > MAX_FMA_RANK.value or (rank == 8 and grad.dtype == torch.float32)
+        cols = min(block_cols, NARROW_COLS) if is_narrow else block_cols
         launch(_project_kernel, len(work))(
             grad,
             memory,

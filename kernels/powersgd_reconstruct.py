@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, registers
 from .powersgd_random import randomise
 from .powersgd_tile import (
     COLS,
@@ -24,7 +24,6 @@ from .powersgd_tile import (
     gradient_tile,
     is_16_byte_aligned,
     panel,
-    registers,
     wire_start,
     wire_stride,
 )

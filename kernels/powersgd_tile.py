@@ -39,7 +39,6 @@ MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 MAX_CHUNKS = tl.constexpr(powersgd_work.MAX_CHUNKS)
 # Up to this rank products are FMAs, above it matrix products of the tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
-MAX_REGISTERS = 255  # that a thread can have
 MIN_BLOCK_ROWS = tl.constexpr(32)  # BLOCK_ROWS and the length of P's panels are multiples of it
 
 # Work types of _pack_kernel and of _reconstruct_kernel, in the first column of a program's row.
@@ -48,14 +47,6 @@ COPY = tl.constexpr(powersgd_work.COPY)
 NEXT_Q = tl.constexpr(powersgd_work.NEXT_Q)
 TILES = tl.constexpr(powersgd_work.TILES)
 UNPACK = tl.constexpr(powersgd_work.UNPACK)
-
-
-def registers(num_warps: int, num_programs: int = 2) -> int:
-    """Return how many registers a thread may take so that these programs fit a multiprocessor together.
-
-    A launch has to say so: otherwise ptxas may take more, or spill to fit one program more.
-    """
-    return min(65536 // (num_programs * 32 * num_warps) // 8 * 8, MAX_REGISTERS)
 
 
 def dot_rank_block(rank: int) -> int:

@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
-from .powersgd_tile import registers
+from .launch import launch, registers
 from .quantise_tile import (
     WORK_FIELDS,
     codes_at,
@@ -15,6 +14,7 @@ from .quantise_tile import (
     load_scales,
     store_codes,
     store_scales,
+    tile_of,
 )
 from .quantise_work import BLOCKS as _BLOCKS
 from .quantise_work import COPY_BLOCK, padded_size
@@ -160,11 +160,7 @@ def _average_kernel(
         scale_at = tl.load(work + 6)
         offs_block = tl.arange(0, BLOCKS)
         offs_col = tl.arange(0, COLS)[None, :]
-        offs = offs_block[:, None] * SIZE + offs_col
-        mask_block = offs_block < third.to(tl.int32)
-        mask = mask_block[:, None]
-        if SIZE < COLS:
-            mask = mask & (offs_col < SIZE)
+        mask, offs = tile_of(third, BLOCKS, COLS, SIZE)
         own = shard_error_ptr + first * SIZE
         block = rank * second + first
         error = error_ptr + block * SIZE
@@ -194,7 +190,7 @@ def _average_kernel(
         store_codes(codes_at(mean, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
         store_scales(mean, scale_at, scale, third, BLOCKS)
         if FEEDBACK:
-            lengths = tl.load(lengths_ptr + block + offs_block, mask=mask_block, other=0)
+            lengths = tl.load(lengths_ptr + block + offs_block, mask=offs_block < third.to(tl.int32), other=0)
             lost = tl.where(offs_col < lengths[:, None], lost * WORLD_SIZE, 0.0)
             kept = tl.where(is_sent[:, None], lost, kept)
             tl.store(own + offs, kept, mask=mask)

@@ -4,38 +4,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
-from .powersgd_tile import registers
-from .quantise_tile import WORK_FIELDS, codes_at, element_type, encode, store_codes, store_scales
+from .launch import launch, registers
+from .quantise_tile import (
+    WORK_FIELDS,
+    codes_at,
+    element_type,
+    encode,
+    gradients_of,
+    store_codes,
+    store_scales,
+    tile_of,
+)
 from .quantise_work import BLOCKS as _BLOCKS
 from .quantise_work import COPY_BLOCK, padded_size
 from .tile import copy_tile
 
 BLOCKS_WORK = tl.constexpr(_BLOCKS)
 RESIDENT_WARPS = 16  # of a multiprocessor, which its registers have to hold
-
-
-@triton.jit
-def _load_gradients(
-    grad_ptr, length, ACC: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr
-):
-    """Return a tile of gradients in ACC, zeros beyond its length.
-
-    The loads are 128 bits wide if the tile is whole and starts on 16 bytes.
-    """
-    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
-    offs_col = tl.arange(0, COLS)[None, :]
-    offs = tl.arange(0, BLOCKS)[:, None] * SIZE + offs_col
-    address = grad_ptr.to(tl.uint64)
-    if (SIZE == COLS) & (length == BLOCKS * SIZE) & (address % 16 == 0):
-        aligned = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(TYPE)), 16)
-        values = tl.load(aligned + offs).to(ACC)
-    else:
-        mask = offs < length.to(tl.int32)
-        if SIZE < COLS:
-            mask = mask & (offs_col < SIZE)
-        values = tl.load(grad_ptr + offs, mask=mask, other=0.0).to(ACC)
-    return values
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -71,20 +56,17 @@ def _quantise_kernel(
     third = tl.load(work + 3)
     if tl.load(work) == BLOCKS_WORK:
         ACC: tl.constexpr = error_ptr.dtype.element_ty
-        values = _load_gradients(grad, length, ACC, BLOCKS, COLS, SIZE)
+        mask, offs = tile_of(third, BLOCKS, COLS, SIZE)
+        is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, COLS, SIZE)
+        if is_whole:
+            values = tl.load(aligned + offs).to(ACC)
+        else:
+            values = tl.load(grad + offs, mask=exists, other=0.0).to(ACC)
         first = tl.load(work + 4)
-        offs_block = tl.arange(0, BLOCKS)
-        offs_col = tl.arange(0, COLS)[None, :]
-        offs = offs_block[:, None] * SIZE + offs_col
-        mask = offs_block[:, None] < third.to(tl.int32)
-        if SIZE < COLS:
-            mask = mask & (offs_col < SIZE)
         if FEEDBACK:
             error = error_ptr + first * SIZE
-            own_blocks = tl.where(tl.load(work + 7) == rank, third.to(tl.int32), 0)
-            own_mask = offs_block[:, None] < own_blocks
-            if SIZE < COLS:
-                own_mask = own_mask & (offs_col < SIZE)
+            own_blocks = tl.where(tl.load(work + 7) == rank, third, 0)
+            own_mask, _ = tile_of(own_blocks, BLOCKS, COLS, SIZE)
             own = shard_error_ptr + tl.load(work + 8) * SIZE
             kept = tl.load(own + offs, mask=own_mask, other=0.0)
             values = (tl.load(error + offs, mask=mask, other=0.0) - kept) + values

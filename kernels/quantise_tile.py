@@ -22,6 +22,31 @@ def element_type(dtype: torch.dtype) -> Any:
 
 
 @triton.jit
+def tile_of(num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr):
+    """Return the mask and offsets of a tile of num_blocks blocks that are stored one after another."""
+    offs_block = tl.arange(0, BLOCKS)[:, None]
+    offs_col = tl.arange(0, COLS)[None, :]
+    mask = offs_block < num_blocks.to(tl.int32)
+    if SIZE < COLS:
+        mask = mask & (offs_col < SIZE)
+    return mask, offs_block * SIZE + offs_col
+
+
+@triton.jit
+def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr):
+    """Return how a tile's gradients are stored: (whether 128 bits can be moved at a time, pointer, mask).
+
+    grad_ptr: the first of them; length: how many there are. mask, offs: those of tile_of.
+    """
+    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    address = grad_ptr.to(tl.uint64)
+    is_whole = (SIZE == COLS) & (length == BLOCKS * SIZE) & (address % 16 == 0)
+    # The hint is on a rounded copy, as in copy_tile.
+    aligned = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(TYPE)), 16)
+    return is_whole, aligned, mask & (offs < length.to(tl.int32))
+
+
+@triton.jit
 def encode(values, quantiser_ptr, SIZE: tl.constexpr, BITS: tl.constexpr):
     """Quantise the rows of values, fp32 or fp64, zero beyond SIZE.
 
@@ -88,7 +113,7 @@ def load_codes(
 ):
     """Return the bytes of a tile's codes, from its first byte on, as decode takes them."""
     BYTES: tl.constexpr = COLS * BITS // 8
-    mask, offs = _bytes_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
+    mask, offs = tile_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
     return tl.load(codes_ptr + offs, mask=mask, other=0)
 
 
@@ -116,24 +141,13 @@ def store_codes(
 ):
     """Store a tile's codes, int32 [BLOCKS, COLS], from its first byte on; of two in a byte, the first low."""
     BYTES: tl.constexpr = COLS * BITS // 8
-    mask, offs = _bytes_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
+    mask, offs = tile_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
     if BITS == 8:
         packed = codes
     else:
         low, high = tl.split(tl.reshape(codes, (BLOCKS, BYTES, 2)))
         packed = low | (high << 4)
     tl.store(codes_ptr + offs, packed.to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _bytes_of(num_blocks, BLOCKS: tl.constexpr, BYTES: tl.constexpr, SIZE_BYTES: tl.constexpr):
-    """Return the mask and offsets of a tile's codes."""
-    offs_block = tl.arange(0, BLOCKS)[:, None]
-    offs_byte = tl.arange(0, BYTES)[None, :]
-    mask = offs_block < num_blocks.to(tl.int32)
-    if SIZE_BYTES < BYTES:
-        mask = mask & (offs_byte < SIZE_BYTES)
-    return mask, offs_block * SIZE_BYTES + offs_byte
 
 
 @triton.jit

@@ -53,9 +53,9 @@ class QuantisedWork:
 
     def __init__(self, layout: BlockLayout, bits: int, itemsize: int, exact_itemsize: int | None = None):
         self.layout, self.bits = layout, bits
-        self.code_bytes = layout.block_size * bits // 8
+        self.code_bytes = layout.code_bytes(bits)
         self._exact_itemsize = exact_itemsize or itemsize
-        sections, self.payload_bytes = layout.sections(self.code_bytes, self._exact_itemsize)
+        sections, self.payload_bytes = layout.sections(bits, self._exact_itemsize)
         self._scales_at, self._exact_at = sections[1].start, sections[2].start
         self.tile_blocks, self.num_warps = tile_shape(layout.block_size, max(itemsize, 4))
         self.bucket_work = [*self._block_work(), *self._copy_work()]

@@ -20,6 +20,14 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in plain torch, as in a user's process, where simulated ranks would run interpreted kernels."""
+    from gradcomp import ops  # imports Triton
+
+    monkeypatch.setattr(ops, "_INTERPRETED", False)
+
+
+@pytest.fixture
 def group_of_one() -> Iterator[None]:
     """Join a process group of this process alone, for one test."""
     from benchmarks.hooks import join_group_of_one  # imports Triton

@@ -88,17 +88,17 @@ def mean_and_spread(values: Sequence[float], digits: int, sign: str = "") -> str
 FAMILIES = {
     "16 bits": ("fp16", "bf16"),
     "quantised": ("int8", "int4", "int4:256"),
-    "PowerSGD": "powersgd:R",
+    "PowerSGD": ("powersgd:R",),
     "PowerSGD, 16-bit factors": ("powersgd:R:bf16", "powersgd:R:fp16"),
-    "PowerSGD, int8 factors": "powersgd:R:int8",
-    "batched PowerSGD": "batched:R",
+    "PowerSGD, int8 factors": ("powersgd:R:int8",),
+    "batched PowerSGD": ("batched:R",),
 }
 
 
 def family_of(hook: str) -> str | None:
     """Return the family of hooks that it is drawn with; None for "none", "alone" and the like."""
     pattern = re.sub(r"^(powersgd|batched):\d+", r"\1:R", hook)
-    return next((name for name, hooks in FAMILIES.items() if pattern == hooks or pattern in hooks), None)
+    return next((name for name, hooks in FAMILIES.items() if pattern in hooks), None)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Progress, Recorder, check_replicas, mean_over_ranks
 from benchmarks.environment import describe
-from gradcomp.hooks import powerSGD_hook, quantization_hooks
+from gradcomp.hooks import powerSGD_hook
 
 LOW_RANK = {"powersgd": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
 # What factors, and whatever is not compressed, are sent in.
@@ -26,13 +25,8 @@ FACTORS: dict[str, dict[str, torch.dtype]] = {
     "fp16": {"factor_dtype": torch.float16},
     "int8": {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
 }
-QUANTISED: dict[str, dict[str, Any]] = {
-    "int8": {"bits": 8},
-    "int4": {"bits": 4},
-    "int4:256": {"bits": 4, "block_size": 256, "uncompressed_dtype": torch.bfloat16},
-}
 ALONE = "alone"  # every rank trains by itself
-OTHERS = ("none", "allreduce", "fp16", "bf16", *QUANTISED, ALONE)
+OTHERS = ("none", "allreduce", "fp16", "bf16", "int8", "int4", "int4:256", ALONE)
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
 
@@ -61,11 +55,10 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
     if name in LOW_RANK:
         rank, factors, start = [*given, "", ""][:3]
         bits = int(start.removeprefix("start")) if start else None
-        state = powerSGD_hook.PowerSGDState(None, int(rank), start_iter, **FACTORS[factors], start_bits=bits)
-        averager.register_comm_hook(state, LOW_RANK[name])
-    elif hook in QUANTISED:
-        quantised = quantization_hooks.QuantizationState(start_iter=start_iter, **QUANTISED[hook])
-        averager.register_comm_hook(quantised, quantization_hooks.quantization_hook)
+        options = {**FACTORS[factors], "start_bits": bits}
+        demo.register_power_sgd(averager, LOW_RANK[name], int(rank), start_iter, **options)
+    elif hook == "int4:256":
+        demo.register_quantization(averager, 4, start_iter, block_size=256, uncompressed_dtype=torch.bfloat16)
     else:
         demo.HOOKS[name](averager, 0, start_iter)
 

@@ -32,16 +32,16 @@ Averager = DistributedDataParallel | Reducer
 
 
 def register_power_sgd(
-    model: Averager, hook: Callable[..., Any], rank: int, start_iter: int, **factors: torch.dtype
+    model: Averager, hook: Callable[..., Any], rank: int, start_iter: int, **options: Any
 ) -> None:
     state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start_iter, **factors
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start_iter, **options
     )
     model.register_comm_hook(state, hook)
 
 
-def register_quantization(model: Averager, bits: int, start_iter: int) -> None:
-    state = quantization_hooks.QuantizationState(bits=bits, start_iter=start_iter)
+def register_quantization(model: Averager, bits: int, start_iter: int, **options: Any) -> None:
+    state = quantization_hooks.QuantizationState(bits=bits, start_iter=start_iter, **options)
     model.register_comm_hook(state, quantization_hooks.quantization_hook)
 
 

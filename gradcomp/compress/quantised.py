@@ -104,6 +104,12 @@ class QuantisedCompressor(Compressor):
 
     # --- memory ---
 
+    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+        for part in self._layout.quantised:
+            start = offset - part.in_bucket.start
+            if self._plan.error is not None and 0 <= start < part.in_bucket.stop - part.in_bucket.start:
+                self._plan.error[part.stored][start : start + len(values)] += values
+
     def state(self) -> State:
         error, own, shard_error = self._plan.error, self._own, self._plan.shard_error
         if error is None or shard_error is None:

@@ -57,11 +57,6 @@ def _levels_by_byte() -> torch.Tensor:
     return pairs.view(torch.float64).view(-1)
 
 
-def code_bytes(bits: int, block_size: int) -> int:
-    """Return the number of bytes that the codes of a block have."""
-    return block_size * bits // 8
-
-
 def rows_at_a_time(block_size: int) -> int:
     """Return the number of blocks that the processor's caches hold."""
     return max(1, CHUNK_NUMEL // block_size)
@@ -87,7 +82,7 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
     """Quantise blocks. values −= dequantised values: what is lost is left, zeros where a block isn't finite.
 
     values: [blocks, size], fp32 or fp64, contiguous; rows_at_a_time(size) blocks are quantised fastest.
-    codes: uint8 [blocks, code_bytes(bits, size)]. scales: bf16 [blocks], NaN for a block that isn't finite.
+    codes: uint8 [blocks, size · bits / 8]. scales: bf16 [blocks], NaN for a block that isn't finite.
     """
     if not len(values):
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .quantise import code_bytes, dequantise, quantise, rows_at_a_time
+from .quantise import dequantise, quantise, rows_at_a_time
 
 if TYPE_CHECKING:
     from gradcomp.layout.blocks import BlockLayout, Part
@@ -49,8 +49,7 @@ class QuantisedPlan:
     ):
         self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
-        code_size = code_bytes(bits, layout.block_size)
-        self._sections, num_bytes = layout.sections(code_size, self._exact_dtype.itemsize)
+        self._sections, num_bytes = layout.sections(bits, self._exact_dtype.itemsize)
         self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
         self.received = torch.empty_like(self.payload)
         self.mean = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -58,7 +57,7 @@ class QuantisedPlan:
         def chunks(payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
             if not self._rows:
                 return []
-            codes = payload[self._sections[0]].view(-1, code_size)
+            codes = payload[self._sections[0]].view(-1, layout.code_bytes(bits))
             scales = payload[self._sections[1]].view(torch.bfloat16)
             return [
                 Chunk(rows, codes[rows], scales[rows], () if shard is None else self._copies(shard, rows))
@@ -73,6 +72,8 @@ class QuantisedPlan:
         self._scratch = torch.zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
         self.error: torch.Tensor | None = None
         self.shard_error: torch.Tensor | None = None
+        # By rank, of which a plan meets one.
+        self._shard_padding: dict[int, list[slice]] = {}
         if error_feedback:
             self.error = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
             self.shard_error = torch.zeros(layout.shard_numel, dtype=wide)
@@ -140,7 +141,9 @@ class QuantisedPlan:
                 error.copy_(total if all_sent else torch.where(is_sent[mean.rows], total, error))
         if self.error is not None and self.shard_error is not None:
             own = self.layout.shard(rank)
-            self._clear(self.shard_error, self.layout.padding_of(own))
+            if rank not in self._shard_padding:
+                self._shard_padding[rank] = self.layout.padding_of(own)
+            self._clear(self.shard_error, self._shard_padding[rank])
             self.error[own] += self.shard_error
         exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
         mean_of_exact = (exact.sum(0, dtype=self._wide) / world_size).to(self._exact_dtype)

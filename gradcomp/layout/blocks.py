@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .flat import FlatLayout
 
@@ -75,7 +76,7 @@ class BlockLayout:
             if run.stored.stop > start:
                 yield run
 
-    @property
+    @cached_property
     def padding(self) -> list[slice]:
         """The elements of the padded blocks that no tensor has."""
         return self.padding_of(slice(0, self.world_size * self.shard_numel))
@@ -89,13 +90,17 @@ class BlockLayout:
         )
         return [slice(end - within.start, start - within.start) for end, start in clipped if end < start]
 
-    def sections(self, code_bytes: int, exact_bytes: int) -> tuple[list[slice], int]:
+    def code_bytes(self, bits: int) -> int:
+        """Return the bytes that the codes of a block have."""
+        return self.block_size * bits // 8
+
+    def sections(self, bits: int, exact_bytes: int) -> tuple[list[slice], int]:
         """Return where a shard's payload has its codes, scales and exact elements, and its length in bytes.
 
-        code_bytes: per block. exact_bytes: per element.
+        bits: of a code. exact_bytes: of an exact element.
         """
         sizes = [
-            self.num_blocks * code_bytes,
+            self.num_blocks * self.code_bytes(bits),
             self.num_blocks * SCALE_BYTES,
             self.exact_numel * exact_bytes,
         ]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from gradcomp import ops
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, from_torch, powerSGD_hook
 from gradcomp.testing import check_hook, run_ranks
 from gradcomp.testing.run import run_hook
@@ -16,11 +15,7 @@ from tests.distributed.powersgd_oracle import Bucket, random_gradient, relative
 from tests.distributed.powersgd_runs import HOOKS, START, error_of, new_state, reload
 from tests.tolerances import FACTOR_ROUNDINGS, FACTOR_UNIT, MEAN_ERROR
 
-
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch):
-    """Compute as in a rank that is a process of its own."""
-    monkeypatch.setattr(ops, "_INTERPRETED", False)
+pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 SHAPES = ((64, 48), (7,), (30, 90), (2, 3), (150, 40))

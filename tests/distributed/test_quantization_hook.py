@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch import nn
 
 import gradcomp
-from gradcomp import ops
 from gradcomp.compress import BucketSpec
 from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.quantised import QuantisedCompressor, QuantisedOptions
@@ -24,10 +23,7 @@ LOSS = {4: 0.2, 8: 0.02}
 BITS = pytest.mark.parametrize("bits", [4, 8])
 
 
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch):
-    """Compute as in a rank that is a process of its own."""
-    monkeypatch.setattr(ops, "_INTERPRETED", False)
+pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 def state_of(bits, **options):

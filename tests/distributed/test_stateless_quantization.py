@@ -7,7 +7,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as to
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
-from gradcomp import ops
 from gradcomp.compress import quantised_plans
 from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.hooks import default_hooks
@@ -29,10 +28,7 @@ BLOCKS = {"pertensor": _largest_blocks, "perchannel": lambda *_: 512}
 EACH = pytest.mark.parametrize("name", HOOKS)
 
 
-@pytest.fixture(autouse=True)
-def plain_torch(monkeypatch):
-    """Compute as in a rank that is a process of its own."""
-    monkeypatch.setattr(ops, "_INTERPRETED", False)
+pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 def bound(gradients, block_size):

@@ -67,11 +67,10 @@ def sections_of(
     payload: torch.Tensor, layout: BlockLayout, dtype: torch.dtype, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the codes [blocks, bytes], scales and exact elements of one payload, on the CPU."""
-    code_bytes = plain.code_bytes(bits, layout.block_size)
-    sections, _ = layout.sections(code_bytes, dtype.itemsize)
+    sections, _ = layout.sections(bits, dtype.itemsize)
     # Empty sections may lie anywhere, which view refuses.
     codes, scales, exact = (payload.cpu()[section].clone() for section in sections)
-    return codes.view(-1, code_bytes), scales.view(torch.bfloat16), exact.view(dtype)
+    return codes.view(-1, layout.code_bytes(bits)), scales.view(torch.bfloat16), exact.view(dtype)
 
 
 def blocks_of(layout: BlockLayout, flat: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
