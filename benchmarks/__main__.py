@@ -3,8 +3,10 @@
 Every module in benchmarks/kernels/ is a family of operations and is found by itself: it defines
 cases(device, quick) -> Iterator[Case], see harness.py.
 
-Exit status: 0 when every case was right and timed, 1 otherwise. Nothing is recorded when a result was
-wrong.
+With --record a case's rows are written as soon as it has been timed, so what fails or takes too long after it
+loses nothing. Nothing is recorded of a case with a wrong result.
+
+Exit status: 0 when every case was right and timed, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,16 +27,19 @@ import triton
 from benchmarks import environment, isolated
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.harness import Case, check
-from benchmarks.records import RESULTS, Row, append, header, table
+from benchmarks.prediction import predicted
+from benchmarks.records import RESULTS, Row, append, file_of, header, summary, table
 
 
 def discover(device: torch.device, quick: bool) -> list[Case]:
-    """List the cases of every module in benchmarks/kernels/, of the hooks, PowerSGD and the reducers."""
+    """List the cases of the hooks, PowerSGD, every module in benchmarks/kernels/, and the reducers."""
     folder = Path(__file__).parent / "kernels"
     names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
-    modules = [f"benchmarks.kernels.{name}" for name in names]
-    whole = ("hooks", "quantised_hooks", "powersgd_hooks", "powersgd_stages", "reducer")
-    modules += [f"benchmarks.{name}" for name in whole]
+    # By importance, as there may be no time for the last ones.
+    modules = [
+        f"benchmarks.{name}" for name in ("powersgd_hooks", "powersgd_stages", "quantised_hooks", "hooks")
+    ]
+    modules += [f"benchmarks.kernels.{name}" for name in names] + ["benchmarks.reducer"]
     return [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
 
 
@@ -43,6 +49,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--filter", default="", help="only cases whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
     parser.add_argument("--record", action="store_true", help="append the rows to --results")
+    text = "a step of gpu-check that failed before, noted in the rows (repeatable)"
+    parser.add_argument("--failed-step", action="append", default=[], help=text)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
     parser.add_argument(
@@ -52,9 +60,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(
-    cases: Sequence[Case], clock: Clock, budget_s: float = float("inf")
+    cases: Sequence[Case],
+    clock: Clock,
+    budget_s: float = float("inf"),
+    keep: Callable[[list[Row]], object] = lambda rows: None,
 ) -> tuple[list[Row], list[str], list[str]]:
-    """Run the cases and print their rows; return the rows, the cases that failed and those not reached."""
+    """Run the cases, print their rows and keep them, case by case.
+
+    Returns the rows, the cases that failed and those not reached.
+    """
     rows: list[Row] = []
     failed: list[str] = []
     deadline = time.monotonic() + budget_s
@@ -70,6 +84,7 @@ def measure(
             failed.append(str(case))
             continue
         print(table(case_rows), flush=True)
+        keep(case_rows)
         rows += case_rows
     return rows, failed, []
 
@@ -86,6 +101,9 @@ def run_case(case: Case, clock: Clock) -> list[Row]:
         count = setup.num_launches
         launches = {name: count(each) if count else None for name, each in setup.providers.items()}
     baseline_us = timings[case.baseline].p50_us
+    predicted_us = (
+        predicted.lookup(environment.device_name(clock.device), *case.predicted) if case.predicted else None
+    )
     rows = []
     for name, timing in timings.items():
         rate = gb_per_s(case.num_bytes, timing.p50_us)
@@ -108,6 +126,7 @@ def run_case(case: Case, clock: Clock) -> list[Row]:
                 "copy_gb_per_s": clock.copy_gb_per_s,
                 "baseline": case.baseline,
                 "times_baseline": baseline_us / timing.p50_us,
+                "predicted_us": predicted_us if name == "gradcomp" else None,
                 "error": errors[name],
                 "num_launches": launches[name],
             }
@@ -136,15 +155,16 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
         return 1
     clock = Clock(device, args.quick)
     print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)\n{header()}")
-    rows, failed, skipped = measure(selected, clock, args.budget_s)
+    facts["failed_steps"] = args.failed_step
+    keep = partial(append, environment=facts, directory=args.results) if args.record else lambda rows: None
+    rows, failed, skipped = measure(selected, clock, args.budget_s, keep)
+    print("\n" + summary(rows))
     for name in failed:
         print(f"benchmarks: FAILED {name}")
     for name in skipped:
         print(f"benchmarks: not reached within {args.budget_s:g} s: {name}")
-    if args.record and failed:
-        print("benchmarks: nothing recorded, because of the failures")
-    elif args.record and rows:
-        print(f"benchmarks: {len(rows)} rows appended to {append(rows, facts, args.results)}")
+    if args.record:
+        print(f"benchmarks: {len(rows)} rows appended to {file_of(facts, args.results)}")
     return 1 if failed else 0
 
 

@@ -13,21 +13,24 @@ then, each with the GPU to itself:
 - streams: no hook makes the host wait (stream_check.py);
 - benchmarks: python -m benchmarks, its rows appended to benchmarks/results/.
 
-A step that fails or exceeds its time limit does not stop the others, but nothing is recorded then, nor if
-steps were left out. Exit status: 0 if all steps passed, 1 if one did not, 2 without a GPU.
+A step that fails or exceeds its time limit does not stop the others. Every step's outcome is written at its
+end, to a file of outcomes beside the device's rows, and a benchmark's rows when it has been timed; they name
+the steps that had failed. Nothing is recorded if steps were left out. Exit status: 0 if all steps passed, 1
+if one did not, 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,9 +146,12 @@ class Running:
 
 
 def run_together(
-    stage: Sequence[Step], extra: Sequence[str] = (), limit_s: float = float("inf")
+    stage: Sequence[Step],
+    extra: Sequence[str] = (),
+    limit_s: float = float("inf"),
+    keep: Callable[[Outcome], object] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Run the steps of a stage at once, each within its time limit."""
+    """Run the steps of a stage at once, each within its time limit, and keep each outcome as it comes."""
     outcomes: dict[str, Outcome] = {}
     running = [Running(step, extra, limit_s, keep_output=len(stage) > 1) for step in stage]
     try:
@@ -154,6 +160,7 @@ def run_together(
             for each in running:
                 if each.step.name not in outcomes and (outcome := each.poll()):
                     outcomes[outcome.name] = outcome
+                    keep(outcome)
     finally:
         for each in running:
             if each.step.name not in outcomes:
@@ -186,7 +193,8 @@ def missing(device: str) -> str | None:
     return None
 
 
-def report_environment(device: str) -> None:
+def report_environment(device: str) -> dict[str, object]:
+    """Print and return the device, the versions and the commit."""
     import torch
 
     from benchmarks import environment
@@ -199,9 +207,30 @@ def report_environment(device: str) -> None:
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     for name, value in facts.items():
         print(f"{name:>18}: {value}", flush=True)
+    return facts
 
 
-def run_all(args: argparse.Namespace) -> list[Outcome]:
+def results_folder(args: argparse.Namespace) -> Path | None:
+    """Return the folder to record in; None where nothing is recorded."""
+    if args.only or (args.device == "cpu" and not args.results):
+        return None
+    folder: Path = args.results or ROOT / "benchmarks" / "results"
+    return folder
+
+
+def record(outcome: Outcome, facts: dict[str, object], folder: Path | None) -> None:
+    """Append a step's outcome to the device's file of outcomes."""
+    if folder is None:
+        return
+    from benchmarks.records import slug
+
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {**facts, "step": outcome.name, "verdict": outcome.verdict, "seconds": round(outcome.seconds, 1)}
+    with (folder / f"{slug(str(facts['device']))}-steps.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def run_all(args: argparse.Namespace, keep: Callable[[Outcome], object]) -> list[Outcome]:
     deadline = time.monotonic() + TOTAL_S
     outcomes: list[Outcome] = []
     for stage in stages(args.device):
@@ -211,23 +240,22 @@ def run_all(args: argparse.Namespace) -> list[Outcome]:
         limit_s = max(0.0, deadline - time.monotonic())
         extra = []
         if [step.name for step in chosen] == ["benchmarks"]:
-            sound = all(outcome.verdict == PASSED for outcome in outcomes)
-            extra = _benchmark_arguments(args, sound, min(chosen[0].budget_s, limit_s))
-        outcomes += run_together(chosen, extra, limit_s)
+            extra = _benchmark_arguments(args, outcomes, min(chosen[0].budget_s, limit_s))
+        outcomes += run_together(chosen, extra, limit_s, keep)
     return outcomes
 
 
-def _benchmark_arguments(args: argparse.Namespace, sound: bool, timeout_s: float) -> list[str]:
-    # The benchmarks stop by themselves before they would be killed, so that their measurements are kept.
+def _benchmark_arguments(args: argparse.Namespace, before: Sequence[Outcome], timeout_s: float) -> list[str]:
+    # The benchmarks stop by themselves before they would be killed, so that no case is cut off.
     arguments = ["--budget-s", str(max(0, round(timeout_s) - 35))]
     if args.quick or args.device == "cpu":
         arguments.append("--quick")
-    if not sound:
-        print("gpu-check: the benchmarks will not be recorded: not every step passed")
-    elif args.results:
-        arguments += ["--record", "--results", str(args.results)]
-    elif args.device == "cuda":
-        arguments.append("--record")
+    folder = results_folder(args)
+    if folder is not None:
+        arguments += ["--record", "--results", str(folder)]
+        for outcome in before:
+            if outcome.verdict.startswith("FAILED"):
+                arguments += ["--failed-step", outcome.name]
     return arguments
 
 
@@ -258,8 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem:
         print(f"gpu-check: {problem}; nothing was run")
         return 2
-    report_environment(args.device)
-    outcomes = run_all(args)
+    facts = report_environment(args.device)
+    outcomes = run_all(args, lambda outcome: record(outcome, facts, results_folder(args)))
     print("\n==== summary")
     for outcome in outcomes:
         print(f"{outcome.name:<14}{outcome.seconds:>6.0f} s  {outcome.verdict}")

@@ -43,6 +43,7 @@ class Case:
     num_buckets: the number of buckets that a call handles, for the host's time per bucket.
     num_elements: the number of gradient elements, for the bytes per element; None where that is meaningless.
     isolated: the providers' names, if each is to be timed in a process of its own; see isolated.py.
+    predicted: what predicted.lookup takes beside the device, for gradcomp's time; None without a prediction.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Case:
     num_buckets: int = 1
     num_elements: int | None = None
     isolated: tuple[str, ...] = ()
+    predicted: tuple[str, int, str, str] | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.label} {self.dtype}"

@@ -18,8 +18,16 @@ CPU_BUCKETS = {
     "60×256×256": [(256, 256)] * 60,
 }
 CPU_RANKS = (1, 4, 16)
-CUDA_RANKS = (1, 2, 4, 8, 16, 32)
-QUICK_RANKS = (4,)
+# By importance, as there may be no time for the last ones.
+CUDA_PROBLEMS = [
+    *(("bert-large", torch.float32, rank) for rank in (4, 32, 1, 8, 16)),
+    ("resnet50", torch.float32, 4),
+    ("gpt2-medium", torch.float32, 4),
+    ("bert-large", torch.bfloat16, 4),
+    *((model, torch.float32, rank) for model in ("resnet50", "gpt2-medium") for rank in (32, 1)),
+    ("bert-large", torch.bfloat16, 32),
+]
+NUM_BY_STAGE = 8  # so many of these are timed stage by stage, too
 
 # Passes over an element of a compressed matrix, by stage; M is kept, and the error rebuilt from it. project
 # reads the gradient and M and writes M; back_project, which orthonormalises, reads M; reconstruct writes the
@@ -36,6 +44,7 @@ CUDA_SECONDS = 0.15
 class Problem:
     """The buckets of a model, in a dtype, at a rank."""
 
+    model: str
     buckets: tuple[tuple[models.Shape, ...], ...]
     dtype: torch.dtype
     rank: int
@@ -65,30 +74,35 @@ class Problem:
         self, name: str, label: str, stages: Sequence[str], build: Callable[[Problem], Setup], **options: Any
     ) -> Case:
         """Describe an operation on this problem that moves the bytes of these stages."""
+        dtype = str(self.dtype).removeprefix("torch.")
         return Case(
             name,
             label=label,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype,
             num_bytes=self.num_bytes(*stages),
             build=partial(build, self),
             error_of=frobenius_error,
             seconds=CUDA_SECONDS if self.device.type == "cuda" else None,
             num_buckets=len(self.buckets),
             num_elements=self.num_elements,
+            predicted=(self.model, self.rank, dtype, stages[0] if len(stages) == 1 else "hook"),
             **options,
         )
 
 
 def problems(device: torch.device, quick: bool) -> Iterator[tuple[str, Problem]]:
-    on_cuda = device.type == "cuda"
-    ranks = QUICK_RANKS if quick else CUDA_RANKS if on_cuda else CPU_RANKS
-    for dtype in (torch.float32, torch.bfloat16) if on_cuda and not quick else (torch.float32,):
-        found = {model: models.buckets(model, dtype) for model in models.MODELS} if on_cuda else {}
-        for name, buckets in (found or {name: [shapes] for name, shapes in CPU_BUCKETS.items()}).items():
-            for rank in ranks:
-                count = f"{len(buckets)} bucket{'s' * (len(buckets) > 1)}"
-                problem = Problem(tuple(map(tuple, buckets)), dtype, rank, device)
-                yield f"{name}, {count}, r={rank}", problem
+    """Yield (label, problem); where time is limited, as with quick, the first only."""
+    if device.type == "cuda":
+        found = [(model, models.buckets(model, dtype), dtype, rank) for model, dtype, rank in CUDA_PROBLEMS]
+    else:
+        ranks = (4,) if quick else CPU_RANKS
+        found = [
+            (name, [shapes], torch.float32, rank) for name, shapes in CPU_BUCKETS.items() for rank in ranks
+        ]
+    for name, buckets, dtype, rank in found[:2] if quick else found:
+        count = f"{len(buckets)} bucket{'s' * (len(buckets) > 1)}"
+        problem = Problem(name, tuple(map(tuple, buckets)), dtype, rank, device)
+        yield f"{name}, {count}, r={rank}", problem
 
 
 def float64_steps(

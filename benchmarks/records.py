@@ -6,10 +6,11 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-Row = dict[str, object]
+Row = dict[str, Any]
 
 _COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "/bucket", "MB", "B/elem", "GB/s", "% copy", "x base"]
 _COLUMNS += ["error", "launches"]
@@ -18,12 +19,17 @@ _WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 7, 9, 10]
 
 def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
     """Append one JSON line per row, with the environment's fields, to the device's file; return its path."""
+    path = file_of(environment, directory)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{slug(str(environment['device']))}.jsonl"
     with path.open("a") as file:
         for row in rows:
             file.write(json.dumps({**environment, **row}) + "\n")
     return path
+
+
+def file_of(environment: Row, directory: Path) -> Path:
+    """Return the path of the records of the environment's device."""
+    return directory / f"{slug(str(environment['device']))}.jsonl"
 
 
 def slug(device: str) -> str:
@@ -65,3 +71,39 @@ def _line(cells: Sequence[str]) -> str:
         for index, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
     )
     return "  " + first + "".join(others)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Say of every case how many times as fast as its baseline each provider was, and the range of that.
+
+    The range is from the baseline's p20 over the provider's p80 to the baseline's p80 over the provider's
+    p20: its middle 60 % of calls, at their best and their worst.
+    """
+    lines = ["How many times as fast as the baseline: ratio of medians (range of the middle 60 % of calls)"]
+    baselines = {_case_of(row): row for row in rows if row["provider"] == row["baseline"]}
+    width = max((len(_case_of(row)) for row in rows), default=0)
+    for case in dict.fromkeys(map(_case_of, rows)):
+        baseline = baselines[case]
+        ratios = [
+            f"{row['provider']} {_ratio(baseline, row)}"
+            for row in rows
+            if _case_of(row) == case and row is not baseline
+        ]
+        predicted = [
+            f"{row['p50_us'] / row['predicted_us']:.2f}× its predicted time"
+            for row in rows
+            if _case_of(row) == case and row["predicted_us"]
+        ]
+        if ratios or predicted:
+            named = f"   [baseline {baseline['provider']}]" if ratios else ""
+            lines.append(f"  {case:<{width}}  {'   '.join([*ratios, *predicted])}{named}")
+    return "\n".join(lines)
+
+
+def _case_of(row: Row) -> str:
+    return f"{row['case']} {row['label']} {row['dtype']}"
+
+
+def _ratio(baseline: Row, row: Row) -> str:
+    lowest, highest = baseline["p20_us"] / row["p80_us"], baseline["p80_us"] / row["p20_us"]
+    return f"{baseline['p50_us'] / row['p50_us']:.2f}× ({lowest:.2f}–{highest:.2f})"

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,7 +22,7 @@ from benchmarks.harness import (
     rounding_error,
 )
 from benchmarks.powersgd_problem import PASSES
-from benchmarks.records import RESULTS
+from benchmarks.records import RESULTS, summary
 from tests.programs import run_module
 
 CPU = torch.device("cpu")
@@ -100,18 +101,41 @@ def test_elementwise_error_is_absolute_below_the_smallest_normal_number():
 
 
 @pytest.mark.parametrize("broken", [lambda: [torch.zeros(4)], lambda: 1 / 0])
-def test_nothing_is_recorded_when_a_result_is_wrong(broken, tmp_path, monkeypatch, capsys):
+def test_a_wrong_result_is_not_recorded_and_the_others_are(broken, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cases = [case_of(broken), case_of(lambda: [torch.arange(4.0)])]
+    right = case_of(lambda: [torch.arange(4.0)])
+    cases = [replace(case_of(broken), name="miscount"), right]
     arguments = ["--quick", "--device", "cpu", "--record", "--results", str(tmp_path)]
-    assert bench.main(arguments, cases) == 1
-    assert list(tmp_path.iterdir()) == []
-    assert "FAILED count to 4 float32" in capsys.readouterr().out
+    assert bench.main([*arguments, "--failed-step", "kernels:1"], cases) == 1
+    assert "FAILED miscount to 4 float32" in capsys.readouterr().out
+    assert bench.main(arguments, [right]) == 0
+    [path] = tmp_path.iterdir()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["count"] * 4  # appended: two providers in each run
+    assert [row["failed_steps"] for row in rows] == [["kernels:1"]] * 2 + [[]] * 2
 
-    for num_runs in (1, 2):
-        assert bench.main(arguments, cases[1:]) == 0
-        [path] = tmp_path.iterdir()
-        assert len(path.read_text().splitlines()) == 2 * num_runs  # appended: two providers
+
+def test_rows_are_written_before_the_next_case_runs(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    cases = [case_of(lambda: [torch.arange(4.0)]), case_of(interrupted)]
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--quick", "--device", "cpu", "--record", "--results", str(tmp_path)], cases)
+    [path] = tmp_path.iterdir()
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_the_summary_gives_the_ratio_to_the_baseline_and_its_range():
+    times = {"p20_us": 10.0, "p50_us": 20.0, "p80_us": 40.0}
+    row = {"case": "count", "label": "to 4", "dtype": "float32", "baseline": "torch", "predicted_us": None}
+    baseline = row | times | {"provider": "torch"}
+    ours = row | {"provider": "gradcomp", "p20_us": 4.0, "p50_us": 5.0, "p80_us": 8.0, "predicted_us": 2.0}
+    _, line = summary([ours, baseline]).splitlines()
+    expected = "count to 4 float32 gradcomp 4.00× (1.25–10.00) 2.50× its predicted time [baseline torch]"
+    assert " ".join(line.split()) == expected
 
 
 def test_cases_beyond_the_budget_are_skipped_and_reported(monkeypatch, capsys):
@@ -166,7 +190,7 @@ def test_a_run_records_rows_with_every_field(tmp_path):
         assert not [field for field in row if f"`{field}`" not in documented]
         nulls = {field for field, value in row.items() if value is None}
         only_on_cuda = {"compute_capability", "driver", "cuda", "host_us", "host_us_per_bucket"}
-        assert nulls <= only_on_cuda | {"bytes_per_element", "num_launches"}
+        assert nulls <= only_on_cuda | {"bytes_per_element", "num_launches", "predicted_us"}
     assert {row["provider"] for row in rows} == {"gradcomp", "torch"}
 
 

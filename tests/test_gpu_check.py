@@ -1,5 +1,6 @@
 """Tests of gpu-check and the checks that it runs, as far as they can be tried without a GPU."""
 
+import json
 import os
 import select
 from types import SimpleNamespace
@@ -60,19 +61,16 @@ def test_a_step_that_takes_too_long_is_killed_with_its_children(tmp_path):
     os.close(pipe)
 
 
-@pytest.mark.parametrize(
-    ("exit_status", "only", "recorded"), [(0, [], True), (3, [], False), (0, ["benchmarks"], False)]
-)
-def test_benchmarks_are_recorded_only_after_all_steps_passed(
-    exit_status, only, recorded, tmp_path, monkeypatch, capfd
-):
+@pytest.mark.parametrize(("exit_status", "only"), [(0, []), (3, []), (0, ["benchmarks"])])
+def test_what_passes_is_recorded_whatever_fails(exit_status, only, tmp_path, monkeypatch, capfd):
+    """Unless steps were left out."""
     steps = [
         gpu_check.Step("kernels", ["-c", f"raise SystemExit({exit_status})"], 20),
         gpu_check.Step("hooks", ["-c", "print('the hooks say something')"], 20),
         gpu_check.Step("benchmarks", ["-c", "import sys; print('ran with', sys.argv)"], 20),
     ]
     monkeypatch.setattr(gpu_check, "missing", lambda device: None)
-    monkeypatch.setattr(gpu_check, "report_environment", lambda device: None)
+    monkeypatch.setattr(gpu_check, "report_environment", lambda device: {"device": "A GPU"})
     monkeypatch.setattr(gpu_check, "stages", lambda device: [steps[:-1], steps[-1:]])
     arguments = [argument for step in only for argument in ("--only", step)]
     status = gpu_check.main([*arguments, "--results", str(tmp_path)])
@@ -80,7 +78,18 @@ def test_benchmarks_are_recorded_only_after_all_steps_passed(
     assert status == (1 if exit_status else 0)
     assert "ran with" in output  # a failing step does not stop the others
     assert ("the hooks say something" in output) == (not only)
-    assert ("'--record'" in output) == recorded
+    assert ("'--record'" in output) == (not only)
+    assert ("'--failed-step', 'kernels'" in output) == bool(exit_status)
+    paths = list(tmp_path.iterdir())
+    if only:
+        assert paths == []
+    else:
+        assert [path.name for path in paths] == ["a-gpu-steps.jsonl"]
+        rows = [json.loads(line) for line in paths[0].read_text().splitlines()]
+        verdicts = {row["step"]: row["verdict"] for row in rows}
+        failed = f"FAILED (exit status {exit_status})"
+        expected = {"kernels": failed if exit_status else "passed", "hooks": "passed", "benchmarks": "passed"}
+        assert verdicts == expected
     assert (f"FAILED (exit status {exit_status})" in output) == bool(exit_status)
 
 

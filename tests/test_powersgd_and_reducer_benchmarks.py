@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,11 +17,18 @@ CPU = torch.device("cpu")
 
 def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
     cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name.startswith("powerSGD")]
-    assert len(cases) == 3 * 6 * 2 * (1 + 4)  # models, ranks, dtypes; the hook and its stages
-    for (label, dtype), group in {(case.label, case.dtype): [] for case in cases}.items():
-        group += [case for case in cases if (case.label, case.dtype) == (label, dtype)]
-        whole, *stages = group
-        assert whole.num_bytes == sum(stage.num_bytes for stage in stages)
+    hooks = {(case.label, case.dtype): case for case in cases if case.name == "powerSGD_hook"}
+    assert {case.predicted[:2] for case in hooks.values()} >= set(product(models.MODELS, (1, 4, 32)))
+    assert {dtype for _, dtype in hooks} == {"float32", "bfloat16"}
+    by_stage = {
+        key: [case for case in cases if (case.label, case.dtype) == key and case.name != "powerSGD_hook"]
+        for key in hooks
+    }
+    assert sum(map(bool, by_stage.values())) == powersgd_problem.NUM_BY_STAGE
+    for key, stages in by_stage.items():
+        if stages:
+            assert [case.predicted[3] for case in stages] == list(powersgd_problem.PASSES)
+            assert hooks[key].num_bytes == sum(stage.num_bytes for stage in stages)
     by_name = {str(case): case for case in cases if case.label.startswith("bert-large")}
     [whole] = [case for name, case in by_name.items() if "hook" in name and "r=1 float32" in name]
     # 20 B per element of a matrix, 16 per element of a vector: all matrices but the token types are
@@ -42,7 +50,7 @@ SMALL = [(40, 30), (7,), (40, 30), (64, 2, 3, 3), (5, 4)]
 )
 def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one, monkeypatch):
     monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, for hundreds of steps
-    problem = powersgd_problem.Problem((tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
+    problem = powersgd_problem.Problem("small", (tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
     setup = build(problem)
     bound = powersgd_hooks.MAX_ERROR[dtype]
     case = Case("", "", "", 0, bound, lambda: setup, "", frobenius_error)

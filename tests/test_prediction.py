@@ -2,6 +2,7 @@
 
 import json
 
+from benchmarks.prediction import predicted
 from benchmarks.prediction.integers import compute, wrap
 from tests.programs import run_python
 
@@ -57,3 +58,16 @@ def test_integers_wrap_as_registers_do():
     assert compute("mad", ("wide", "s32"), [-2, 3, 2**40]) == 2**40 - 6
     assert compute("setp", ("lt", "s64"), [-1, 0]) is True
     assert compute("cvt", ("u32", "u64"), [2**32 + 5]) == 5
+
+
+def test_a_prediction_is_found_by_the_drivers_name_of_the_gpu(tmp_path):
+    path = tmp_path / "predicted.jsonl"
+    for gpu, hook_us in (("H200", 30.0), ("A100 80GB", 10.0), ("A100 80GB", 20.0)):
+        predicted.record(gpu, "bert-large", 4, "float32", {"project": 5.0, "hook": hook_us}, path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["gpu"] for row in rows] == ["A100 80GB", "H200"]  # the second of the same step replaced it
+    asked = ("bert-large", 4, "float32", "hook")
+    assert predicted.lookup("NVIDIA A100-SXM4-80GB", *asked, path=path) == 20.0
+    assert predicted.lookup("NVIDIA H200", *asked, path=path) == 30.0
+    assert predicted.lookup("NVIDIA H200", "bert-large", 8, "float32", "hook", path=path) is None
+    assert predicted.lookup("NVIDIA A100-SXM4-40GB", *asked, path=path) is None

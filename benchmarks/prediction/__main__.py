@@ -1,6 +1,7 @@
 """Predict PowerSGD's time per step on GPUs from bytes and the compiled kernels' instructions.
 
 python -m benchmarks.prediction [--gpu H200] [--model bert-large] [--ranks 1,4,32] [--stages] [--fp64]
+                                [--dtype bfloat16] [--record]
 
 Every launch of one step is compiled for the GPU, and threads of some of its programs are followed through the
 PTX (see trace.py). A launch is then predicted to take the longest of these, and LAUNCH_US more:
@@ -9,6 +10,9 @@ PTX (see trace.py). A launch is then predicted to take the longest of these, and
     issue       instructions / (4 per clock and multiprocessor)
     fp32, fp64  arithmetic / lanes, and matrix products / the tensor cores' rate
     longest     the same for the program that executes most, alone on a multiprocessor
+
+--record puts every stage's time into benchmarks/results/predicted.jsonl, in place of what that file says of
+the same step. Benchmarks on a GPU show those times beside their own.
 
 It is an estimate without a GPU, with no cache but L2, no bank conflicts, and no waiting for memory. A run on
 a GPU is what counts.
@@ -24,7 +28,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks import models
-from benchmarks.prediction import fp64
+from benchmarks.prediction import fp64, predicted
 from benchmarks.prediction.gpus import GPUS, SLOW_FP64, Gpu
 from benchmarks.prediction.launches import Prediction, launches_of, predict
 from gradcomp.layout import LowRankLayout
@@ -66,6 +70,10 @@ def main() -> None:
     parser.add_argument("--gpu", choices=[gpu.name for gpu in (*GPUS, *SLOW_FP64)], help="default: each")
     parser.add_argument("--model", choices=list(models.MODELS), help="default: each")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the gradients"
+    )
+    parser.add_argument("--record", action="store_true", help="put the times into benchmarks/results/")
     parser.add_argument("--stages", action="store_true", help="every launch, with what limits it")
     parser.add_argument("--fp64", action="store_true", help="what a bucket's launches execute in fp64")
     options = parser.parse_args()
@@ -75,20 +83,41 @@ def main() -> None:
             print(line, flush=True)
         return
     gpus = [gpu for gpu in GPUS if options.gpu in (None, gpu.name)]
-    print("*predicted* milliseconds of a step, fp32 with error feedback, and times the byte floor")
+    print(
+        f"*predicted* milliseconds of a step, {options.dtype} with error feedback, and times the byte floor"
+    )
     for model in [options.model] if options.model else models.MODELS:
         for rank in map(int, options.ranks.split(",")):
             for gpu in gpus:
-                show(model, rank, gpu, options.stages)
+                stages = step(model, rank, getattr(torch, options.dtype), gpu)
+                show(model, rank, gpu, stages, options)
+                if options.record:
+                    predicted.record(gpu.name, model, rank, options.dtype, microseconds(stages))
                 sys.stdout.flush()
 
 
-def show(model: str, rank: int, gpu: Gpu, with_stages: bool) -> None:
-    stages = step(model, rank, torch.float32, gpu)
+def microseconds(launches: dict[str, list[tuple[Prediction, int]]]) -> dict[str, float]:
+    """Return the time of each of the plan's stages, which are one or two launches, and of all together."""
+    found: dict[str, float] = defaultdict(float)
+    for name, predictions in launches.items():
+        stage = predicted.STAGES[int(name.split()[0]) - 1]
+        found[stage] += sum(each.seconds * count * 1e6 for each, count in predictions)
+    found["back_project"] += found["orthonormalise"]  # which that stage begins with
+    found["hook"] = sum(found[stage] for stage in ("project", "back_project", "reconstruct"))
+    return dict(found)
+
+
+def show(
+    model: str,
+    rank: int,
+    gpu: Gpu,
+    stages: dict[str, list[tuple[Prediction, int]]],
+    options: argparse.Namespace,
+) -> None:
     total = sum(each.seconds * count for found in stages.values() for each, count in found)
-    floor = floor_seconds(model, torch.float32, gpu)
+    floor = floor_seconds(model, getattr(torch, options.dtype), gpu)
     print(f"{model:12} r={rank:<3} {gpu.name:10} {total * 1e3:8.2f} ms  {total / floor:5.2f}×")
-    if with_stages:
+    if options.stages:
         for name, found in stages.items():
             seconds = sum(each.seconds * count for each, count in found)
             limits = defaultdict(float)
