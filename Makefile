@@ -9,7 +9,7 @@ OTHER_TRITONS := 3.6.0 3.9.0
 WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo accuracy test test-other-tritons lint format bench gpu-check clean help
+.PHONY: demo accuracy test test-other-tritons lint format bench bench-network gpu-check clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -38,6 +38,9 @@ format: $(VENV)/ready    ## sort imports and format
 
 bench: $(VENV)/ready     ## time our operations and hooks beside torch's on this machine's device
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-network: $(VENV)/ready  ## time hooks over throttled links between network namespaces (Linux)
+	$(BIN)/python -m benchmarks.network $(ARGS)
 
 gpu-check:       ## tests and benchmarks on CUDA, from a bare checkout (no venv, no network)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)

@@ -1,0 +1,269 @@
+"""Time hooks over throttled links: hosts as network namespaces of this machine, one rank on each.
+
+    python -m benchmarks.network --links 200,1000 --models mlp --hosts 2
+
+For every number of hosts, link and model it times steps with each hook, gradcomp's and torch's, on torch's
+DistributedDataParallel and gradcomp's, and then trains to a validation loss with some of them. It needs
+Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Rows are written to --out as they
+are measured, then tables and a picture; --report only draws those of earlier rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.demo.__main__ import stop
+from benchmarks.demo.options import positive
+from benchmarks.environment import describe
+from benchmarks.network import report
+from benchmarks.network.hosts import Network, NoPrivilegeError, isolated
+
+MODELS = ("mlp", "gpt")
+OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
+TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
+# Trained to a validation loss on torch's DDP: (whose, hook).
+TO_LOSS = (
+    *(
+        ("gradcomp", hook)
+        for hook in ("none", "fp16", "int8", "int4", "powersgd:4", "powersgd:4:int8:start4")
+    ),
+    ("gradcomp", "powersgd:8:int8:start4"),
+    ("torch", "fp16"),
+)
+START_ITER = 10  # PowerSGD's plain steps on the way to a loss
+MAX_STEPS = 600
+SPARE_S = 120  # for what a job does besides its steps
+
+Job = dict[str, Any]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.network",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+    def numbers(text: str) -> list[int]:
+        return [positive(part) for part in text.split(",")]
+
+    text = "Mbit/s, comma-separated (default 200,50,1000,10000)"
+    parser.add_argument("--links", type=numbers, default=[200, 50, 1000, 10_000], help=text)
+    text = "numbers of hosts; 1 is without a network (default 2,1,4)"
+    parser.add_argument("--hosts", type=numbers, default=[2, 1, 4], help=text)
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default %(default)s)")
+    text = "only hooks whose name starts so, comma-separated (default: every hook)"
+    parser.add_argument("--hooks", default="", help=text)
+    text = "time for the steps of a hook, at least five steps (default %(default)s)"
+    parser.add_argument("--seconds", type=float, default=2.0, help=text)
+    text = "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200)"
+    parser.add_argument("--loss-links", default="200", help=text)
+    text = "the longest time to a loss, per hook (default %(default)s)"
+    parser.add_argument("--loss-seconds", type=float, default=150.0, help=text)
+    text = "start nothing after so many minutes (default %(default)s)"
+    parser.add_argument("--minutes", type=float, default=45.0, help=text)
+    text = "folder of rows, tables and picture (default %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("build/network"), help=text)
+    parser.add_argument("--report", type=Path, metavar="FILE", help="only show the rows of this file")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.models = options.models.split(",")
+    for model in options.models:
+        if model not in MODELS:
+            parser.error(f"--models: there is no {model!r}; known are {', '.join(MODELS)}")
+    options.loss_links = [] if options.loss_links == "0" else numbers(options.loss_links)
+    return options
+
+
+def jobs(options: argparse.Namespace, hosts: int) -> Iterator[tuple[int | None, Job]]:
+    """Yield (link, job) for a number of hosts; the link of one host is None."""
+    wanted = tuple(options.hooks.split(","))
+    hooks = [("gradcomp", hook, "torch") for hook in OURS]
+    if hosts > 1:
+        hooks += [("torch", hook, "torch") for hook in TORCHS]
+        hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
+    for mbit_per_s in options.links if hosts > 1 else [None]:
+        if mbit_per_s is not None:
+            yield mbit_per_s, {"job": "link"}
+        for model in options.models:
+            for whose, hook, wrapper in hooks:
+                if hook.startswith(wanted):
+                    names = {"model": model, "hooks": whose, "hook": hook, "wrapper": wrapper}
+                    yield mbit_per_s, {"job": "steps", **names, "seconds": options.seconds}
+    for mbit_per_s in options.loss_links if hosts == 2 else []:
+        for model in options.models:
+            for whose, hook in TO_LOSS:
+                if hook.startswith(wanted):
+                    names = {"model": model, "hooks": whose, "hook": hook, "wrapper": "torch"}
+                    limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
+                    yield mbit_per_s, {"job": "loss", **names, "start_iter": START_ITER, **limits}
+
+
+class RankFailedError(Exception):
+    """A rank ended, or didn't answer."""
+
+
+class Ranks:
+    """A process per host of a network, started when the first job comes and again after one has failed."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self._network, self._folder, self._number = network, folder, 0
+        self._processes: list[Any] = []
+
+    def do(self, job: Job) -> Any:
+        """Return rank 0's answer to a job. Raises RankFailedError."""
+        try:
+            if not self._processes:
+                self._start()
+            for process in self._processes:
+                process.stdin.write(json.dumps(job) + "\n")
+                process.stdin.flush()
+            return self._answer(job.get("seconds", 0) * 2 + SPARE_S)
+        except (RankFailedError, BrokenPipeError) as error:
+            self.end()
+            raise RankFailedError(str(error)) from error
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+        self._processes = []
+
+    def _start(self) -> None:
+        hosts = self._network.hosts
+        self._number += 1
+        store = (self._folder / f"store{self._number}").as_uri()
+        threads = max(1, len(os.sched_getaffinity(0)) // len(hosts))
+        for rank, host in enumerate(hosts):
+            command = [sys.executable, "-m", "benchmarks.network.rank"]
+            command += [str(rank), str(len(hosts)), store, str(threads)]
+            environment = {"OMP_NUM_THREADS": str(threads)}
+            self._processes.append(host.start(command, environment, self._folder / f"errors{rank}"))
+        self._answer(SPARE_S)
+
+    def _answer(self, patience_s: float) -> Any:
+        """Wait for rank 0's next line."""
+        deadline = time.monotonic() + patience_s
+        output = self._processes[0].stdout
+        while not select.select([output], [], [], 0.2)[0]:
+            if any(process.poll() is not None for process in self._processes):
+                break
+            if time.monotonic() > deadline:
+                raise RankFailedError(f"hangs: no answer for {patience_s:.0f} s")
+        line = output.readline()
+        if not line.strip():
+            raise RankFailedError(self._reason())
+        return json.loads(line)
+
+    def _reason(self) -> str:
+        """Say how the ranks ended: the signal, and the last line that one of them wrote."""
+        for rank, process in enumerate(self._processes):
+            try:
+                status = process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                continue
+            if status:
+                lines = (self._folder / f"errors{rank}").read_text().strip().splitlines() or [""]
+                by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                return f"aborts: rank {rank}, {by}: {lines[-1][-300:]}"
+        return "a rank ended without an answer"
+
+
+def measure(options: argparse.Namespace, rows: Path) -> list[str]:
+    """Do every job, append a row for each to a file, and return those that there was no time for."""
+    environment = describe(torch.device("cpu"))
+    deadline = time.monotonic() + 60 * options.minutes
+    todo = {hosts: list(jobs(options, hosts)) for hosts in options.hosts}
+    count, number, late = sum(map(len, todo.values())), 0, []
+    for hosts, found in todo.items():
+        with Network(hosts) as network, tempfile.TemporaryDirectory() as folder:
+            ranks = Ranks(network, Path(folder))
+            for link, job in found:
+                number += 1
+                label = report.label({"hosts": hosts, "mbit_per_s": link, **job})
+                if time.monotonic() > deadline:
+                    late.append(label)
+                    continue
+                if link is not None:
+                    network.throttle(link)
+                try:
+                    result = ranks.do(job)
+                except RankFailedError as error:
+                    result = {"failed": str(error)}
+                row = {**environment, "hosts": hosts, "mbit_per_s": link, **job, **result}
+                with rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"[{number}/{count}] {label}: {report.summary(row)}", flush=True)
+            ranks.end()
+    return late
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, inside the namespaces."""
+    path = options.out / "network.jsonl"
+    path.unlink(missing_ok=True)
+    try:
+        late = measure(options, path)
+    except NoPrivilegeError as error:
+        print(f"network: {error}", file=sys.stderr)
+        return 2
+    for label in late:
+        print(f"network: not reached within {options.minutes:g} minutes: {label}")
+    return 0
+
+
+def show(path: Path, picture: Path) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    print("\n" + report.tables(rows))
+    try:
+        report.draw(rows, picture)
+        print(f"\nTime per step against bandwidth: {picture}")
+    except ImportError:
+        print("\nNo picture: it needs matplotlib (pip install 'gradcomp[demo]')")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.inside:
+        return run(options)
+    status, rows = 0, options.report
+    if rows is None:
+        try:
+            command = isolated([sys.executable, "-m", "benchmarks.network", *arguments, "--inside"])
+        except NoPrivilegeError as error:
+            print(f"network: {error}", file=sys.stderr)
+            return 2
+        # A session of its own: Ctrl-C comes to this process, which kills everything below.
+        child = subprocess.Popen(command, start_new_session=True)
+        try:
+            status = child.wait()
+        finally:
+            child.kill()
+            child.wait()
+        rows = options.out / "network.jsonl"
+    if status == 0:
+        show(rows, options.out / "network.png")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Hosts on a switch with throttled links, all on this machine: Linux network namespaces.
+
+The namespaces have no names and belong to processes. Everything runs in one process namespace, so whatever
+ends the program, SIGKILL included, ends the processes, and the kernel removes hosts, links and throttles.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+# A link sends in bursts of a timer's tick, the slowest of which is 250 Hz.
+TICKS_PER_S = 250
+MIN_BURST_BYTES = 64 * 1024
+QUEUE_MS = 50
+
+
+class NoPrivilegeError(Exception):
+    """This machine doesn't let the program make hosts; the message says what is missing."""
+
+
+def isolated(command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` as root of namespaces of its own.
+
+    No rights are needed where the kernel gives every user namespaces; elsewhere root's. Raises
+    NoPrivilegeError.
+    """
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        raise NoPrivilegeError(f"not installed: {', '.join(missing)} (packages iproute2 and util-linux)")
+    namespaces = ["--net", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
+    reasons = []
+    for user in (["--user", "--map-root-user"], []):
+        # Whatever ends this process kills unshare, whose end kills everything in its namespaces.
+        prefix = ["setpriv", "--pdeathsig", "KILL", "--", "unshare", *user, *namespaces]
+        tried = subprocess.run([*prefix, "true"], capture_output=True, text=True)
+        if not tried.returncode:
+            return [*prefix, *command]
+        reasons.append(tried.stderr.strip())
+    raise NoPrivilegeError(
+        "can't make network namespaces, with a user namespace or without: "
+        f"{'; '.join(reasons)}. Run it as root, or allow user namespaces "
+        "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0); "
+        "a container needs --privileged"
+    )
+
+
+class Host:
+    """One network namespace, with an address on the switch."""
+
+    def __init__(self, index: int) -> None:
+        self.port = f"port{index}"
+        # The process holds the namespace. It says when it is in it.
+        command = ["unshare", "--net", sys.executable, "-c", "print(flush=True); input()"]
+        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._holder.stdout is not None
+        self._holder.stdout.readline()
+        self.run_inside = ("nsenter", f"--net=/proc/{self._holder.pid}/ns/net")
+        run("ip", "link", "add", self.port, "type", "veth", "peer", "eth0", "netns", str(self._holder.pid))
+        run("ip", "link", "set", self.port, "master", "switch", "up")
+        self._run("ip", "addr", "add", f"10.0.0.{index + 1}/24", "dev", "eth0")
+        self._run("ip", "link", "set", "lo", "up")
+        self._run("ip", "link", "set", "eth0", "up")
+
+    def throttle(self, mbit_per_s: int) -> None:
+        """Limit what the host sends, and what it receives, to this rate each."""
+        burst = max(MIN_BURST_BYTES, mbit_per_s * 125_000 // TICKS_PER_S)
+        rate = ("rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", f"{QUEUE_MS}ms")
+        try:
+            self._run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
+            run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *rate)
+        except subprocess.CalledProcessError as error:
+            reason = f"can't throttle a link: {error.stderr.strip()} (kernel module sch_tbf)"
+            raise NoPrivilegeError(reason) from error
+
+    def start(self, command: Sequence[str], environment: dict[str, str], errors: Path) -> Any:
+        """Start a process on the host, with pipes; what it writes to stderr goes to a file."""
+        with errors.open("w") as file:
+            return subprocess.Popen(
+                [*self.run_inside, *command],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def end(self) -> None:
+        self._holder.kill()
+        self._holder.wait()
+
+    def _run(self, *command: str) -> None:
+        run(*self.run_inside, *command)
+
+
+class Network:
+    """Hosts on one switch; a context manager, inside isolated()."""
+
+    def __init__(self, num_hosts: int) -> None:
+        run("ip", "link", "add", "switch", "type", "bridge")
+        run("ip", "link", "set", "switch", "up")
+        self.hosts = [Host(index) for index in range(num_hosts)]
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in self.hosts:
+            host.end()
+        run("ip", "link", "del", "switch")
+
+    def throttle(self, mbit_per_s: int) -> None:
+        for host in self.hosts:
+            host.throttle(mbit_per_s)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

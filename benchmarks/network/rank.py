@@ -1,0 +1,209 @@
+"""One host's rank: does the jobs that come on stdin, a JSON object a line; rank 0 answers on stdout.
+
+A job is {"job": "steps", ...}, timing steps, {"job": "loss", ...}, training to a validation loss, or
+{"job": "link"}, timing all-reduces; see the functions of these names.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+from benchmarks.accuracy import runs
+from benchmarks.demo.measure import WireMeter, check_replicas
+from benchmarks.network.workloads import WORKLOADS, Workload
+
+TIMEOUT = timedelta(seconds=60)
+WARM_UP_STEPS = 5  # torch's DDP arranges its buckets anew after the first; compression starts after the third
+START_ITER = 3
+MIN_STEPS, MAX_STEPS = 5, 40
+VALIDATE_EVERY = 5
+LINK_BYTES = (1_000, 100_000, 1_000_000, 4_000_000)
+
+
+def register_torchs(hook: str, model: Any, start_iter: int) -> None:
+    """Register one of torch's own hooks."""
+    name, *rank = hook.split(":")
+    group = dist.group.WORLD
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=int(rank[0]), start_powerSGD_iter=start_iter
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name != "none":
+        hooks = {
+            "noop": debugging_hooks.noop_hook,
+            "fp16": default_hooks.fp16_compress_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+            "int8": quantization_hooks.quantization_pertensor_hook,
+        }
+        model.register_comm_hook(group, hooks[name])
+
+
+def register_ours(hook: str, model: Any, start_iter: int) -> None:
+    if hook == "noop":
+        model.register_comm_hook(None, gradcomp.hooks.debugging_hooks.noop_hook)
+    else:
+        runs.register(hook, model, start_iter)
+
+
+REGISTER: dict[str, Callable[[str, Any, int], None]] = {"gradcomp": register_ours, "torch": register_torchs}
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "torch": DistributedDataParallel,
+    "gradcomp": gradcomp.DistributedDataParallel,
+}
+
+
+class Trainer:
+    """A workload under a wrapper with a hook."""
+
+    def __init__(self, job: dict[str, Any], start_iter: int) -> None:
+        self.workload: Workload = WORKLOADS[job["model"]](dist.get_rank(), dist.get_world_size())
+        self.model = WRAPPERS[job["wrapper"]](self.workload.net)
+        REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
+
+    def step(self) -> tuple[float, float, float]:
+        """Train one step; return the seconds that forward, backward and the rest took."""
+        batch = self.workload.draw()
+        times = [time.perf_counter()]
+        loss = self.workload.loss(self.model, batch)
+        times.append(time.perf_counter())
+        self.workload.optimizer.zero_grad()
+        loss.backward()
+        times.append(time.perf_counter())
+        self.workload.optimizer.step()
+        self.workload.schedule.step()
+        times.append(time.perf_counter())
+        forward, backward, rest = (end - start for start, end in pairwise(times))
+        return forward, backward, rest
+
+
+def steps(job: dict[str, Any]) -> dict[str, Any]:
+    """Time steps for about job["seconds"]: medians in ms, and the bytes that this rank sent per step."""
+    trainer = Trainer(job, START_ITER)
+    for _ in range(WARM_UP_STEPS):
+        trainer.step()
+    with WireMeter() as meter:
+        started = time.perf_counter()
+        trainer.step()
+    # All ranks take as many steps as rank 0 has time for.
+    once = time.perf_counter() - started
+    num_steps = decided(min(MAX_STEPS, max(MIN_STEPS, round(job["seconds"] / once))))
+    sent = sent_bytes()
+    taken = [trainer.step() for _ in range(num_steps)]
+    sent = sent_bytes() - sent
+    dist.barrier()  # noop's ranks don't wait for one another
+    totals = sorted(map(sum, taken))
+    forward, backward, rest = (statistics.median(column) * 1e3 for column in zip(*taken, strict=True))
+    return {
+        "num_steps": num_steps,
+        "step_ms": statistics.median(totals) * 1e3,
+        "p20_ms": totals[len(totals) // 5] * 1e3,
+        "p80_ms": totals[-1 - len(totals) // 5] * 1e3,
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "optimizer_ms": rest,
+        "all_reduce_bytes": meter.num_bytes,
+        "sent_bytes_per_step": sent / num_steps,
+    }
+
+
+def loss(job: dict[str, Any]) -> dict[str, Any]:
+    """Train until the mean of the last three validation losses reaches the workload's target.
+
+    Time doesn't count validation. Training ends after job["seconds"] or job["max_steps"] at the latest.
+    """
+    trainer = Trainer(job, job["start_iter"])
+    workload = trainer.workload
+    seconds, history, is_done = 0.0, [], False
+    reached = False
+    while not is_done:
+        started = time.perf_counter()
+        for _ in range(VALIDATE_EVERY):
+            trainer.step()
+        seconds += time.perf_counter() - started
+        history.append((len(history) * VALIDATE_EVERY + VALIDATE_EVERY, seconds, workload.validate()))
+        recent = [each for _, _, each in history[-3:]]
+        reached = len(recent) == 3 and statistics.mean(recent) <= workload.target_loss
+        is_late = seconds >= job["seconds"] or history[-1][0] >= job["max_steps"]
+        is_done = bool(decided(reached or is_late))
+    check_replicas(list(workload.net.parameters()))
+    return {
+        "target_loss": workload.target_loss,
+        "reached": reached,
+        "num_steps": history[-1][0],
+        "seconds": seconds,
+        "history": history,
+    }
+
+
+def link(job: dict[str, Any]) -> dict[str, Any]:
+    """Time all-reduces: (bytes, median seconds) of each size."""
+    found = []
+    for num_bytes in LINK_BYTES:
+        tensor = torch.zeros(num_bytes // 4)
+        times = []
+        for number in range(4 if num_bytes > 10**6 else 12):
+            started = time.perf_counter()
+            dist.all_reduce(tensor)
+            if number:
+                times.append(time.perf_counter() - started)
+        found.append((num_bytes, statistics.median(times)))
+    return {"all_reduce_seconds": found}
+
+
+JOBS = {"steps": steps, "loss": loss, "link": link}
+
+
+def decided(number: int) -> int:
+    """Return rank 0's number on every rank."""
+    tensor = torch.tensor(number)
+    dist.broadcast(tensor, 0)
+    return int(tensor)
+
+
+def sent_bytes() -> int:
+    """Return the bytes that this host has sent, with TCP's and Ethernet's headers."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counters.split()[8])
+    raise RuntimeError("this host has no eth0")
+
+
+def main() -> None:
+    rank, ranks, store, threads = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    if rank == 0:
+        print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        result = JOBS[job["job"]](job)
+        gc.collect()  # DDP models are in reference cycles
+        if rank == 0:
+            print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What the rows of a run say: tables, and a picture of time per step against bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.demo.chart import COLOURS
+
+Row = dict[str, Any]
+
+DRAWN = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
+
+
+def label(row: Row) -> str:
+    """Name what a row measures."""
+    network = "no network" if row["mbit_per_s"] is None else f"{row['mbit_per_s']} Mbit/s"
+    parts = [f"{row['hosts']} hosts" if row["hosts"] > 1 else "1 host", network]
+    if row["job"] != "link":
+        parts += [row["model"], name(row)]
+    return ", ".join([*parts, row["job"]])
+
+
+def name(row: Row) -> str:
+    """Name a row's hook: whose it is unless gradcomp's, and on which wrapper unless torch's."""
+    whose = "torch's " if row["hooks"] == "torch" else ""
+    return f"{whose}{row['hook']}" + (" on gradcomp's wrapper" if row["wrapper"] == "gradcomp" else "")
+
+
+def summary(row: Row) -> str:
+    """Say in one line what a row holds."""
+    if "failed" in row:
+        return str(row["failed"])
+    if row["job"] == "link":
+        num_bytes, seconds = row["all_reduce_seconds"][-1]
+        small = row["all_reduce_seconds"][0]
+        return (
+            f"all-reduce of {num_bytes:,} B {seconds * 1e3:.1f} ms, of {small[0]:,} B {small[1] * 1e3:.2f} ms"
+        )
+    if row["job"] == "steps":
+        return f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f})"
+    reached = "reached" if row["reached"] else "NOT reached"
+    return f"{reached} {row['target_loss']} in {row['seconds']:.1f} s, {row['num_steps']} steps"
+
+
+def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """Return the rows with these values."""
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Format ms per step, a table per number of hosts and model, and the times to a loss, as Markdown."""
+    lines: list[str] = []
+    stepped = of(rows, job="steps")
+    for hosts, model in dict.fromkeys((row["hosts"], row["model"]) for row in stepped):
+        chosen = of(stepped, hosts=hosts, model=model)
+        links = sorted({row["mbit_per_s"] or 0 for row in chosen})
+        count = "1 host" if hosts == 1 else f"{hosts} hosts"
+        lines += [f"{model}, {count}, ms per step, and how many times as fast as without a hook", ""]
+        titles = ["no network" if link == 0 else f"{link:,} Mbit/s" for link in links]
+        lines += ["| | bytes sent | " + " | ".join(titles) + " |", "|" + "---|" * (len(links) + 2)]
+        for hook in dict.fromkeys(map(name, chosen)):
+            of_hook = [row for row in chosen if name(row) == hook]
+            sent = [row["sent_bytes_per_step"] for row in of_hook if "failed" not in row]
+            cells = [f"{min(sent):,.0f}" if sent else ""]
+            for link in links:
+                cells.append(_cell(of(of_hook, mbit_per_s=link or None), of(chosen, mbit_per_s=link or None)))
+            lines.append(f"| {hook} | " + " | ".join(cells) + " |")
+        lines.append("")
+    trained = of(rows, job="loss")
+    for model, link in dict.fromkeys((row["model"], row["mbit_per_s"]) for row in trained):
+        chosen = of(trained, model=model, mbit_per_s=link)
+        (target,) = {row["target_loss"] for row in chosen if "failed" not in row} or {None}
+        lines += [f"{model}, 2 hosts, {link:,} Mbit/s: training to a validation loss of {target}", ""]
+        lines += ["| | steps | seconds | times as fast |", "|---|---|---|---|"]
+        (baseline, *_) = [row for row in chosen if row["hook"] == "none"] or [{"reached": False}]
+        for row in chosen:
+            if "failed" in row:
+                cells = ["", _failure(row), ""]
+            else:
+                faster = f"{baseline['seconds'] / row['seconds']:.1f}×" if baseline.get("reached") else ""
+                late = "" if row["reached"] else " (not reached)"
+                cells = [f"{row['num_steps']}{late}", f"{row['seconds']:.1f}", faster * row["reached"]]
+            lines.append(f"| {name(row)} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _cell(found: Sequence[Row], beside: Sequence[Row]) -> str:
+    """Format one hook's time on a link, beside the rows of that link."""
+    if not found:
+        return ""
+    row = found[0]
+    if "failed" in row:
+        return _failure(row)
+    baseline = of(beside, hook="none", hooks="gradcomp", wrapper="torch")
+    times = ""
+    if baseline and "step_ms" in baseline[0] and row is not baseline[0]:
+        times = f", {baseline[0]['step_ms'] / row['step_ms']:.1f}×"
+    return f"{row['step_ms']:.1f}{times}"
+
+
+def _failure(row: Row) -> str:
+    return str(row["failed"]).partition(":")[0]
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG: ms per step against bandwidth on two hosts, a panel per model, a line per hook.
+
+    Raises ImportError without matplotlib.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [row for row in of(rows, job="steps", hosts=2, wrapper="torch") if "failed" not in row]
+    models = list(dict.fromkeys(row["model"] for row in shown)) or ["nothing measured on two hosts"]
+    figure, panels = pyplot.subplots(
+        1, len(models), figsize=(5.2 * len(models), 4.4), layout="constrained", squeeze=False
+    )
+    for axes, model in zip(panels[0], models, strict=True):
+        for colour, hook in zip(COLOURS, DRAWN, strict=False):
+            of_hook = sorted(
+                of(shown, model=model, hook=hook, hooks="gradcomp"), key=lambda row: row["mbit_per_s"]
+            )
+            if of_hook:
+                links, times = zip(*((row["mbit_per_s"], row["step_ms"]) for row in of_hook), strict=True)
+                style = ":" if hook == "noop" else "-"
+                axes.plot(links, times, style, marker="o", markersize=4, color=colour, label=hook)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(f"{model}, two hosts", loc="left")
+        axes.set_xlabel("Mbit/s")
+        axes.set_ylabel("ms per step")
+        axes.grid(which="major", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][-1].legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

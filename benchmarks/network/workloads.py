@@ -1,0 +1,97 @@
+"""What the hosts train: the demo's GPT on text, and a multilayer perceptron on scikit-learn's digits."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.demo.corpus import Windows
+from benchmarks.demo.train import GPT, LEARNING_RATE
+
+Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
+
+SEED = 0
+MLP_BATCH, GPT_BATCH, SEQUENCE = 64, 8, 64  # per rank
+MAX_SHIFT = 3  # pixels
+WARM_UP_STEPS = 10  # in which the learning rate rises
+
+
+@dataclass
+class Workload:
+    """One rank's model, optimizer and data. All ranks have the same weights and validation data.
+
+    target_loss: the validation loss, in nats, to which time is measured.
+    """
+
+    net: nn.Module
+    draw: Callable[[], Batch]
+    validation: Batch
+    target_loss: float
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=LEARNING_RATE)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / WARM_UP_STEPS, 1)
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs, classes = batch
+        return functional.cross_entropy(model(inputs).flatten(0, -2), classes.flatten())
+
+    def validate(self) -> float:
+        with torch.no_grad():
+            return self.loss(self.net, self.validation).item()
+
+
+def mlp(rank: int, ranks: int) -> Workload:
+    """Make 784-1024-1024-10 for images of 28×28: 1,863,690 parameters.
+
+    The 1,797 images of 8×8 are enlarged, and moved by up to three pixels each time. The last fifth, of other
+    writers, is for validation. Raises ImportError without scikit-learn.
+    """
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = functional.interpolate(
+        torch.from_numpy(data.images).float().unsqueeze(1) / 16, size=28, mode="bilinear"
+    ).squeeze(1)
+    labels = torch.from_numpy(data.target).long()
+    num_training = len(labels) * 4 // 5
+    padded = functional.pad(images[:num_training], (MAX_SHIFT,) * 4)
+    generator = torch.Generator().manual_seed(SEED * ranks + rank)
+    pixels = torch.arange(28)
+
+    def draw() -> Batch:
+        chosen = torch.randint(num_training, (MLP_BATCH,), generator=generator)
+        top, left = torch.randint(2 * MAX_SHIFT + 1, (2, MLP_BATCH, 1), generator=generator)
+        rows, columns = (top + pixels).unsqueeze(2), (left + pixels).unsqueeze(1)
+        return padded[chosen[:, None, None], rows, columns].flatten(1), labels[chosen]
+
+    torch.manual_seed(SEED)
+    hidden = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+    net = nn.Sequential(*hidden, nn.Linear(1024, 10))
+    validation = (images[num_training:].flatten(1), labels[num_training:])
+    return Workload(net, draw, validation, target_loss=0.3)
+
+
+def gpt(rank: int, ranks: int) -> Workload:
+    """Make the demo's GPT: 866,048 parameters, next bytes of Python's standard library."""
+    folder = sysconfig.get_paths()["stdlib"]
+    data = Windows(folder, SEQUENCE, SEED, rank, ranks)
+    every = Windows(folder, SEQUENCE, SEED, 0, 1).validation
+
+    def draw() -> Batch:
+        windows = data.draw(GPT_BATCH)
+        return windows[:, :-1], windows[:, 1:]
+
+    torch.manual_seed(SEED)
+    net = GPT(width=128, layers=4, heads=4, sequence=SEQUENCE)
+    return Workload(net, draw, (every[:, :-1], every[:, 1:]), target_loss=2.5)
+
+
+WORKLOADS: dict[str, Callable[[int, int], Workload]] = {"mlp": mlp, "gpt": gpt}
