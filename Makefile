@@ -12,7 +12,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: demo accuracy test test-other-tritons lint format bench bench-network gpu-check clean help
 
 help:            ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
 demo: $(VENV)/ready      ## train a small GPT with every hook on 2 ranks; draw loss against bytes sent
 	$(BIN)/python -m benchmarks.demo $(ARGS)

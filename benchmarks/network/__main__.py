@@ -84,6 +84,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for model in options.models:
         if model not in MODELS:
             parser.error(f"--models: there is no {model!r}; known are {', '.join(MODELS)}")
+    for prefix in options.hooks.split(","):
+        if not any(hook.startswith(prefix) for hook in (*OURS, *TORCHS)):
+            parser.error(f"--hooks: no hook's name starts with {prefix!r}; known are {', '.join(OURS)}")
     options.loss_links = [] if options.loss_links == "0" else numbers(options.loss_links)
     return options
 

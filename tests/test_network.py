@@ -1,0 +1,139 @@
+"""make bench-network on a short run, and what it says of rows, privileges and arguments."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network import __main__ as network
+from benchmarks.network import hosts, report
+from tests.programs import ROOT, run_module, users_environment
+
+MLP_BYTES = 4 * 1_863_690
+
+
+@pytest.fixture(scope="module")
+def allowed():
+    try:
+        hosts.isolated(["true"])
+    except hosts.NoPrivilegeError as error:
+        pytest.skip(f"needs network namespaces: {error}")
+
+
+def command(out: Path, *arguments: str) -> list[str]:
+    short = ["--models", "mlp", "--links", "400", "--hosts", "2", "--loss-links", "0", "--seconds", "0"]
+    return ["benchmarks.network", *short, "--out", str(out), *arguments]
+
+
+@pytest.mark.usefixtures("allowed")
+def test_steps_over_a_throttled_link(tmp_path):
+    done = run_module(*command(tmp_path, "--hooks", "none,powersgd:4"), timeout_s=200)
+    assert done.returncode == 0, done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "network.jsonl").read_text().splitlines()]
+    found = {(row["hooks"], row["hook"], row["wrapper"]): row for row in report.of(rows, job="steps")}
+    for wrapper in ("torch", "gradcomp"):
+        none, low_rank = (found["gradcomp", hook, wrapper] for hook in ("none", "powersgd:4"))
+        # What the network counted is what torch was given, and TCP's headers.
+        assert none["all_reduce_bytes"] == pytest.approx(MLP_BYTES, rel=0.001)
+        assert MLP_BYTES < none["sent_bytes_per_step"] < 1.1 * MLP_BYTES
+        assert low_rank["sent_bytes_per_step"] < MLP_BYTES / 40
+        # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
+        assert none["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3
+    # torch's hook aborts, and the hooks after it are measured nonetheless.
+    assert found["torch", "powersgd:4", "torch"]["failed"].startswith("aborts: rank")
+    assert "| torch's powersgd:4 |  | aborts |" in done.stdout
+    assert (tmp_path / "network.png").exists()
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_survives_the_program(number, tmp_path):
+    program = subprocess.Popen(
+        [sys.executable, "-m", *command(tmp_path, "--hooks", "none")],
+        cwd=ROOT,
+        env=users_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    program.stdout.readline()  # the first job is done, so all processes run
+    below = descendants(program.pid)
+    assert len(below) > 4  # ranks, and what holds the namespaces
+    program.send_signal(number)
+    program.wait(timeout=30)
+    program.stdout.close()
+    deadline = time.monotonic() + 30
+    while alive := [pid for pid in below if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_missing_tools_are_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert network.main(["--out", str(tmp_path)]) == 2
+    assert "not installed: ip, tc, unshare, nsenter, setpriv" in capsys.readouterr().err
+
+
+def test_missing_rights_are_named(monkeypatch, tmp_path, capsys):
+    for tool in hosts.TOOLS:
+        path = tmp_path / tool
+        path.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert network.main(["--out", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "Operation not permitted" in message
+    assert "Run it as root, or allow user namespaces" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "resnet"], "--models: there is no 'resnet'; known are mlp, gpt"),
+        (["--links", "fast"], "'fast' is not a whole number"),
+        (["--hosts", "0"], "'0' is not a whole number of at least 1"),
+        (["--hooks", "nope"], "--hooks: no hook's name starts with 'nope'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        network.main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def row(hook, **values):
+    names = {"hosts": 2, "mbit_per_s": 200, "model": "mlp", "hooks": "gradcomp", "wrapper": "torch"}
+    return {**names, "hook": hook, **values}
+
+
+def test_the_tables_compare_with_no_hook():
+    rows = [
+        row("none", job="steps", step_ms=300.0, sent_bytes_per_step=1000.0),
+        row("int4", job="steps", step_ms=60.0, sent_bytes_per_step=130.0),
+        row("powersgd:4", job="steps", failed="aborts: rank 0, SIGABRT: mismatch", hooks="torch"),
+        row("none", job="loss", target_loss=0.3, reached=True, seconds=100.0, num_steps=80),
+        row("int4", job="loss", target_loss=0.3, reached=True, seconds=20.0, num_steps=90),
+        row("fp16", job="loss", target_loss=0.3, reached=False, seconds=150.0, num_steps=600),
+    ]
+    lines = report.tables(rows).splitlines()
+    assert "| none | 1,000 | 300.0 |" in lines
+    assert "| int4 | 130 | 60.0, 5.0× |" in lines
+    assert "| torch's powersgd:4 |  | aborts |" in lines
+    assert "| int4 | 90 | 20.0 | 5.0× |" in lines
+    assert "| fp16 | 600 (not reached) | 150.0 |  |" in lines
