@@ -47,7 +47,7 @@ SHAPES = [(256, 512), (512,), (512, 256)]
 # PowerSGD's (dtype, rank, error feedback) that the tests compile: most of those of which a variant once
 # spilled, and enough of the others.
 POWERSGD = [
-    *((FP32, rank, True) for rank in (1, 4, 8, 16, 32, 96)),
+    *((FP32, rank, True) for rank in (1, 2, 4, 8, 16, 32, 96)),
     *((BF16, rank, True) for rank in (4, 16, 32)),
     *((FP64, rank, True) for rank in (1, 16, 64)),
     (FP32, 4, False),
