@@ -65,6 +65,20 @@ def test_powersgd_compiles_for_its_options(monkeypatch):
     )
 
 
+def test_a_new_memory_is_warmed_up_though_an_old_one_had_its_address():
+    """Buckets that are arranged anew in every step: no memory is taken for one that is gone."""
+    Noted.calls.clear()
+    shapes = [((size, 3),) for size in range(2, 12)]
+
+    def train_anew(rank):
+        state = CompressorState(Noted, start_iter=100)
+        for (shape,) in shapes:
+            compress_hook(state, Bucket(torch.ones(shape[0] * 3), [shape], 0, True)).wait()
+
+    simulate(train_anew, 1)
+    assert Noted.calls == [("warmed up", each) for each in shapes]
+
+
 def test_the_quantised_all_reduce_compiles_for_its_options(monkeypatch):
     compiled = []
     monkeypatch.setattr(
