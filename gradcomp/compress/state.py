@@ -102,11 +102,19 @@ class CompressedAveraging:
             real = torch.view_as_real(average) if average.is_complex() else average
             compressor.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
-    def average(self, hook_name: str, bucket: dist.GradBucket, make: MakeCompressor, options: Any) -> Future:
+    def average(
+        self,
+        hook_name: str,
+        bucket: dist.GradBucket,
+        make: MakeCompressor,
+        options: Any,
+        later: MakeCompressor | None = None,
+    ) -> Future:
         """Average a hook's bucket, plainly in the first steps, then with compressors.
 
         hook_name: the name in messages. make(BucketSpec, options): makes a compressor. options: comparable by
-        ==; a bucket's memory starts afresh when they have changed.
+        ==; a bucket's memory starts afresh when they have changed. later: what makes the compressors of later
+        steps, if this step's are of another kind; they are warmed up.
 
         Raises TypeError for anything but a dense floating-point bucket; in a state's first step RuntimeError,
         on every rank, where the ranks differ.
@@ -120,7 +128,7 @@ class CompressedAveraging:
         if self.is_plain_step:
             self.maybe_increase_iter(bucket)
             future = average_in_place(buffer, group)
-            self._warm_up(parts, buffer.device, group, make)
+            self._warm_up(parts, buffer.device, group, later or make)
             return future
         self._warn_of_another_ranks_errors(group)
         compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
@@ -136,6 +144,8 @@ class CompressedAveraging:
             return buffer
 
         future = in_order(buffer.device, sequence)
+        if later is not None:
+            self._warm_up(parts, buffer.device, group, later)
         self._count(compressors, bucket)
         self.maybe_increase_iter(bucket)
         return future
