@@ -2,6 +2,7 @@
 
 python -m gradcomp [info]    that
 python -m gradcomp plan      predict which hook is fastest on a network, and when not to compress
+    python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
 """
 
 import argparse
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import triton
 
 from . import __version__, ops
+from .bench import bench_command
 from .plan import plan_command
 from .plan.plan_command import OneLineParser
 
@@ -76,7 +78,7 @@ def info(arguments: Sequence[str] | None = None) -> None:
     print(report())
 
 
-COMMANDS = {"info": info, "plan": plan_command.main}
+COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench_command.main}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -68,26 +68,26 @@ def plan_parser() -> OneLineParser:
     text = "module:callable, which returns an nn.Module or a list of shapes (default: bert-large)"
     model.add_argument("--model", help=f"{', '.join(BUILT_IN_MODELS)}, or {text}")
     model.add_argument("--device", choices=DEVICES, help="default: H200")
-    model.add_argument("--batch", type=_positive_int, metavar="N", help="images or sequences per rank")
+    model.add_argument("--batch", type=positive_int, metavar="N", help="images or sequences per rank")
     for part in ("forward", "backward", "optimizer"):
         text = f"{part}'s time, in place of the one from operations and the device's rate"
-        model.add_argument(f"--{part}-ms", type=_not_negative, metavar="MS", help=text)
+        model.add_argument(f"--{part}-ms", type=not_negative, metavar="MS", help=text)
     model.add_argument("--dtype", choices=DTYPES, help="of the gradients (default: float32)")
-    model.add_argument("--bucket-cap-mb", type=_positive, metavar="MB", help="DDP's option (default: 25)")
+    model.add_argument("--bucket-cap-mb", type=positive, metavar="MB", help="DDP's option (default: 25)")
     text = "all of that, as `python -m gradcomp bench` wrote it"
     model.add_argument("--from", dest="file", type=Path, metavar="FILE", help=text)
     network = parser.add_argument_group("the network")
-    network.add_argument("--ranks", type=_positive_int, metavar="N", help="default: 64, or FILE's")
+    network.add_argument("--ranks", type=positive_int, metavar="N", help="default: 64, or FILE's")
     text = "of each rank's link, such as 200Mbit or 10Gbit (default: 10Gbit, or FILE's)"
     network.add_argument("--bandwidth", type=bits_per_s, metavar="RATE", help=text)
     text = "per message between two ranks (default: 10 for nccl, 50 for gloo, or FILE's)"
-    network.add_argument("--latency-us", type=_not_negative, metavar="US", help=text)
+    network.add_argument("--latency-us", type=not_negative, metavar="US", help=text)
     network.add_argument("--backend", choices=LATENCIES_US, help="default: nccl, gloo on the CPU")
     output = parser.add_argument_group("what is shown")
     text = f"hooks, separated by commas (default: {','.join(CANDIDATES)})"
     output.add_argument("--hook", type=_hooks, metavar="NAMES", help=text)
     text = "nats that a recommended hook may cost on the small GPT (default: %(default)s)"
-    output.add_argument("--max-loss", type=_not_negative, default=0.02, metavar="NATS", help=text)
+    output.add_argument("--max-loss", type=not_negative, default=0.02, metavar="NATS", help=text)
     text = "the hook to use by bandwidth and ranks, as a table"
     output.add_argument("--map", action="store_true", help=text)
     output.add_argument("--picture", type=Path, metavar="FILE", help="draw that map (needs matplotlib)")
@@ -232,11 +232,11 @@ def _number(accepts: Callable[[float], bool], described: str) -> Callable[[str],
     return parse
 
 
-_positive = _number(lambda value: value > 0, "a number above 0")
-_not_negative = _number(lambda value: value >= 0, "a number of at least 0")
+positive = _number(lambda value: value > 0, "a number above 0")
+not_negative = _number(lambda value: value >= 0, "a number of at least 0")
 
 
-def _positive_int(text: str) -> int:
+def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

@@ -47,10 +47,11 @@ def bandwidth(bytes_per_s: float) -> str:
 
 
 def heading(scenario: Scenario, link: Link, world_size: int) -> list[str]:
+    """Return lines on what is predicted, and from which constants."""
     compute = scenario.compute
     dtype = str(scenario.dtype).removeprefix("torch.")
     return [
-        "All times are PREDICTED from the constants below; nothing was run.",
+        "Times are PREDICTED from the constants below; nothing is run.",
         f"model    {scenario.model}: {scenario.numel:,} parameters, gradients in {dtype}, "
         f"{len(scenario.buckets)} buckets",
         f"ranks    {world_size} on {scenario.device.name}, {scenario.backend}",
@@ -70,7 +71,7 @@ def table(
 ) -> str:
     """Return the whole plan in lines of text. measured_step_s: step times to be shown beside, by hook."""
     predictions = scenario.predict(link, world_size)
-    none = predictions["none"]
+    none, has_measured = predictions["none"], bool(measured_step_s)
     rows = [["hook", "sent/step", "fewer", "own work", "collectives", "hidden", "step", "× none"]]
     rows[0] += [*(["measured"] if measured_step_s else []), "loss, nats"]
     for hook in scenario.hooks:
@@ -96,6 +97,7 @@ def table(
             *aligned(rows),
             "",
             "own work: the hook's compression. hidden: what of it and of the collectives backward hides.",
+            *(["measured: the step that bench has timed; all other columns are predicted."] * has_measured),
             textwrap.fill(f"loss: {SOURCE}", WIDTH),
             "",
             textwrap.fill(sentences(recommendation, predictions, scenario.hooks, scenario.max_loss), WIDTH),
