@@ -1,7 +1,8 @@
 """Train with each hook on real processes, on torch's DDP and on gradcomp's Reducer, and check the gradients.
 
 With python -m benchmarks.ddp_check --backend gloo --world-size 2 --device cuda all ranks share one GPU
-(or the CPU). For every hook and without one, on either reducer, for every step and parameter:
+(or the CPU); with --backend nccl every rank has a GPU of its own. For every hook and without one, on either
+reducer, for every step and parameter:
 
 1. backward under no_sync computes each rank's own gradient;
 2. a synchronised backward on the same inputs computes the averaged one;
@@ -33,6 +34,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.checked_hooks import HOOKS, NO_HOOK, NUM_STEPS_WITH_ERROR, HookCheck, find
+from benchmarks.rank_devices import add_rank_arguments, chosen_world_size, take_device
 from gradcomp import Reducer
 
 NUM_STEPS = 4
@@ -157,13 +159,14 @@ def _differ(replicas: list[torch.Tensor]) -> bool:
 
 
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Gather every rank's tensor on the CPU."""
-    host = tensor.cpu()
+    """Return every rank's tensor on the CPU."""
+    # gloo takes CUDA tensors, too, but NCCL takes nothing else.
+    wire = tensor.cuda() if dist.get_backend() == "nccl" else tensor.cpu()
     if dist.get_world_size() == 1:
-        return [host]
-    gathered = [torch.empty_like(host) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, host)
-    return gathered
+        return [wire.cpu()]
+    gathered = [torch.empty_like(wire) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, wire)
+    return [each.cpu() for each in gathered]
 
 
 def _model(device: torch.device) -> torch.nn.Module:
@@ -217,12 +220,7 @@ def _error(own: list[torch.Tensor], replicas: list[torch.Tensor], averages: bool
 def _run_rank(
     rank: int, world_size: int, backend: str, device_type: str, store: str, hooks: Sequence[str]
 ) -> None:
-    device = torch.device(device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
+    device = take_device(rank, backend, device_type)
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world_size),
@@ -268,13 +266,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--backend", choices=("nccl", "gloo"), default="gloo")
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    add_rank_arguments(parser)
     parser.add_argument("--hook", action="append", help="only this one; may be module:attribute")
     parser.add_argument("--timeout-s", type=float, default=120)
     args = parser.parse_args(argv)
-    problem = run(args.backend, args.world_size, args.device, args.hook or [*HOOKS, NO_HOOK], args.timeout_s)
+    try:
+        world_size = chosen_world_size(args)
+    except ValueError as error:
+        print(f"ddp_check: {error}")
+        return 1
+    hooks = args.hook or [*HOOKS, NO_HOOK]
+    problem = run(args.backend, world_size, args.device, hooks, args.timeout_s)
     if problem:
         print(f"ddp_check: {problem}")
     return 1 if problem else 0

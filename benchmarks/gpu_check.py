@@ -5,8 +5,10 @@ under 9 minutes. First all at once, as they check but don't measure:
 
 - kernels, hooks, distributed, testing: the tests of those folders, which run on CUDA where there is one,
   the larger ones in several processes (kernels:1, kernels:2 ...);
-- ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on gradcomp's Reducer, on NCCL at world size
-  1, and on gloo with 2 ranks that share the GPU (ddp_check.py);
+- ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on gradcomp's Reducer, on NCCL with all GPUs
+  (world size 1 where there is one), and on gloo with 2 ranks that share the first GPU (ddp_check.py);
+- reducer-nccl, reducer-gloo: what the Reducer, the wrapper and average_ do beside that, likewise
+  (reducer_check.py);
 
 then, each with the GPU to itself:
 
@@ -60,11 +62,17 @@ def stages(device: str) -> list[list[Step]]:
     On the CPU, where the command itself can be tried out, only the steps that make sense there.
     """
     cuda = device == "cuda"
-    checks = [Step("ddp-gloo", _ddp(device, "gloo", world_size=2), 150)]
+    checks = [
+        Step("ddp-gloo", _on_ranks("ddp_check", device, "gloo", timeout_s=140), 150),
+        Step("reducer-gloo", _on_ranks("reducer_check", device, "gloo", timeout_s=210), 220),
+    ]
     for folder, processes in (("kernels", 6), ("hooks", 1), ("distributed", 4), ("testing", 2)):
         checks += _tests(folder, processes if cuda else 1)
     if cuda:
-        checks.append(Step("ddp-nccl", _ddp(device, "nccl", world_size=1), 150))
+        checks += [
+            Step("ddp-nccl", _on_ranks("ddp_check", device, "nccl", timeout_s=140), 150),
+            Step("reducer-nccl", _on_ranks("reducer_check", device, "nccl", timeout_s=210), 220),
+        ]
     streams = [Step("streams", ["-m", "benchmarks.stream_check"], 50)]
     benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 240)]
     return [checks, streams, benchmarks] if cuda else [checks, benchmarks]
@@ -87,9 +95,10 @@ def _group(step: Step) -> str:
     return step.name.partition(":")[0]
 
 
-def _ddp(device: str, backend: str, world_size: int) -> list[str]:
-    where = ["--device", device, "--backend", backend, "--world-size", str(world_size)]
-    return ["-m", "benchmarks.ddp_check", *where, "--timeout-s", "140"]
+def _on_ranks(check: str, device: str, backend: str, timeout_s: int) -> list[str]:
+    """Return the command of a check on as many ranks as the backend has by default: 2, or all GPUs."""
+    where = ["--device", device, "--backend", backend]
+    return ["-m", f"benchmarks.{check}", *where, "--timeout-s", str(timeout_s)]
 
 
 class Running:

@@ -1,7 +1,13 @@
-"""Print the versions, devices and backends that gradcomp finds, and what computes on which tensors."""
+"""Print the versions, devices and backends that gradcomp finds, and what computes on which tensors.
+
+python -m gradcomp [info]    that
+python -m gradcomp plan      predict which hook is fastest on a network, and when not to compress
+    python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
+"""
 
 import argparse
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,6 +15,9 @@ import torch.distributed as dist
 import triton
 
 from . import __version__, ops
+from .bench import bench_command
+from .plan import plan_command
+from .plan.plan_command import OneLineParser
 
 
 def versions() -> dict[str, str]:
@@ -62,9 +71,28 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(prog="python -m gradcomp", description=__doc__).parse_args(arguments)
+def info(arguments: Sequence[str] | None = None) -> None:
+    OneLineParser(
+        prog="python -m gradcomp info", description="Print versions, devices, backends, and what computes."
+    ).parse_args(arguments)
     print(report())
+
+
+COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench_command.main}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = OneLineParser(
+        prog="python -m gradcomp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Each command has options of its own: python -m gradcomp plan --help",
+    )
+    parser.add_argument("command", nargs="?", choices=COMMANDS, default="info", help="default: %(default)s")
+    # A command's own options are not this parser's.
+    options = parser.parse_args(given[:1])
+    COMMANDS[options.command](given[1:])
 
 
 if __name__ == "__main__":

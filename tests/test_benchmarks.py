@@ -23,6 +23,8 @@ from benchmarks.harness import (
 )
 from benchmarks.powersgd_problem import PASSES
 from benchmarks.records import RESULTS, summary
+from gradcomp import ops
+from gradcomp.cpu.quantised_plan import QuantisedPlan
 from tests.programs import run_module
 
 CPU = torch.device("cpu")
@@ -155,6 +157,9 @@ def test_every_file_of_kernels_is_found_and_its_cases_have_different_names(quick
             "unflatten ",
             "compress_cast ",
             "decompress_cast ",
+            "quantise ",
+            "average ",
+            "dequantise ",
             "allreduce_hook ",
             "quantization_hook ",
             "powerSGD_hook ",
@@ -170,6 +175,44 @@ def test_each_model_is_flattened_whole_on_a_gpu():
     cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name == "flatten"]
     sizes = {case.label.split(",")[0]: case.num_bytes for case in cases if case.dtype == "float32"}
     assert sizes == {name: 8 * models.num_elements(list(shapes())) for name, shapes in models.MODELS.items()}
+
+
+def quantising(stage, bits):
+    """The case of a stage of the quantised all-reduce that has 1 MiB."""
+    [case] = [
+        case
+        for case in bench.discover(CPU, quick=True)
+        if case.name == stage and f"1 MiB, {bits} bits" in case.label
+    ]
+    return case
+
+
+def test_the_quantised_stages_move_the_documented_bytes():
+    """docs/hooks.md has them per fp32 element at 4 bits and 8 ranks, scales included in the sum."""
+    cases = [quantising(stage, 4) for stage in ("quantise", "average", "dequantise")]
+    moved = [case.num_bytes / case.num_elements for case in cases]
+    assert [round(each, 1) for each in moved] == [13.0, 2.6, 4.5]
+    assert round(sum(moved), 1) == 20.1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("stage", ["quantise", "average", "dequantise"])
+def test_a_wrong_quantised_stage_is_found(stage, bits, monkeypatch):
+    """What is wrong by a thousandth shows, though rounding to 4 bits loses a tenth."""
+    monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, as benchmarks have it on CPU
+    case = quantising(stage, bits)
+    assert set(check(case, case.build())) == {"gradcomp", "torch"}
+    right = getattr(QuantisedPlan, stage)
+
+    def wrong(plan, *arguments):
+        right(plan, *arguments)
+        written = arguments[0] if stage == "dequantise" else plan.error
+        written *= 1.001
+
+    setup = case.build()
+    monkeypatch.setattr(QuantisedPlan, stage, wrong)
+    with pytest.raises(WrongResultError):
+        check(case, setup)
 
 
 def test_a_run_records_rows_with_every_field(tmp_path):

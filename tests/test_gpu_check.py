@@ -96,7 +96,8 @@ def test_what_passes_is_recorded_whatever_fails(exit_status, only, tmp_path, mon
 def test_the_stages_end_within_nine_minutes():
     stages = gpu_check.stages("cuda")
     names = {step.name.partition(":")[0] for stage in stages for step in stage}
-    checks = {"kernels", "hooks", "distributed", "testing", "ddp-gloo", "ddp-nccl"}
+    checks = {"kernels", "hooks", "distributed", "testing"}
+    checks |= {f"{check}-{backend}" for check in ("ddp", "reducer") for backend in ("gloo", "nccl")}
     assert names == checks | {"streams", "benchmarks"}
     assert sum(max(step.budget_s for step in stage) for stage in stages) <= gpu_check.TOTAL_S < 9 * 60
 

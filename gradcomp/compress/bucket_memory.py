@@ -31,6 +31,7 @@ class Memory:
     compressor, device, make: the compressor, from the first compressed step on, its device, and what made
     it.
     saved: the state that the compressor will load once it is made.
+    is_warmed_up: whether the compressor of the steps after the first ones has been warmed up.
     """
 
     options: Any
@@ -43,6 +44,7 @@ class Memory:
     saved: State | None = None
     device: torch.device | None = None
     make: Callable[..., Compressor] | None = None
+    is_warmed_up: bool = False
 
     @property
     def state(self) -> State | None:

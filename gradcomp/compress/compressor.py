@@ -58,7 +58,7 @@ class Compressor(ABC):
     def warm_up(cls, bucket: BucketSpec, options: Any) -> None:
         """Do early what a bucket's first step would take long for, such as compiling kernels.
 
-        It is called once per bucket, in a plain step before the first compressed one. No collective.
+        It is called once per bucket, in one of the first steps, which average it otherwise. No collective.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ from gradcomp.layout.blocks import BlockLayout, Part
 
 from .compressor import BucketSpec, Compressor, State, Works
 from .pipeline import run_through
-from .rules import UNCOMPRESSED_DTYPE
+from .rules import BLOCK_SIZE, UNCOMPRESSED_DTYPE
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -31,9 +31,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class QuantisedOptions:
     """The options of a quantised all-reduce.
 
-    bits: 4 or 8 for an element. block_size: elements that have one scale; even. error_feedback: add what a
-    step's rounding loses to the next step's gradients. uncompressed_dtype: what vectors and small tensors are
-    rounded to, torch.bfloat16 or torch.float16; None to send them exactly.
+    bits: 4 or 8 for an element. block_size: elements that have one scale; even, at most 4096.
+    error_feedback: add what a step's rounding loses to the next step's gradients. uncompressed_dtype: what
+    vectors and small tensors are rounded to, torch.bfloat16 or torch.float16; None to send them exactly.
 
     Raises ValueError for other values.
     """
@@ -46,9 +46,7 @@ class QuantisedOptions:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or isinstance(self.bits, bool):
             raise ValueError(f"bits is {self.bits!r}; it has to be 4 or 8")
-        size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
-            raise ValueError(f"block_size is {size!r}; it has to be an even number of elements, at least 2")
+        object.__setattr__(self, "block_size", BLOCK_SIZE("block_size", self.block_size))
         if not isinstance(self.error_feedback, bool):
             raise ValueError(f"error_feedback is {self.error_feedback!r}; it has to be True or False")
         UNCOMPRESSED_DTYPE("uncompressed_dtype", self.uncompressed_dtype)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gradcomp.layout.blocks import MAX_BLOCK_SIZE
+
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 
@@ -57,6 +59,11 @@ UNCOMPRESSED_DTYPE = Rule(
     "None, torch.bfloat16 or torch.float16", lambda value: value in (None, torch.bfloat16, torch.float16)
 )
 BITS = Rule("None, 4 or 8", lambda value: value is None or (type(value) is int and value in (4, 8)))
+BLOCK_SIZE = Rule(
+    f"an even number of elements from 2 to {MAX_BLOCK_SIZE}: longer blocks don't fit the kernels' registers, "
+    "and would save less than 0.1 % of the bytes",
+    lambda value: type(value) is int and 2 <= value <= MAX_BLOCK_SIZE and value % 2 == 0,
+)
 RANK = Rule("an int and at least 1", lambda value: type(value) is int and value >= 1)
 RATE = Rule("a number of at least 0", lambda value: _is_number(value) and value >= 0, float)
 EPSILON = Rule(

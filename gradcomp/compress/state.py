@@ -37,8 +37,6 @@ class CompressedAveraging:
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
-    # The ids of the memories whose compressors have been warmed up.
-    _warmed_up: frozenset[int] = frozenset()
 
     def __init__(self, process_group: Any) -> None:
         self.process_group = process_group
@@ -106,11 +104,19 @@ class CompressedAveraging:
             real = torch.view_as_real(average) if average.is_complex() else average
             compressor.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
-    def average(self, hook_name: str, bucket: dist.GradBucket, make: MakeCompressor, options: Any) -> Future:
+    def average(
+        self,
+        hook_name: str,
+        bucket: dist.GradBucket,
+        make: MakeCompressor,
+        options: Any,
+        later: MakeCompressor | None = None,
+    ) -> Future:
         """Average a hook's bucket, plainly in the first steps, then with compressors.
 
         hook_name: the name in messages. make(BucketSpec, options): makes a compressor. options: comparable by
-        ==; a bucket's memory starts afresh when they have changed.
+        ==; a bucket's memory starts afresh when they have changed. later: what makes the compressors of later
+        steps, if this step's are of another kind; they are warmed up.
 
         Raises TypeError for anything but a dense floating-point bucket; in a state's first step RuntimeError,
         on every rank, where the ranks differ.
@@ -124,8 +130,7 @@ class CompressedAveraging:
         if self.is_plain_step:
             self.maybe_increase_iter(bucket)
             plain = average_in_place(buffer, group)
-            for part in parts:
-                self._warm_up(part, buffer.device, group, make)
+            self._warm_up(parts, buffer.device, group, later or make)
             return plain
         self._warn_of_another_ranks_errors(group)
         compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
@@ -147,6 +152,8 @@ class CompressedAveraging:
         else:
             is_first, is_last = bucket.index() == 0, bucket.is_last()
             future = self._pipeline.add(stages(), is_first=is_first, is_last=is_last)
+        if later is not None:
+            self._warm_up(parts, buffer.device, group, later)
         self._count(compressors, bucket)
         self.maybe_increase_iter(bucket)
         return future
@@ -218,17 +225,15 @@ class CompressedAveraging:
         return memory.compressor
 
     def _warm_up(
-        self, part: BucketPart, device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
+        self, parts: list[BucketPart], device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
     ) -> None:
-        """Warm up the compressor that the part will have, once, after this step's all-reduce is under way."""
-        memory = part.memory
-        if id(memory) in self._warmed_up:
-            return
-        self._warmed_up |= {id(memory)}
+        """Warm up the compressors that the parts will have, once, after this step's work is under way."""
         warm_up = getattr(make, "warm_up", None)  # a function that makes compressors has none
-        if warm_up is not None:
-            spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), 0)
-            warm_up(spec, memory.options)
+        for memory in (part.memory for part in parts):
+            if warm_up is not None and not memory.is_warmed_up:
+                memory.is_warmed_up = True
+                spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), 0)
+                warm_up(spec, memory.options)
 
     def _seed(self, index: int, step: int) -> int:
         """Return the seed for a bucket's random choices in a step, the same on every rank."""

@@ -31,11 +31,20 @@ class Chunk:
     def num_blocks(self) -> int:
         return len(self.scales)
 
+    def adjacent(self, flat: torch.Tensor, block_size: int) -> torch.Tensor | None:
+        """Return its blocks in the bucket [blocks, size], if they are there without padding or gaps."""
+        if len(self.copies) != 1:
+            return None
+        stored, in_bucket = self.copies[0]
+        is_whole = stored.stop - stored.start == self.num_blocks * block_size
+        return flat[in_bucket].view(-1, block_size) if is_whole else None
+
 
 class QuantisedPlan:
     """The plan that ops.quantised_plan describes, in plain torch.
 
-    Blocks are quantised in chunks, so that each stage reads memory once.
+    Blocks are quantised in chunks, so that each stage reads and writes memory once; all other passes are in
+    the processor's caches.
     """
 
     def __init__(
@@ -91,20 +100,16 @@ class QuantisedPlan:
 
     def quantise(self, flat: torch.Tensor, rank: int, unused: Sequence[Part] = ()) -> None:
         """Quantise gradients plus errors into payload; what is lost becomes this rank's error."""
-        error, kept = self.error, []
-        if error is not None and self.shard_error is not None:
-            error[self.layout.shard(rank)] -= self.shard_error
+        error, owners, kept = self.error, self.shard_error, []
+        if error is not None and owners is not None and unused:
+            error[self.layout.shard(rank)] -= owners
+            owners = None
             kept = [error[part.stored].clone() for part in unused]
             for part in unused:
                 error[part.stored] = flat[part.in_bucket] = 0.0
         for shard, chunks in enumerate(self._sent):
             for chunk in chunks:
-                if error is None:
-                    values = self._scratch[: chunk.num_blocks].zero_()
-                else:
-                    values = error.view(len(self._sent), -1, self.layout.block_size)[shard, chunk.rows]
-                for stored, in_bucket in chunk.copies:
-                    values.view(-1)[stored].add_(flat[in_bucket])
+                values = self._values_of(chunk, shard, owners if shard == rank else None, flat)
                 quantise(values, codes=chunk.codes, scales=chunk.scales, bits=self._bits)
         if error is not None:
             self._clear(error, self.layout.padding)
@@ -115,44 +120,94 @@ class QuantisedPlan:
             exact[each.stored] = flat[each.in_bucket]
         self._exact_of(self.payload).copy_(exact.view(torch.uint8).view(len(self.payload), -1))
 
+    def _values_of(
+        self, chunk: Chunk, shard: int, owners: torch.Tensor | None, flat: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a chunk's gradients plus its sender's errors, in the memory of these.
+
+        owners: the owner's error in the shard, where the sender's error is still to be freed of it.
+        """
+        size = self.layout.block_size
+        if self.error is not None:
+            values = self.error.view(len(self._sent), -1, size)[shard, chunk.rows]
+            if owners is not None:
+                values -= owners.view(-1, size)[chunk.rows]
+        else:
+            values = self._scratch[: chunk.num_blocks]
+            gradients = chunk.adjacent(flat, size)
+            if gradients is not None:
+                return values.copy_(gradients)
+            values.zero_()
+        for stored, in_bucket in chunk.copies:
+            values.view(-1)[stored].add_(flat[in_bucket])
+        return values
+
     def average(self, rank: int) -> None:
         """Average this rank's shard from received into mean; what is lost becomes the owner's error."""
         if not self.mean.numel():
             return
-        world_size, size = self.layout.world_size, self.layout.block_size
         scales = self.received[:, self._sections[1]].contiguous().view(torch.bfloat16)
         is_sent = (scales != 0).any(0)[:, None]
         all_sent = bool(is_sent.all())
+        size, own = self.layout.block_size, self.layout.shard(rank)
         for index, mean in enumerate(self._mean):
-            total = self._scratch[: mean.num_blocks]
-            for sender, chunks in enumerate(self._received):
-                codes, scales = chunks[index].codes, chunks[index].scales
-                dequantise(codes, scales, out=total, bits=self._bits, add=sender > 0)
-            if self.shard_error is not None:
-                error = self.shard_error.view(-1, size)[mean.rows]
-                total += error
-                # Where no rank has sent anything, a layer that all of them skip, the error stays.
-                if not all_sent:
-                    total.masked_fill_(~is_sent[mean.rows], 0.0)
-            total /= world_size
-            quantise(total, codes=mean.codes, scales=mean.scales, bits=self._bits)
-            if self.shard_error is not None:
-                total *= world_size
-                error.copy_(total if all_sent else torch.where(is_sent[mean.rows], total, error))
+            # Where no rank has sent anything, a layer that all of them skip, the error stays.
+            sent = None if all_sent else is_sent[mean.rows]
+            if self.error is None or self.shard_error is None:
+                self._quantise_mean(self._sum_of_ranks(index), mean)
+                continue
+            error = self.shard_error.view(-1, size)[mean.rows]
+            if sent is None:
+                self._quantise_mean(self._add_sum_of_ranks(index, error), mean)
+            else:
+                total = (self._sum_of_ranks(index) + error).masked_fill_(~sent, 0.0)
+                error.copy_(torch.where(sent, self._quantise_mean(total, mean), error))
+            self.error[own].view(-1, size)[mean.rows].add_(error)
         if self.error is not None and self.shard_error is not None:
-            own = self.layout.shard(rank)
             if rank not in self._shard_padding:
                 self._shard_padding[rank] = self.layout.padding_of(own)
-            self._clear(self.shard_error, self._shard_padding[rank])
-            self.error[own] += self.shard_error
+            for each in (self.shard_error, self.error[own]):
+                self._clear(each, self._shard_padding[rank])
         exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
-        mean_of_exact = (exact.sum(0, dtype=self._wide) / world_size).to(self._exact_dtype)
+        mean_of_exact = (exact.sum(0, dtype=self._wide) / self.layout.world_size).to(self._exact_dtype)
         self._exact_of(self.mean).copy_(mean_of_exact.view(torch.uint8))
+
+    def _sum_of_ranks(self, index: int) -> torch.Tensor:
+        """Return the sum of what all ranks have sent of a chunk, in their order."""
+        total = self._scratch[: self._mean[index].num_blocks]
+        for sender, chunks in enumerate(self._received):
+            codes, scales = chunks[index].codes, chunks[index].scales
+            dequantise(codes, scales, out=total, bits=self._bits, add=sender > 0)
+        return total
+
+    def _add_sum_of_ranks(self, index: int, error: torch.Tensor) -> torch.Tensor:
+        """Add to a chunk of the owner's error the sum of what all ranks have sent of it, and return it."""
+        if self.layout.world_size > 1:
+            return error.add_(self._sum_of_ranks(index))
+        codes, scales = self._received[0][index].codes, self._received[0][index].scales
+        dequantise(codes, scales, out=error, bits=self._bits, add=True)
+        return error
+
+    def _quantise_mean(self, total: torch.Tensor, mean: Chunk) -> torch.Tensor:
+        """Quantise a chunk of a sum over the ranks as their mean; leave what is lost of the sum."""
+        world_size = self.layout.world_size
+        if world_size & (world_size - 1):
+            total /= world_size
+        elif world_size > 1:
+            total *= 1 / world_size  # exactly the quotient, in half the time
+        quantise(total, codes=mean.codes, scales=mean.scales, bits=self._bits)
+        if world_size > 1:
+            total *= world_size
+        return total
 
     def dequantise(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket."""
         for chunks in self._sent:
             for chunk in chunks:
+                gradients = chunk.adjacent(flat, self.layout.block_size)
+                if gradients is not None and flat.dtype == self._wide:
+                    dequantise(chunk.codes, chunk.scales, out=gradients, bits=self._bits)
+                    continue
                 values = self._scratch[: chunk.num_blocks]
                 dequantise(chunk.codes, chunk.scales, out=values, bits=self._bits)
                 for stored, in_bucket in chunk.copies:

@@ -87,8 +87,10 @@ def _low_rank_hook(
     if not isinstance(state, PowerSGDState):
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
-    make = start_compressor if state.is_quantised_start else LowRankCompressor
-    return state.average(name, bucket, make, state.compressor_options(square=square))
+    make, later = (
+        (start_compressor, LowRankCompressor) if state.is_quantised_start else (LowRankCompressor, None)
+    )
+    return state.average(name, bucket, make, state.compressor_options(square=square), later)
 
 
 def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from gradcomp.compress.hook import require_dense_floats
 from gradcomp.compress.process_group import resolve_group
 from gradcomp.compress.quantised import QuantisedCompressor, QuantisedOptions
 from gradcomp.compress.quantised_plans import BlockSize, average_in_8_bits
+from gradcomp.compress.rules import BLOCK_SIZE
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -34,7 +35,7 @@ class QuantizationState(CompressorState):
 
     process_group: None for the default one.
     bits: 4 or 8 for each element of a matrix; vectors, and tensors smaller than a block, are sent exactly.
-    block_size: elements with a scale of their own, even.
+    block_size: elements with a scale of their own, even, at most 4096.
     use_error_feedback: add what rounding loses to the next step's gradients.
     start_iter: steps of plain all-reduce before quantisation starts.
     uncompressed_dtype: torch.bfloat16 or torch.float16 to send vectors and small tensors in; None: exactly.
@@ -133,19 +134,15 @@ def quantization_perchannel_hook(
     bucket of fewer than bucket_size elements is sent exactly. DDP calls hooks with two arguments: for another
     bucket_size register a function of yours that calls this one.
 
-    Raises ValueError for a bucket_size that is odd or less than 2, TypeError for anything but a bucket, and
-    for one that is not floating-point.
+    Raises ValueError for a bucket_size that is odd, less than 2 or more than 4096, TypeError for anything but
+    a bucket, and for one that is not floating-point.
 
     Example::
 
         ddp_model.register_comm_hook(None, quantization_perchannel_hook)
     """
     require_bucket("quantization_perchannel_hook", bucket)
-    if type(bucket_size) is not int or bucket_size < 2 or bucket_size % 2:
-        raise ValueError(
-            f"quantization_perchannel_hook: bucket_size is {bucket_size!r}; it has to be an even number of "
-            "elements, at least 2"
-        )
+    bucket_size = BLOCK_SIZE("quantization_perchannel_hook: bucket_size", bucket_size)
     return _average_without_state(
         "quantization_perchannel_hook", process_group, bucket, lambda *_: bucket_size
     )

@@ -11,6 +11,7 @@ from .flat import FlatLayout
 
 ALIGNMENT_BYTES = 16  # of each section of a payload
 SCALE_BYTES = 2
+MAX_BLOCK_SIZE = 4096  # elements; a program of the kernels holds a block in its registers
 
 
 @dataclass(frozen=True)

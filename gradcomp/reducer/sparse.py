@@ -21,7 +21,8 @@ def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     longest = max(lengths)
     all_rows = _gather(rows, longest, lengths, group)
     all_values = _gather(values, longest, lengths, group)
-    mean = torch.sparse_coo_tensor(all_rows[None], all_values / group.size(), parameter.shape)
+    values, shape = all_values / group.size(), parameter.shape
+    mean = torch.sparse_coo_tensor(all_rows[None], values, shape, check_invariants=False)
     return mean.coalesce()
 
 

@@ -31,6 +31,18 @@ def random_blocks(dtype, num_blocks=200, block_size=32):
     return torch.randn(num_blocks, block_size, dtype=dtype) * magnitudes
 
 
+@WIDE
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_code_of_8_bits_is_beyond_127(sign, dtype):
+    """Largest values over the whole of a binade, where scales are rounded down most, by 2⁻⁸."""
+    steps = 1 + torch.arange(2**12, dtype=dtype) / 2**12
+    worst = torch.tensor([1 + 2**-8, 1 + 2**-8 - 2**-23], dtype=dtype)
+    largest = 127 * torch.cat([steps, worst])[:, None]
+    codes, _, _, _ = quantised(sign * largest * torch.tensor([1.0, 0.5], dtype=dtype), 8)
+    assert (codes.view(torch.int8)[:, 0].int().abs() >= 126).all()
+    assert (codes.view(torch.int8)[:, 0].int().sign() == sign).all()
+
+
 def test_the_levels_are_lloyds():
     """Each level is the mean of a normal variable between its thresholds, as in the best quantiser."""
     normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)

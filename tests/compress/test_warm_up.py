@@ -2,9 +2,11 @@
 
 from functools import partial
 
+import pytest
 import torch
 
-from gradcomp.compress import Compressor, CompressorState, compress_hook
+from gradcomp import ops
+from gradcomp.compress import Compressor, CompressorState, compress_hook, quantised
 from gradcomp.hooks import powerSGD_hook as powersgd
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.distributed.powersgd_oracle import Bucket
@@ -63,6 +65,39 @@ def test_powersgd_compiles_for_its_options(monkeypatch):
         options == {"error_feedback": True, "warm_start": True, "epsilon": 0.25, "wire_dtype": None}
         for options in compiled
     )
+
+
+@pytest.mark.parametrize("hook", [powersgd.powerSGD_hook, powersgd.batched_powerSGD_hook])
+def test_powersgd_compiles_once_per_bucket_in_a_quantised_start(hook, monkeypatch):
+    """The kernels of the compressed steps, when the bucket's first quantised all-reduce is under way."""
+    events = []
+
+    def note(module, name, event):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *each, **options: (events.append(event), original(*each, **options))[1]
+        )
+
+    note(ops, "compile_low_rank", "compiled")
+    note(ops, "low_rank_plan", "made")
+    note(quantised, "quantised_all_reduce", "quantised")
+    make_state = partial(powersgd.PowerSGDState, None, 2, start_powerSGD_iter=3, start_bits=4)
+    simulate(train, 1, make_state, hook, 5)
+    assert events == ["quantised", "compiled"] * 2 + ["quantised"] * 4 + ["made"] * 2
+
+
+def test_a_new_memory_is_warmed_up_though_an_old_one_had_its_address():
+    """Buckets that are arranged anew in every step: no memory is taken for one that is gone."""
+    Noted.calls.clear()
+    shapes = [((size, 3),) for size in range(2, 12)]
+
+    def train_anew(rank):
+        state = CompressorState(Noted, start_iter=100)
+        for (shape,) in shapes:
+            compress_hook(state, Bucket(torch.ones(shape[0] * 3), [shape], 0, True)).wait()
+
+    simulate(train_anew, 1)
+    assert Noted.calls == [("warmed up", each) for each in shapes]
 
 
 def test_the_quantised_all_reduce_compiles_for_its_options(monkeypatch):

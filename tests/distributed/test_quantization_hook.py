@@ -238,6 +238,7 @@ def test_ranks_that_disagree_are_told():
         ({"bits": True}, "bits is True"),
         ({"block_size": 7}, "block_size is 7"),
         ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": 4098}, "block_size is 4098, but must be an even number of elements from 2 to 4096"),
         ({"use_error_feedback": 1}, "error_feedback is 1"),
         ({"start_iter": -1}, "start_iter is -1"),
     ],

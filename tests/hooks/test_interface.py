@@ -63,7 +63,7 @@ def test_quantization_hooks_have_torchs_signatures(hook):
     }
 
 
-@pytest.mark.parametrize("bucket_size", [0, 7, -2, True, 512.0, None])
+@pytest.mark.parametrize("bucket_size", [0, 7, -2, 4098, True, 512.0, None])
 def test_a_bad_bucket_size_is_shown(bucket_size):
     bucket = GradBucket(0, torch.zeros(6), [torch.zeros(6)], True)
     with pytest.raises(ValueError, match=f"quantization_perchannel_hook: bucket_size is {bucket_size}"):

@@ -34,6 +34,7 @@ from gradcomp.kernels import cast, flatten
 from gradcomp.kernels.powersgd_plan import LowRankPlan
 from gradcomp.kernels.quantise_plan import QuantisedPlan
 from gradcomp.layout import BlockLayout, LowRankLayout
+from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory of a multiprocessor in KiB, of which every program takes one more than it asks for.
@@ -47,7 +48,7 @@ SHAPES = [(256, 512), (512,), (512, 256)]
 # PowerSGD's (dtype, rank, error feedback) that the tests compile: most of those of which a variant once
 # spilled, and enough of the others.
 POWERSGD = [
-    *((FP32, rank, True) for rank in (1, 4, 8, 16, 32, 96)),
+    *((FP32, rank, True) for rank in (1, 2, 4, 8, 16, 32, 96)),
     *((BF16, rank, True) for rank in (4, 16, 32)),
     *((FP64, rank, True) for rank in (1, 16, 64)),
     (FP32, 4, False),
@@ -59,6 +60,8 @@ QUANTISED = [
     *((FP32, 4, block_size, world_size, True) for block_size, world_size in ((6, 3), (256, 1), (128, 2))),
     (FP32, 4, 128, 3, False),
     (FP16, 8, 16, 1, True),
+    *((dtype, bits, MAX_BLOCK_SIZE, 8, True) for dtype, bits in product((FP32, FP64), (4, 8))),
+    (FP32, 4, MAX_BLOCK_SIZE - 2, 3, True),
 ]
 EVERY = list(product((FP32, BF16, FP16, FP64), (1, 2, 4, 8, 16, 32, 64, 96), (True, False)))
 

@@ -1,0 +1,230 @@
+"""The stages of the quantised all-reduce, each by itself: quantise, average, dequantise.
+
+The rank is the first of 8. What it receives in average is what it would send to itself, as if all ranks had
+the same gradients. Providers:
+
+gradcomp   the plan's stage: one launch; on CPU in plain torch.
+torch      the same formulas, one operation of torch after another. torch.quantize_per_channel takes scales
+           that are known already, has no error feedback and no 4 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.harness import (
+    Case,
+    Setup,
+    WrongResultError,
+    elementwise_error,
+    frobenius_error,
+    rounding_error,
+)
+from gradcomp import ops
+from gradcomp.cpu.quantise import THRESHOLDS, levels
+from gradcomp.layout import BlockLayout
+
+WORLD_SIZE, RANK, BLOCK_SIZE = 8, 0, 128
+# By bits: the norm of what rounding loses of normally distributed values, over theirs.
+MAX_LOSS = {4: 0.11, 8: 0.01}
+# How far codes and errors together may be from what was quantised, over its norm: rounding in fp32.
+MAX_MISSING = 1e-6
+SECONDS = 0.5  # of a case: there are many
+
+Encoded = tuple[torch.Tensor, torch.Tensor]  # codes [blocks, bytes], scales [blocks]
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    sizes = [(torch.float32, mib) for mib in ((1, 25) if quick else (1, 25, 100))]
+    for dtype, mib in (*sizes, (torch.bfloat16, 25)):
+        numel = mib * 2**20 // dtype.itemsize
+        for bits in (4, 8):
+            for stage, num_bytes in _bytes_per_element(bits, dtype.itemsize).items():
+                is_exact = stage == "dequantise"
+                yield Case(
+                    stage,
+                    label=f"{mib} MiB, {bits} bits, W={WORLD_SIZE}",
+                    dtype=str(dtype).removeprefix("torch."),
+                    num_bytes=round(numel * num_bytes),
+                    max_error=rounding_error(dtype) if is_exact else MAX_LOSS[bits],
+                    baseline="torch",
+                    build=partial(_build, stage, numel, bits, dtype, device),
+                    error_of=elementwise_error if is_exact else frobenius_error,
+                    seconds=SECONDS,
+                    num_elements=numel,
+                )
+
+
+def _bytes_per_element(bits: int, itemsize: int) -> dict[str, float]:
+    """Return what each stage has to move per element of the bucket. Errors are in fp32."""
+    encoded = bits / 8 + 2 / BLOCK_SIZE
+    return {
+        # The owner's error is read in one of the shards.
+        "quantise": itemsize + (4 + 4) + 4 / WORLD_SIZE + encoded,
+        # In one shard: what all ranks sent, the mean, and both errors twice.
+        "average": ((WORLD_SIZE + 1) * encoded + 2 * (4 + 4)) / WORLD_SIZE,
+        "dequantise": encoded + itemsize,
+    }
+
+
+class _Problem:
+    """A bucket, its plan, and what the stages start from, for both providers."""
+
+    def __init__(self, numel: int, bits: int, dtype: torch.dtype, device: torch.device):
+        self.bits = bits
+        layout = BlockLayout([(numel // 1024, 1024)], BLOCK_SIZE, WORLD_SIZE)
+        self.plan = ops.quantised_plan(layout, dtype, device, bits=bits, error_feedback=True)
+        assert self.plan.error is not None
+        assert self.plan.shard_error is not None
+        self.error, self.shard_error = self.plan.error, self.plan.shard_error
+        self.own = layout.shard(RANK)
+        self._code_section, self._scale_section, _ = layout.sections(bits, dtype.itemsize)[0]
+        self._code_bytes = layout.code_bytes(bits)
+        self.bucket = torch.randn(numel, device=device).to(dtype)
+        self.out = torch.empty_like(self.bucket)
+        self.levels = levels().to(device)
+        self._thresholds = torch.tensor(THRESHOLDS, device=device)
+        self._errors_before = 0.1 * torch.randn(numel, device=device)
+        # All that a step computes, for the later stages to begin with.
+        self.restore()
+        self.plan.quantise(self.bucket, RANK)
+        self.plan.received.copy_(self.plan.payload[RANK].expand_as(self.plan.received))
+        self.plan.average(RANK)
+        self.plan.payload.copy_(self.plan.mean.expand_as(self.plan.payload))
+        self.sent = [self.encoded(each) for each in self.plan.received]
+        self.means = [self.encoded(each) for each in self.plan.payload.clone()]
+        self.restore()
+
+    def restore(self) -> None:
+        """Bring back the errors before the stage, in which the owner's is half of its shard's."""
+        self.error.copy_(self._errors_before)
+        self.shard_error.copy_(self._errors_before[self.own] / 2)
+
+    def encoded(self, payload: torch.Tensor) -> Encoded:
+        """Return the codes and scales in a shard's payload."""
+        codes = payload[self._code_section].view(-1, self._code_bytes)
+        return codes, payload[self._scale_section].view(torch.bfloat16)
+
+    def quantise(self, values: torch.Tensor) -> tuple[Encoded, torch.Tensor]:
+        """Quantise values in torch's operations; return codes and scales, and what they stand for."""
+        blocks = values.view(-1, BLOCK_SIZE)
+        if self.bits == 8:
+            scales = (blocks.abs().amax(1, keepdim=True) / 127).bfloat16()
+            rounded = (blocks / scales).round_().clamp_(-127, 127)
+            return (rounded.to(torch.int8).view(torch.uint8), scales.view(-1)), (rounded * scales).view(-1)
+        unit = blocks / blocks.square().mean(1, keepdim=True).sqrt()
+        codes = torch.bucketize(unit, self._thresholds)
+        level = self.levels[codes]
+        scales = ((blocks * level).sum(1, keepdim=True) / level.square().sum(1, keepdim=True)).bfloat16()
+        packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+        return (packed, scales.view(-1)), (level * scales).view(-1)
+
+    def dequantise(self, encoded: Encoded, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return what codes and scales stand for, in torch's operations."""
+        codes, scales = encoded
+        if self.bits == 8:
+            decoded = codes.view(torch.int8).to(dtype)
+        else:
+            pairs = torch.stack([codes & 15, codes >> 4], 2)
+            decoded = self.levels.to(dtype)[pairs.view(len(codes), -1).int()]
+        return (decoded * scales.to(dtype)[:, None]).view(-1)
+
+    def expected(self, encoded: Iterable[Encoded]) -> torch.Tensor:
+        """Return what shards stand for, in float64."""
+        return torch.cat([self.dequantise(each, torch.float64) for each in encoded])
+
+
+def _build(stage: str, numel: int, bits: int, dtype: torch.dtype, device: torch.device) -> Setup:
+    builders: dict[str, Callable[[_Problem], Setup]] = {
+        "quantise": _quantising,
+        "average": _averaging,
+        "dequantise": _dequantising,
+    }
+    return builders[stage](_Problem(numel, bits, dtype, device))
+
+
+def _quantising(problem: _Problem) -> Setup:
+    plan, bucket, own = problem.plan, problem.bucket, problem.own
+    values = problem.error.double()
+    values[own] -= problem.shard_error
+    values += bucket
+
+    def gradcomp() -> Iterable[torch.Tensor]:
+        plan.quantise(bucket, RANK)
+        return results(lambda: map(problem.encoded, plan.payload), problem.error)
+
+    def with_torch() -> Iterable[torch.Tensor]:
+        total = problem.error + bucket
+        total[own] -= problem.shard_error
+        encoded, decoded = problem.quantise(total)
+        return results(lambda: [encoded], total - decoded)
+
+    def results(encoded: Callable[[], Iterable[Encoded]], error: torch.Tensor) -> Iterator[torch.Tensor]:
+        decoded = problem.expected(encoded())
+        _require_nothing_lost(decoded + error, values)
+        yield decoded
+
+    providers = {"gradcomp": gradcomp, "torch": with_torch}
+    return Setup(providers, lambda: [values], restore=problem.restore)
+
+
+def _averaging(problem: _Problem) -> Setup:
+    plan, own = problem.plan, problem.own
+    total = torch.stack([problem.expected([each]) for each in problem.sent]).sum(0)
+    total += problem.shard_error
+    senders = problem.error[own] - problem.shard_error  # the owner's error is added to the sender's
+
+    def restore() -> None:
+        problem.restore()
+        problem.error[own] = senders
+
+    def gradcomp() -> Iterable[torch.Tensor]:
+        plan.average(RANK)
+        return results(problem.encoded(plan.mean), problem.shard_error, problem.error[own])
+
+    def with_torch() -> Iterable[torch.Tensor]:
+        mean = torch.zeros_like(problem.shard_error)
+        for each in problem.sent:
+            mean += problem.dequantise(each)
+        mean += problem.shard_error
+        mean /= WORLD_SIZE
+        encoded, decoded = problem.quantise(mean)
+        lost = (mean - decoded) * WORLD_SIZE
+        return results(encoded, lost, problem.error[own] + lost)
+
+    def results(encoded: Encoded, lost: torch.Tensor, error: torch.Tensor) -> Iterator[torch.Tensor]:
+        decoded = problem.expected([encoded])
+        _require_nothing_lost(decoded * WORLD_SIZE + lost, total)
+        _require_nothing_lost(error.double(), senders.double() + lost)
+        yield decoded
+
+    restore()
+    providers = {"gradcomp": gradcomp, "torch": with_torch}
+    return Setup(providers, lambda: [total / WORLD_SIZE], restore=restore)
+
+
+def _dequantising(problem: _Problem) -> Setup:
+    def gradcomp() -> list[torch.Tensor]:
+        problem.plan.dequantise(problem.out)
+        return [problem.out]
+
+    def with_torch() -> list[torch.Tensor]:
+        for part, encoded in zip(problem.out.chunk(WORLD_SIZE), problem.means, strict=True):
+            part.copy_(problem.dequantise(encoded))
+        return [problem.out]
+
+    return Setup(
+        {"gradcomp": gradcomp, "torch": with_torch},
+        lambda: [problem.expected(problem.means)],
+        outputs=[problem.out],
+    )
+
+
+def _require_nothing_lost(kept: torch.Tensor, values: torch.Tensor) -> None:
+    """Raise WrongResultError unless codes and errors together are what was quantised. Runs in checks only."""
+    missing = frobenius_error(kept, values)
+    if not missing <= MAX_MISSING:
+        raise WrongResultError(f"codes and errors together are off by {missing:.3g} of what was quantised")

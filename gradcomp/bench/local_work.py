@@ -1,0 +1,157 @@
+"""Time a hook's own work on buckets of given shapes, without its collectives and without other ranks.
+
+    python -m gradcomp.bench.local_work
+
+prints the times per element on this machine's CPU, from which gradcomp.plan's CPU is made.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradcomp import ops
+from gradcomp.layout import BlockLayout
+from gradcomp.plan.candidates import CANDIDATES, Candidate
+from gradcomp.plan.models import Shape, num_elements
+
+MIN_ROUNDS = 3
+# What a user's 25 MiB bucket is like: a transformer block of width 512, twice.
+TYPICAL = ([(1536, 512), (1536,), (512, 512), (512,), (2048, 512), (2048,), (512, 2048), (512,)] * 2)[::-1]
+TYPICAL_WORLD_SIZE = 4
+
+Work = Callable[[torch.Tensor], None]
+
+
+def local_work(
+    hook: Candidate, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, world_size: int
+) -> Work:
+    """Return a function that does a hook's own work on a flat bucket, as a rank of world_size does it."""
+    if hook.rank is not None:
+        return _low_rank(hook, shapes, dtype, device, world_size)
+    if hook.bits is not None:
+        layout = BlockLayout(shapes, 128, world_size)
+        return _quantised(layout, dtype, device, bits=hook.bits, error_feedback=True, exact_dtype=None)
+    if hook.wire_dtype is None:
+        return lambda flat: None
+    wire = torch.empty(num_elements(shapes), dtype=hook.wire_dtype, device=device)
+
+    def cast(flat: torch.Tensor) -> None:
+        ops.compress_cast(flat, out=wire, scale=1 / world_size)
+        ops.decompress_cast(wire, out=flat)
+
+    return cast
+
+
+def _quantised(
+    layout: BlockLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    bits: int,
+    error_feedback: bool,
+    exact_dtype: torch.dtype | None,
+) -> Work:
+    plan = ops.quantised_plan(
+        layout, dtype, device, bits=bits, error_feedback=error_feedback, exact_dtype=exact_dtype
+    )
+
+    def work(flat: torch.Tensor) -> None:
+        if plan.payload.numel():
+            plan.quantise(flat, 0)
+            # What an all-to-all does between ranks that have the same gradients.
+            plan.received.copy_(plan.payload[:1].expand_as(plan.received))
+            plan.average(0)
+            plan.dequantise(flat)
+
+    return work
+
+
+def _low_rank(
+    hook: Candidate, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, world_size: int
+) -> Work:
+    options = hook.low_rank_options
+    plan = ops.low_rank_plan(
+        options.layout(shapes, dtype),
+        dtype,
+        device,
+        **options.arithmetic(world_size),
+        wire_dtype=options.wire_dtype(dtype),
+        seed=0,
+    )
+    between: list[Work] = [lambda flat: None] * 2
+    if options.is_quantised:
+        p_numel, uncompressed_numel, q_numel = plan.wire_numels
+        between = [
+            _quantised(
+                BlockLayout(parts, options.BLOCK_SIZE, world_size),
+                torch.promote_types(dtype, torch.float32),
+                device,
+                bits=8,
+                error_feedback=False,
+                exact_dtype=options.uncompressed_dtype or dtype,
+            )
+            for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
+        ]
+
+    def work(flat: torch.Tensor) -> None:
+        plan.project(flat, 1.0)
+        between[0](plan.p_wire)
+        plan.back_project(flat, 1.0)
+        between[1](plan.q_wire)
+        plan.reconstruct(flat, 0)
+
+    return work
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device's work; a CPU has done it."""
+    if ops.has_streams(device):
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def median_s(
+    hook: Candidate,
+    buckets: Sequence[Sequence[Shape]],
+    dtype: torch.dtype,
+    device: torch.device,
+    world_size: int,
+    limit_s: float,
+) -> float:
+    """Return the median time of a hook's own work on all buckets, measured for up to limit_s, or 3 rounds."""
+    works = [local_work(hook, shapes, dtype, device, world_size) for shapes in buckets]
+    flats = [torch.randn(num_elements(shapes), device=device).to(dtype) for shapes in buckets]
+    samples: list[float] = []
+    deadline = time.perf_counter() + limit_s
+    while len(samples) < MIN_ROUNDS + 1 or time.perf_counter() < deadline:
+        current = [flat.clone() for flat in flats]
+        synchronise(device)
+        start = time.perf_counter()
+        for work, flat in zip(works, current, strict=True):
+            work(flat)
+        synchronise(device)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples[1:])  # the first compiles, and fills caches
+
+
+def main() -> None:
+    """Print each hook's nanoseconds per element, and this CPU's rate of multiplying matrices, one thread."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    print(f"# one thread, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    for hook in CANDIDATES.values():
+        seconds = median_s(hook, [TYPICAL], torch.float32, device, TYPICAL_WORLD_SIZE, 2.0)
+        print(f'"{hook.name}": {seconds / num_elements(TYPICAL) * 1e9:.2f},')
+    matrix = torch.randn(1024, 1024)
+    start = time.perf_counter()
+    for _ in range(20):
+        matrix @ matrix
+    print(f"# {20 * 2 * 1024**3 / (time.perf_counter() - start) / 1e9:.0f} GFLOP/s")
+
+
+if __name__ == "__main__":
+    main()

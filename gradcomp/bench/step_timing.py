@@ -1,0 +1,144 @@
+"""Time training steps with every hook, in rounds, each time with a DDP model of its own."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.plan.measurements import HookTime
+
+from .group import Group
+from .ready_times import ReadyTimes, recording_hook
+from .registration import FIRST_COMPRESSED_STEP, register
+from .workloads import Workload
+
+# Before steps are timed: DDP rebuilds its buckets after the first, states compress from the third on, and the
+# fourth finds everything compiled and allocated. The last one is timed for the number of steps.
+WARM_UP_STEPS = FIRST_COMPRESSED_STEP + 3
+NUM_ROUNDS = 3
+MIN_STEPS, MAX_STEPS = 3, 200
+
+
+@dataclass
+class Trainer:
+    """Runs steps of a workload. Its optimizer changes no weight, so that all steps compute the same."""
+
+    workload: Workload
+    group: Group
+    bucket_cap_mb: float
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.workload.parameters, lr=0.0, weight_decay=0.0)
+
+    @contextmanager
+    def model(
+        self, register_on: Callable[[DistributedDataParallel], None]
+    ) -> Iterator[DistributedDataParallel]:
+        """Yield a new DDP model with a hook, which is warm and gone afterwards."""
+        model = DistributedDataParallel(self.workload.module, bucket_cap_mb=self.bucket_cap_mb)
+        register_on(model)
+        try:
+            yield model
+        finally:
+            del model
+            self.optimizer.zero_grad(set_to_none=True)
+            gc.collect()  # frees DDP models, whose hooks on the parameters go with them
+
+    def step(self, model: DistributedDataParallel, mark: Callable[[], None] = lambda: None) -> None:
+        """Run one step; mark is called before and after each part."""
+        workload = self.workload
+        mark()
+        loss = workload.loss(model(*workload.arguments, **workload.keywords))
+        mark()
+        loss.backward()
+        mark()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark()
+
+    def timed_steps(self, model: DistributedDataParallel, limit_s: float) -> list[float]:
+        """Return the times of some steps, of the slowest rank each. A collective."""
+        for _ in range(WARM_UP_STEPS - 1):
+            self.step(model)
+        usual_s = self._timed(model)
+        num_steps = self.group.agree(min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s))))
+        return self.group.slowest([self._timed(model) for _ in range(num_steps)])
+
+    def _timed(self, model: DistributedDataParallel) -> float:
+        self.group.synchronise()
+        start = time.perf_counter()
+        self.step(model)
+        self.group.synchronise()
+        return time.perf_counter() - start
+
+
+def hook_times(
+    trainer: Trainer, names: Sequence[str], limit_s: float, progress: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Return step times by hook, with the hooks interleaved in rounds. A collective.
+
+    limit_s: of each hook's steps, all rounds together.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(NUM_ROUNDS):
+        for name in names if index % 2 == 0 else reversed(names):
+            progress(f"round {index + 1} of {NUM_ROUNDS}: steps with {name}")
+            with trainer.model(partial(register, name=name)) as model:
+                samples[name] += trainer.timed_steps(model, limit_s / NUM_ROUNDS)
+    return samples
+
+
+def hook_time(name: str, samples_s: Sequence[float], local_s: float | None) -> HookTime:
+    """Return the quantiles of a hook's step times."""
+    p20, _, _, p80 = statistics.quantiles(samples_s, n=5, method="inclusive")
+    return HookTime(name, p20, statistics.median(samples_s), p80, len(samples_s), local_s)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The median times of a step's parts without communication, and when buckets are ready in backward."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    ready_at: list[float]
+
+
+def step_parts(trainer: Trainer, limit_s: float) -> Parts:
+    """Time a step's parts, without communication. A collective."""
+    marks: list[float] = []
+    ready = ReadyTimes(trainer.group.device)
+
+    def mark() -> None:
+        trainer.group.synchronise()
+        marks.append(time.perf_counter())
+        ready.begin()
+
+    samples: list[list[float]] = []
+    ready_s: list[list[float]] = []
+    with trainer.model(lambda model: model.register_comm_hook(ready, recording_hook)) as model:
+        for _ in range(WARM_UP_STEPS):
+            start = time.perf_counter()
+            trainer.step(model)
+        usual_s = time.perf_counter() - start
+        num_steps = trainer.group.agree(min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s))))
+        for _ in range(num_steps):
+            marks.clear()
+            trainer.step(model, mark)
+            samples.append([after - before for before, after in pairwise(marks)])
+            ready_s.append(ready.seconds())
+    slowest = [trainer.group.slowest(part) for part in zip(*samples, strict=True)]
+    forward_s, backward_s, optimizer_s = map(statistics.median, slowest)
+    medians = [statistics.median(times) for times in zip(*ready_s, strict=True)]
+    ready_at = [min(1.0, max(medians[: index + 1]) / backward_s) for index in range(len(medians))]
+    return Parts(forward_s, backward_s, optimizer_s, ready_at)

@@ -1,0 +1,134 @@
+"""What is trained in a benchmark: a small GPT, an MLP, or what a function of the user's returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gradcomp.plan.model_loading import called, load_callable
+
+VOCABULARY, SEQUENCE, BATCH = 256, 64, 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with the inputs of one step.
+
+    module: on its device. arguments, keywords: what its forward takes. loss: makes a scalar of its output.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    loss: Callable[[Any], Tensor]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that have gradients."""
+        return [each for each in self.module.parameters() if each.requires_grad]
+
+
+class Block(nn.Module):
+    """A transformer block: attention, then a perceptron of two layers, each normalised before."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [batch, sequence, width] to the same."""
+        qkv = self.attention(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return result
+
+
+def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Tensor]:
+    """Return a GPT without positions, 3.3 million parameters, and tokens for it."""
+    module = nn.Sequential(
+        nn.Embedding(VOCABULARY, width),
+        *(Block(width, num_heads=4) for _ in range(num_blocks)),
+        nn.LayerNorm(width),
+        nn.Linear(width, VOCABULARY, bias=False),
+    )
+    return module, torch.randint(VOCABULARY, (BATCH, SEQUENCE))
+
+
+def mlp(width: int = 1024) -> tuple[nn.Module, Tensor]:
+    """Return a perceptron of three layers, 1.9 million parameters, and inputs for it."""
+    layers = (nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    return nn.Sequential(*layers), torch.randn(64, 784)
+
+
+BUILT_IN_WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {"gpt": gpt, "mlp": mlp}
+
+
+def load_workload(name: str, device: torch.device) -> Workload:
+    """Return the workload of this name on a device.
+
+    name: one of BUILT_IN_WORKLOADS, or module:callable. The callable takes no argument and returns
+    (module, inputs) or (module, inputs, loss function). inputs: one for the module's forward, or a tuple of
+    arguments, or a dict of keyword arguments. The loss function makes a scalar of the module's output;
+    without one the output's `loss` is taken, or the mean square of its floating-point tensors.
+
+    Raises ValueError for anything else.
+    """
+    if name in BUILT_IN_WORKLOADS:
+        made: Any = BUILT_IN_WORKLOADS[name]()
+    elif ":" not in name:
+        raise ValueError(
+            f"there is no model {name!r}; known are {', '.join(BUILT_IN_WORKLOADS)}, and module:callable "
+            "for a function of yours"
+        )
+    else:
+        made = called(load_callable(name), name)
+    if isinstance(made, nn.Module):
+        raise ValueError(
+            f"model {name!r} returned a module alone; it has to return (module, inputs) or (module, inputs, "
+            "loss function), as a step can't be timed without inputs"
+        )
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
+        raise ValueError(
+            f"model {name!r} returned {type(made).__name__}; it has to return (module, inputs) or (module, "
+            "inputs, loss function)"
+        )
+    module, inputs, loss = (*made, default_loss)[:3]
+    if not callable(loss):
+        raise ValueError(f"model {name!r} returned {loss!r} as its loss function, which isn't callable")
+    inputs = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, inputs)
+    keywords = inputs if isinstance(inputs, dict) else {}
+    arguments = inputs if isinstance(inputs, tuple) else (() if keywords else (inputs,))
+    workload = Workload(name, module.to(device), arguments, keywords, loss)
+    if not workload.parameters:
+        raise ValueError(f"model {name!r} has no parameter with a gradient")
+    return workload
+
+
+def default_loss(output: Any) -> Tensor:
+    """Return an output's own loss, or the mean square of its floating-point tensors."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    squares = [
+        each.float().square().mean()
+        for each in tree_leaves(output)
+        if isinstance(each, Tensor) and each.is_floating_point()
+    ]
+    if not squares:
+        raise ValueError(
+            f"the model's output, {type(output).__name__}, has neither a loss nor floating-point tensors: "
+            "return a loss function, too"
+        )
+    return torch.stack(squares).sum()

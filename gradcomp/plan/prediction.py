@@ -1,0 +1,150 @@
+"""Predict the time of a training step with a hook, from constants: nothing here measures anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .candidates import Candidate, Payload
+from .devices import Device
+from .link import Link, sent_bytes
+from .models import Bucket
+from .timeline import BucketTimes, end_of_backward
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The times of a step's parts without any communication, in seconds."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """What is predicted of a step with a hook.
+
+    handed_bytes: what a rank hands to collectives, counted as those of all-reduces that send as much (the
+    count of docs/accuracy.md). sent_bytes: what it sends, in a ring or to every other rank. local_s: the
+    hook's own work. communication_s: its collectives. hidden_s: how much of these two runs beside backward
+    without making the step longer. step_s: the whole step.
+    """
+
+    hook: str
+    world_size: int
+    handed_bytes: float
+    sent_bytes: float
+    local_s: float
+    communication_s: float
+    hidden_s: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a hook does in a step, bucket by bucket, whatever the link.
+
+    ready_at: as the buckets'. local_s: its own work. overlaps: whether all that runs beside backward.
+    """
+
+    hook: str
+    world_size: int
+    ready_at: tuple[float, ...]
+    payloads: tuple[Payload, ...]
+    local_s: tuple[float, ...]
+    overlaps: bool
+
+    @cached_property
+    def handed_bytes(self) -> float:
+        return sum(payload.handed_bytes for payload in self.payloads)
+
+    @cached_property
+    def sent_bytes(self) -> float:
+        collectives = (each for payload in self.payloads for each in payload.collectives)
+        return sum(sent_bytes(each, self.world_size) for each in collectives)
+
+    @cached_property
+    def _distinct(self) -> tuple[list[Payload], list[int]]:
+        """The different payloads, few as models repeat their layers, and the index of each bucket's."""
+        order = {payload: index for index, payload in enumerate(dict.fromkeys(self.payloads))}
+        return list(order), [order[payload] for payload in self.payloads]
+
+    def on(self, link: Link, compute: Compute) -> StepPrediction:
+        """Return the prediction for a link."""
+        distinct, indices = self._distinct
+        seconds = [
+            sum(link.seconds(each, self.world_size) for each in payload.collectives) for payload in distinct
+        ]
+        communication = [seconds[index] for index in indices]
+        times = [
+            BucketTimes(ready_at * compute.backward_s, local_s, communication_s)
+            for ready_at, local_s, communication_s in zip(
+                self.ready_at, self.local_s, communication, strict=True
+            )
+        ]
+        end = end_of_backward(times, compute.backward_s, overlaps=self.overlaps)
+        added_s = sum(self.local_s) + sum(communication)
+        return StepPrediction(
+            self.hook,
+            self.world_size,
+            handed_bytes=self.handed_bytes,
+            sent_bytes=self.sent_bytes,
+            local_s=sum(self.local_s),
+            communication_s=sum(communication),
+            hidden_s=max(0.0, added_s - (end - compute.backward_s)),
+            step_s=compute.forward_s + end + compute.optimizer_s,
+        )
+
+
+def step_work(
+    buckets: Sequence[Bucket],
+    hook: Candidate,
+    world_size: int,
+    device: Device,
+    dtype: torch.dtype,
+    overlaps: bool | None = None,
+) -> StepWork:
+    """Return what a hook does in a step. Arguments and errors: see predict_step."""
+    if world_size < 1:
+        raise ValueError(f"a step of {world_size} ranks can't be predicted: there has to be one at least")
+    if overlaps is None:
+        overlaps = device.overlaps or not hook.has_several_collectives
+    payloads = tuple(hook.payload(bucket.shapes, dtype, world_size) for bucket in buckets)
+    pairs = zip(payloads, buckets, strict=True)
+    return StepWork(
+        hook.name,
+        world_size,
+        tuple(bucket.ready_at for bucket in buckets),
+        payloads,
+        tuple(device.local_s(hook, payload, bucket.numel) for payload, bucket in pairs),
+        overlaps,
+    )
+
+
+def predict_step(
+    buckets: Sequence[Bucket],
+    hook: Candidate,
+    link: Link,
+    world_size: int,
+    compute: Compute,
+    device: Device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    overlaps: bool | None = None,
+) -> StepPrediction:
+    """Predict a step of DDP with a hook, once it compresses, on world_size ranks.
+
+    buckets: from buckets_of. overlaps: whether the hook's work runs beside backward; None for what the device
+    does with this hook: GPUs always, CPUs with one collective per bucket.
+
+    Raises ValueError for fewer than one rank, and for a hook that hasn't been timed on a measured device.
+    """
+    return step_work(buckets, hook, world_size, device, dtype, overlaps).on(link, compute)

@@ -1,0 +1,167 @@
+"""`python -m gradcomp bench` on two gloo ranks: end to end, refusals, and that no process is left."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gradcomp.__main__ import main
+from gradcomp.plan.measurements import KINDS, Measurements
+from tests.programs import ROOT, TORCHRUN, run_module, run_python, users_environment
+
+MODEL = "tests.bench.benchmarked"
+TINY = ["--model", f"{MODEL}:tiny", "--bucket-cap-mb", "0.02"]
+QUICK = [*TINY, "--seconds", "0.05", "--hook", "fp16,int4,powersgd:2:int8"]
+END_S = 30
+
+
+def bench(*arguments):
+    """Run bench on two ranks of this machine; its standard output and standard error in one."""
+    return run_module("gradcomp", "bench", "--cpu", "--ranks", "2", *arguments)
+
+
+def test_what_is_measured_is_what_plan_reads(tmp_path, capsys):
+    file = tmp_path / "measured.json"
+    done = run_python("-m", "gradcomp", "bench", "--cpu", "--ranks", "2", *QUICK, "--out", file)
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert list(rows)[list(rows).index("noop") - 1] == "hook", "noop comes first"
+    for name in ("noop", "none", "fp16", "int4", "powersgd:2:int8"):
+        assert name in rows
+    assert "Headroom, 1 − noop / none: " in done.stdout
+    assert any(line.startswith(("Use ", "Don't compress: ")) for line in done.stdout.splitlines())
+    assert "steps with int4" in done.stderr, "progress"
+
+    read = Measurements.read(file)
+    assert (read.world_size, read.backend, read.device_type) == (2, "gloo", "cpu")
+    assert read.shapes == [[300, 40], [300], [50, 300], [50], [3, 50], [3]]
+    assert {sample.kind for sample in read.link} == set(KINDS)
+    assert len(read.ready_at) == len(read.buckets()) > 1
+    assert min(read.forward_s, read.backward_s, read.optimizer_s) > 0
+    assert [hook.name for hook in read.hooks] == ["noop", "none", "fp16", "int4", "powersgd:2:int8"]
+    for hook in read.hooks:
+        assert 0 < hook.step_p20_s <= hook.step_p50_s <= hook.step_p80_s
+        assert hook.num_steps >= 9
+        assert (hook.local_s is None) is (hook.name in ("noop", "none"))
+
+    main(["plan", "--from", str(file), "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert [hook["hook"] for hook in plan["hooks"]] == ["none", "fp16", "int4", "powersgd:2:int8"]
+    assert plan["compute"]["backward_s"] == read.backward_s
+
+
+def test_under_torchrun():
+    done = run_python(
+        *TORCHRUN, "-m", "gradcomp", "bench", "--cpu", *TINY, "--seconds", "0.05", "--hook", "bf16"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Headroom") == 1, "rank 0 alone prints"
+    assert "2 ranks on " in done.stdout
+
+
+def test_a_lone_process_says_how_to_start_it(capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as end:
+        main(["bench"])
+    assert end.value.code == 2
+    assert "torchrun --nnodes 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hook", "int2"], "argument --hook: there is no hook 'int2'; known are none, bf16"),
+        (["--seconds", "0"], "'0' is not a number above 0"),
+        (["--ranks", "0"], "'0' is not a whole number of at least 1"),
+        (["--bucket-cap-mb", "-1"], "'-1' is not a number above 0"),
+        (["--max-loss", "x"], "'x' is not a number of at least 0"),
+        (["--out", "/absent/measured.json"], "/absent/measured.json can't be written"),
+    ],
+)
+def test_bad_arguments_start_nothing(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "--ranks", "2", *arguments])
+    assert end.value.code == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_several_ranks_one_speaks(capsys, monkeypatch, rank):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "--hook", "int2"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("there is no hook") == (rank == "0")
+
+
+def test_a_model_that_one_rank_can_not_make_ends_all():
+    model = f"{MODEL}:fails_on_rank_1"
+    done = bench("--model", model)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.count("error: ") == 1, "rank 0 alone prints"
+    assert f"rank 1: model '{model}': calling it without" in done.stdout
+    assert "FileNotFoundError: no data here" in done.stdout
+
+
+def test_one_rank_is_refused():
+    done = run_module("gradcomp", "bench", "--cpu", "--ranks", "1", *QUICK)
+    assert done.returncode == 2, done.stdout
+    assert "one rank has nobody to communicate with" in done.stdout
+
+
+def test_a_rank_that_dies_ends_the_others():
+    done = bench("--model", f"{MODEL}:dies_on_rank_1", "--seconds", "0.1")
+    assert done.returncode not in (0, 2), done.stdout
+
+
+# --- no process is left ---
+
+
+@contextmanager
+def running() -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
+    """Run a long benchmark until it has joined its ranks; yield its process and theirs."""
+    command = [sys.executable, "-m", "gradcomp", "bench", "--cpu", "--ranks", "2", *TINY, "--seconds", "600"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=users_environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    ranks: list[int] = []
+    try:
+        assert process.stderr is not None
+        while "links" not in (line := process.stderr.readline()):
+            assert line, "it ended before it began"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks += [os.pidfd_open(int(child)) for child in children]
+        yield process, ranks
+    finally:
+        process.kill()
+        process.communicate()
+        for each in ranks:
+            os.close(each)
+
+
+def have_ended(ranks: list[int]) -> bool:
+    """Wait until all of these processes have ended."""
+    return all(select.select([each], [], [], END_S)[0] for each in ranks)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_it_ends_its_ranks(number):
+    with running() as (process, ranks):
+        assert len(ranks) == 2
+        process.send_signal(number)
+        _, err = process.communicate(timeout=END_S)
+        assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+        assert "Traceback" not in err
+        assert have_ended(ranks)

@@ -1,0 +1,74 @@
+"""The models that bench trains: built-in ones, and what a user's function returns."""
+
+import pytest
+import torch
+
+from gradcomp.bench.bench_run import dtype_name
+from gradcomp.bench.workloads import BUILT_IN_WORKLOADS, default_loss, load_workload
+
+CPU = torch.device("cpu")
+
+
+def loss_of(workload):
+    return workload.loss(workload.module(*workload.arguments, **workload.keywords))
+
+
+@pytest.mark.parametrize("name", BUILT_IN_WORKLOADS)
+def test_every_parameter_of_a_built_in_model_has_a_gradient(name):
+    workload = load_workload(name, CPU)
+    loss_of(workload).backward()
+    assert all(parameter.grad is not None for parameter in workload.parameters)
+    assert sum(parameter.numel() for parameter in workload.parameters) > 10**6
+
+
+def named(function):
+    return load_workload(f"tests.bench.benchmarked:{function}", CPU)
+
+
+def test_inputs_are_one_or_a_tuple_or_a_dict():
+    assert loss_of(named("tiny")).ndim == 0
+    keywords, arguments = named("with_keywords"), named("with_arguments")
+    assert keywords.arguments == ()
+    assert keywords.keywords.keys() == {"x", "scale"}
+    assert len(arguments.arguments) == 2
+    assert arguments.keywords == {}
+    loss_of(arguments).backward()
+
+
+def test_the_loss_is_the_given_one_or_the_outputs_or_a_mean_square():
+    keywords, given = named("with_keywords"), named("with_loss")
+    outputs = keywords.module.weight.sum(1) + keywords.module.bias
+    assert torch.allclose(loss_of(keywords), 2.0 * 5 * outputs.sum())
+    assert torch.equal(loss_of(given), given.module(given.arguments[0]).sum())
+    assert default_loss({"loss": torch.tensor(3.0), "logits": torch.ones(2)}) == 3
+    assert default_loss((torch.tensor([1.0, 3.0]), [torch.tensor([2.0])], torch.tensor([9]))) == 5 + 4
+    with pytest.raises(ValueError, match="has neither a loss nor floating-point tensors"):
+        default_loss(torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("module_alone", r"returned a module alone; it has to return \(module, inputs\)"),
+        ("number", r"returned int; it has to return \(module, inputs\)"),
+        ("bad_loss", "returned 7 as its loss function, which isn't callable"),
+        ("frozen", "has no parameter with a gradient"),
+        ("absent", "'absent' of module 'tests.bench.benchmarked' is not there"),
+    ],
+)
+def test_what_is_no_workload_is_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        named(function)
+
+
+def test_gradients_have_one_dtype_that_plans_know():
+    assert dtype_name(named("tiny")) == "float32"
+    with pytest.raises(
+        ValueError, match=r"has parameters in torch\.float64; they have to be in one of float32"
+    ):
+        dtype_name(named("doubles"))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="there is no model 'gtp'; known are gpt, mlp, and module:callable"):
+        load_workload("gtp", CPU)

@@ -1,0 +1,138 @@
+"""The file of measurements: what is written is read, and anything else is refused with the reason."""
+
+import json
+
+import pytest
+
+from gradcomp.plan.measurements import Measurements
+from tests.plan.measured import LINK, as_written
+
+
+def test_what_is_written_is_read(tmp_path):
+    read = Measurements.checked(as_written())
+    path = tmp_path / "measured.json"
+    read.write(path)
+    assert Measurements.read(path) == read
+    assert [bucket.ready_at for bucket in read.buckets()] == [0.25, 1.0]
+    assert read.numel == 8_002_001
+    assert read.step_s("int4") == 0.5
+    assert read.step_s("fp16") is None
+
+
+def test_the_link_is_fitted():
+    found = Measurements.checked(as_written()).fitted_link()
+    assert found.bytes_per_s == pytest.approx(LINK.bytes_per_s)
+    assert found.latency_s == pytest.approx(LINK.latency_s)
+    assert not found.has_tree
+    assert Measurements.checked(as_written() | {"backend": "nccl"}).fitted_link().has_tree
+
+
+def test_hooks_own_work_is_per_element():
+    device = Measurements.checked(as_written()).measured_device()
+    assert device.local_ns == {
+        "none": 0.0,
+        "int4": pytest.approx(0.02 / 8_002_001 * 1e9),
+        "bf16": pytest.approx(0.003 / 8_002_001 * 1e9),
+    }
+    assert not device.overlaps
+    assert Measurements.checked(as_written() | {"device_type": "cuda"}).measured_device().overlaps
+
+
+def test_buckets_without_measured_times_are_ready_by_their_elements():
+    read = Measurements.checked(as_written() | {"ready_at": []})
+    assert [bucket.ready_at for bucket in read.buckets()] == [
+        pytest.approx(6_000_001 / 8_002_001),
+        1.0,
+    ]
+
+
+def changed(path, value):
+    """Return the file with one value replaced; path: keys separated by dots."""
+    given = as_written()
+    *parents, last = path.split(".")
+    place = given
+    for key in parents:
+        place = place[int(key) if key.isdecimal() else key]
+    place[int(last) if last.isdecimal() else last] = value
+    return given
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", 2, "format is 2; this gradcomp reads 1"),
+        ("backward_s", "0.1", "backward_s is '0.1'; it has to be a finite number"),
+        ("backward_s", float("nan"), "backward_s is nan; it has to be a finite number"),
+        ("backward_s", -0.1, "backward_s is -0.1; a time can't be negative"),
+        ("backward_s", True, "backward_s is True; it has to be a finite number"),
+        ("world_size", 0, "world_size is 0; it has to be at least 1"),
+        ("world_size", 2.5, "world_size is 2.5; it has to be a whole number"),
+        ("dtype", "int8", "dtype is 'int8'; it has to be one of float32"),
+        ("model", None, "model is None; it has to be a string"),
+        ("versions.torch", 2.13, r"versions\.torch is 2\.13; it has to be a string"),
+        ("shapes", [], "shapes has to hold a parameter"),
+        ("shapes", 3, "shapes is 3; it has to be a list"),
+        ("shapes", "ab", "shapes is 'ab'; it has to be a list"),
+        ("shapes.0", [3, 0], "no length below 1"),
+        ("shapes.0", ["3"], r"shapes\[0\]\[0\] is '3'; it has to be a whole number"),
+        ("ready_at", [0.5], "ready_at has 1 values, but there are 2 buckets"),
+        ("ready_at", [0.5, 0.2], "ready_at has to rise from 0 to 1"),
+        ("ready_at", [0.5, 1.2], "ready_at has to rise from 0 to 1"),
+        ("bucket_cap_mb", 0, "bucket_cap_mb is 0.0; it has to be positive"),
+        ("link.1", 5, r"link\[1\] is 5; it has to be an object"),
+        ("link.1.kind", "send", r"link\[1\]\.kind is 'send'; it has to be one of all-reduce"),
+        ("link.1.seconds", 0, r"link\[1\] has 100000 bytes in 0\.0 s"),
+        ("hooks.1.name", "int2", "there is no hook 'int2'"),
+        ("hooks.2.step_p50_s", 0, r"hooks\[2\] \(int4\) has a time that isn't positive"),
+        ("hooks.2.colour", "red", r"hooks\[2\] has 'colour', which are unknown here"),
+        ("colour", "red", "the file has 'colour', which are unknown here"),
+    ],
+)
+def test_what_can_not_be_is_refused(tmp_path, path, value, message):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(changed(path, value)))
+    with pytest.raises(ValueError, match=message) as raised:
+        Measurements.read(file)
+    assert str(raised.value).startswith(f"{file} isn't what `python -m gradcomp bench` writes: ")
+
+
+def test_what_is_missing_is_named(tmp_path):
+    given = as_written()
+    del given["backward_s"], given["link"]
+    with pytest.raises(ValueError, match="the file lacks backward_s, link"):
+        Measurements.checked(given)
+    given = as_written()
+    del given["hooks"][0]["local_s"]
+    assert Measurements.checked(given).hooks[0].local_s is None
+    del given["hooks"][0]["name"]
+    with pytest.raises(ValueError, match=r"hooks\[0\] lacks name"):
+        Measurements.checked(given)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "isn't JSON: "),
+        (b"", "isn't JSON: "),
+        (b"\xff\xfe", "can't be read: "),
+        (b"[]", r"the file is \[\]; it has to be an object"),
+        (b"null", "the file is None; it has to be an object"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(tmp_path, content, message):
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        Measurements.read(path)
+
+
+def test_an_absent_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"can't be read: .*No such file"):
+        Measurements.read(tmp_path / "absent.json")
+
+
+def test_a_link_needs_all_reduces():
+    given = as_written()
+    given["link"] = [each for each in given["link"] if each["kind"] != "all-reduce"]
+    with pytest.raises(ValueError, match="link has no all-reduce"):
+        Measurements.checked(given).fitted_link()
