@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ import torch.distributed as dist
 # them, too; or any other tensor, which is lost when buckets change. 1-D tensors of the first sort are this
 # rank's own, all others are the same on all ranks.
 State = dict[str, Any]
+
+# Collectives that are under way, or None.
+Works = Generator[dist.Work | None, None, None]
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,17 @@ class Compressor(ABC):
         on all ranks.
 
         This is a collective. On CUDA it runs on a side stream and must not synchronise with the host; on a
-        CPU it runs to its end before the hook returns.
+        CPU it runs to its end before the hook returns, unless there are stages.
         """
+
+    def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
+        """Do what average does, and yield every collective that was issued with async_op instead of waiting.
+
+        Optional: on a CPU the hook then returns while the collective is under way, and a later bucket's hook
+        goes on from here. It may yield None, for a collective that needs no waiting.
+        """
+        self.average(flat, group, seed)
+        yield from ()
 
     @abstractmethod
     def state(self) -> State:

@@ -12,7 +12,8 @@ from gradcomp import ops
 from gradcomp.layout import BlockLayout, LowRankLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
-from .compressor import BucketSpec, Compressor, State
+from .compressor import BucketSpec, Compressor, State, Works
+from .pipeline import run_through
 from .quantised import QuantisedCompressor, QuantisedOptions, quantised_all_reduce
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -95,7 +96,7 @@ class LowRankCompressor(Compressor):
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
             seed=bucket.seed,
-            # average, which in_order runs, goes from the first stage to the last.
+            # Where a scratch is shared, in_order runs a bucket's stages to the last before another's.
             shares_scratch=True,
         )
         self._wires = _QuantisedWires(self.plan, bucket, options) if options.is_quantised else None
@@ -140,6 +141,10 @@ class LowRankCompressor(Compressor):
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Apply the steps of powerSGD_hook to a flat bucket. seed: the seed for the next directions."""
+        run_through(self.stages(flat, group, seed))
+
+    def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
+        """Do what average does, in three stages, or five with quantised factors."""
         plan, wires = self.plan, self._wires
         # The quantised all-reduce divides by itself.
         scale = 1.0 if wires else 1 / group.size()
@@ -150,14 +155,15 @@ class LowRankCompressor(Compressor):
         for index in self._left_out:
             plan.sent_p(index).zero_()
         if wires:
-            quantised_all_reduce(wires.p, plan.p_wire, group)
+            yield from quantised_all_reduce(wires.p, plan.p_wire, group)
             plan.back_project(flat, scale)
-            quantised_all_reduce(wires.q, plan.q_wire, group)
+            yield from quantised_all_reduce(wires.q, plan.q_wire, group)
         else:
-            dist.all_reduce(plan.p_wire, group=group)
+            is_async = not ops.has_streams(flat.device)
+            yield dist.all_reduce(plan.p_wire, group=group, async_op=is_async)
             plan.back_project(flat, scale)
             if plan.q_wire.numel():
-                dist.all_reduce(plan.q_wire, group=group)
+                yield dist.all_reduce(plan.q_wire, group=group, async_op=is_async)
         plan.reconstruct(flat, seed)
 
     def state(self) -> State:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
 
-from .compressor import BucketSpec, Compressor, State
+from .compressor import BucketSpec, Compressor, State, Works
+from .pipeline import run_through
 from .rules import BLOCK_SIZE, UNCOMPRESSED_DTYPE
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -94,11 +95,15 @@ class QuantisedCompressor(Compressor):
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the bucket by its mean over the ranks, quantised twice, but for what is sent exactly."""
+        run_through(self.stages(flat, group, seed))
+
+    def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
+        """Do what average does, in three stages."""
         self._own = self._layout.shard(group.rank())
         if self._loaded_shard_error is not None and self._plan.shard_error is not None:
             self._plan.shard_error.copy_(self._padded(self._loaded_shard_error)[self._own])
             self._loaded_shard_error = None
-        quantised_all_reduce(self._plan, flat, group, self._unused)
+        yield from quantised_all_reduce(self._plan, flat, group, self._unused)
 
     # --- memory ---
 
@@ -144,11 +149,16 @@ class QuantisedCompressor(Compressor):
 
 def quantised_all_reduce(
     plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
-) -> None:
-    """Replace a bucket by its mean over the ranks, in two collectives. unused: see ops.quantised_plan."""
+) -> Works:
+    """Replace a bucket by its mean over the ranks; yield each of the two collectives when it is under way.
+
+    unused: see ops.quantised_plan.
+    """
     if plan.payload.numel():
+        is_async = not ops.has_streams(flat.device)
         plan.quantise(flat, group.rank(), unused)
-        dist.all_to_all_single(plan.received.view(-1), plan.payload.view(-1), group=group)
+        received, payload = plan.received.view(-1), plan.payload.view(-1)
+        yield dist.all_to_all_single(received, payload, group=group, async_op=is_async)
         plan.average(group.rank())
-        _all_gather(plan.payload.view(-1), plan.mean, group=group)
+        yield _all_gather(payload, plan.mean, group=group, async_op=is_async)
         plan.dequantise(flat)

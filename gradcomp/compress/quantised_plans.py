@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
 
+from .pipeline import Stages, run_through
 from .quantised import quantised_all_reduce
 from .streams import Future, completed, in_order
 
@@ -52,15 +53,15 @@ def average_in_8_bits(
     key = _Key(numel, block_size_of(numel, size), buffer.dtype, buffer.device, size)
     parameters = bucket.parameters()
 
-    def sequence() -> torch.Tensor:
+    def stages() -> Stages:
         plan = _take(hook_name, parameters, key)
-        quantised_all_reduce(plan, buffer, group)
+        yield from quantised_all_reduce(plan, buffer, group)
         if parameters:
             _plans.setdefault(parameters[0], {})[hook_name] = key, plan
         return buffer
 
     # A plan is made in the sequence, so that on CUDA its memory is the side stream's.
-    return in_order(buffer.device, sequence)
+    return in_order(buffer.device, lambda: run_through(stages()))
 
 
 def _take(hook_name: str, parameters: list[torch.Tensor], key: _Key) -> ops.QuantisedPlan:

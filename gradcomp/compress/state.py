@@ -16,6 +16,7 @@ from .grad_bucket import require_bucket
 from .hook import require_dense_floats
 from .memory_assignment import BucketMemories
 from .owner import another_ranks_errors, owner_of
+from .pipeline import Pipeline, Stages, run_through
 from .process_group import joined_group, require_group, resolve_group
 from .streams import Future, average_in_place, in_order
 
@@ -43,6 +44,7 @@ class CompressedAveraging:
         self.total_numel_before_compression = self.total_numel_after_compression = 0
         self._memories = BucketMemories()
         self._waits_for_buckets = False
+        self._pipeline = Pipeline()
         self._is_compared = False
         # The rank whose errors were loaded, until it is known which rank uses them.
         self._errors_of: dict[str, Any] | None = None
@@ -127,23 +129,29 @@ class CompressedAveraging:
         parts = self._parts_of(bucket, options)
         if self.is_plain_step:
             self.maybe_increase_iter(bucket)
-            future = average_in_place(buffer, group)
+            plain = average_in_place(buffer, group)
             self._warm_up(parts, buffer.device, group, later or make)
-            return future
+            return plain
         self._warn_of_another_ranks_errors(group)
         compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
         # A step ends by choosing what the next one projects on, hence the next step's seed.
         seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
 
-        def sequence() -> torch.Tensor:
-            for part, compressor, seed in zip(parts, compressors, seeds, strict=True):
+        unused = [part.unused(bucket) for part in parts]
+
+        def stages() -> Stages:
+            for part, compressor, seed, left_out in zip(parts, compressors, seeds, unused, strict=True):
                 flat = part.gather(buffer)
-                compressor.leave_out(part.unused(bucket))
-                compressor.average(flat, group, seed)
+                compressor.leave_out(left_out)
+                yield from compressor.stages(flat, group, seed)
                 part.scatter(flat, buffer)
             return buffer
 
-        future = in_order(buffer.device, sequence)
+        if ops.runs_triton(buffer.device):
+            future: Future = in_order(buffer.device, lambda: run_through(stages()))
+        else:
+            is_first, is_last = bucket.index() == 0, bucket.is_last()
+            future = self._pipeline.add(stages(), is_first=is_first, is_last=is_last)
         if later is not None:
             self._warm_up(parts, buffer.device, group, later)
         self._count(compressors, bucket)

@@ -1,5 +1,7 @@
 """When a hook's work runs: in order on a side stream (CUDA), or around an asynchronous collective (CPU).
 
+pipeline.py is for hooks with several collectives per bucket on a CPU.
+
 A hook that compresses, all-reduces and decompresses a bucket must neither hold up backward nor let the
 order of collectives differ between ranks:
 

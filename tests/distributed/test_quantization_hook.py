@@ -9,6 +9,7 @@ import gradcomp
 from gradcomp.compress import BucketSpec
 from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.quantised import QuantisedCompressor, QuantisedOptions
+from gradcomp.hooks import default_hooks
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import check_hook
 from tests.distributed.powersgd_oracle import Bucket, random_gradient, relative
@@ -260,3 +261,32 @@ def test_no_group_is_left(group_of_one):
     vector = torch.randn(5)
     assert torch.equal(quantization_hook(state, Bucket(vector.clone(), [(5,)])).wait(), vector)
     assert dist.is_initialized()
+
+
+def last_bucket_exactly(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    hook = default_hooks.allreduce_hook if bucket.is_last() else quantization_hook
+    return hook(None if bucket.is_last() else state, bucket)
+
+
+def with_two_hooks(rank):
+    """Return the gradients of each class under a hook of the user's whose last bucket is another hook's."""
+    found = []
+    for cls in (nn.parallel.DistributedDataParallel, gradcomp.DistributedDataParallel):
+        torch.manual_seed(0)
+        model = cls(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.01)
+        model.register_comm_hook(state_of(8), last_bucket_exactly)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            model.zero_grad()
+            model(torch.randn(8, 64)).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found
+
+
+def test_the_last_bucket_may_be_another_hooks():
+    """Nothing completes the others' futures then but the end of backward."""
+    results = run_ranks(with_two_hooks, 2)
+    for by_class in zip(*results, strict=True):
+        for one, other in zip(*by_class, strict=True):
+            assert torch.equal(one, other)
+            assert one.any()

@@ -1,0 +1,106 @@
+"""Several collectives per bucket on a CPU, while later buckets are computed and compressed.
+
+A bucket's average is a sequence of stages with a collective between each two. A stage waits for its
+collective, so on one thread a bucket's stages are spread over the calls of the hook:
+
+    hook of bucket 0   stage 1 ─ A₀ ▷
+    backward, and A₀ is under way
+    hook of bucket 1   stage 1 ─ A₁ ▷ ─ wait for A₀ ─ stage 2 of bucket 0 ─ B₀ ▷
+    backward, and A₁ and B₀ are under way
+    hook of bucket 2   stage 1 ─ A₂ ▷ ─ wait for B₀ ─ stage 3 of bucket 0 ─ wait for A₁ ─ …
+    the last bucket's hook goes on until all are done
+
+So every rank issues A₀ A₁ B₀ A₂ B₁ …: an order that depends on the buckets alone, with no thread or callback.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+# Yields the collectives that are under way, or None for one that needs no waiting; returns the bucket.
+Stages = Generator[dist.Work | None, None, torch.Tensor]
+T = TypeVar("T")
+
+
+def run_through(stages: Generator[dist.Work | None, None, T]) -> T:
+    """Run all stages, waiting for each collective, and return the result."""
+    while True:
+        try:
+            work = next(stages)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        if work is not None:
+            work.wait()
+
+
+class PipelinedFuture(torch.futures.Future[torch.Tensor]):
+    """A future that whoever waits for it completes: there may be no later bucket whose hook would."""
+
+    def __init__(self, complete: Callable[[], None]):
+        super().__init__()
+        self._complete = complete
+
+    def wait(self) -> Any:
+        if not self.done():
+            self._complete()
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        chained = PipelinedFuture(self._complete)
+
+        def follow(done: Any) -> None:
+            try:
+                chained.set_result(callback(done))
+            except Exception as error:
+                chained.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
+
+        self.add_done_callback(follow)
+        return chained
+
+
+class Pipeline:
+    """The buckets of a step whose stages are under way, in bucket order."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[Stages, dist.Work | None, PipelinedFuture]] = []
+
+    def add(self, stages: Stages, *, is_first: bool, is_last: bool) -> PipelinedFuture:
+        """Begin a bucket's stages, and take every bucket before it one stage further, the oldest first.
+
+        An error of any bucket's is raised here, on the thread that calls the hooks.
+        """
+        if is_first:
+            self.finish()  # what an error in backward has left; every rank has the same
+        earlier, self._running = self._running, []
+        future = PipelinedFuture(self.finish)
+        begun = self._step(stages, None, future)
+        self._running = [each for each in (*(self._step(*each) for each in earlier), begun) if each]
+        if is_last:
+            self.finish()
+        elif self._running and not earlier and torch._C._current_graph_task_id() != -1:
+            # In case the last bucket is another hook's; before DDP waits for futures, at the end of backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        return future
+
+    def finish(self) -> None:
+        """Take all buckets to their end, one stage each in turn."""
+        while self._running:
+            earlier, self._running = self._running, []
+            self._running = [each for each in [self._step(*each) for each in earlier] if each]
+
+    def _step(
+        self, stages: Stages, work: dist.Work | None, future: PipelinedFuture
+    ) -> tuple[Stages, dist.Work | None, PipelinedFuture] | None:
+        """Wait for a bucket's collective and run its next stage; None if it was the last."""
+        if work is not None:
+            work.wait()
+        try:
+            return stages, next(stages), future
+        except StopIteration as end:
+            future.set_result(end.value)
+            return None

@@ -1,0 +1,101 @@
+"""The stages of several buckets: in which order they run, who completes a future, and what errors do."""
+
+import pytest
+import torch
+
+from gradcomp.compress.pipeline import Pipeline, run_through
+
+
+class Work:
+    """Stands in for a collective."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+        log.append(f"issue {name}")
+
+    def wait(self):
+        self.log.append(f"wait {self.name}")
+
+
+def bucket(index, log, names="AB"):
+    """Yield a collective per name; the result is a tensor of the index."""
+    for name in names:
+        yield Work(f"{name}{index}", log)
+    log.append(f"end {index}")
+    return torch.tensor(index)
+
+
+def issued(log):
+    return [entry.split()[1] for entry in log if entry.startswith("issue")]
+
+
+def test_every_bucket_goes_one_stage_further_with_each_hook():
+    log, pipeline, futures = [], Pipeline(), []
+    for index in range(4):
+        log.append(f"hook {index}")
+        futures.append(pipeline.add(bucket(index, log), is_first=index == 0, is_last=index == 3))
+    assert issued(log) == ["A0", "A1", "B0", "A2", "B1", "A3", "B2", "B3"]
+    # A hook returns with its collective under way, and waits only for those of earlier buckets.
+    assert log[:4] == ["hook 0", "issue A0", "hook 1", "issue A1"]
+    assert log.index("wait A0") > log.index("hook 1")
+    assert log.index("wait A2") > log.index("hook 3")
+    assert [future.value() for future in futures] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 2), (0, 2, 0), (4, 0, 1)])
+def test_buckets_may_have_different_numbers_of_stages(lengths):
+    log, pipeline = [], Pipeline()
+    futures = [
+        pipeline.add(bucket(index, log, "ABCD"[:length]), is_first=index == 0, is_last=index == 2)
+        for index, length in enumerate(lengths)
+    ]
+    assert [future.value() for future in futures] == [0, 1, 2]
+    assert len(issued(log)) == sum(lengths)
+
+
+def test_whoever_waits_completes_a_future():
+    """A caller may wait for each bucket before it hands out the next."""
+    log, pipeline = [], Pipeline()
+    for index in range(3):
+        future = pipeline.add(bucket(index, log), is_first=index == 0, is_last=False)
+        assert not future.done()
+        assert future.wait() == index
+    assert issued(log) == ["A0", "B0", "A1", "B1", "A2", "B2"]
+
+
+def test_whoever_waits_for_what_follows_completes_it():
+    pipeline = Pipeline()
+    future = pipeline.add(bucket(3, []), is_first=True, is_last=False)
+    doubled = future.then(lambda done: done.value() * 2).then(lambda done: done.value() + 1)
+    assert doubled.wait() == 7
+    failed = future.then(lambda done: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failed.wait()
+
+
+def test_an_error_is_raised_in_the_hook():
+    def failing():
+        yield None
+        raise RuntimeError("connection lost")
+
+    log, pipeline = [], Pipeline()
+    pipeline.add(failing(), is_first=True, is_last=False)
+    with pytest.raises(RuntimeError, match="connection lost"):
+        pipeline.add(bucket(1, log), is_first=False, is_last=True)
+    # The next step begins afresh.
+    assert pipeline.add(bucket(0, log), is_first=True, is_last=True).value() == 0
+
+
+def test_a_step_that_backward_broke_off_is_finished_by_the_next():
+    """Its collectives have been issued on every rank, and what is under way must not be left."""
+    log, pipeline = [], Pipeline()
+    broken_off = pipeline.add(bucket(7, log), is_first=True, is_last=False)
+    pipeline.add(bucket(0, log), is_first=True, is_last=True)
+    assert broken_off.value() == 7
+    assert issued(log) == ["A7", "B7", "A0", "B0"]
+
+
+def test_run_through_waits_for_every_collective():
+    log = []
+    assert run_through(bucket(5, log)) == 5
+    assert log == ["issue A5", "wait A5", "issue B5", "wait B5", "end 5"]
