@@ -222,10 +222,11 @@ def is_reloaded(rank: int, dtype: torch.dtype) -> bool:
     """Return whether a matrix's row of the table is loaded for each tile, by way of shared memory.
 
     Otherwise it is loaded once, which takes more registers than shortening fp16's error leaves, or fp32 at
-    rank 4 on sm_100; and at rank 32 in fp32 makes the compiler place tiles so that two programs don't fit
-    100 KiB.
+    rank 4 on sm_100, or fp64 at rank 32 on sm_90 under Triton 3.6; and at rank 32 in fp32 makes the compiler
+    place tiles so that two programs don't fit 100 KiB.
     """
-    return dtype == torch.float16 or (dtype == torch.float32 and rank in (4, 32))
+    ranks = {torch.float16: (rank,), torch.float32: (4, 32), torch.float64: (32,)}
+    return rank in ranks.get(dtype, ())
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
@@ -240,8 +241,8 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     # Matrix products take tiles that are loaded one step ahead, by way of shared memory; with RELOADED the
     # table's elements before them. In fp64 that takes more registers than there are.
     num_stages = 3
-    if rank > MAX_FMA_RANK.value and not is_reloaded(rank, dtype):
-        num_stages = 1 if dtype == torch.float64 else 2
+    if rank > MAX_FMA_RANK.value:
+        num_stages = 1 if dtype == torch.float64 else 3 if is_reloaded(rank, dtype) else 2
     return {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers(num_warps, num_programs)}
 
 

@@ -50,7 +50,7 @@ SHAPES = [(256, 512), (512,), (512, 256)]
 POWERSGD = [
     *((FP32, rank, True) for rank in (1, 2, 4, 8, 16, 32, 96)),
     *((BF16, rank, True) for rank in (4, 16, 32)),
-    *((FP64, rank, True) for rank in (1, 16, 64)),
+    *((FP64, rank, True) for rank in (1, 16, 32, 64)),
     (FP32, 4, False),
     (BF16, 32, False),
 ]
