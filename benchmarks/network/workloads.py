@@ -34,7 +34,8 @@ class Workload:
     target_loss: float
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=LEARNING_RATE)
+        # Fused: one pass, where the default takes eleven, longer than forward and backward of the MLP.
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=LEARNING_RATE, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min((step + 1) / WARM_UP_STEPS, 1)
         )
