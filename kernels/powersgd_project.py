@@ -235,8 +235,8 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     # beyond rank 32 the registers of 4 don't suffice.
     is_large = dtype == torch.float64 and rank > 32
     num_warps = 8 if rank <= 4 or is_large else 4
-    # Where registers are left, three programs fit a multiprocessor. Shortening fp16's error takes more, and so
-    # does rank 2 on sm_100.
+    # Where registers are left, three programs fit a multiprocessor. Shortening fp16's error takes more, and
+    # so does rank 2 on sm_100.
     num_programs = 3 if rank == 1 and dtype in (torch.float32, torch.bfloat16) else 1 if is_large else 2
     # Matrix products take tiles that are loaded one step ahead, by way of shared memory; with RELOADED the
     # table's elements before them. In fp64 that takes more registers than there are.
