@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network import __main__ as network
-from benchmarks.network import hosts, report
+from benchmarks.network import hosts, predicted, report
 from tests.programs import ROOT, run_module, users_environment
 
 MLP_BYTES = 4 * 1_863_690
@@ -137,3 +137,33 @@ def test_the_tables_compare_with_no_hook():
     assert "| torch's powersgd:4 |  | aborts |" in lines
     assert "| int4 | 90 | 20.0 | 5.0× |" in lines
     assert "| fp16 | 600 (not reached) | 150.0 |  |" in lines
+
+
+def timed_steps(step_ms, forward_ms=2.0, optimizer_ms=1.0):
+    backward_ms = step_ms - forward_ms - optimizer_ms
+    parts = {"forward_ms": forward_ms, "backward_ms": backward_ms, "optimizer_ms": optimizer_ms}
+    return {"job": "steps", "step_ms": step_ms, **parts}
+
+
+def test_a_prediction_takes_own_work_from_one_host_and_the_link_from_its_all_reduces():
+    bits_per_s, latency_s = 200e6, 0.001
+    seconds = [(size, 2 * latency_s + size * 8 / bits_per_s) for size in (1000, 100_000, 4_000_000)]
+    alone = {"hosts": 1, "mbit_per_s": None}
+    rows = [
+        row("noop", **timed_steps(10.0), **alone),
+        row("none", **timed_steps(10.0), **alone),
+        row("int4", **timed_steps(40.0), **alone),
+        row("noop", **timed_steps(20.0)),  # two ranks on one core, say
+        row("none", **timed_steps(330.0)),
+        row("int4", **timed_steps(115.0)),
+        {"job": "link", "hosts": 2, "mbit_per_s": 200, "all_reduce_seconds": seconds},
+    ]
+    none, int4 = predicted.compare(rows)
+    assert (none.hook, none.measured_ms, int4.hook, int4.measured_ms) == ("none", 330.0, "int4", 115.0)
+    whole_ms = MLP_BYTES * 8 / bits_per_s * 1e3
+    # Of the gradients' time on the link backward hides a part at most.
+    assert whole_ms + 3 < none.predicted_ms < whole_ms + 20 + 4
+    # Twice the own work of one host, and an eighth of the bytes.
+    assert 20 + 60 < int4.predicted_ms < 20 + 60 + whole_ms / 7
+    assert predicted.table([none, int4]).splitlines()[-1].startswith("2 steps: the prediction is off by")
+    assert predicted.compare(rows[3:]) == []

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import select
 import signal
 import subprocess
@@ -28,7 +27,7 @@ import torch
 from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import positive
 from benchmarks.environment import describe
-from benchmarks.network import report
+from benchmarks.network import predicted, report
 from benchmarks.network.hosts import Network, NoPrivilegeError, isolated
 
 MODELS = ("mlp", "gpt")
@@ -45,7 +44,7 @@ TO_LOSS = (
 )
 START_ITER = 10  # PowerSGD's plain steps on the way to a loss
 MAX_STEPS = 600
-SPARE_S = 120  # for what a job does besides its steps
+SPARE_S = 60  # for what a job does besides its steps
 
 Job = dict[str, Any]
 
@@ -151,11 +150,10 @@ class Ranks:
         hosts = self._network.hosts
         self._number += 1
         store = (self._folder / f"store{self._number}").as_uri()
-        threads = max(1, len(os.sched_getaffinity(0)) // len(hosts))
         for rank, host in enumerate(hosts):
-            command = [sys.executable, "-m", "benchmarks.network.rank"]
-            command += [str(rank), str(len(hosts)), store, str(threads)]
-            environment = {"OMP_NUM_THREADS": str(threads)}
+            command = [sys.executable, "-m", "benchmarks.network.rank", str(rank), str(len(hosts)), store]
+            # One thread each, so that a step computes as long on one host as on two.
+            environment = {"OMP_NUM_THREADS": "1"}
             self._processes.append(host.start(command, environment, self._folder / f"errors{rank}"))
         self._answer(SPARE_S)
 
@@ -181,7 +179,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 continue
             if status:
-                lines = (self._folder / f"errors{rank}").read_text().strip().splitlines() or [""]
+                lines = (self._folder / f"errors{rank}").read_text().strip().splitlines()
+                lines = [line for line in lines if "Error" in line or "what()" in line] or lines or [""]
                 by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
                 return f"aborts: rank {rank}, {by}: {lines[-1][-300:]}"
         return "a rank ended without an answer"
@@ -233,6 +232,9 @@ def run(options: argparse.Namespace) -> int:
 def show(path: Path, picture: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     print("\n" + report.tables(rows))
+    compared = predicted.compare(rows)
+    if compared:
+        print("\n" + predicted.table(compared))
     try:
         report.draw(rows, picture)
         print(f"\nTime per step against bandwidth: {picture}")

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
-# A link sends in bursts of a timer's tick, the slowest of which is 250 Hz.
-TICKS_PER_S = 250
-MIN_BURST_BYTES = 64 * 1024
+# What a link sends at once after a pause, without being throttled: as little as tbf's timers allow, since a
+# hook that sends no more than that would seem to have no link at all.
+MIN_BURST_BYTES, BURST_S = 16 * 1024, 0.0005
 QUEUE_MS = 50
 
 
@@ -69,7 +69,7 @@ class Host:
 
     def throttle(self, mbit_per_s: int) -> None:
         """Limit what the host sends, and what it receives, to this rate each."""
-        burst = max(MIN_BURST_BYTES, mbit_per_s * 125_000 // TICKS_PER_S)
+        burst = max(MIN_BURST_BYTES, round(mbit_per_s * 125_000 * BURST_S))
         rate = ("rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", f"{QUEUE_MS}ms")
         try:
             self._run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)

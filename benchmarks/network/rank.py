@@ -191,8 +191,8 @@ def sent_bytes() -> int:
 
 
 def main() -> None:
-    rank, ranks, store, threads = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    torch.set_num_threads(threads)
+    rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     if rank == 0:
         print(json.dumps("ready"), flush=True)

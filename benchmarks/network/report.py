@@ -136,6 +136,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.set_ylabel("ms per step")
         axes.grid(which="major", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][-1].legend(frameon=False)
+    if panels[0][-1].lines:
+        panels[0][-1].legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

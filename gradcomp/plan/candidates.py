@@ -68,13 +68,8 @@ class Candidate:
     wire_dtype: torch.dtype | None = None
 
     @property
-    def has_several_collectives(self) -> bool:
-        """True if its collectives depend on each other, so that on a CPU they run inside the hook."""
-        return self.bits is not None or self.rank is not None
-
-    @property
     def is_compressing(self) -> bool:
-        return self.has_several_collectives or self.wire_dtype is not None
+        return (self.bits, self.rank, self.wire_dtype) != (None, None, None)
 
     @property
     def low_rank_options(self) -> LowRankOptions:

@@ -20,7 +20,7 @@ class Gpu:
     name: str
     memory_bytes_per_s: float
     peak_flops: float
-    overlaps: bool = True
+    is_inline: bool = False
 
     def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
         """Return the time of the hook's own kernels for one bucket, from the bytes that they move."""
@@ -40,13 +40,13 @@ class MeasuredDevice:
     """A device whose hooks have been timed.
 
     local_ns: the hook's own work, in nanoseconds per element of the gradients, by its name.
-    overlaps: whether hooks of several collectives run beside backward; on a CPU they run inside it.
+    is_inline: whether hooks compress on backward's thread, as on a CPU, with only collectives beside it.
     flops: operations per second in training. optimizer_ns: per parameter.
     """
 
     name: str
     local_ns: Mapping[str, float]
-    overlaps: bool = False
+    is_inline: bool = True
     flops: float = 0.0
     optimizer_ns: float = 0.0
 
@@ -80,29 +80,29 @@ GPUS = (
 )
 
 # Measured with `python -m gradcomp.bench.local_work` on an x86-64 core with AVX-512, one thread, torch 2.13,
-# in ns per element of two transformer blocks of width 512, as on 4 ranks: the least disturbed of five runs
-# beside other work. The optimizer's is an assumption.
+# in ns per element of two transformer blocks of width 512, as on 4 ranks, on a quiet machine. The optimizer's
+# is an assumption.
 CPU = MeasuredDevice(
     "cpu",
     {
         "none": 0.0,
-        "bf16": 2.0,
-        "fp16": 1.2,
-        "int8": 8.9,
-        "int4": 12.6,
-        "powersgd:16": 3.3,
-        "powersgd:16:bf16": 2.9,
-        "powersgd:16:int8": 3.1,
-        "powersgd:8": 2.4,
-        "powersgd:8:bf16": 2.5,
-        "powersgd:8:int8": 3.3,
-        "powersgd:4": 2.7,
-        "powersgd:4:bf16": 2.6,
-        "powersgd:4:int8": 3.1,
-        "powersgd:1": 2.4,
+        "bf16": 1.4,
+        "fp16": 1.5,
+        "int8": 5.4,
+        "int4": 9.0,
+        "powersgd:16": 2.9,
+        "powersgd:16:bf16": 3.0,
+        "powersgd:16:int8": 3.3,
+        "powersgd:8": 2.7,
+        "powersgd:8:bf16": 2.8,
+        "powersgd:8:int8": 3.1,
+        "powersgd:4": 2.6,
+        "powersgd:4:bf16": 2.8,
+        "powersgd:4:int8": 3.0,
+        "powersgd:1": 2.7,
         "powersgd:1:bf16": 2.6,
-        "powersgd:1:int8": 2.9,
+        "powersgd:1:int8": 3.0,
     },
-    flops=125e9,
+    flops=158e9,
     optimizer_ns=2.0,
 )

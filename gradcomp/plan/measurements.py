@@ -117,8 +117,8 @@ class Measurements:
         local_ns = {
             hook.name: hook.local_s / self.numel * 1e9 for hook in self.hooks if hook.local_s is not None
         }
-        # Hooks run beside backward where there are streams, which CPUs have not.
-        return MeasuredDevice(self.device, {"none": 0.0, **local_ns}, overlaps=self.device_type != "cpu")
+        # Hooks compress beside backward where there are streams, which CPUs have not.
+        return MeasuredDevice(self.device, {"none": 0.0, **local_ns}, is_inline=self.device_type == "cpu")
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")

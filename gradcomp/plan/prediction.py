@@ -52,7 +52,7 @@ class StepPrediction:
 class StepWork:
     """What a hook does in a step, bucket by bucket, whatever the link.
 
-    ready_at: as the buckets'. local_s: its own work. overlaps: whether all that runs beside backward.
+    ready_at: as the buckets'. local_s: its own work. is_inline: as the device's.
     """
 
     hook: str
@@ -60,7 +60,7 @@ class StepWork:
     ready_at: tuple[float, ...]
     payloads: tuple[Payload, ...]
     local_s: tuple[float, ...]
-    overlaps: bool
+    is_inline: bool
 
     @cached_property
     def handed_bytes(self) -> float:
@@ -90,7 +90,7 @@ class StepWork:
                 self.ready_at, self.local_s, communication, strict=True
             )
         ]
-        end = end_of_backward(times, compute.backward_s, overlaps=self.overlaps)
+        end = end_of_backward(times, compute.backward_s, is_inline=self.is_inline)
         added_s = sum(self.local_s) + sum(communication)
         return StepPrediction(
             self.hook,
@@ -110,13 +110,10 @@ def step_work(
     world_size: int,
     device: Device,
     dtype: torch.dtype,
-    overlaps: bool | None = None,
 ) -> StepWork:
     """Return what a hook does in a step. Arguments and errors: see predict_step."""
     if world_size < 1:
         raise ValueError(f"a step of {world_size} ranks can't be predicted: there has to be one at least")
-    if overlaps is None:
-        overlaps = device.overlaps or not hook.has_several_collectives
     payloads = tuple(hook.payload(bucket.shapes, dtype, world_size) for bucket in buckets)
     pairs = zip(payloads, buckets, strict=True)
     return StepWork(
@@ -125,7 +122,7 @@ def step_work(
         tuple(bucket.ready_at for bucket in buckets),
         payloads,
         tuple(device.local_s(hook, payload, bucket.numel) for payload, bucket in pairs),
-        overlaps,
+        device.is_inline,
     )
 
 
@@ -138,13 +135,9 @@ def predict_step(
     device: Device,
     *,
     dtype: torch.dtype = torch.float32,
-    overlaps: bool | None = None,
 ) -> StepPrediction:
-    """Predict a step of DDP with a hook, once it compresses, on world_size ranks.
-
-    buckets: from buckets_of. overlaps: whether the hook's work runs beside backward; None for what the device
-    does with this hook: GPUs always, CPUs with one collective per bucket.
+    """Predict a step of DDP with a hook, once it compresses, on world_size ranks. buckets: from buckets_of.
 
     Raises ValueError for fewer than one rank, and for a hook that hasn't been timed on a measured device.
     """
-    return step_work(buckets, hook, world_size, device, dtype, overlaps).on(link, compute)
+    return step_work(buckets, hook, world_size, device, dtype).on(link, compute)

@@ -1,7 +1,14 @@
 """One step's timeline: when buckets are ready, and what backward hides of averaging them.
 
-backward   ───bucket 0───│───bucket 1───│──────bucket 2──────│
-overlap                  └ compress, communicate │ └ … │     └ compress, communicate │
+On a GPU, with a side stream:
+
+    backward      ───bucket 0───│───bucket 1───│──────bucket 2──────│
+    side stream                 └ compress, communicate │ └ … │     └ compress, communicate │
+
+On a CPU, where hooks compress on backward's thread:
+
+    backward      ───bucket 0───│ compress │───bucket 1───│ compress │──────bucket 2──────│ compress │
+    network                                └ communicate ──────────│ └ communicate │                 └ …
 """
 
 from __future__ import annotations
@@ -18,15 +25,19 @@ class BucketTimes(NamedTuple):
     communication_s: float
 
 
-def end_of_backward(buckets: Sequence[BucketTimes], backward_s: float, *, overlaps: bool) -> float:
+def end_of_backward(buckets: Sequence[BucketTimes], backward_s: float, *, is_inline: bool) -> float:
     """Return the time from backward's start until every bucket is averaged.
 
-    overlaps: buckets are compressed and sent beside backward, one after another, in their order. The hook's
-    own work takes the device from backward: what starts before a bucket is ready makes that bucket as much
-    later. Otherwise backward waits for each bucket.
+    is_inline: hooks compress on backward's thread, and only collectives run beside it. Otherwise buckets are
+    compressed and sent beside backward, one after another, in their order. The hook's own work takes the
+    device from backward: what starts before a bucket is ready makes that bucket as much later.
     """
-    if not overlaps:
-        return backward_s + sum(each.local_s + each.communication_s for each in buckets)
+    if is_inline:
+        compressed_at = sent_at = 0.0
+        for each in buckets:
+            compressed_at += each.local_s
+            sent_at = max(each.ready_s + compressed_at, sent_at) + each.communication_s
+        return max(backward_s + compressed_at, sent_at)
     taken = idle_at = 0.0
     starts: list[float] = []
     num_taken = 0

@@ -34,8 +34,8 @@ def test_hooks_own_work_is_per_element():
         "int4": pytest.approx(0.02 / 8_002_001 * 1e9),
         "bf16": pytest.approx(0.003 / 8_002_001 * 1e9),
     }
-    assert not device.overlaps
-    assert Measurements.checked(as_written() | {"device_type": "cuda"}).measured_device().overlaps
+    assert device.is_inline
+    assert not Measurements.checked(as_written() | {"device_type": "cuda"}).measured_device().is_inline
 
 
 def test_buckets_without_measured_times_are_ready_by_their_elements():
