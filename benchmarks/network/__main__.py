@@ -28,7 +28,7 @@ from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import positive
 from benchmarks.environment import describe
 from benchmarks.network import predicted, report
-from benchmarks.network.hosts import Network, NoPrivilegeError, isolated
+from benchmarks.network.hosts import Network, NoPrivilegeError, burst_bytes, isolated
 
 MODELS = ("mlp", "gpt")
 OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
@@ -207,7 +207,8 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                     result = ranks.do(job)
                 except RankFailedError as error:
                     result = {"failed": str(error)}
-                row = {**environment, "hosts": hosts, "mbit_per_s": link, **job, **result}
+                throttle = {"mbit_per_s": link, "burst_bytes": None if link is None else burst_bytes(link)}
+                row = {**environment, "hosts": hosts, **throttle, **job, **result}
                 with rows.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"[{number}/{count}] {label}: {report.summary(row)}", flush=True)

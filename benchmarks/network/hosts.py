@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
-# What a link sends at once after a pause, without being throttled: as little as tbf's timers allow, since a
-# hook that sends no more than that would seem to have no link at all.
-MIN_BURST_BYTES, BURST_S = 16 * 1024, 0.0005
+# A link sends so much at once after a pause, without being throttled. A hook that sends no more than that
+# would seem to have no link at all; but with less, packets are cut up, which costs more than the link.
+MIN_BURST_BYTES, BURST_S = 16 * 1024, 0.001
 QUEUE_MS = 50
 
 
@@ -69,8 +69,8 @@ class Host:
 
     def throttle(self, mbit_per_s: int) -> None:
         """Limit what the host sends, and what it receives, to this rate each."""
-        burst = max(MIN_BURST_BYTES, round(mbit_per_s * 125_000 * BURST_S))
-        rate = ("rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", f"{QUEUE_MS}ms")
+        burst = str(burst_bytes(mbit_per_s))
+        rate = ("rate", f"{mbit_per_s}mbit", "burst", burst, "latency", f"{QUEUE_MS}ms")
         try:
             self._run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
             run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *rate)
@@ -117,6 +117,11 @@ class Network:
     def throttle(self, mbit_per_s: int) -> None:
         for host in self.hosts:
             host.throttle(mbit_per_s)
+
+
+def burst_bytes(mbit_per_s: int) -> int:
+    """Return how much a link of this rate sends at once after a pause."""
+    return max(MIN_BURST_BYTES, round(mbit_per_s * 125_000 * BURST_S))
 
 
 def run(*command: str) -> None:

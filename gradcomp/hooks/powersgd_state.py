@@ -9,7 +9,6 @@ import torch.distributed as dist
 from gradcomp.compress.bucket_memory import BucketPart
 from gradcomp.compress.checkpoint import PROGRESS, has_errors
 from gradcomp.compress.compressor import Compressor
-from gradcomp.compress.memory_assignment import BucketMemories
 from gradcomp.compress.powersgd import LowRankOptions
 from gradcomp.compress.state import CompressedAveraging, MakeCompressor
 
@@ -204,8 +203,7 @@ class PowerSGDState(CompressedAveraging):
             "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
             "is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
-        self.process_group = dist.group.WORLD if dist.is_initialized() else None
-        self._memories = BucketMemories()
+        super().__init__(dist.group.WORLD if dist.is_initialized() else None)
         # The group may still change, so the first compressed step checks whose errors these are.
         self._take(checked)
 

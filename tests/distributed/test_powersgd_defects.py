@@ -205,8 +205,8 @@ def test_tensors_not_compressed_have_no_error():
 
 def sources():
     """Return the source files of all that runs in a training step."""
-    testing = ROOT / "gradcomp" / "testing"
-    package = [path for path in (ROOT / "gradcomp").rglob("*.py") if testing not in path.parents]
+    others = {ROOT / "gradcomp" / name for name in ("testing", "bench", "plan")}
+    package = [path for path in (ROOT / "gradcomp").rglob("*.py") if others.isdisjoint(path.parents)]
     return [*package, *(ROOT / "kernels").rglob("*.py")]
 
 
