@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.demo.__main__ import descendants, is_running
 from benchmarks.network import __main__ as network
 from benchmarks.network import hosts, predicted, report
 from tests.programs import ROOT, run_module, users_environment
@@ -69,18 +70,6 @@ def test_nothing_survives_the_program(number, tmp_path):
     deadline = time.monotonic() + 30
     while alive := [pid for pid in below if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
-
-
-def descendants(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [each for child in map(int, children) for each in (child, *descendants(child))]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_missing_tools_are_named(monkeypatch, tmp_path, capsys):

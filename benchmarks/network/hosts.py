@@ -71,12 +71,8 @@ class Host:
         """Limit what the host sends, and what it receives, to this rate each."""
         burst = str(burst_bytes(mbit_per_s))
         rate = ("rate", f"{mbit_per_s}mbit", "burst", burst, "latency", f"{QUEUE_MS}ms")
-        try:
-            self._run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
-            run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *rate)
-        except subprocess.CalledProcessError as error:
-            reason = f"can't throttle a link: {error.stderr.strip()} (kernel module sch_tbf)"
-            raise NoPrivilegeError(reason) from error
+        self._run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
+        run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *rate)
 
     def start(self, command: Sequence[str], environment: dict[str, str], errors: Path) -> Any:
         """Start a process on the host, with pipes; what it writes to stderr goes to a file."""
@@ -125,4 +121,10 @@ def burst_bytes(mbit_per_s: int) -> int:
 
 
 def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    """Run a command. Raises NoPrivilegeError if it fails, with what it says."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NoPrivilegeError(
+            f"`{' '.join(command)}` failed: {done.stderr.strip()}. It may lack rights, or the kernel a "
+            "module (bridge, veth, sch_tbf)"
+        )

@@ -51,40 +51,52 @@ def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 def tables(rows: Sequence[Row]) -> str:
     """Format ms per step, a table per number of hosts and model, and the times to a loss, as Markdown."""
-    lines: list[str] = []
-    stepped = of(rows, job="steps")
-    for hosts, model in dict.fromkeys((row["hosts"], row["model"]) for row in stepped):
-        chosen = of(stepped, hosts=hosts, model=model)
-        links = sorted({row["mbit_per_s"] or 0 for row in chosen})
-        count = "1 host" if hosts == 1 else f"{hosts} hosts"
-        lines += [f"{model}, {count}, ms per step, and how many times as fast as without a hook", ""]
-        titles = ["no network" if link == 0 else f"{link:,} Mbit/s" for link in links]
-        lines += ["| | bytes sent | " + " | ".join(titles) + " |", "|" + "---|" * (len(links) + 2)]
-        for hook in dict.fromkeys(map(name, chosen)):
-            of_hook = [row for row in chosen if name(row) == hook]
-            sent = [row["sent_bytes_per_step"] for row in of_hook if "failed" not in row]
-            cells = [f"{min(sent):,.0f}" if sent else ""]
-            for link in links:
-                cells.append(_cell(of(of_hook, mbit_per_s=link or None), of(chosen, mbit_per_s=link or None)))
-            lines.append(f"| {hook} | " + " | ".join(cells) + " |")
-        lines.append("")
-    trained = of(rows, job="loss")
-    for model, link in dict.fromkeys((row["model"], row["mbit_per_s"]) for row in trained):
-        chosen = of(trained, model=model, mbit_per_s=link)
-        (target,) = {row["target_loss"] for row in chosen if "failed" not in row} or {None}
-        lines += [f"{model}, 2 hosts, {link:,} Mbit/s: training to a validation loss of {target}", ""]
-        lines += ["| | steps | seconds | times as fast |", "|---|---|---|---|"]
-        (baseline, *_) = [row for row in chosen if row["hook"] == "none"] or [{"reached": False}]
-        for row in chosen:
-            if "failed" in row:
-                cells = ["", _failure(row), ""]
-            else:
-                faster = f"{baseline['seconds'] / row['seconds']:.1f}×" if baseline.get("reached") else ""
-                late = "" if row["reached"] else " (not reached)"
-                cells = [f"{row['num_steps']}{late}", f"{row['seconds']:.1f}", faster * row["reached"]]
-            lines.append(f"| {name(row)} | " + " | ".join(cells) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+    stepped, trained = of(rows, job="steps"), of(rows, job="loss")
+    found = [
+        _step_table(of(stepped, hosts=hosts, model=model))
+        for hosts, model in dict.fromkeys((row["hosts"], row["model"]) for row in stepped)
+    ] + [
+        _loss_table(of(trained, model=model, mbit_per_s=link))
+        for model, link in dict.fromkeys((row["model"], row["mbit_per_s"]) for row in trained)
+    ]
+    return "\n\n".join("\n".join(lines) for lines in found)
+
+
+def _step_table(rows: Sequence[Row]) -> list[str]:
+    """Format the times per step of a model on a number of hosts: a line per hook, a column per link."""
+    hosts, model = rows[0]["hosts"], rows[0]["model"]
+    links = sorted({row["mbit_per_s"] or 0 for row in rows})
+    count = "1 host" if hosts == 1 else f"{hosts} hosts"
+    titles = ["no network" if link == 0 else f"{link:,} Mbit/s" for link in links]
+    lines = [f"{model}, {count}, ms per step, and how many times as fast as without a hook", ""]
+    lines += ["| | bytes sent | " + " | ".join(titles) + " |", "|" + "---|" * (len(links) + 2)]
+    for hook in dict.fromkeys(map(name, rows)):
+        of_hook = [row for row in rows if name(row) == hook]
+        sent = [row["sent_bytes_per_step"] for row in of_hook if "failed" not in row]
+        cells = [f"{min(sent):,.0f}" if sent else ""]
+        cells += [
+            _cell(of(of_hook, mbit_per_s=link or None), of(rows, mbit_per_s=link or None)) for link in links
+        ]
+        lines.append(f"| {hook} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _loss_table(rows: Sequence[Row]) -> list[str]:
+    """Format the times to a validation loss of a model on a link: a line per hook."""
+    target = next((row["target_loss"] for row in rows if "failed" not in row), None)
+    link = f"{rows[0]['mbit_per_s']:,} Mbit/s"
+    lines = [f"{rows[0]['model']}, 2 hosts, {link}: training to a validation loss of {target}", ""]
+    lines += ["| | steps | seconds | times as fast |", "|---|---|---|---|"]
+    baseline = next((row for row in rows if row["hook"] == "none" and row.get("reached")), None)
+    for row in rows:
+        if "failed" in row:
+            cells = ["", _failure(row), ""]
+        else:
+            late = "" if row["reached"] else " (not reached)"
+            faster = f"{baseline['seconds'] / row['seconds']:.1f}×" if baseline and row["reached"] else ""
+            cells = [f"{row['num_steps']}{late}", f"{row['seconds']:.1f}", faster]
+        lines.append(f"| {name(row)} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def _cell(found: Sequence[Row], beside: Sequence[Row]) -> str:

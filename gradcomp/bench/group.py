@@ -28,6 +28,12 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait for the device's work; a CPU has done it."""
+    if ops.has_streams(device):
+        torch.cuda.synchronize(device)
+
+
 @dataclass(frozen=True)
 class Group:
     """The default process group, and this rank's device in it."""
@@ -48,11 +54,6 @@ class Group:
         shared = torch.tensor(samples_s, dtype=torch.float64, device=self.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return [float(each) for each in shared]
-
-    def synchronise(self) -> None:
-        """Wait for the device's work; a CPU has done it."""
-        if ops.has_streams(self.device):
-            torch.cuda.synchronize(self.device)
 
 
 def join(use_cpu: bool, prepare: Callable[[torch.device], object]) -> Group:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradcomp.plan.candidates import CollectiveKind
 from gradcomp.plan.measurements import KINDS, LinkSample
 
-from .group import Group
+from .group import Group, synchronise
 
 SIZES_BYTES = (2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
 MIN_CALLS, MAX_CALLS = 3, 30
@@ -65,10 +65,10 @@ def _timed(call: Callable[[], object], num_calls: int, group: Group) -> list[flo
     """Time calls one by one, all ranks starting together."""
     samples = []
     dist.barrier()
-    group.synchronise()
+    synchronise(group.device)
     for _ in range(num_calls):
         start = time.perf_counter()
         call()
-        group.synchronise()
+        synchronise(group.device)
         samples.append(time.perf_counter() - start)
     return samples

@@ -18,6 +18,8 @@ from gradcomp.layout import BlockLayout
 from gradcomp.plan.candidates import CANDIDATES, Candidate
 from gradcomp.plan.models import Shape, num_elements
 
+from .group import synchronise
+
 MIN_ROUNDS = 3
 # What a user's 25 MiB bucket is like: a transformer block of width 512, twice.
 TYPICAL = ([(1536, 512), (1536,), (512, 512), (512,), (2048, 512), (2048,), (512, 2048), (512,)] * 2)[::-1]
@@ -105,12 +107,6 @@ def _low_rank(
         plan.reconstruct(flat, 0)
 
     return work
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for the device's work; a CPU has done it."""
-    if ops.has_streams(device):
-        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()

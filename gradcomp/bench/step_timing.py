@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.plan.measurements import HookTime
 
-from .group import Group
+from .group import Group, synchronise
 from .ready_times import ReadyTimes, recording_hook
 from .registration import FIRST_COMPRESSED_STEP, register
 from .workloads import Workload
@@ -75,10 +75,10 @@ class Trainer:
         return self.group.slowest([self._timed(model) for _ in range(num_steps)])
 
     def _timed(self, model: DistributedDataParallel) -> float:
-        self.group.synchronise()
+        synchronise(self.group.device)
         start = time.perf_counter()
         self.step(model)
-        self.group.synchronise()
+        synchronise(self.group.device)
         return time.perf_counter() - start
 
 
@@ -120,7 +120,7 @@ def step_parts(trainer: Trainer, limit_s: float) -> Parts:
     ready = ReadyTimes(trainer.group.device)
 
     def mark() -> None:
-        trainer.group.synchronise()
+        synchronise(trainer.group.device)
         marks.append(time.perf_counter())
         ready.begin()
 

@@ -136,7 +136,6 @@ class CompressedAveraging:
         compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
         # A step ends by choosing what the next one projects on, hence the next step's seed.
         seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
-
         unused = [part.unused(bucket) for part in parts]
 
         def stages() -> Stages:

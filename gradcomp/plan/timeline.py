@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class BucketTimes(NamedTuple):
-    """Of one bucket: when backward alone would have it ready, the hook's own work, and its collectives."""
+    """When backward alone would have a bucket ready, and how long its own work and its collectives take."""
 
     ready_s: float
     local_s: float
