@@ -36,6 +36,25 @@ def check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, f
         )
     if len(tensors) != len(layout):
         raise ValueError(f"{name}: {layout} got {len(tensors)} tensors")
+    are_alike = (
+        tuple([tensor.shape for tensor in tensors]) == layout.shapes
+        and len({tensor.dtype for tensor in tensors}) <= 1
+        and {tensor.device for tensor in tensors} <= {flat.device}
+    )
+    if not are_alike:
+        _explain_difference(name, tensors, layout, flat.device)
+    if tensors and flat.is_complex() and tensors[0].dtype != flat.dtype:
+        raise TypeError(
+            f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
+        )
+    if tensors and not flat.is_complex():
+        _require_float(name, tensors[0])
+
+
+def _explain_difference(
+    name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, device: torch.device
+) -> None:
+    """Raise the error of the first tensor that differs from its layout, the first tensor or the device."""
     for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
         if tensor.shape != shape:
             raise ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")
@@ -44,13 +63,7 @@ def check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, f
                 f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
                 f"tensor {index} is {tensor.dtype}"
             )
-        _require_device(name, tensor, flat.device)
-    if tensors and flat.is_complex() and tensors[0].dtype != flat.dtype:
-        raise TypeError(
-            f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
-        )
-    if tensors and not flat.is_complex():
-        _require_float(name, tensors[0])
+        _require_device(name, tensor, device)
 
 
 def _require_float(name: str, tensor: torch.Tensor) -> None:

@@ -104,21 +104,25 @@ def flatten(
     *,
     out: torch.Tensor,
     scale: float = 1.0,
+    parts: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """out = scale · the tensors one after another, each in its layout's order, in one launch. Returns out.
 
     tensors: of the layout's shapes, one dtype, on out's device; strided as they like (each that has other
     strides than its layout costs a copy). out: contiguous [layout.numel], any floating-point dtype; a value
-    is rounded to it once. Complex tensors, whose out has their dtype, are copied by plain torch.
+    is rounded to it once. Complex tensors, whose out has their dtype, are copied by plain torch. parts: the
+    tensors' views of out, for a caller that keeps them and has checked the tensors; plain torch makes and
+    checks them otherwise.
 
     Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
     """
-    check_list("flatten", tensors, layout, out)
+    if parts is None or runs_triton(out.device):
+        check_list("flatten", tensors, layout, out)
     if runs_triton(out.device) and not out.is_complex():
         ordered = [_in_order(i, tensor, layout) for i, tensor in enumerate(tensors)]
         flatten_kernel.flatten(ordered, _tables_of(layout, out.device, to_flat=True), out=out, scale=scale)
     else:
-        cpu.copy(tensors, out=_parts(out, layout), scale=scale)
+        cpu.copy(tensors, out=parts or _parts(out, layout), scale=scale)
     return out
 
 
@@ -129,13 +133,15 @@ def unflatten(
     *,
     out: Sequence[torch.Tensor],
     scale: float = 1.0,
+    parts: Sequence[torch.Tensor] | None = None,
 ) -> Sequence[torch.Tensor]:
     """The reverse of flatten: each tensor of out = scale · its part of flat. Returns out.
 
     flat: contiguous [layout.numel]. out: tensors of the layout's shapes, one dtype, on flat's device; strided
-    as they like. Dtypes and errors as in flatten.
+    as they like. parts: the tensors' views of flat, as in flatten. Dtypes and errors as in flatten.
     """
-    check_list("unflatten", out, layout, flat)
+    if parts is None or runs_triton(flat.device):
+        check_list("unflatten", out, layout, flat)
     if runs_triton(flat.device) and not flat.is_complex():
         ordered = [_in_order(i, tensor, layout, copy=False) for i, tensor in enumerate(out)]
         flatten_kernel.unflatten(
@@ -145,7 +151,7 @@ def unflatten(
             if source is not tensor:
                 tensor.copy_(source)
     else:
-        cpu.copy(_parts(flat, layout), out=out, scale=scale)
+        cpu.copy(parts or _parts(flat, layout), out=out, scale=scale)
     return out
 
 

@@ -34,9 +34,9 @@ def zeroed(device, rank, world_size):
 
 def replicas_differ(device, rank, world_size):
     write_back = bucket.Bucket.write_back
-    def uneven(self, positions):
+    def uneven(self, left_out):
         self.buffer.mul_(1 + 2e-7 * rank)
-        write_back(self, positions)
+        write_back(self, left_out)
     with patch.object(bucket.Bucket, "write_back", uneven):
         return reducer_scenarios.bucket_views(device, rank, world_size, "Reducer")
 

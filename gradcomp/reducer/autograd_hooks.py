@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._C import _current_graph_task_id
 
 from . import errors
 from .autograd_graph import reached, tensors_in
@@ -122,7 +123,7 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
     tasks: the tasks that have the call already. A backward within another one (reentrant checkpointing) is a
     task of its own.
     """
-    task = torch._C._current_graph_task_id()
+    task = _current_graph_task_id()
     if task not in tasks:
         tasks.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(function)

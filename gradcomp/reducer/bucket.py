@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -50,7 +50,7 @@ class Bucket:
     a contiguous view.
 
     In a step: begin(), num_pending counted down as parameters become ready, fill(), and after the averaging
-    write_back(positions). A position is a parameter's in the bucket.
+    write_back(). A position is a parameter's in the bucket.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Bucket:
         self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]
         self._expected = expected_gradient(parameters[0])
-        self._runs: dict[tuple[int, int], tuple[FlatLayout, torch.Tensor]] = {}
+        self._runs: dict[tuple[int, int], tuple[FlatLayout, torch.Tensor, list[torch.Tensor]]] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -81,35 +81,28 @@ class Bucket:
         On CUDA in one launch, unless some gradients are in the buffer already. Raises RuntimeError for a
         gradient of another layout, dtype or device.
         """
-        outside: list[int] = []
-        gradients: list[torch.Tensor] = []
-        absent: list[torch.Tensor] = []
-        held: list[torch.Tensor] = []
-        for position, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None:
-                absent.append(self.views[position])
-                continue
-            check_gradient(gradient, self._expected, self._names[position])
-            if self._holds(position, gradient):
-                held.append(self.views[position])
-            else:
-                outside.append(position)
-                gradients.append(gradient)
+        gradients = [parameter.grad for parameter in self.parameters]
+        self._check(gradients)
+        absent = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
+        outside = self._outside(range(len(gradients)), gradients)
         if absent:
             torch._foreach_zero_(absent)
-        if scale != 1.0 and len(held) == len(self.views):
+        if scale != 1.0 and not absent and not outside:
             self.buffer.mul_(scale)
-        elif scale != 1.0 and held:
+        elif scale != 1.0 and len(absent) + len(outside) < len(gradients):
+            elsewhere = {position for position, gradient in enumerate(gradients) if gradient is None}
+            elsewhere.update(outside)
+            held = [view for position, view in enumerate(self.views) if position not in elsewhere]
             ops.scale_(held, scale)
         for run in _runs(outside):
-            layout, part = self._run(outside[run])
-            ops.flatten(gradients[run], layout, out=part, scale=scale)
+            layout, part, views = self._run(outside[run])
+            members = [gradients[position] for position in outside[run]]
+            ops.flatten(members, layout, out=part, scale=scale, parts=views)  # type: ignore[arg-type]
             if self._as_view:
                 # At once: the memory of gradients that autograd has made anew is free before the next ones
                 # are made.
-                for position in outside[run]:
-                    self.parameters[position].grad = self.views[position]
+                for position, view in zip(outside[run], views, strict=True):
+                    self.parameters[position].grad = view
 
     def average_beyond(self, position: int, gradient: torch.Tensor | None) -> torch.Tensor:
         """Return a parameter's part of the buffer, flat, less this gradient, where None counts as zeros."""
@@ -118,45 +111,65 @@ class Bucket:
         torch.sub(view, 0 if gradient is None else gradient, out=beyond)
         return beyond.as_strided((view.numel(),), (1,))
 
-    def write_back(self, positions: Iterable[int]) -> None:
-        """Make parts of the buffer the gradients: as views of it, or copied to the gradients' own memory."""
+    def write_back(self, left_out: Collection[int] = ()) -> None:
+        """Make parts of the buffer the gradients: as views of it, or copied to the gradients' own memory.
+
+        left_out: the positions of parameters that keep the gradients they have.
+        """
+        positions = [position for position in range(len(self.parameters)) if position not in left_out]
         if self._as_view:
             for position in positions:
                 if self.parameters[position].grad is not self.views[position]:
                     self.parameters[position].grad = self.views[position]
             return
-        outside: list[int] = []
-        gradients: list[torch.Tensor] = []
-        for position in positions:
-            gradient = self.parameters[position].grad
-            if gradient is None:
-                gradient = torch.empty_like(self.views[position], memory_format=torch.preserve_format)
-                self.parameters[position].grad = gradient
-            elif gradient.requires_grad:
-                # With create_graph its graph is that of this rank's gradient, not of the average.
-                gradient = gradient.detach()
-                self.parameters[position].grad = gradient
-            if not self._holds(position, gradient):
-                outside.append(position)
-                gradients.append(gradient)
+        gradients = [self._own_gradient(position) for position in positions]
+        own = dict(zip(positions, gradients, strict=True))
+        outside = self._outside(positions, gradients)
         for run in _runs(outside):
-            layout, part = self._run(outside[run])
-            ops.unflatten(part, layout, out=gradients[run])
+            layout, part, views = self._run(outside[run])
+            ops.unflatten(part, layout, out=[own[position] for position in outside[run]], parts=views)
 
-    def _holds(self, position: int, gradient: torch.Tensor) -> bool:
-        # Most gradients are elsewhere, and their address alone tells.
-        return gradient.data_ptr() == self._addresses[position] and is_same_memory(
-            gradient, self.views[position]
-        )
+    def _own_gradient(self, position: int) -> torch.Tensor:
+        """Return a parameter's .grad in memory of its own, for an average: made where there is none."""
+        parameter = self.parameters[position]
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.empty_like(self.views[position], memory_format=torch.preserve_format)
+            parameter.grad = gradient
+        elif gradient.requires_grad:
+            # With create_graph its graph is that of this rank's gradient, not of the average.
+            gradient = gradient.detach()
+            parameter.grad = gradient
+        return gradient
 
-    def _run(self, positions: list[int]) -> tuple[FlatLayout, torch.Tensor]:
-        """Return the layout of consecutive parameters, and the part of the buffer that holds them."""
+    def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Raise RuntimeError for a gradient of another layout, dtype or device than the bucket's."""
+        found = {(each.layout, each.dtype, each.device) for each in gradients if each is not None}
+        if not found <= {self._expected}:
+            for gradient, name in zip(gradients, self._names, strict=True):
+                check_gradient(gradient, self._expected, name)
+
+    def _outside(self, positions: Iterable[int], gradients: Iterable[torch.Tensor | None]) -> list[int]:
+        """Return the positions whose gradients are elsewhere than in the buffer."""
+        # Most are, and their address alone tells.
+        return [
+            position
+            for position, gradient in zip(positions, gradients, strict=True)
+            if gradient is not None
+            and (
+                gradient.data_ptr() != self._addresses[position]
+                or not is_same_memory(gradient, self.views[position])
+            )
+        ]
+
+    def _run(self, positions: list[int]) -> tuple[FlatLayout, torch.Tensor, list[torch.Tensor]]:
+        """Return consecutive parameters' layout, the part of the buffer that holds them, and their views."""
         key = (positions[0], positions[-1])
         if key not in self._runs:
             views = [self.views[position] for position in positions]
             layout = FlatLayout([view.shape for view in views], [view.stride() for view in views])
             start = views[0].storage_offset()
-            self._runs[key] = layout, self.buffer[start : start + layout.numel]
+            self._runs[key] = layout, self.buffer[start : start + layout.numel], views
         return self._runs[key]
 
 

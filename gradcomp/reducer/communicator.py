@@ -100,13 +100,15 @@ class BucketCommunicator:
             self._wait(bucket, pending)
         except RuntimeError as error:
             raise RuntimeError(errors.not_averaged(index, self._group.rank(), error)) from error
+        left_out = [position for position, member in enumerate(bucket.indices) if member in kept]
         take_back = getattr(self.hook[0], "take_back", None) if self.hook else None
-        for position, member in enumerate(bucket.indices):
-            if take_back is not None and member in kept:
+        if take_back is not None:
+            for position in left_out:
                 parameter = bucket.parameters[position]
-                before = gradients_before.get(member, None if self.as_view else parameter.grad)
+                before = None if self.as_view else parameter.grad
+                before = gradients_before.get(bucket.indices[position], before)
                 take_back(parameter, bucket.average_beyond(position, before))
-        bucket.write_back(position for position, member in enumerate(bucket.indices) if member not in kept)
+        bucket.write_back(left_out)
 
     def _wait(self, bucket: Bucket, pending: Pending) -> None:
         """Wait for the average, and copy it into the bucket's buffer where it is elsewhere."""

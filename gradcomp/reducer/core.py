@@ -196,17 +196,18 @@ class Reducer:
     def _on_gradient(self, index: int) -> None:
         """Note that a parameter's gradient has been accumulated, or is known to be undefined."""
         with self._lock:
-            if self._params[index].grad is not None:
-                self._usage.note_gradient(index)
+            usage = self._usage
+            if usage.counts:
+                usage.note_gradient(index, self._params[index])
             if not self._syncing:
                 return
             if self._only_prepared and not self._is_prepared:
-                self._usage.check_unaveraged(index)
+                usage.check_unaveraged(index)
                 return
             try:
                 step = self._step or self._begin()
                 call_at_end_of_backward(self._finish, self._tasks)
-                if self._usage.is_complete(index):
+                if not usage.counts or usage.is_complete(index):
                     step.mark_ready(index)
             except BaseException:
                 self._forget_step()

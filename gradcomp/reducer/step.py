@@ -28,7 +28,7 @@ class Step:
         self, communicator: BucketCommunicator, usage: Usage, sparse: set[int], unused: Iterable[int] = ()
     ):
         self._communicator, self._usage, self._sparse = communicator, usage, sparse
-        self._params = communicator.params
+        self._params, self._bucket_of = communicator.params, communicator.bucket_of
         self._ready: dict[int, None] = {}
         self._next_bucket = 0
         self._averages: dict[int, Pending] = {}  # by bucket
@@ -63,13 +63,14 @@ class Step:
 
         Raises RuntimeError for a parameter that is ready already, or whose gradient doesn't fit its bucket.
         """
-        param, name = self._params[index], self._communicator.names[index]
         if index in self._ready:
-            raise RuntimeError(errors.marked_twice(name))
+            raise RuntimeError(errors.marked_twice(self._communicator.names[index]))
         self._ready[index] = None
-        bucket = self._communicator.bucket_of.get(index)
+        bucket = self._bucket_of.get(index)
         if bucket is None:
-            check_gradient(param.grad, expected_gradient(param, is_sparse=True), name)
+            param = self._params[index]
+            expected = expected_gradient(param, is_sparse=True)
+            check_gradient(param.grad, expected, self._communicator.names[index])
         else:
             bucket.num_pending -= 1
             if bucket.num_pending:

@@ -25,6 +25,8 @@ class Usage:
     skips: leave out the buckets of which no rank uses a parameter.
     """
 
+    # Whether uses are counted; else every gradient is complete when it comes, and nothing is noted of it.
+    counts = False
     # Whether a step needs to know which parameters the outputs of its forward depend on.
     needs_outputs = False
     # Whether every rank's gradients become ready in much the same order, which buckets then follow.
@@ -38,8 +40,8 @@ class Usage:
         """Whether the step that comes next, or is running, is the one that the later ones have to equal."""
         return False
 
-    def note_gradient(self, index: int) -> None:
-        """Note that this rank has a gradient for the parameter, be it under no_sync()."""
+    def note_gradient(self, index: int, param: torch.Tensor) -> None:
+        """Note whether this rank has a gradient for the parameter, be it under no_sync()."""
 
     def check_unaveraged(self, index: int) -> None:
         """Raise RuntimeError if a backward that only accumulates may not use this parameter."""
@@ -84,12 +86,15 @@ class Usage:
 class _CountedUsage(Usage):
     """The base class of the regimes in which the ranks tell each other which parameters they use."""
 
+    counts = True
+
     def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup, skips: bool):
         super().__init__(names, device, group, skips)
         self._used: set[int] = set()
 
-    def note_gradient(self, index: int) -> None:
-        self._used.add(index)
+    def note_gradient(self, index: int, param: torch.Tensor) -> None:
+        if param.grad is not None:
+            self._used.add(index)
 
     def forget_step(self) -> None:
         self._used.clear()

@@ -135,13 +135,13 @@ def test_gradients_keep_their_memory_or_become_views(has_kernels):
     kept = torch.zeros_like(params[0])
     params[0].grad = kept
     bucket.buffer.copy_(torch.randn(bucket.buffer.numel()))
-    bucket.write_back(range(len(params)))
+    bucket.write_back()
     assert params[0].grad is kept
     for param, view in zip(params, bucket.views, strict=True):
         assert torch.equal(param.grad, view)
         assert not view.numel() or param.grad.data_ptr() != view.data_ptr()
     bucket = bucket_of(params, as_view=True)
-    bucket.write_back(range(len(params)))
+    bucket.write_back()
     assert all(is_same_memory(param.grad, view) for param, view in zip(params, bucket.views, strict=True))
 
 
