@@ -19,8 +19,8 @@ def assign_buckets(
 
     sizes_bytes: the tensors' sizes. keys: only tensors of one key (dtype and device) share a bucket; None: a
     bucket for this tensor alone. caps_bytes: the caps of a key's first bucket, which should be small so that
-    communication starts early, and of its others. A tensor larger than the cap has a bucket to itself.
-    Buckets come in the order in which they are full.
+    communication starts early, and of its others. A bucket is full when it has reached its cap, as in torch's
+    DDP: its last tensor may exceed it. Buckets come in the order in which they are full.
     """
     open_buckets: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
@@ -30,13 +30,11 @@ def assign_buckets(
         if key is None:
             full.append([index])
             continue
-        bucket = open_buckets.setdefault(key, [])
-        if bucket and filled[key] + size > caps[key]:
-            full.append(bucket)
-            bucket = open_buckets[key] = []
-            filled[key], caps[key] = 0.0, caps_bytes[1]
-        bucket.append(index)
+        open_buckets.setdefault(key, []).append(index)
         filled[key] += size
+        if filled[key] >= caps[key]:
+            full.append(open_buckets.pop(key))
+            filled[key], caps[key] = 0.0, caps_bytes[1]
     return sorted([*full, *open_buckets.values()], key=max)
 
 

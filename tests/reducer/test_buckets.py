@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +14,8 @@ def test_the_first_bucket_is_small():
     assert assign_buckets([4] * 9, ["a"] * 9, (8, 16)) == [[0, 1], [2, 3, 4, 5], [6, 7, 8]]
 
 
-def test_a_tensor_larger_than_the_cap_is_alone():
-    assert assign_buckets([1, 100, 1, 1], ["a"] * 4, (8, 8)) == [[0], [1], [2, 3]]
+def test_a_bucket_ends_with_the_tensor_that_reaches_its_cap():
+    assert assign_buckets([1, 100, 1, 1], ["a"] * 4, (8, 8)) == [[0, 1], [2, 3]]
 
 
 def test_types_do_not_mix_and_buckets_come_when_they_are_full():
@@ -30,8 +31,19 @@ def test_every_tensor_is_in_one_bucket(tensors, cap):
     for bucket in buckets:
         assert bucket == sorted(bucket)
         assert len({types[index] for index in bucket}) == 1
-        assert len(bucket) == 1 or sum(sizes[index] for index in bucket) <= 2 * cap
+        assert sum(sizes[index] for index in bucket[:-1]) < 2 * cap
     assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 240), st.integers(1, 240))
+def test_buckets_are_those_of_torchs_ddp(numels, first_cap, cap):
+    """So a hook sees the same buckets on either, and what it remembers of them fits both."""
+    tensors = [torch.empty(numel) for numel in numels]
+    in_order = list(range(len(tensors)))
+    theirs, _ = dist._compute_bucket_assignment_by_size(
+        tensors, [first_cap, cap], [False] * len(tensors), in_order
+    )
+    assert assign_buckets([4 * numel for numel in numels], ["a"] * len(tensors), (first_cap, cap)) == theirs
 
 
 def parameters():
