@@ -15,6 +15,7 @@ from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
 
 from .arguments import check_hook, check_module, group_of, refuse, synchronises_buffers, warn_of_deprecated
+from .compiled import graphs_end_with_buckets, not_compiled
 from .containers import through_sink, to_device
 from .end_of_backward import EndOfBackward
 from .join import UnevenInputs, highest_rank, will_average
@@ -168,13 +169,16 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
 
     # --- forward ---
 
+    @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             self._before_forward()
             if self.device_ids:
                 device = torch.device(self.device_type, self.device_ids[0])
                 inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
-            return self._after_forward(self.module(*inputs, **kwargs))
+            with graphs_end_with_buckets(self.bucket_cap_mb):
+                outputs = self.module(*inputs, **kwargs)
+            return self._after_forward(outputs)
 
     def _before_forward(self) -> None:
         self._has_run = True
