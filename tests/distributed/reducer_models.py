@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
 
-CAP_MB = 0.02
+CAP_MB = 0.01
 PLAIN = {}
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}

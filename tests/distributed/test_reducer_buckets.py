@@ -13,7 +13,7 @@ def order_of_events(rank, options):
     """Return the third backward's events: "ready n" for a gradient, "bucket i" for a bucket's averaging."""
     torch.manual_seed(0)
     model, events = MLP(), []
-    reducer = make_reducer(model, **{"bucket_cap_mb": 0.005, "first_bucket_cap_mb": 0.005} | options)
+    reducer = make_reducer(model, **{"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0005} | options)
 
     def hook(state, bucket):
         events.append(f"bucket {bucket.index()}")
@@ -98,7 +98,7 @@ def test_gradients_are_views_of_the_buckets(set_to_none):
 def views_during_backward(rank):
     """Return for every bucket whether the gradients up to it are views of buckets when it is averaged."""
     model = MLP()
-    caps = {"bucket_cap_mb": 0.005, "first_bucket_cap_mb": 0.005}
+    caps = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0005}
     reducer = make_reducer(model, gradient_as_bucket_view=True, **caps)
     facts = []
 
@@ -131,7 +131,7 @@ def skip_unused(rank, skip):
     torch.manual_seed(0)
     model, indices = Branches(), []
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skip}
-    reducer = make_reducer(model, bucket_cap_mb=0.004, first_bucket_cap_mb=0.004, **options)
+    reducer = make_reducer(model, bucket_cap_mb=0.0005, first_bucket_cap_mb=0.0005, **options)
 
     def hook(state, bucket):
         indices.append(bucket.index())
