@@ -130,16 +130,17 @@ class LowRankPlan:
         """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
         flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self.p_wire.device)
         for group in self.groups:
-            if group.memory is not None:
-                for error, part in zip(group.memory.flatten(1), group.parts(flat), strict=True):
+            errors = group.settle()
+            if errors is not None:
+                for error, part in zip(errors.flatten(1), group.parts(flat), strict=True):
                     part.copy_(error[: part.numel()])
         return flat
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         """Add values to this rank's error, if one is kept, from this offset in the bucket on."""
         for group in self.groups:
-            errors = () if group.memory is None else group.memory.flatten(1)
-            for matrix, error in zip(group.matrices, errors, strict=False):
+            errors = group.settle()
+            for matrix, error in zip(group.matrices, () if errors is None else errors.flatten(1), strict=False):
                 start = offset - matrix.offset
                 if 0 <= start < matrix.numel:
                     error[start : start + len(values)].add_(values)
@@ -152,8 +153,9 @@ class LowRankPlan:
         """Continue from another plan's error and directions, which may be any basis."""
         remaining = iter(directions)
         for group in self.groups:
-            if group.memory is not None:
-                for memory, part in zip(group.memory.flatten(1), group.parts(error), strict=True):
+            errors = group.settle()
+            if errors is not None:
+                for memory, part in zip(errors.flatten(1), group.parts(error), strict=True):
                     memory[: part.numel()].copy_(part)
             given = torch.stack([next(remaining) for _ in group.matrices]).mT.to(group.qt)
             length = torch.linalg.vector_norm(given, dim=-1, keepdim=True)

@@ -58,9 +58,10 @@ def per_block(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
 class MatrixGroup:
     """The matrices of one shape: their positions in the bucket, their memory, and their factors.
 
-    p [k, rows, r], qt [k, r, cols]: the factors, in the wide dtype (fp32 or fp64). memory: the error between
-    steps, and M = gradient + error from project to reconstruct, in the bucket's dtype. scratch: memory for
-    one matrix in the wide dtype, empty where none is needed (see LowRankPlan).
+    p [k, rows, r], qt [k, r, cols]: the factors, in the wide dtype (fp32 or fp64), kept from step to step.
+    memory: M = gradient + error from project on, in the bucket's dtype; and between steps M still, of which
+    settle() makes the error, or the error. scratch: memory for one matrix in the wide dtype, empty where none
+    is needed (see LowRankPlan).
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class MatrixGroup:
             matrix.offset == first.offset + i * rows * cols for i, matrix in enumerate(matrices)
         )
         self.memory = torch.zeros(k, rows, cols, dtype=dtype, device=device) if keep_error else None
+        # Whether P Qᵀ is still in the memory. Taking it off when the next gradient is added saves two passes.
+        self._is_unsettled = False
         # The rows of length 1 that the next step projects on.
         self.direction = torch.zeros(k, rank, cols, dtype=wide, device=device)
         # Holds one matrix in the wide dtype where the bucket has no view of it.
@@ -101,11 +104,14 @@ class MatrixGroup:
     def project(self, buffer: torch.Tensor) -> None:
         """Compute M = gradient + error, in the error's place, and P = M Q."""
         for chunk in self._chunks:
+            if self._is_unsettled:
+                self._subtract_product(chunk)
             self._add(buffer, chunk)
             for which, matrix in self._matrices(buffer, chunk):
                 blocks = row_blocks(matrix)
                 direction = per_block(self.direction[which], len(blocks))
                 torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
+        self._is_unsettled = False
 
     def back_project(self, buffer: torch.Tensor) -> None:
         """Compute Qᵀ = Pᵀ M."""
@@ -122,21 +128,21 @@ class MatrixGroup:
                     torch.sum(partial.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
-        """Compute gradient = P Qᵀ, and error = M − P Qᵀ in M's place."""
-        if self.is_contiguous and self.is_wide:
-            products = self._contiguous_view(buffer)
-            for chunk in self._chunks:
-                self._product(chunk, out=products[chunk])
-                if self.memory is not None:
-                    self.memory[chunk].sub_(products[chunk])
-            return
+        """Compute gradient = P Qᵀ, and error = M − P Qᵀ in M's place, now or when it is needed."""
+        if self.is_wide and self.is_complete:
+            self._is_unsettled = self.memory is not None
+            if self.is_contiguous:
+                products = self._contiguous_view(buffer)
+                for chunk in self._chunks:
+                    self._product(chunk, out=products[chunk])
+                return
         for i, part in enumerate(self.parts(buffer)):
             which = slice(i, i + 1)
             if self.is_wide and self.is_complete:
                 self._product(which, out=part.view(1, *self.shape[1:]))
-            else:
-                self._product(which, out=self._matrix)
-                part.copy_(self._matrix.view(-1)[: part.numel()])
+                continue
+            self._product(which, out=self._matrix)
+            part.copy_(self._matrix.view(-1)[: part.numel()])
             if self.memory is not None:
                 error = self.memory[i].view(-1)[: part.numel()].sub_(part)
                 if not self.is_wide:
@@ -146,6 +152,14 @@ class MatrixGroup:
                         error.zero_()  # a GradScaler skips such a step
                 if error.dtype == torch.float16:
                     fit_float16(self.memory[i])
+
+    def settle(self) -> torch.Tensor | None:
+        """Return the error [k, rows, cols], None if none is kept."""
+        if self._is_unsettled:
+            for chunk in self._chunks:
+                self._subtract_product(chunk)
+            self._is_unsettled = False
+        return self.memory
 
     def normalise_directions(self) -> torch.Tensor:
         """Scale the rows of Qᵀ to length 1, as the next directions. Returns their lengths before, [k · r]."""
@@ -159,8 +173,9 @@ class MatrixGroup:
         lost: a mask, [k · r]. random: the random directions, [k, r, cols].
         """
         torch.where(lost.view(*random.shape[:2], 1), random, self.direction, out=self.direction)
-        if self.memory is not None:
-            self.memory.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        error = self.settle()
+        if error is not None:
+            error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _add(self, buffer: torch.Tensor, which: slice) -> None:
         """Compute M = gradient + error, in the error's place."""
@@ -203,3 +218,9 @@ class MatrixGroup:
         else:
             blocks = row_blocks(out)
             torch.bmm(row_blocks(p), per_block(qt, len(blocks)), out=blocks)
+
+    def _subtract_product(self, which: slice) -> None:
+        """Compute M − P Qᵀ in M's place, for some of the matrices."""
+        assert self.memory is not None
+        blocks = row_blocks(self.memory[which])
+        blocks.baddbmm_(row_blocks(self.p[which]), per_block(self.qt[which], len(blocks)), alpha=-1)
