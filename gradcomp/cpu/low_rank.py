@@ -140,7 +140,9 @@ class LowRankPlan:
         """Add values to this rank's error, if one is kept, from this offset in the bucket on."""
         for group in self.groups:
             errors = group.settle()
-            for matrix, error in zip(group.matrices, () if errors is None else errors.flatten(1), strict=False):
+            if errors is None:
+                continue
+            for matrix, error in zip(group.matrices, errors.flatten(1), strict=True):
                 start = offset - matrix.offset
                 if 0 <= start < matrix.numel:
                     error[start : start + len(values)].add_(values)

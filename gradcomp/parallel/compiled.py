@@ -1,9 +1,9 @@
-"""torch.compile: the wrapper itself is not compiled, and the module within it is, in graphs that end where buckets do.
+"""torch.compile: the wrapper itself is not compiled, and the module within it is, in graphs like buckets.
 
-A compiled graph is one node of autograd, whose gradients all come when its backward ends. Within the forward of
-torch's DistributedDataParallel torch.compile therefore cuts graphs where a bucket is full
-(torch._dynamo.backends.distributed.DDPOptimizer); it finds that wrapper in a class attribute, and asks it for the
-cap of a bucket alone.
+A compiled graph is one node of autograd, whose gradients all come when its backward ends. Within the forward
+of torch's DistributedDataParallel torch.compile therefore cuts graphs where a bucket is full
+(torch._dynamo.backends.distributed.DDPOptimizer). It finds that wrapper in a class attribute, and asks it for
+the cap of a bucket alone.
 """
 
 from collections.abc import Callable, Iterator
