@@ -1,0 +1,66 @@
+"""Test PowerSGD's plan in plain torch: what it keeps between steps."""
+
+import pytest
+import torch
+
+from gradcomp.cpu.low_rank import LowRankPlan
+from gradcomp.layout import LowRankLayout
+
+SHAPES = [(24, 16), (24, 16), (5,), (40, 7), (24, 16)]
+
+
+def plan_of(dtype, rank, square, **options):
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
+    layout = LowRankLayout.square(numel, rank) if square else LowRankLayout(SHAPES, rank, 1.0)
+    defaults = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
+    return LowRankPlan(layout, dtype, torch.device("cpu"), **defaults | options)
+
+
+def run_step(plan, gradient, seed):
+    buffer = gradient.clone()
+    plan.project(buffer, 1.0)
+    plan.back_project(buffer, 1.0)
+    plan.reconstruct(buffer, seed)
+    return buffer
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_reading_the_error_changes_no_bit_of_later_steps(dtype, square, rank):
+    """The error is made of M when it is read, or when the next gradient is added."""
+    plans = [plan_of(dtype, rank, square) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(4):
+        gradient = torch.randn(plans[0].layout.numel, generator=generator).to(dtype)
+        read, unread = (run_step(plan, gradient, seed) for plan in plans)
+        assert torch.equal(read, unread)
+        first = plans[0].error()
+        assert torch.equal(first, plans[0].error())
+    assert torch.equal(first, plans[1].error())
+    if dtype != torch.bfloat16:
+        assert first.any()
+
+
+def test_outputs_and_the_error_are_the_gradients_sum():
+    plan = plan_of(torch.float64, 2, square=False)
+    gradients = torch.randn(5, plan.layout.numel, dtype=torch.float64)
+    outputs = sum(run_step(plan, gradient, seed) for seed, gradient in enumerate(gradients))
+    torch.testing.assert_close(outputs + plan.error(), gradients.sum(0), rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_put_into_the_error_comes_out_of_it():
+    """Between steps the memory may hold M: adding to the error and loading one don't add to that."""
+    plan, other = plan_of(torch.float64, 2, square=False), plan_of(torch.float64, 2, square=False)
+    run_step(plan, torch.randn(plan.layout.numel, dtype=torch.float64), 0)
+    before = plan.error()
+    run_step(other, torch.randn(plan.layout.numel, dtype=torch.float64), 0)
+    other.load(before, plan.directions())
+    assert torch.equal(other.error(), before)
+    added = torch.ones(24 * 16, dtype=torch.float64)
+    run_step(plan, torch.zeros(plan.layout.numel, dtype=torch.float64), 1)
+    run_step(other, torch.zeros(plan.layout.numel, dtype=torch.float64), 1)
+    other.add_to_error(24 * 16, added)
+    difference = other.error() - plan.error()
+    assert torch.equal(difference.nonzero().flatten(), torch.arange(24 * 16, 2 * 24 * 16))
+    torch.testing.assert_close(difference[24 * 16 : 2 * 24 * 16], added)
