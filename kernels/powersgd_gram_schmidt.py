@@ -8,8 +8,6 @@ zeros: visibly a multiple of 16 bytes, as the pointer and stride are, so that lo
 import triton
 import triton.language as tl
 
-from .powersgd_tile import MAX_CHUNKS
-
 
 @triton.jit
 def load_panel(panel_ptr, stride, first, length, r, BLOCK: tl.constexpr, COLS: tl.constexpr):
@@ -50,7 +48,7 @@ def gram(panel_ptr, stride, length, r, RANK: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def sum_chunks(slots_ptr, count, RANK: tl.constexpr):
     """Return the sum of a matrix's partial Gram matrices, in the order of their chunks."""
-    GROUP: tl.constexpr = 8 if RANK == 32 else MAX_CHUNKS
+    GROUP: tl.constexpr = 4 if RANK == 32 else 8
     offs = tl.arange(0, RANK)[:, None] * RANK + tl.arange(0, RANK)[None, :]
     total = tl.zeros((RANK, RANK), tl.float64)
     for first in range(0, count, GROUP):

@@ -27,7 +27,9 @@ from .powersgd_tile import (
 )
 from .powersgd_triangle import DEPENDENT, DEPENDENT_FP64, diagonal, triangle
 
-NUM_WARPS = 8
+# The r×r part repeats its numbers in every warp: more warps would take longer for it. A long panel has more
+# programs instead.
+NUM_WARPS = 4
 
 
 @triton.jit
@@ -94,16 +96,15 @@ def chunk_in_fp64(
     TOLERANCE: tl.constexpr = DEPENDENT_FP64 if TYPE == tl.float64 else DEPENDENT
     last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
     products = in_fp64.sum_chunks(slots_ptr, count, RANK)
-    added = tl.zeros((RANK,), tl.float64) + epsilon
     own = diagonal(products, RANK)
-    transform, _lo, again = triangle(products, products, own, added, TOLERANCE, RANK)
+    transform, _lo, again = triangle(products, products, own, epsilon, TOLERANCE, RANK)
     in_fp64.multiply(
         panel_ptr, stride, out_ptr, out_stride, start, stop, stride, n, r, transform, RANK, BLOCK, False
     )
     if (again != 0) & (epsilon == 0.0):
         products = in_fp64.gram_of_product(panel_ptr, stride, stride, n, r, transform, TYPE, RANK, BLOCK)
         own = diagonal(products, RANK)
-        second, _lo, again = triangle(products, products, own, added, TOLERANCE, RANK)
+        second, _lo, again = triangle(products, products, own, epsilon, TOLERANCE, RANK)
         tl.debug_barrier()
         in_fp64.multiply(
             out_ptr, out_stride, out_ptr, out_stride, start, stop, stop, last, r, second, RANK, BLOCK, True
@@ -197,7 +198,8 @@ def launch_shape(rank: int, itemsize: int) -> int:
     """
     if rank <= 4:
         return min(8192 // (rank * rank), 1024)
-    # At rank 32, 128 rows spill where products in fp64 are FMAs (sm_100 and sm_120, Triton 3.7).
+    if rank == 32:
+        return 32  # 64 rows spill where products in fp64 are FMAs (sm_100, Triton 3.7)
     return 16384 // itemsize // rank if rank == 16 else 64
 
 

@@ -32,12 +32,15 @@ def triangle(hi, lo, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
     """Return (Tᵀ, its lo, whether a second pass is due: 0 or 1), with T upper triangular and Tᵀ G T = I.
 
     hi, lo: G, [RANK, RANK] fp32 pairs, or fp64 and anything. own: [RANK] squared lengths that a column's
-    remaining squared length is compared with. T has zero columns for dependent ones. epsilon: [RANK], added
-    to every remaining length before dividing by it. All of T is NaN if anything in G isn't finite.
+    remaining squared length is compared with. T has zero columns for dependent ones. epsilon: added to every
+    remaining length before dividing by it; a number in fp64, and [RANK] in pairs, whose columns are scaled.
+    All of T is NaN if anything in G isn't finite.
 
     This is Gaussian elimination on G in place: below the diagonal, where an eliminated column would leave
-    zeros, it leaves the row operations, which are Tᵀ but for its rows' lengths. With epsilon the column that
-    is subtracted is shorter than 1, as in torch, hence `left` (1 without epsilon).
+    zeros, it leaves the row operations, which are Tᵀ but for its rows' lengths. What remains of G is
+    symmetric, so its row j, right of the diagonal, is its column j too: only the row is gathered from the
+    threads. With epsilon the column that is subtracted is shorter than 1, as in torch, hence `left` (1
+    without epsilon).
     """
     TYPE: tl.constexpr = hi.dtype
     offs = tl.arange(0, RANK)
@@ -52,18 +55,18 @@ def triangle(hi, lo, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
     for j in range(RANK):
         of_row = tl.sum(tl.where(row == j, hi, 0.0), axis=0)
         of_row_lo = tl.sum(tl.where(row == j, lo, 0.0), axis=0)
-        of_col = tl.sum(tl.where(col == j, hi, 0.0), axis=1)
-        of_col_lo = tl.sum(tl.where(col == j, lo, 0.0), axis=1)
-        remaining = element(of_row, j, RANK)
+        # Zero if the column is dependent.
+        remaining = element(tl.where(of_row > own * DEPENDENT, of_row, 0.0), j, RANK)
         remaining_lo = element(of_row_lo, j, RANK)
-        keep = remaining > element(own, j, RANK) * DEPENDENT
+        keep = remaining > 0.0
         safe, safe_lo = tl.where(keep, remaining, 1.0), tl.where(keep, remaining_lo, 0.0)
-        root, root_lo = inverse_root(safe, safe_lo, element(epsilon, j, RANK))
+        added = epsilon if TYPE == tl.float64 else element(epsilon, j, RANK)
+        root, root_lo = inverse_root(safe, safe_lo, added)
         root, root_lo = tl.where(keep, root, 0.0), tl.where(keep, root_lo, 0.0)
         part, part_lo = multiply(root, root_lo, root, root_lo)
         length, length_lo = multiply(safe, safe_lo, part, part_lo)
         left, left_lo = add(two, zero, -length, -length_lo)
-        factor, factor_lo = multiply(of_col, of_col_lo, -part, -part_lo)
+        factor, factor_lo = multiply(of_row, of_row_lo, -part, -part_lo)
         factor, factor_lo = tl.where(offs > j, factor, 0.0), tl.where(offs > j, factor_lo, 0.0)
         scaled, scaled_lo = multiply(of_row, of_row_lo, left, left_lo)
         of_row = tl.where(offs == j, 1.0, tl.where(offs > j, scaled, of_row))

@@ -39,7 +39,7 @@ NUM_PROGRAMS = 1024
 MAX_TILES = 16  # tiles that one program processes
 # Programs that orthonormalise one P, each of which adds up all their partial Gram matrices.
 MAX_CHUNKS = 32
-CHUNK_NUMEL = 8192  # elements of P that are worth a program
+CHUNK_NUMEL = 4096  # elements of P that are worth a program
 
 
 def padded_rank(rank: int) -> int:
