@@ -13,6 +13,8 @@ import pytest
 from benchmarks.demo.__main__ import descendants, is_running
 from benchmarks.network import __main__ as network
 from benchmarks.network import hosts, predicted, report
+from gradcomp.plan.measurements import Measurements
+from tests.bench import two_hosts
 from tests.programs import ROOT, run_module, users_environment
 
 MLP_BYTES = 4 * 1_863_690
@@ -70,6 +72,28 @@ def test_nothing_survives_the_program(number, tmp_path):
     deadline = time.monotonic() + 30
     while alive := [pid for pid in below if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
+
+
+@pytest.mark.usefixtures("allowed")
+def test_bench_on_two_hosts(tmp_path):
+    file = tmp_path / "measured.json"
+    arguments = ["--model", "mlp", "--hook", "powersgd:4", "--seconds", "0.05", "--out", str(file)]
+    program = [sys.executable, "-m", "tests.bench.two_hosts", str(tmp_path), *arguments]
+    done = subprocess.run(
+        hosts.isolated(program),
+        cwd=ROOT,
+        env=users_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    said = [(tmp_path / f"host{rank}").read_text() for rank in range(2)]
+    assert done.returncode == 0, (done.stdout, done.stderr, said)
+    read = Measurements.read(file)
+    assert read.world_size == 2
+    # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
+    steps = {hook.name: hook.step_p50_s for hook in read.hooks}
+    assert steps["none"] > 0.9 * MLP_BYTES * 8 / (two_hosts.LINK_MBIT_PER_S * 1e6)
 
 
 def test_missing_tools_are_named(monkeypatch, tmp_path, capsys):

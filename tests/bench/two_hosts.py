@@ -1,0 +1,34 @@
+"""Run `python -m gradcomp bench` with torchrun on two hosts, which are network namespaces of this machine.
+
+A program for benchmarks.network.hosts.isolated(). Its first argument is a folder for what the hosts say on
+standard error; the others are bench's. It prints what the first host prints, and exits with a host's status.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.network.hosts import Network
+
+LINK_MBIT_PER_S = 200
+TIMEOUT_S = 240
+
+
+def main() -> int:
+    folder, *arguments = sys.argv[1:]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    with Network(2) as network:
+        network.throttle(LINK_MBIT_PER_S)
+        programs = []
+        for rank, host in enumerate(network.hosts):
+            torchrun = ["torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank)]
+            torchrun += ["--nproc-per-node", "1", "--master-addr", "10.0.0.1", "--master-port", "29500"]
+            command = [sys.executable, "-m", *torchrun, "-m", "gradcomp", "bench", *arguments]
+            programs.append(host.start(command, environment, Path(folder) / f"host{rank}"))
+        output, _ = programs[0].communicate(timeout=TIMEOUT_S)
+        print(output)
+        return max(program.wait(timeout=TIMEOUT_S) for program in programs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
