@@ -20,7 +20,8 @@ from .quantise_work import COPY_BLOCK, padded_size
 from .tile import copy_tile, round_to
 
 BLOCKS_WORK = tl.constexpr(_BLOCKS)
-RESIDENT_WARPS = 24  # of a multiprocessor, which its registers have to hold
+# Of a multiprocessor, which its registers have to hold, by bits: at 4 a thread has twice as many elements.
+RESIDENT_WARPS = {8: 24, 4: 16}
 
 
 @triton.jit
@@ -78,6 +79,8 @@ def dequantise(
 
     payload: uint8. quantiser, work, exact_dtype and the sizes: those of quantise. out: the bucket.
     """
+    if bits == 4:
+        num_warps //= 2  # so that a thread's codes are 128 bits
     if len(work):
         launch(_dequantise_kernel, len(work))(
             payload,
@@ -92,6 +95,6 @@ def dequantise(
             BLOCKS=tile_blocks,
             COPY_BLOCK=COPY_BLOCK,
             num_warps=num_warps,
-            maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
+            maxnreg=registers(num_warps, max(1, RESIDENT_WARPS[bits] // num_warps)),
             enable_fp_fusion=False,
         )
