@@ -209,8 +209,13 @@ def low_rank_plan(
     compressed). All-reduce p_wire. plan.back_project(buffer, scale): orthonormalise P; plan.q_wire = scale ·
     all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of what
     isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
-    plan.sent_p(index): the part of p_wire that holds P of the layout's matrix with this index.
+    plan.project takes the indices of matrices whose P is sent as zeros, too: left_out.
     plan.wire_numels: the elements of p_wire's factors, of what isn't compressed, and of q_wire.
+
+    plan.send_in_codes(p, q): instead, project and back_project leave what they would write to the wires in
+    the payloads of two quantised plans: those of the shapes (1, p_wire's factors), (what isn't compressed,)
+    and (1, q_wire's), of the wires' dtype, in 8 bits without error feedback. Average them, and dequantise to
+    p_wire and q_wire.
 
     shares_scratch: plans on the kernels use one memory for partial sums and wires, so p_wire and q_wire hold
     nothing before project and after reconstruct. This thread has to call all three stages of one such plan
@@ -238,7 +243,8 @@ def compile_low_rank(
 ) -> None:
     """Compile the kernels that a low_rank_plan with these arguments launches, if it launches any.
 
-    arithmetic: low_rank_plan's options that follow the device, but the seed. Needs seconds per kernel, or
+    arithmetic: low_rank_plan's options that follow the device, but the seed; and codes, (dtype of what is
+    sent exactly, elements with one scale), for a plan that sends codes. Needs seconds per kernel, or
     milliseconds for what Triton finds in its cache. Allocates nothing on the device but the kernels.
     """
     if has_streams(device):

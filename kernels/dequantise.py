@@ -20,7 +20,8 @@ from .quantise_work import COPY_BLOCK, padded_size
 from .tile import copy_tile, round_to
 
 BLOCKS_WORK = tl.constexpr(_BLOCKS)
-RESIDENT_WARPS = 24  # of a multiprocessor, which its registers have to hold
+# Of a multiprocessor, which its registers have to hold: with as many threads as quantise has, and with half.
+RESIDENT_WARPS, RESIDENT_HALF_WARPS = 24, 16
 
 
 @triton.jit
@@ -78,6 +79,10 @@ def dequantise(
 
     payload: uint8. quantiser, work, exact_dtype and the sizes: those of quantise. out: the bucket.
     """
+    resident = RESIDENT_WARPS
+    if bits == 4 and out.dtype != torch.float64:
+        # So that a thread's codes are 128 bits; in fp64, where they would be 64, it spills.
+        resident, num_warps = RESIDENT_HALF_WARPS, num_warps // 2
     if len(work):
         launch(_dequantise_kernel, len(work))(
             payload,
@@ -92,6 +97,6 @@ def dequantise(
             BLOCKS=tile_blocks,
             COPY_BLOCK=COPY_BLOCK,
             num_warps=num_warps,
-            maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
+            maxnreg=registers(num_warps, max(1, resident // num_warps)),
             enable_fp_fusion=False,
         )

@@ -11,8 +11,10 @@ import torch
 from .device import is_fp64_slow, launching_on, send
 from .launch import Stage
 from .powersgd_back_project import back_project
+from .powersgd_codes_work import is_packed_as_codes
 from .powersgd_orthonormalise import orthonormalise
 from .powersgd_pack import pack
+from .powersgd_pack_codes import FactorCodes, pack_codes
 from .powersgd_project import project
 from .powersgd_random import random_q
 from .powersgd_reconstruct import reconstruct
@@ -66,7 +68,11 @@ class LowRankTensors:
 
 
 class LowRankStages:
-    """The launches of a plan's stages, on given tensors."""
+    """The launches of a plan's stages, on given tensors.
+
+    codes: where P and Q are packed in 8 bits instead of on the wires; None for the wires. pack_p: the last
+    launch of project, for codes.
+    """
 
     def __init__(
         self,
@@ -75,11 +81,14 @@ class LowRankStages:
         scratch: Sequence[torch.Tensor],
         dtype: torch.dtype,
         arithmetic: LowRankArithmetic,
+        codes: tuple[FactorCodes, FactorCodes] | None = None,
     ):
         self._work, self._tensors, self._arithmetic = work, tensors, arithmetic
         self.partial, self.p_wire, self.q_wire, self._grams = scratch
         self._blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
+        self._codes = {"pack": codes[0], "reduce": codes[1]} if codes else {}
         self.project = Stage(self._project, dtype, float)
+        self.pack_p = Stage(self._pack_p, dtype, float)
         self.orthonormalise = Stage(self._orthonormalise, dtype, float)
         self.back_project = Stage(self._back_project, dtype, float)
         self.reconstruct = Stage(self._reconstruct, dtype, int)
@@ -101,6 +110,8 @@ class LowRankStages:
         """Compile every kernel for the current device."""
         for stage in (self.project, self.back_project, self.orthonormalise, self.reconstruct):
             stage.compile()
+        if self._codes:
+            self.pack_p.compile()
 
     def _project(self, buffer: torch.Tensor, scale: float) -> None:
         own = self._tensors
@@ -117,6 +128,9 @@ class LowRankStages:
             unit=self._arithmetic.epsilon > 0,
             **self._blocks,
         )
+        self._pack_p(buffer, scale)
+
+    def _pack_p(self, buffer: torch.Tensor, scale: float) -> None:
         self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
 
     def _orthonormalise(self, buffer: torch.Tensor, scale: float) -> None:
@@ -167,8 +181,11 @@ class LowRankStages:
         )
 
     def _pack(self, buffer: torch.Tensor, table: str, out: torch.Tensor, block: int, scale: float) -> None:
-        work = self._tensors.tables[table]
-        pack(self.partial, buffer, work, out=out, rank=self._work.rank, block=block, scale=scale)
+        rank, codes, work = self._work.rank, self._codes.get(table), self._tensors.tables[table]
+        if codes is not None:
+            pack_codes(self.partial, buffer, codes, rank=rank, block=block, scale=scale)
+        else:
+            pack(self.partial, buffer, work, out=out, rank=rank, block=block, scale=scale)
 
 
 def compile_kernels(
@@ -180,15 +197,22 @@ def compile_kernels(
     warm_start: bool,
     epsilon: float,
     wire_dtype: torch.dtype | None = None,
+    codes: tuple[torch.dtype, int] | None = None,
 ) -> None:
-    """Compile every kernel that a LowRankPlan with these arguments launches. Its tensors are "meta" here."""
+    """Compile every kernel that a LowRankPlan with these arguments launches. Its tensors are "meta" here.
+
+    codes: for a plan that sends codes, the dtype of what is sent exactly and the elements with one scale.
+    """
     wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
     work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
     tensors = LowRankTensors(work, dtype, meta, error_feedback)
     parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
     memory = torch.empty(num_bytes_of(parts), dtype=torch.uint8, device=meta)
     arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
-    stages = LowRankStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic)
+    of_factors = None
+    if codes and is_packed_as_codes(work, codes[1]):
+        of_factors = (FactorCodes.on_meta(*codes), FactorCodes.on_meta(*codes))
+    stages = LowRankStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic, of_factors)
     first_q = Stage(lambda _, seed: tensors.randomise(work, seed), dtype, int)
     with launching_on(device):
         stages.compile()

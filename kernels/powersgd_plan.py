@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from .device import has_streams, is_fp64_slow, launching_on
+from .powersgd_codes_work import is_packed_as_codes
 from .powersgd_direction import is_kept, scale_of
 from .powersgd_launches import LowRankArithmetic, LowRankStages, LowRankTensors
+from .powersgd_pack_codes import FactorCodes
 from .powersgd_work import LowRankWork, wire_stride
+from .quantise_plan import QuantisedPlan
 from .scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
 
 
@@ -46,6 +49,8 @@ class LowRankPlan:
         self._memory, self._p, self._q, self._norms = own.memory, own.p, own.q, own.norms
         self._scratch_parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
         self._scratch: Scratch | None = None
+        self._quantised: tuple[QuantisedPlan, QuantisedPlan] | None = None
+        self._codes: tuple[FactorCodes, FactorCodes] | None = None
         self._shares_scratch = shares_scratch
         with launching_on(device):
             own.randomise(work, seed)
@@ -58,24 +63,50 @@ class LowRankPlan:
         self._scratch, self._scratch_memory = scratch, scratch.memory
         parts = parts_of_scratch(scratch.memory, self._scratch_parts)
         self._partial, self.p_wire, self.q_wire, _ = parts
-        self._stages = LowRankStages(self._work, self._tensors, parts, self._dtype, self._arithmetic)
+        self._stages = LowRankStages(
+            self._work, self._tensors, parts, self._dtype, self._arithmetic, self._codes
+        )
         if has_streams(self._device):
             with launching_on(self._device):
                 self._stages.compile()
+
+    def send_in_codes(self, p: Any, q: Any) -> None:
+        """Leave P and Q in these QuantisedPlans' payloads, instead of on the wires, from the next step on."""
+        self._quantised = (p, q)
+        if is_packed_as_codes(self._work, p.layout.block_size):
+            itemsize = torch.promote_types(self._dtype, torch.float32).itemsize
+            self._codes = (
+                FactorCodes.of(self._work, "p", p, itemsize),
+                FactorCodes.of(self._work, "q", q, itemsize),
+            )
+        if self._scratch is not None:
+            self._use(self._scratch)
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire that holds P of the matrix with this index."""
         matrix, start = self.layout.matrices[index], self._field(index, "p_wire")
         return self.p_wire[start : start + matrix.rank * wire_stride(matrix.rows, self.p_wire.itemsize)]
 
-    def project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches."""
+    def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
+        """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches.
+
+        left_out: indices of the matrices whose P is zero on the wire.
+        """
         if self._shares_scratch:
             scratch = shared_scratch(self._device)
             if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
                 self._use(scratch)
         with launching_on(self._device):
             self._stages.project(buffer, scale)
+            if left_out and self._codes:
+                for index in left_out:
+                    self._partial_p(index).zero_()
+                self._stages.pack_p(buffer, scale)
+        if not self._codes:
+            for index in left_out:
+                self.sent_p(index).zero_()
+            if self._quantised:
+                self._quantised[0].quantise(self.p_wire, 0)
 
     def orthonormalise(self, pairs: bool | None = None) -> None:
         """Set P to orthonormal bases of the panels in p_wire. Two launches.
@@ -92,6 +123,8 @@ class LowRankPlan:
         """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Four launches."""
         with launching_on(self._device):
             self._stages.back_project(buffer, scale)
+        if self._quantised and not self._codes:
+            self._quantised[1].quantise(self.q_wire, 0)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; keep Q for the next step. One launch."""
@@ -153,6 +186,12 @@ class LowRankPlan:
             first, count = (self._field(index, name) for name in ("first_norm", "num_norms"))
             self._norms[first : first + count].zero_()
             self._norms[first, : matrix.rank] = squared
+
+    def _partial_p(self, index: int) -> torch.Tensor:
+        """Return the partial sums of a matrix's P."""
+        programs = [row[0] == index for row in self._work.project_work]
+        first, numel = programs.index(True), self._work.rank * self._work.block_rows
+        return self._partial[first * numel : (first + sum(programs)) * numel]
 
     def _field(self, index: int, name: str) -> int:
         value: int = self._work.fields(index)[name]

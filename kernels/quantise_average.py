@@ -21,8 +21,10 @@ from .quantise_work import COPY_BLOCK, padded_size
 from .tile import round_to
 
 BLOCKS_WORK = tl.constexpr(_BLOCKS)
-# Of a multiprocessor, which its registers have to hold: where tiles are whole, and where they are masked.
-RESIDENT_WARPS, RESIDENT_MASKED_WARPS = 12, 8
+# Of a multiprocessor, which its registers have to hold: where tiles are whole, and where they are masked or
+# a row's sums pass through all warps.
+RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8
+WIDEST_BLOCK = 1024  # of RESIDENT_WARPS; with 2048, some spill on sm_100 and sm_120
 
 
 @triton.jit
@@ -184,7 +186,8 @@ def _average_kernel(
             total = tl.where(offs_col < SIZE, total, 0.0)
         if FEEDBACK:
             total = tl.where(is_sent[:, None], total + kept, 0.0)
-            senders = tl.load(error + offs, mask=mask, other=0.0)
+            if ACC != tl.float64:
+                senders = tl.load(error + offs, mask=mask, other=0.0)
         codes, scale, lost = encode(_divide_by_ranks(total, WORLD_SIZE), quantiser_ptr, SIZE, BITS)
         mean = mean_ptr.to(tl.pointer_type(tl.uint8))
         store_codes(codes_at(mean, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
@@ -194,6 +197,9 @@ def _average_kernel(
             lost = tl.where(offs_col < lengths[:, None], lost * WORLD_SIZE, 0.0)
             kept = tl.where(is_sent[:, None], lost, kept)
             tl.store(own + offs, kept, mask=mask)
+            if ACC == tl.float64:
+                # Only now: the 16 warps of a block of 4096 have no registers for it before.
+                senders = tl.load(error + offs, mask=mask, other=0.0)
             tl.store(error + offs, senders + kept, mask=mask)
     else:
         _average_exact(received_ptr, mean_ptr, payload_bytes, second, third, ACC, WORLD_SIZE, COPY_BLOCK)
@@ -223,7 +229,7 @@ def average(
     """
     if len(work):
         columns = padded_size(block_size)
-        warps = RESIDENT_WARPS if columns == block_size else RESIDENT_MASKED_WARPS
+        warps = RESIDENT_WARPS if columns == block_size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
         launch(_average_kernel, len(work))(
             received,
             out,

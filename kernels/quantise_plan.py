@@ -36,7 +36,7 @@ class QuantisedPlan:
         thresholds: Sequence[float],
     ):
         self.layout, self._device, self._feedback = layout, device, error_feedback
-        self._exact_dtype = exact_dtype = exact_dtype or dtype
+        self.exact_dtype = exact_dtype = exact_dtype or dtype
         work = QuantisedWork(layout, bits, dtype.itemsize, exact_dtype.itemsize)
         wide = torch.promote_types(dtype, torch.float32)
 
@@ -96,7 +96,7 @@ class QuantisedPlan:
         One launch.
         """
         with launching_on(self._device):
-            self._averaging(self.mean.view(self._exact_dtype), rank)
+            self._averaging(self.mean.view(self.exact_dtype), rank)
 
     def dequantise(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket. One launch."""
@@ -126,13 +126,13 @@ class QuantisedPlan:
             shard_error=self._shard_error,
             out=self.payload,
             feedback=self._feedback,
-            exact_dtype=self._exact_dtype,
+            exact_dtype=self.exact_dtype,
             **self._sizes,
         )
 
     def _average(self, buffer: torch.Tensor, rank: int) -> None:
         average(
-            self.received.view(-1).view(self._exact_dtype),
+            self.received.view(-1).view(self.exact_dtype),
             self._lengths,
             self._quantiser,
             self._shard_work,
@@ -151,7 +151,7 @@ class QuantisedPlan:
             self._quantiser,
             self._bucket_work,
             out=buffer,
-            exact_dtype=self._exact_dtype,
+            exact_dtype=self.exact_dtype,
             **self._sizes,
         )
 

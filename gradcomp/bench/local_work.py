@@ -36,7 +36,7 @@ def local_work(
         return _low_rank(hook, shapes, dtype, device, world_size)
     if hook.bits is not None:
         layout = BlockLayout(shapes, 128, world_size)
-        return _quantised(layout, dtype, device, bits=hook.bits, error_feedback=True, exact_dtype=None)
+        return _quantised(ops.quantised_plan(layout, dtype, device, bits=hook.bits, error_feedback=True))
     if hook.wire_dtype is None:
         return lambda flat: None
     wire = torch.empty(num_elements(shapes), dtype=hook.wire_dtype, device=device)
@@ -48,28 +48,22 @@ def local_work(
     return cast
 
 
-def _quantised(
-    layout: BlockLayout,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    bits: int,
-    error_feedback: bool,
-    exact_dtype: torch.dtype | None,
-) -> Work:
-    plan = ops.quantised_plan(
-        layout, dtype, device, bits=bits, error_feedback=error_feedback, exact_dtype=exact_dtype
-    )
-
+def _quantised(plan: ops.QuantisedPlan) -> Work:
     def work(flat: torch.Tensor) -> None:
         if plan.payload.numel():
             plan.quantise(flat, 0)
-            # What an all-to-all does between ranks that have the same gradients.
-            plan.received.copy_(plan.payload[:1].expand_as(plan.received))
-            plan.average(0)
-            plan.dequantise(flat)
+            _average(plan, flat)
 
     return work
+
+
+def _average(plan: ops.QuantisedPlan, flat: torch.Tensor) -> None:
+    """Do what follows quantise in a quantised all-reduce."""
+    if plan.payload.numel():
+        # What an all-to-all does between ranks that have the same gradients.
+        plan.received.copy_(plan.payload[:1].expand_as(plan.received))
+        plan.average(0)
+        plan.dequantise(flat)
 
 
 def _low_rank(
@@ -84,11 +78,11 @@ def _low_rank(
         wire_dtype=options.wire_dtype(dtype),
         seed=0,
     )
-    between: list[Work] = [lambda flat: None] * 2
+    between: list[ops.QuantisedPlan] = []
     if options.is_quantised:
         p_numel, uncompressed_numel, q_numel = plan.wire_numels
         between = [
-            _quantised(
+            ops.quantised_plan(
                 BlockLayout(parts, options.BLOCK_SIZE, world_size),
                 torch.promote_types(dtype, torch.float32),
                 device,
@@ -98,12 +92,15 @@ def _low_rank(
             )
             for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
         ]
+        plan.send_in_codes(*between)
 
     def work(flat: torch.Tensor) -> None:
         plan.project(flat, 1.0)
-        between[0](plan.p_wire)
+        if between:
+            _average(between[0], plan.p_wire)
         plan.back_project(flat, 1.0)
-        between[1](plan.q_wire)
+        if between:
+            _average(between[1], plan.q_wire)
         plan.reconstruct(flat, 0)
 
     return work

@@ -14,7 +14,7 @@ from gradcomp.layout.blocks import SCALE_BYTES
 
 from .compressor import BucketSpec, Compressor, State, Works
 from .pipeline import run_through
-from .quantised import QuantisedCompressor, QuantisedOptions, quantised_all_reduce
+from .quantised import QuantisedCompressor, QuantisedOptions, average_payload
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -113,12 +113,14 @@ class LowRankCompressor(Compressor):
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: LowRankOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
+        exact_dtype = options.uncompressed_dtype or bucket.dtype
         ops.compile_low_rank(
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
+            **({"codes": (exact_dtype, options.BLOCK_SIZE)} if options.is_quantised else {}),
         )
         if options.is_quantised:
             # Its kernels don't depend on shapes.
@@ -128,7 +130,7 @@ class LowRankCompressor(Compressor):
                 bucket.device,
                 bits=8,
                 error_feedback=False,
-                exact_dtype=options.uncompressed_dtype or bucket.dtype,
+                exact_dtype=exact_dtype,
             )
 
     def leave_out(self, unused: Sequence[int]) -> None:
@@ -151,13 +153,11 @@ class LowRankCompressor(Compressor):
         if self._owed is not None:
             flat += self._owed
             self._owed = None
-        plan.project(flat, scale)
-        for index in self._left_out:
-            plan.sent_p(index).zero_()
+        plan.project(flat, scale, self._left_out)
         if wires:
-            yield from quantised_all_reduce(wires.p, plan.p_wire, group)
+            yield from average_payload(wires.p, plan.p_wire, group)
             plan.back_project(flat, scale)
-            yield from quantised_all_reduce(wires.q, plan.q_wire, group)
+            yield from average_payload(wires.q, plan.q_wire, group)
         else:
             is_async = not ops.has_streams(flat.device)
             yield dist.all_reduce(plan.p_wire, group=group, async_op=is_async)
@@ -211,6 +211,7 @@ class _QuantisedWires:
         self.p = quantised((1, p_numel), (uncompressed_numel,))
         self.q = quantised((1, q_numel))
         self.num_bytes = self.p.payload.numel() + self.q.payload.numel()
+        plan.send_in_codes(self.p, self.q)
 
 
 def start_compressor(bucket: BucketSpec, options: LowRankOptions) -> Compressor:

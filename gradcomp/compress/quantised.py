@@ -155,8 +155,14 @@ def quantised_all_reduce(
     unused: see ops.quantised_plan.
     """
     if plan.payload.numel():
-        is_async = not ops.has_streams(flat.device)
         plan.quantise(flat, group.rank(), unused)
+        yield from average_payload(plan, flat, group)
+
+
+def average_payload(plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Do the rest of quantised_all_reduce, once plan.payload has what this rank sends."""
+    if plan.payload.numel():
+        is_async = not ops.has_streams(flat.device)
         received, payload = plan.received.view(-1), plan.payload.view(-1)
         yield dist.all_to_all_single(received, payload, group=group, async_op=is_async)
         plan.average(group.rank())

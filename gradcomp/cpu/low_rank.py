@@ -6,13 +6,14 @@ A plan is the working set of one bucket. It consists of matrix groups (matrix_gr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .copy import cast
 from .matrix_group import MatrixGroup
 from .orthonormalise import orthonormalise
+from .quantised_plan import QuantisedPlan
 
 if TYPE_CHECKING:
     from gradcomp.layout import LowRankLayout
@@ -67,15 +68,23 @@ class LowRankPlan:
             self.groups.append(MatrixGroup(matrices, p, qt, scratch, dtype, error_feedback))
             self._groups_by_rank.setdefault(rank, []).append(self.groups[-1])
         self._error_feedback, self._warm_start, self._epsilon = error_feedback, warm_start, epsilon
+        self._quantised: tuple[QuantisedPlan, QuantisedPlan] | None = None
         for group, direction in zip(self.groups, self._random(seed), strict=True):
             group.direction.copy_(direction)
+
+    def send_in_codes(self, p: Any, q: Any) -> None:
+        """Leave P and Q in these QuantisedPlans' payloads, too, from the next step on."""
+        self._quantised = (p, q)
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire that holds P of the matrix with this index."""
         return self.p_wire[self.layout.p_slice(index)]
 
-    def project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors)."""
+    def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
+        """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors).
+
+        left_out: indices of the matrices whose P is zero on the wire.
+        """
         for group in self.groups:
             group.project(buffer)
         if self._by_column:
@@ -85,6 +94,10 @@ class LowRankPlan:
             cast(self._p, out=self._p_part, scale=scale)
         for (offset, numel), wire in self._uncompressed():
             cast(buffer[offset : offset + numel], out=wire, scale=scale)
+        for index in left_out:
+            self.sent_p(index).zero_()
+        if self._quantised and self.p_wire.numel():
+            self._quantised[0].quantise(self.p_wire, 0)
 
     def orthonormalise(self) -> None:
         """Set P to orthonormal bases of the panels in p_wire."""
@@ -102,6 +115,8 @@ class LowRankPlan:
         for group in reversed(self.groups):  # as each group does with its chunks
             group.back_project(buffer)
         cast(self._q, out=self.q_wire, scale=scale)
+        if self._quantised and self.q_wire.numel():
+            self._quantised[1].quantise(self.q_wire, 0)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; choose the next step's directions.

@@ -49,7 +49,8 @@ def powerSGD_hook(  # noqa: N802
     Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
 
     A step with inf or NaN gives inf or NaN on every rank; the matrices it touched start afresh in the next.
-    On CUDA there are six kernel launches per bucket and step, and nothing waits for the host.
+    On CUDA there are seven kernel launches per bucket and step, eleven with int8 factors, and nothing waits
+    for the host.
 
     Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.
 

@@ -31,7 +31,9 @@ from triton.compiler import ASTSource
 import gradcomp.kernels
 from gradcomp.cpu.quantise import THRESHOLDS, levels
 from gradcomp.kernels import cast, flatten
+from gradcomp.kernels.powersgd_pack_codes import FactorCodes, pack_codes
 from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.kernels.powersgd_work import block_shape
 from gradcomp.kernels.quantise_plan import QuantisedPlan
 from gradcomp.layout import BlockLayout, LowRankLayout
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
@@ -62,6 +64,9 @@ QUANTISED = [
     (FP16, 8, 16, 1, True),
     *((dtype, bits, MAX_BLOCK_SIZE, 8, True) for dtype, bits in product((FP32, FP64), (4, 8))),
     (FP32, 4, MAX_BLOCK_SIZE - 2, 3, True),
+    # Of which the average once spilled.
+    (FP32, 4, 2048, 12, True),
+    (FP64, 4, MAX_BLOCK_SIZE, 3, True),
 ]
 EVERY = list(product((FP32, BF16, FP16, FP64), (1, 2, 4, 8, 16, 32, 64, 96), (True, False)))
 
@@ -138,6 +143,11 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         if feedback and dtype != FP64:  # for GPUs whose fp64 is slow
             plan.orthonormalise(pairs=True)
             yield f"{TYPE_NAMES[dtype]} r={rank} pairs"
+    for dtype, rank in product((FP32, BF16, FP64), (4, 32)):
+        partial = torch.zeros(1, dtype=torch.promote_types(dtype, FP32))
+        codes, block = FactorCodes.on_meta(dtype, 128), block_shape(dtype.itemsize, rank)[0]
+        pack_codes(partial, torch.zeros(1, dtype=dtype), codes, rank=rank, block=block, scale=1.0)
+        yield f"{TYPE_NAMES[dtype]} r={rank} codes"
 
 
 def quantised_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]]) -> Iterator[str]:

@@ -19,9 +19,14 @@ TILES_MOVED = {
     "_reconstruct_kernel": (0, 1),
 }
 PANEL_KERNELS = ("_gram_kernel", "_orthonormalise_kernel", "_orthonormalise_blocks_kernel")
-# How often a thread of the quantised all-reduce's kernels loads and stores 128 bits of a tile of gradients or
-# errors in fp32, of which it holds 64 bytes.
-QUANTISED_MOVED = {"_quantise_kernel": (12, 4), "_average_kernel": (8, 8), "_dequantise_kernel": (0, 4)}
+# How often a thread of the quantised all-reduce's kernels loads and stores 128 bits by bits: of a tile of
+# gradients or errors in fp32, of which it holds 64 bytes, or twice as many in dequantise at 4 bits; and there
+# of codes and of the exact elements, of which it holds as many.
+QUANTISED_MOVED = {
+    "_quantise_kernel": {8: (12, 4), 4: (12, 4)},
+    "_average_kernel": {8: (8, 8), 4: (8, 8)},
+    "_dequantise_kernel": {8: (1 + 4, 4 + 4), 4: (1 + 8, 8 + 8)},
+}
 COPYING = ("_cast_kernel", "_flatten_kernel")
 
 
@@ -134,6 +139,18 @@ def check_factors_move_128_bits_at_a_time(report):
     assert checked > 20
 
 
+def check_codes_of_factors_move_128_bits_at_a_time(report):
+    """Check the partial sums, of which a thread holds 64 bytes, the codes, and the uncompressed tensors."""
+    checked = 0
+    for name, facts in report.items():
+        if facts["kernel"] == "_pack_codes_kernel" and "fp64" not in name:
+            exact = 16 * (2 if "bf16" in name else 4) // 16
+            assert wide(facts, "LDG") >= 4 + exact, f"{name}: {facts['memory']}"
+            assert wide(facts, "STG") >= 1 + exact, f"{name}: {facts['memory']}"
+            checked += 1
+    assert checked >= 2
+
+
 def check_panels_move_128_bits_at_a_time(report):
     """Check the loads of P from the wire, and the stores of orthonormal P, where a block gives each thread
     16 bytes.
@@ -160,11 +177,11 @@ def check_panels_move_128_bits_at_a_time(report):
 
 
 def check_blocks_move_128_bits_at_a_time(report):
-    """Check gradients and errors in blocks of the default size."""
+    """Check gradients, errors and what dequantise reads, in blocks of the default size."""
     checked = 0
     for name, facts in report.items():
         if facts["kernel"] in QUANTISED_MOVED and "[fp32" in name and "size=128 W=8" in name:
-            loads, stores = QUANTISED_MOVED[facts["kernel"]]
+            loads, stores = QUANTISED_MOVED[facts["kernel"]][facts["constants"]["BITS"]]
             assert wide(facts, "LDG") >= loads, f"{name}: {facts['memory']}"
             assert wide(facts, "STG") >= stores, f"{name}: {facts['memory']}"
             checked += 1
@@ -193,6 +210,7 @@ def test_machine_code(architecture):
     check_two_programs_fit_a_multiprocessor(report)
     check_matrices_move_128_bits_at_a_time(report)
     check_factors_move_128_bits_at_a_time(report)
+    check_codes_of_factors_move_128_bits_at_a_time(report)
     check_panels_move_128_bits_at_a_time(report)
     check_blocks_move_128_bits_at_a_time(report)
     check_pairs_leave_fp64_alone(report)

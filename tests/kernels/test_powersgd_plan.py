@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradcomp import ops
 from gradcomp.cpu import low_rank as cpu
 from gradcomp.kernels.powersgd_back_project import back_project
 from gradcomp.kernels.powersgd_plan import LowRankPlan
 from gradcomp.kernels.powersgd_project import project
 from gradcomp.kernels.powersgd_reconstruct import reconstruct
 from gradcomp.kernels.powersgd_work import TILES, LowRankWork
-from gradcomp.layout import LowRankLayout, Matrix
+from gradcomp.layout import BlockLayout, LowRankLayout, Matrix
 from tests.kernels.compiled import is_kernel, kernel_modules
 from tests.kernels.powersgd_ranks import COMPRESS_ALL, plans_of, random_grads, relative, step
 from tests.tolerances import POWERSGD_STEP as STEP
@@ -72,6 +73,23 @@ def step_of(plan, buffer: torch.Tensor, seed: int = 0) -> None:
     plan.project(buffer, 1.0)
     plan.back_project(buffer, 1.0)
     plan.reconstruct(buffer, seed)
+
+
+def test_codes_are_packed_without_launches_of_their_own(launched, device):
+    shapes = [(140, 41), (3,), (9, 150)]
+    options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "wire_dtype": FP32}
+    plan = LowRankPlan(LowRankLayout(shapes, 4, COMPRESS_ALL), FP32, device, **options)
+    p_numel, uncompressed_numel, q_numel = plan.wire_numels
+    codes = [
+        ops.quantised_plan(BlockLayout(parts, 128, 2), FP32, device, bits=8, error_feedback=False)
+        for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
+    ]
+    plan.send_in_codes(*codes)
+    launched.clear()
+    step_of(plan, torch.zeros(plan.layout.numel, device=device))
+    assert len(launched) == 7
+    assert launched.count("_pack_codes_kernel") == 2
+    assert "_quantise_kernel" not in launched
 
 
 @pytest.mark.parametrize("rank", [1, 4, 32, 40])
