@@ -39,11 +39,12 @@ def step(model, rank, number, **options):
     model(batch_of(rank, number), **options).square().mean().backward()
 
 
-def accumulate(model, rank, number, *, switch):
-    """Run three backwards, the last of which is averaged."""
+def accumulate(model, rank, number, *, switch, uses_all=True):
+    """Run three backwards, the last of which is averaged; uses_all: not the first alone."""
     for part in range(3):
         getattr(model, switch)(part == 2)
-        step(model, rank, 3 * number + part)
+        left_out = {} if uses_all else {"use_spare": part == 0, "skip": [1] if part else []}
+        step(model, rank, 3 * number + part, **left_out)
 
 
 def skip_a_layer(model, rank, number):
@@ -93,7 +94,7 @@ SCENARIOS = {
     "accumulated after the reduce-scatter": (sharded, partial(accumulate, switch="set_requires_all_reduce")),
     "accumulated in a wider dtype": (
         mixed(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        partial(accumulate, switch="set_requires_gradient_sync"),
+        partial(accumulate, switch="set_requires_gradient_sync", uses_all=False),
     ),
     "accumulated in a narrower dtype": (
         mixed(reduce_dtype=torch.bfloat16),
@@ -224,6 +225,7 @@ def weights_after_a_forward(rank):
     with torch.no_grad():
         model(torch.ones(1, 3))  # leaves the whole weight in place
     compress_replicas(model, grid.replicas)
+    model.reshard()  # which frees the whole weight
     with torch.no_grad():
         return model(torch.ones(1, 3)).flatten().tolist()
 
