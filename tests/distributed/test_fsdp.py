@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,9 +56,24 @@ def run_a_layer_twice(model, rank, number):
     (model(x) + model(x + 1)).square().mean().backward()
 
 
+def finalize(model, rank, number):
+    """Run two backwards; what the autograd engine has not had reduced by then is reduced afterwards."""
+    model.set_manual_backward_finalization(True)
+    for part in range(2):
+        model.set_requires_gradient_sync(part == 1)
+        step(model, rank, 2 * number + part)
+    model.finalize_backward()
+
+
 def freeze(model):
     model.layers[1].requires_grad_(False)
     model.layers[2][0].weight.requires_grad_(False)
+    return model
+
+
+def with_zeros(model):
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # since torch 2.13
+        model.set_reduce_scatter_unused_params(True)
     return model
 
 
@@ -105,6 +120,7 @@ SCENARIOS = {
     "reduced in fp16": (mixed(reduce_dtype=torch.float16), step),
     "frozen parameters": (lambda mesh: freeze(sharded(mesh)), step),
     "unused parameters": (sharded, skip_a_layer),
+    "zeros for unused parameters": (lambda mesh: with_zeros(sharded(mesh)), skip_a_layer),
     "two forwards": (sharded, run_a_layer_twice),
     "checkpointed activations": (lambda mesh: sharded(mesh, Net("non-reentrant")), step),
     "checkpointed activations, reentrant": (lambda mesh: sharded(mesh, Net("reentrant")), step),
@@ -113,6 +129,8 @@ SCENARIOS = {
     "several modules in one group": (layers_in_one_group, step),
     "offloaded": (partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)), step),
 }
+if hasattr(FSDPModule, "set_manual_backward_finalization"):  # since torch 2.15
+    SCENARIOS["backwards that the caller finalizes"] = (sharded, finalize)
 STATES = {
     "no state": lambda group: None,
     "exact compressor": lambda group: CompressorState(Exact),

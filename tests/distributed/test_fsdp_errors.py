@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
 from gradcomp.compress import CompressorState
@@ -34,13 +35,11 @@ def on_meta(mesh):
 
 def over_two_meshes(grid):
     """One module whose parameters are sharded over meshes of their own."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
-    meshes = [FSDPMeshInfo(grid.shards, 0), FSDPMeshInfo(grid.mesh["replicate"], 0)]
+    meshes = [_fsdp_common.FSDPMeshInfo(each, 0) for each in (grid.shards, grid.mesh["replicate"])]
     return fully_shard(
         nn.Linear(4, 4),
         mesh=grid.shards,
-        shard_placement_fn=lambda each: ShardPlacementResult(Shard(0), meshes[each.ndim - 1]),
+        shard_placement_fn=lambda each: _fsdp_common.ShardPlacementResult(Shard(0), meshes[each.ndim - 1]),
     )
 
 
@@ -123,6 +122,8 @@ REFUSED = {
         "one state per model",
     ),
 }
+if not hasattr(_fsdp_common, "ShardPlacementResult"):  # torch 2.11 has one mesh per module
+    del REFUSED["several meshes"]
 
 
 def refuse(rank):
