@@ -74,6 +74,15 @@ class BucketMemories:
         is_current = self._memories.get(tuple(memory.parameter_indices)) is memory
         return is_current and memory.is_dead and not memory.is_empty
 
+    def number(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Give parameters their indices in this order, before any bucket brings them.
+
+        Raises ValueError if buckets have brought parameters already.
+        """
+        if self._parameter_indices or any(memory.parameters for memory in self._memories.values()):
+            raise ValueError("the state averages the gradients of a model already: make one state per model")
+        self._parameter_indices.update(zip(parameters, range(len(parameters)), strict=True))
+
     def memory_of(self, parameter: torch.Tensor) -> tuple[Memory, int] | None:
         """Return (a parameter's memory, the parameter's offset in it); None if it has no memory."""
         i = self._parameter_indices.get(parameter)

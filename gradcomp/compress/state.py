@@ -1,7 +1,7 @@
 """The state of compressing hooks: plain first steps, then a compressor for every bucket."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,13 +83,32 @@ class CompressedAveraging:
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0), before, after
 
+    @property
+    def is_compared(self) -> bool:
+        """True if a step has found the ranks alike since options, group or memory were last changed."""
+        return self._is_compared
+
+    def number_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Give a model's parameters their indices, by which checkpoints know them, in this order.
+
+        Without it the order is that in which buckets bring them. Raises ValueError if buckets have brought
+        parameters already.
+        """
+        self._memories.number(parameters)
+
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count the step if this is its last bucket."""
         if bucket.is_last():
-            self._waits_for_buckets = False
-            self.iter += 1
-            if self.iter == self.start_iter:
-                self._logger.info("Start to apply %s after %s iterations.", self.algorithm, self.iter)
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Count the step. Whoever can't tell which bucket is the last calls this after it."""
+        if not self.is_plain_step and self.iter >= self.next_stats_report:
+            self._report_stats()
+        self._is_compared, self._waits_for_buckets = True, False
+        self.iter += 1
+        if self.iter == self.start_iter:
+            self._logger.info("Start to apply %s after %s iterations.", self.algorithm, self.iter)
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add a parameter's average to the error again, because it was not used.
@@ -153,7 +172,8 @@ class CompressedAveraging:
             future = self._pipeline.add(stages(), is_first=is_first, is_last=is_last)
         if later is not None:
             self._warm_up(parts, buffer.device, group, later)
-        self._count(compressors, bucket)
+        self.total_numel_before_compression += buffer.numel()
+        self.total_numel_after_compression += sum(compressor.sent_numel for compressor in compressors)
         self.maybe_increase_iter(bucket)
         return future
 
@@ -238,18 +258,14 @@ class CompressedAveraging:
         """Return the seed for a bucket's random choices in a step, the same on every rank."""
         return (self.random_seed * 1_000_003 + step * 8_191 + index) % 2**63
 
-    def _count(self, compressors: list[Compressor], bucket: dist.GradBucket) -> None:
-        """Add a bucket to the statistics, and log them when they are due."""
-        self.total_numel_before_compression += bucket.buffer().numel()
-        self.total_numel_after_compression += sum(compressor.sent_numel for compressor in compressors)
-        if bucket.is_last() and self.iter >= self.next_stats_report:
-            rate, before, after = self.compression_stats()
-            self._logger.info(
-                "Compression stats: iter %s, total before compression %s, total after compression %s, rate "
-                "%s",
-                *(self.iter, before, after, rate),
-            )
-            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+    def _report_stats(self) -> None:
+        """Log the statistics, and note when they are due again."""
+        rate, before, after = self.compression_stats()
+        self._logger.info(
+            "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+            *(self.iter, before, after, rate),
+        )
+        self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
     def _whose_errors(self) -> dict[str, Any] | None:
         return self._errors_of or owner_of(self.process_group)

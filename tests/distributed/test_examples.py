@@ -16,7 +16,7 @@ assert not any("gloo" in name for name in threads), f"left behind: {threads}"
 
 def run(*command, tmp_path):
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = run_python(*command, **environment)
+    done = run_python(*command, timeout_s=300, **environment)
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr
     return done.stdout
@@ -47,3 +47,11 @@ def test_the_checkpoint_example_where_there_is_no_numpy(tmp_path):
     ]
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in printed]
     assert losses[1] < 0.6 * losses[0]
+
+
+def test_the_example_of_sharded_replicas(tmp_path):
+    printed = run(EXAMPLES / "fsdp.py", tmp_path=tmp_path).splitlines()
+    assert [line.partition(":")[0] for line in printed] == ["step 40", "step 80"]
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in printed]
+    assert losses[1] < 0.7 * losses[0]
+    assert all(float(line.split()[-1]) > 4 for line in printed)

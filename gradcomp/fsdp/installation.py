@@ -1,0 +1,180 @@
+"""Install compressors in a sharded model's all-reduce hooks."""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from gradcomp.compress import CompressorState
+from gradcomp.compress.consistency import require_same_group, require_same_on_all_ranks
+from gradcomp.compress.process_group import require_group
+from gradcomp.hooks.powerSGD_hook import PowerSGDState
+
+from .all_reduce_hook import AllReduceHook, AnyState, ReplicaAverage
+from .param_groups import ParamGroup, call_after_backward, param_groups_of
+
+_WHOSE = "compress_replicas"
+_ADVICE = "Give every rank the same model, mesh and state"
+
+
+def compress_replicas(
+    model: nn.Module, replicate_group: dist.ProcessGroup, state: AnyState | None = None
+) -> None:
+    """Average a sharded model's gradients over its replicas, compressed.
+
+    FSDP2 averages over the shards, as without it. Every FSDP module's part is a bucket, of the local shards'
+    shapes: PowerSGD compresses each rank's rows of a matrix.
+
+    model: after fully_shard over a 1-D mesh, the model itself included; a mesh of size 1 makes it DDP.
+    replicate_group: the ranks that hold the same shards, one of every replica.
+    state: a PowerSGDState, a QuantizationState, or any other CompressorState, for this model alone; its
+        process group, where it has none, becomes replicate_group. None averages exactly.
+
+    Replaces the parameters and buffers of all replicas by those of the group's first rank. A collective:
+    every rank calls it before training.
+
+    Raises TypeError for arguments of other types, ValueError for a model that is not sharded, or over a 2-D
+    mesh, or for a second call, and for a group or state that doesn't fit; RuntimeError, on every rank, where
+    the ranks differ.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (num_nodes, 8), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        state = PowerSGDState(mesh["replicate"].get_group(), matrix_approximation_rank=8)
+        compress_replicas(model, mesh["replicate"].get_group(), state)
+    """
+    if replicate_group is None:
+        raise TypeError(f"{_WHOSE} takes the replicas' process group as its replicate_group, got None")
+    require_group(_WHOSE, replicate_group, "replicate_group")
+    groups = _checked_groups(model, replicate_group)
+    _check_state(state, replicate_group)
+    _require_agreement(groups, replicate_group, state)
+    if state is not None:
+        state.number_parameters([each for group in groups for each in group.placeholders])
+        state.process_group = replicate_group
+    for group in groups:
+        group.module.reshard()
+    _copy_from_first_rank(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
+    replicas = ReplicaAverage(replicate_group, state)
+    for index, group in enumerate(groups):
+        group.install(AllReduceHook(index, group, replicas))
+    call_after_backward(model, replicas.end_of_backward)
+
+
+def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[ParamGroup]:
+    """Return the model's parameter groups. Raises TypeError or ValueError for a model that doesn't fit."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_WHOSE} takes a module, got {model!r}")
+    if not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"{_WHOSE} takes a model sharded with torch.distributed.fsdp.fully_shard, but "
+            f"{type(model).__name__} is not: call fully_shard on the model itself after its parts"
+        )
+    groups = param_groups_of(model)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no sharded parameters")
+    for group in groups:
+        if group.has_hook:
+            raise ValueError(
+                f"{group.name} has an all-reduce hook already. Likely cause: a second call of {_WHOSE}"
+            )
+        if group.is_replicated or group.shard_group is None:
+            raise ValueError(
+                f"{group.name} is replicated by torch, which averages over the replicas by itself. Give "
+                'fully_shard a 1-D mesh, mesh["shard"], and the replicas\' group to compress_replicas'
+            )
+        _check_ranks(group.name, group.shard_group, replicate_group)
+    unready = [name for name, each in model.named_parameters() if each.is_meta]
+    if unready:
+        raise ValueError(f"{_WHOSE} needs the parameters' values, but {unready[0]} is a meta tensor")
+    return groups
+
+
+def _check_ranks(name: str, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup) -> None:
+    """Raise ValueError if the replicas' group has two ranks of one replica."""
+    shards, replicas = map(dist.get_process_group_ranks, (shard_group, replicate_group))
+    if len(common := set(shards) & set(replicas)) > 1:
+        raise ValueError(
+            f"replicate_group has ranks {replicas}, of which {sorted(common)} hold different shards of "
+            f"{name} (sharded over ranks {shards}), but has to have one rank of every replica: "
+            'mesh["replicate"].get_group() of the 2-D mesh'
+        )
+
+
+def _check_state(state: Any, replicate_group: dist.ProcessGroup) -> None:
+    if state is None:
+        return
+    if not isinstance(state, CompressorState | PowerSGDState):
+        raise TypeError(
+            f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as its "
+            f"state, got {state!r}"
+        )
+    group = replicate_group if state.process_group is None else state.process_group
+    ranks, given = map(dist.get_process_group_ranks, (group, replicate_group))
+    if ranks != given:
+        raise ValueError(
+            f"the state's process group has ranks {ranks}, but replicate_group has {given}: set "
+            "state.process_group = replicate_group"
+        )
+
+
+def _require_agreement(
+    groups: list[ParamGroup], replicate_group: dist.ProcessGroup, state: AnyState | None
+) -> None:
+    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and options.
+
+    The ranks of each shard mesh are compared first, then the replicas, which also exchange what the first
+    comparison has found: any two ranks of the grid differ in one of the two.
+    """
+    require_same_group(_WHOSE, replicate_group)
+    device = groups[0].device
+    values: dict[str, Any] = {
+        "state": None if state is None else {"algorithm": state.algorithm, **state.compared_options()},
+        "number of replicas": replicate_group.size(),
+        "FSDP modules": [group.name for group in groups],
+        "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],
+    }
+    failure: RuntimeError | None = None
+    for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
+        assert shard_group is not None
+        try:
+            require_same_on_all_ranks(_WHOSE, values, shard_group, device, _ADVICE)
+        except RuntimeError as error:
+            failure = error
+    places = [group.shard_group and group.shard_group.rank() for group in groups]
+    values |= {"rank in the shard mesh": places, "error": failure and str(failure)}
+    try:
+        require_same_on_all_ranks(_WHOSE, values, replicate_group, device, _ADVICE)
+    except RuntimeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+
+
+@torch.no_grad()
+def _copy_from_first_rank(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Copy the local parts of tensors from the group's first rank to all its ranks, in place.
+
+    device: one whose tensors the group's backend takes; parameters may be offloaded to the CPU.
+    """
+    source = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        local = tensor.detach()
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        if not local.numel():
+            continue
+        wire = local.to(device).contiguous()
+        # As bytes: backends lack some dtypes.
+        dist.broadcast(wire.view(-1).view(torch.uint8), source, group=group)
+        if wire.data_ptr() != local.data_ptr():
+            local.copy_(wire)

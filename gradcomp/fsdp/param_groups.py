@@ -1,0 +1,159 @@
+"""What FSDP2 does not tell in public: its parameter groups, and the gradients that one of them has reduced.
+
+Every private name of torch's that the package uses is here, as read in torch 2.11 to 2.15.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+# The methods of an FSDP module's state in which a backward ends; the second is torch 2.15's, for
+# set_manual_backward_finalization.
+_ENDS = ("_root_post_backward_final_callback", "finalize_backward")
+
+
+class ParamGroup:
+    """Parameters whose gradients FSDP2 reduces together, in one flat tensor: those of an FSDP module.
+
+    name: the module's. placeholders: a meta tensor for every parameter, in the padded shape that its local
+    gradient has in the reduced tensor: a shard's last rows may be padding, on some ranks all of them.
+    """
+
+    def __init__(self, name: str, module: FSDPModule, group: Any):
+        self.name, self.module, self._group = name, module, group
+        self.placeholders = [
+            torch.empty(each.padded_sharded_param_size, dtype=each.sharded_param.dtype, device="meta")
+            for each in group.fsdp_params
+        ]
+        self._reduced: list[torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which its gradients are reduced."""
+        return torch.device(self._group.device)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The process group over which it is sharded; None if it is not sharded."""
+        group: dist.ProcessGroup | None = getattr(self._group.mesh_info, "shard_process_group", None)
+        return group
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if FSDP2 itself averages over replicas, as on a 2-D mesh."""
+        return hasattr(self._group.mesh_info, "replicate_process_group")
+
+    @property
+    def has_hook(self) -> bool:
+        """True if an all-reduce hook is installed."""
+        return self._group._all_reduce_hook is not None
+
+    @property
+    def averages_now(self) -> bool:
+        """False after set_requires_all_reduce(False)."""
+        return bool(self._group.all_reduce_grads)
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What the user has set with set_gradient_divide_factor."""
+        factor: float | None = self._group.gradient_divide_factor
+        return factor
+
+    def install(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Install an all-reduce hook; from now on `reduced` tells it which gradients it gets."""
+        post_backward = self._group.post_backward
+
+        def noting_gradients(*unused: Any) -> None:
+            self._reduced = [
+                placeholder for each, placeholder in self._in_order() if self._will_be_reduced(each)
+            ]
+            post_backward(*unused)
+
+        self._group.post_backward = noting_gradients
+        self.module.set_all_reduce_hook(hook)
+
+    def reduced(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Return the placeholders of the gradients in a reduced tensor, in its order.
+
+        Raises RuntimeError if they are not as long as the tensor.
+        """
+        numel = sum(each.numel() for each in self._reduced or ())
+        if self._reduced is None or numel != output.numel():
+            raise RuntimeError(
+                f"FSDP2 reduced {output.numel()} elements of {self.name}, but its gradients have {numel}. "
+                f"Likely cause: gradcomp.fsdp doesn't know torch {torch.__version__}"
+            )
+        return self._reduced
+
+    def _in_order(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield torch's parameters with their placeholders, in the order of a reduced tensor."""
+        pairs = list(zip(self._group.fsdp_params, self.placeholders, strict=True))
+        # torch 2.15 sorts them by the dtypes of their gradients.
+        for index in getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(pairs)):
+            yield pairs[index]
+
+    def _will_be_reduced(self, parameter: Any) -> bool:
+        """Return whether a parameter has a gradient, of this backward or accumulated in earlier ones."""
+        if not hasattr(parameter, "_unsharded_param"):
+            return False  # its module has never run
+        unsharded = parameter.unsharded_param
+        if unsharded.grad is not None or getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+            return True
+        # After set_reduce_scatter_unused_params(True), since torch 2.13.
+        return bool(getattr(self._group, "reduce_scatter_unused_params", False) and unsharded.requires_grad)
+
+
+def param_groups_of(model: nn.Module) -> list[ParamGroup]:
+    """Return the parameter groups of a model in the order of its modules.
+
+    Raises ValueError for a module with several groups, for which torch has no all-reduce hook.
+    """
+    found: dict[int, ParamGroup] = {}
+    for name, module, state in _states_of(model):
+        groups = _groups_of(state)
+        if len(groups) > 1:
+            raise ValueError(
+                f"{name} has {len(groups)} parameter groups, sharded over several meshes by its "
+                "shard_placement_fn; torch offers all-reduce hooks for modules with one group only. Apply "
+                "fully_shard to the parts with another mesh as modules of their own"
+            )
+        for group in groups:
+            # Modules that were given to fully_shard in one list have one group.
+            found.setdefault(id(group), ParamGroup(name, module, group))
+    return list(found.values())
+
+
+def call_after_backward(model: nn.Module, function: Callable[[], None]) -> None:
+    """Call a function at the end of every backward of the model, when all gradients have been reduced."""
+    for state in {id(state): state for _, _, state in _states_of(model)}.values():
+        for name in _ENDS:
+            if hasattr(state, name):
+                setattr(state, name, _followed_by(getattr(state, name), state, function))
+
+
+def _followed_by(end: Callable[..., None], state: Any, function: Callable[[], None]) -> Callable[..., None]:
+    def ending(**options: Any) -> None:
+        is_manual = getattr(state._state_ctx, "manual_backward_finalization_active", False)
+        end(**options)
+        if not is_manual or end.__name__ == "finalize_backward":
+            function()
+
+    return ending
+
+
+def _states_of(model: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
+    """Yield (name, module, torch's state) of every FSDP module."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name or "the model", module, module._get_fsdp_state()
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the groups of an FSDP module; torch 2.11 knows one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -1,0 +1,109 @@
+"""Models for tests of gradcomp.fsdp, on a grid of replicas × shards that are ranks on gloo."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from gradcomp.compress import Compressor
+
+RANKS = 4  # 2 replicas × 2 shards
+
+
+class Exact(Compressor):
+    """A compressor that loses nothing."""
+
+    def __init__(self, bucket, options):
+        self.sent_numel = sum(bucket.numels)
+
+    def average(self, flat, group, seed):
+        flat /= group.size()
+        dist.all_reduce(flat, group=group)
+
+    def state(self):
+        return {}
+
+    def load(self, state):
+        pass
+
+
+class Net(nn.Module):
+    """Layers of awkward sizes: a last shard that is shorter, or empty; skip leaves a layer out.
+
+    checkpointing: how the layers' activations are recomputed: None, "reentrant" or "non-reentrant".
+    """
+
+    def __init__(self, checkpointing=None):
+        super().__init__()
+        self.embed = nn.Linear(12, 33)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(33, 7), nn.Tanh(), nn.Linear(7, 33)) for _ in range(3)
+        )
+        self.spare = nn.Parameter(torch.ones(33))
+        self.head = nn.Linear(33, 1)
+        self.checkpointing = checkpointing
+
+    def forward(self, x, skip=(), use_spare=False):
+        x = self.embed(x)
+        for index, layer in enumerate(self.layers):
+            if index in skip:
+                continue
+            if self.checkpointing is not None:
+                x = x + checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant")
+            else:
+                x = x + layer(x)
+        return self.head(x * self.spare if use_spare else x)
+
+
+@dataclass
+class Grid:
+    """This rank's place among replicas × shards."""
+
+    mesh: DeviceMesh
+
+    @property
+    def shards(self):
+        return self.mesh["shard"]
+
+    @property
+    def replicas(self):
+        return self.mesh["replicate"].get_group()
+
+    @property
+    def shard_rank(self):
+        return self.mesh["shard"].get_local_rank()
+
+
+def new_grid(num_replicas=2, num_shards=2):
+    mesh = init_device_mesh("cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
+    return Grid(mesh)
+
+
+def sharded(mesh, model=None, **options):
+    """Shard a Net, each layer by itself. options: of fully_shard."""
+    model = Net() if model is None else model
+    for layer in (model.embed, *model.layers):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def batch_of(rank, step):
+    return torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def local(tensor):
+    """Return this rank's part of a DTensor, as a copy."""
+    return tensor.detach().to_local().clone()
+
+
+def gradients(model):
+    """Return this rank's part of every gradient; None where there is none."""
+    return [None if each.grad is None else local(each.grad) for each in model.parameters()]
+
+
+def weights(model):
+    return [local(each) for each in model.parameters()]
