@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,14 @@ def running() -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
     """Run a long benchmark until it has joined its ranks; yield its process and theirs."""
     command = [sys.executable, "-m", "gradcomp", "bench", "--cpu", "--ranks", "2", *TINY, "--seconds", "600"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=users_environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=users_environment(),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Ctrl-C ends it wherever the tests run: what a shell starts in the background ignores SIGINT.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     ranks: list[int] = []
     try:
