@@ -48,7 +48,11 @@ def _stage(problem: Problem, stage: str) -> Setup:
         for plan, gradient, buffer, directions in work:
             plan.load(torch.zeros_like(gradient), directions)
             buffer.copy_(gradient)
-        for name in (*PASSES, *earlier):
+        for name in PASSES:
+            run(name)
+        for plan, *_ in work:
+            plan.error()  # plain torch takes P Qᵀ off M here, or in project, of which the check clears P
+        for name in earlier:
             run(name)
 
     def provider() -> Iterator[torch.Tensor]:

@@ -56,13 +56,13 @@ INT8 = Sound(compressors.hook, compressors.Int8)
 def error_dropped(reconstruct):
     def replacement(stack, buffer):
         reconstruct(stack, buffer)
-        stack.memory.zero_()
+        stack.settle().zero_()
 
     return replacement
 
 
 def sum_for_mean(project):
-    return lambda plan, buffer, scale: project(plan, buffer, 1.0)
+    return lambda plan, buffer, scale, left_out: project(plan, buffer, 1.0, left_out)
 
 
 def divided_twice(back_project):
@@ -104,10 +104,10 @@ def stale_p_where_rows_are_odd(reconstruct):
 
 def swallowed_by_rank_1(value):
     def swallowed(project):
-        def replacement(plan, buffer, scale):
+        def replacement(plan, buffer, scale, left_out):
             if dist.get_rank() == 1:
                 buffer[buffer.isnan() if math.isnan(value) else buffer == value] = 0
-            project(plan, buffer, scale)
+            project(plan, buffer, scale, left_out)
 
         return replacement
 
