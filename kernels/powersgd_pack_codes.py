@@ -28,7 +28,7 @@ RESIDENT_WARPS = 16  # of a multiprocessor, which its registers have to hold
 
 @dataclass(frozen=True)
 class FactorCodes:
-    """Where a factor's codes go, and the tables by which they are packed.
+    """The place of a factor's codes, and the tables by which the kernel packs them.
 
     payload: uint8, the payloads of all shards. factors, work: int64, FactorCodesWork's. exact_dtype: that of
     exact elements in the payload. block_size: elements with one scale, a power of two.

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -26,25 +27,29 @@ class Wrapper:
 
 
 def not_compiled(function: Function) -> Function:
-    """Let torch.compile leave this function alone, but not the functions that it calls.
+    """Make torch.compile leave this function alone, but not the functions that it calls.
 
-    What torch.compiler.disable(recursive=False) does, too, but that takes seconds to import what it needs.
+    This is torch.compiler.disable(recursive=False), which would take seconds to import what it needs. Where
+    torch has other private names for it, that import is made.
     """
-    action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    try:
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except AttributeError:
+        disabled: Function = torch.compiler.disable(function, recursive=False)
+        return disabled
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 @contextmanager
-def graphs_end_with_buckets(cap_mib: float | None) -> Iterator[None]:
-    """Cut the graphs that are compiled inside where buckets of this cap are full; None for 25 MiB."""
-    cap = int((25 if cap_mib is None else cap_mib) * 2**20)
+def graphs_end_with_buckets(cap_bytes: float) -> Iterator[None]:
+    """Cut the graphs that are compiled inside where buckets of this cap are full."""
     # The first graph's cap is torch's for the first bucket, and may not be larger than the others'.
-    wrapper = Wrapper(max(cap, dist._DEFAULT_FIRST_BUCKET_BYTES))
+    wrapper = Wrapper(max(int(cap_bytes), dist._DEFAULT_FIRST_BUCKET_BYTES))
     holder: Any = TorchDistributedDataParallel
-    before = holder._active_ddp_module  # of a wrapper around this one
+    before = getattr(holder, "_active_ddp_module", None)  # of a wrapper around this one
     holder._active_ddp_module = wrapper
     try:
         yield

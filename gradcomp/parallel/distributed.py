@@ -176,7 +176,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
             if self.device_ids:
                 device = torch.device(self.device_type, self.device_ids[0])
                 inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
-            with graphs_end_with_buckets(self.bucket_cap_mb):
+            with graphs_end_with_buckets(self.reducer.communicator.caps_bytes[1]):
                 outputs = self.module(*inputs, **kwargs)
             return self._after_forward(outputs)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 
@@ -85,13 +86,8 @@ class Bucket:
         outside = self._outside(range(len(gradients)), gradients)
         if absent:
             torch._foreach_zero_(absent)
-        if scale != 1.0 and not absent and not outside:
-            self.buffer.mul_(scale)
-        elif scale != 1.0 and len(absent) + len(outside) < len(gradients):
-            elsewhere = {position for position, gradient in enumerate(gradients) if gradient is None}
-            elsewhere.update(outside)
-            held = [view for position, view in enumerate(self.views) if position not in elsewhere]
-            ops.scale_(held, scale)
+        if scale != 1.0:
+            self._scale_held(set(outside), gradients, scale)
         for run in _runs(outside):
             layout, part, views = self._run(outside[run])
             members = [gradients[position] for position in outside[run]]
@@ -102,6 +98,18 @@ class Bucket:
                 for position, view in zip(outside[run], views, strict=True):
                     self.parameters[position].grad = view
 
+    def _scale_held(self, outside: set[int], gradients: Sequence[torch.Tensor | None], scale: float) -> None:
+        """Scale the gradients that are in the buffer already, which are all but those outside and absent."""
+        held = [
+            view
+            for position, view in enumerate(self.views)
+            if gradients[position] is not None and position not in outside
+        ]
+        if len(held) == len(self.views):
+            self.buffer.mul_(scale)
+        elif held:
+            ops.scale_(held, scale)
+
     def average_beyond(self, position: int, gradient: torch.Tensor | None) -> torch.Tensor:
         """Return a parameter's part of the buffer, flat, less this gradient, where None counts as zeros."""
         view = self.views[position]
@@ -109,7 +117,7 @@ class Bucket:
         torch.sub(view, 0 if gradient is None else gradient, out=beyond)
         return beyond.as_strided((view.numel(),), (1,))
 
-    def write_back(self, left_out: Collection[int] = ()) -> None:
+    def write_back(self, left_out: AbstractSet[int] = frozenset()) -> None:
         """Make parts of the buffer the gradients: as views of it, or copied to the gradients' own memory.
 
         left_out: the positions of parameters that keep the gradients they have.

@@ -34,7 +34,7 @@ class BucketCommunicator:
         as_view: bool,
     ):
         self.params, self.names = params, names
-        self._group, self._caps, self.as_view = group, caps_bytes, as_view
+        self._group, self.caps_bytes, self.as_view = group, caps_bytes, as_view
         self.hook: tuple[Any, Hook] | None = None
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
@@ -48,7 +48,7 @@ class BucketCommunicator:
         sizes = [param.numel() * param.element_size() for param in params]
         keys = [(param.dtype, param.device) for param in params]
         self.buckets = []
-        for positions in assign_buckets(sizes, keys, self._caps):
+        for positions in assign_buckets(sizes, keys, self.caps_bytes):
             chosen = [indices[position] for position in positions]
             members = [self.params[index] for index in chosen]
             names = [self.names[index] for index in chosen]
@@ -100,10 +100,10 @@ class BucketCommunicator:
             self._wait(bucket, pending)
         except RuntimeError as error:
             raise RuntimeError(errors.not_averaged(index, self._group.rank(), error)) from error
-        left_out = [position for position, member in enumerate(bucket.indices) if member in kept]
+        left_out = {position for position, member in enumerate(bucket.indices) if member in kept}
         take_back = getattr(self.hook[0], "take_back", None) if self.hook else None
         if take_back is not None:
-            for position in left_out:
+            for position in sorted(left_out):
                 parameter = bucket.parameters[position]
                 before = None if self.as_view else parameter.grad
                 before = gradients_before.get(bucket.indices[position], before)

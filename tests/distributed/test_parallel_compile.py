@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
+from gradcomp.parallel import compiled
 from tests.distributed.beside_torch import assert_all_alike, gradients
 from tests.distributed.ranks import run_ranks
 from tests.distributed.reducer_models import run_cases
@@ -89,3 +90,10 @@ def test_the_first_bucket_leaves_before_four_tenths_of_backward():
     orders = ["eager", "compile(ddp)", "ddp(compile)", "compile(step)"]
     (parts,) = run_ranks(run_cases, 1, products_before_first_bucket, [(order,) for order in orders])
     assert dict(zip(orders, parts, strict=True)) == pytest.approx(dict.fromkeys(orders, 0.2), abs=0.2)
+
+
+def test_a_torch_with_other_private_names_is_asked_in_public(monkeypatch):
+    monkeypatch.setattr(compiled, "eval_frame", object())
+    function = compiled.not_compiled(lambda number: number + 1)
+    assert function(1) == 2
+    assert function._torchdynamo_disable
