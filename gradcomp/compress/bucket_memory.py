@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .compressor import Compressor, State
+from .compressor import Compressor, State, with_scaled_errors
 from .grad_bucket import real_shape
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -54,6 +54,13 @@ class Memory:
     def own_state(self) -> State | None:
         """Return the state in tensors that nothing else refers to."""
         return _copied(self.saved) if self.compressor is None else self.compressor.state()
+
+    def scale_errors(self, factor: float) -> None:
+        """Multiply the errors, wherever they are."""
+        if self.compressor is not None:
+            self.compressor.scale_errors(factor)
+        elif self.saved is not None:
+            self.saved = with_scaled_errors(self.saved, factor)
 
     @property
     def is_empty(self) -> bool:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 # A dict by name. A value is a 1-D tensor with one element per element of the bucket, which follows its
 # parameters into other buckets; or a list with a tensor (or None) per tensor of the bucket, which follows
 # them, too; or any other tensor, which is lost when buckets change. 1-D tensors of the first sort are this
-# rank's own, all others are the same on all ranks.
+# rank's own, all others are the same on all ranks. Entries named "error" or "…_error" have the scale of
+# gradients.
 State = dict[str, Any]
 
 # Collectives that are under way, or None.
@@ -101,3 +102,12 @@ class Compressor(ABC):
         if "error" in state:
             state["error"][offset : offset + len(values)] += values
             self.load(state)
+
+    def scale_errors(self, factor: float) -> None:
+        """Multiply this rank's errors, for gradients that are scaled by factor from the next step on."""
+        self.load(with_scaled_errors(self.state(), factor))
+
+
+def with_scaled_errors(state: State, factor: float) -> State:
+    """Return a state with its errors multiplied by factor."""
+    return {name: value * factor if name.endswith("error") else value for name, value in state.items()}

@@ -191,6 +191,11 @@ class BucketMemories:
                         digest.update(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes))
         return digest.hexdigest()[:16]
 
+    def scale_errors(self, factor: float) -> None:
+        """Multiply all errors."""
+        for memory in self._memories.values():
+            memory.scale_errors(factor)
+
     def saved(self) -> list[Memory]:
         """Return all memories without their compressors and parameters, in the order of their buckets."""
         return [

@@ -1,6 +1,7 @@
 """The state of compressing hooks: plain first steps, then a compressor for every bucket."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,6 +123,29 @@ class CompressedAveraging:
         if compressor is not None:
             real = torch.view_as_real(average) if average.is_complex() else average
             compressor.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+
+    def rescale_errors(self, factor: float) -> None:
+        """Multiply this rank's errors by factor: the new scale of the gradients divided by the old one.
+
+        AMP's GradScaler multiplies losses, and so gradients and what compression holds back of them, by a
+        scale that it changes now and then. Call this after scaler.update(), on every rank; 1 does nothing.
+
+        Raises ValueError for a factor that is not finite and positive.
+
+        Example::
+
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            state.rescale_errors(scaler.get_scale() / scale)
+        """
+        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
+            raise ValueError(
+                "rescale_errors takes the new scale divided by the old one, finite and positive; got "
+                f"{factor!r}"
+            )
+        if factor != 1:
+            self._memories.scale_errors(factor)
 
     def average(
         self,

@@ -193,6 +193,12 @@ class PowerSGDState(CompressedAveraging):
         self._waits_for_buckets = bool(self._from_torch)
         self._errors_of = checked["errors_of"] if has_errors(checked, ("buckets", "from_torch")) else None
 
+    def rescale_errors(self, factor: float) -> None:
+        super().rescale_errors(factor)
+        for memory in self._from_torch.values():
+            if memory["error"] is not None:
+                memory["error"] = memory["error"] * factor
+
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         return self.state_dict()
