@@ -3,10 +3,11 @@
 from importlib import metadata
 
 from . import hooks
+from .hooks.torchs_names import apply_to_torch
 from .parallel import DistributedDataParallel
 from .reducer import Reducer, average_
 
-__all__ = ["DistributedDataParallel", "Reducer", "__version__", "average_", "hooks"]
+__all__ = ["DistributedDataParallel", "Reducer", "__version__", "apply_to_torch", "average_", "hooks"]
 
 try:
     __version__ = metadata.version("gradcomp")

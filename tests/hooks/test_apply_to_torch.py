@@ -1,0 +1,69 @@
+"""gradcomp's hooks in the place of torch's, for a while."""
+
+import logging
+import threading
+
+import pytest
+from torch.distributed.algorithms import ddp_comm_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
+
+import gradcomp
+from gradcomp import hooks
+
+NAMES = {
+    default_hooks: (
+        *("allreduce_hook", "bf16_compress_hook", "bf16_compress_wrapper"),
+        *("fp16_compress_hook", "fp16_compress_wrapper"),
+    ),
+    powerSGD_hook: ("PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"),
+    quantization_hooks: ("quantization_perchannel_hook", "quantization_pertensor_hook"),
+    debugging_hooks: ("noop_hook",),
+    ddp_comm_hooks: ("DDPCommHookType", "register_ddp_comm_hook"),
+}
+
+
+def present():
+    return {(module.__name__, name): value for module in NAMES for name, value in vars(module).items()}
+
+
+def test_every_common_name_is_replaced_and_put_back(caplog):
+    before = present()
+    with caplog.at_level(logging.INFO, logger="gradcomp.hooks"):
+        with gradcomp.apply_to_torch():
+            for module, names in NAMES.items():
+                ours = getattr(hooks, module.__name__.rpartition(".")[2], hooks)
+                for name in names:
+                    assert getattr(module, name) is getattr(ours, name)
+            replaced = {key for key, value in present().items() if value is not before[key]}
+            assert replaced == {(module.__name__, name) for module, names in NAMES.items() for name in names}
+        assert present() == before
+    assert [record.message.partition(" has ")[2].partition(" ")[0] for record in caplog.records] == [
+        "gradcomp's",
+        "its",
+    ]
+
+
+def test_what_was_there_is_put_back_after_an_error_and_inside_another():
+    before = present()
+    with gradcomp.apply_to_torch():
+        with gradcomp.apply_to_torch():
+            pass
+        assert default_hooks.fp16_compress_hook is hooks.default_hooks.fp16_compress_hook
+    assert present() == before
+    with pytest.raises(KeyError), gradcomp.apply_to_torch():
+        raise KeyError
+    assert present() == before
+
+
+def test_other_threads_see_it_too():
+    seen = []
+    with gradcomp.apply_to_torch():
+        thread = threading.Thread(target=lambda: seen.append(powerSGD_hook.powerSGD_hook))
+        thread.start()
+        thread.join()
+    assert seen == [hooks.powerSGD_hook.powerSGD_hook]
