@@ -11,7 +11,9 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 SOURCES = sources_of(PACKAGE)
 # Packages below those on the page that import nothing of gradcomp but themselves.
 SELF_CONTAINED = {"gradcomp.testing.ranks"}
-MAY_USE_DISTRIBUTED = {"__main__", "bench", "compress", "fsdp", "hooks", "parallel", "reducer", "testing"}
+MAY_USE_DISTRIBUTED = {
+    *("__main__", "bench", "compress", "frameworks", "fsdp", "hooks", "parallel", "reducer", "testing"),
+}
 
 
 def drawn_arrows(page: str) -> dict[str, set[str]]:

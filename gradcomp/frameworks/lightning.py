@@ -1,0 +1,49 @@
+"""A callback for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import lightning.pytorch as pl
+except ModuleNotFoundError:  # the same classes in the older package
+    import pytorch_lightning as pl  # type: ignore[no-redef]
+
+from .comm_hook import CommHook
+
+
+class CommHookCallback(pl.Callback):
+    """Registers a hook on the model that Lightning's DDP strategies make, and checkpoints its state.
+
+    state, hook: as for register_comm_hook; one state per model. Lightning's own ``ddp_comm_hook`` registers
+    on CUDA only, and saves nothing. Checkpoints hold the state once for all ranks, with the mean of their
+    errors.
+
+    Raises what CommHook raises, when fitting starts.
+
+    Example::
+
+        state = PowerSGDState(None, matrix_approximation_rank=4)
+        trainer = Trainer(strategy="ddp", callbacks=[CommHookCallback(state, powerSGD_hook)])
+    """
+
+    def __init__(self, state: Any, hook: Callable[..., Any]):
+        self._comm_hook = CommHook(state, hook)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model = trainer.strategy.model
+        self._comm_hook.register(pl_module if model is None else model)
+        self._follow(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._follow(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._comm_hook.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._comm_hook.load_state_dict(state_dict)
+
+    def _follow(self, trainer: pl.Trainer) -> None:
+        self._comm_hook.follow(getattr(trainer.precision_plugin, "scaler", None))

@@ -1,0 +1,85 @@
+"""A callback for Transformers' Trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .comm_hook import CommHook
+
+FILE_NAME = "gradcomp_state.pt"
+_logger = logging.getLogger(__name__)
+
+
+class CommHookCallback(TrainerCallback):
+    """Registers a hook on the model that a Trainer wraps in DDP, and checkpoints its state.
+
+    trainer: the Trainer that it is added to, which alone knows the wrapped model. state, hook: as for
+    register_comm_hook; one state per model.
+    resume_from: the checkpoint's folder, if a run resumes from one outside of the Trainer's output_dir.
+
+    Every checkpoint gets a file gradcomp_state.pt, once for all ranks, with the mean of their errors; a run
+    that resumes from a checkpoint without one starts the state afresh, and logs a warning.
+
+    Raises what CommHook raises, when training begins.
+
+    Example::
+
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.add_callback(CommHookCallback(trainer, QuantizationState(bits=4), quantization_hook))
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        state: Any,
+        hook: Callable[..., Any],
+        *,
+        resume_from: str | Path | None = None,
+    ):
+        self._trainer, self._resume_from = trainer, resume_from
+        self._comm_hook = CommHook(state, hook)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if state.global_step > 0:
+            self._resume(self._folder(args, state) if self._resume_from is None else Path(self._resume_from))
+        self._comm_hook.register(self._trainer.model_wrapped)
+        self._follow()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._follow()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        state_dict = self._comm_hook.state_dict()  # on every rank: it averages the errors
+        if state_dict and args.should_save:
+            torch.save(state_dict, self._folder(args, state) / FILE_NAME)
+
+    @staticmethod
+    def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+        return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+    def _resume(self, folder: Path) -> None:
+        path = folder / FILE_NAME
+        if path.exists():
+            self._comm_hook.load_state_dict(torch.load(path, map_location="cpu"))
+        elif self._comm_hook.state_dict():
+            _logger.warning(
+                "the run resumes, but there is no %s: the hook's state starts afresh. If it resumes from "
+                "another folder, give CommHookCallback that as resume_from.",
+                path,
+            )
+
+    def _follow(self) -> None:
+        self._comm_hook.follow(self._trainer.accelerator.scaler)

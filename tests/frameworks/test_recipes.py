@@ -1,0 +1,79 @@
+"""Run the recipes of docs/frameworks against the real packages, on two processes."""
+
+import re
+
+import pytest
+
+from tests.programs import ROOT, TORCHRUN, run_python
+
+EXAMPLES = ROOT / "docs" / "examples"
+LINE = re.compile(r"step (\d+): loss ([\d.]+) to ([\d.]+), ([\d.]+) times fewer bytes")
+
+
+def run(*command, folder, timeout_s=300):
+    """Run an example; return what it printed, and of each run its (step, first loss, last loss, bytes)."""
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(folder),
+        "ACCELERATE_DYNAMO_BACKEND": "no",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
+    done = run_python(*command, timeout_s=timeout_s, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, [tuple(map(float, found)) for found in LINE.findall(done.stdout)]
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "steps", "rate"),
+    [
+        ("lightning_trainer.py", (), [24, 48], 2.5),
+        ("lightning_fabric.py", (), [50, 100], 7),
+        ("accelerate_loop.py", TORCHRUN, [32, 64], 2.5),
+        ("zero_redundancy.py", TORCHRUN, [50, 100], 3),
+        ("ray_train.py", (), [50, 100], 7),
+    ],
+)
+def test_recipes_that_save_and_resume(name, launcher, steps, rate, tmp_path):
+    _, found = run(*launcher, EXAMPLES / name, tmp_path, folder=tmp_path)
+    check_resumed(found, steps, rate)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "steps"),
+    [("torchrun_ddp.py", "checkpoint.pt", [50, 100]), ("transformers_trainer.py", "runs", [40, 80])],
+)
+def test_recipes_that_a_second_call_continues(name, argument, steps, tmp_path):
+    calls = [run(*TORCHRUN, EXAMPLES / name, tmp_path / argument, folder=tmp_path) for _ in range(2)]
+    check_resumed([line for _, found in calls for line in found], steps, 6.9)
+
+
+def check_resumed(found, steps, rate):
+    """Check that two runs were printed, and that the second goes on where the first has ended."""
+    assert [int(step) for step, *_ in found] == steps
+    (_, first, end, _), (_, again, last, bytes_saved) = found
+    assert end < 0.9 * first
+    assert again < (first + end) / 2
+    assert last < end
+    assert bytes_saved > rate
+
+
+def test_compiling_before_and_after_wrapping(tmp_path):
+    printed, found = run(*TORCHRUN, EXAMPLES / "torch_compile.py", folder=tmp_path)
+    assert re.findall(r"(\w+, then \w+)", printed) == ["compiled, then wrapped", "wrapped, then compiled"]
+    for _, first, last, rate in found:
+        assert last < 0.9 * first
+        assert rate > 7
+
+
+def test_mixed_precision(tmp_path):
+    printed, [(steps, first, last, rate)] = run(*TORCHRUN, EXAMPLES / "mixed_precision.py", folder=tmp_path)
+    assert (steps, rate > 7, last < 0.9 * first) == (60, True, True)
+    assert len(re.findall(r"\d\.0", printed.partition("scales")[2])) > 2  # it has changed, and more than once
+
+
+def test_local_steps(tmp_path):
+    _, [(steps, first, last, rate)] = run(*TORCHRUN, EXAMPLES / "local_steps.py", folder=tmp_path)
+    assert (steps, rate > 140, last < 0.9 * first) == (120, True, True)
