@@ -46,6 +46,19 @@ def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
     return done
 
 
+def test_local_steps(tmp_path):
+    hooks = ("none", "local:5", "local:10:int4", "local:7:int4")
+    options = ["--task=gpt", f"--hook={','.join(hooks)}", "--steps=20", "--seeds=1", "--ranks=2"]
+    run_accuracy(*TINY_OPTIONS, *options, "--out", str(tmp_path))
+    none, *local = rows_of(tmp_path / "accuracy.jsonl")
+    whole = none["bytes_per_step"]
+    assert [row["hook"] for row in local] == list(hooks[1:])
+    assert local[0]["sent_bytes"] == 4 * whole
+    assert 2 * whole / 8 < local[1]["sent_bytes"] < 2 * whole / 4
+    assert local[2]["sent_bytes"] == local[1]["sent_bytes"] * 3 // 2  # after 7, 14 and 20 steps
+    assert all(row["bytes_per_step"] == row["sent_bytes"] // 20 for row in local)
+
+
 def test_every_sort_of_hook(tmp_path):
     hooks = ("none", "alone", "int8", "int4", "int4:256", "powersgd:1:bf16", "powersgd:1:int8:start4")
     options = ["--task=gpt", f"--hook={','.join(hooks)}", "--steps=20", "--seeds=1", "--ranks=2"]
@@ -170,6 +183,9 @@ def test_the_documented_tables_are_of_the_recorded_runs():
         (["--hook", "powersgd"], "there is no 'powersgd'"),
         (["--hook", "powersgd:0"], "there is no 'powersgd:0'"),
         (["--hook", "fp16:2"], "there is no 'fp16:2'"),
+        (["--hook", "local"], "there is no 'local'"),
+        (["--hook", "local:0"], "there is no 'local:0'"),
+        (["--hook", "local:5:int8"], "there is no 'local:5:int8'"),
         (["--hook", "powersgd:2:int4"], "there is no 'powersgd:2:int4'"),
         (["--hook", "powersgd:2:int8:start2"], "there is no 'powersgd:2:int8:start2'"),
         (["--seeds", "0"], "argument --seeds: '0' is not a whole number of at least 1"),

@@ -92,12 +92,14 @@ FAMILIES = {
     "PowerSGD, 16-bit factors": ("powersgd:R:bf16", "powersgd:R:fp16"),
     "PowerSGD, int8 factors": ("powersgd:R:int8",),
     "batched PowerSGD": ("batched:R",),
+    "local steps, 4 bits": ("local:R:int4",),
+    "local steps": ("local:R",),
 }
 
 
 def family_of(hook: str) -> str | None:
     """Return the family of hooks that it is drawn with; None for "none", "alone" and the like."""
-    pattern = re.sub(r"^(powersgd|batched):\d+", r"\1:R", hook)
+    pattern = re.sub(r"^(powersgd|batched|local):\d+", r"\1:R", hook)
     return next((name for name, hooks in FAMILIES.items() if pattern in hooks), None)
 
 

@@ -11,6 +11,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
+from benchmarks.accuracy.local_steps import LocalSteps
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Progress, Recorder, check_replicas, mean_over_ranks
@@ -26,6 +27,7 @@ FACTORS: dict[str, dict[str, torch.dtype]] = {
     "int8": {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
 }
 ALONE = "alone"  # every rank trains by itself
+LOCAL = "local"  # every rank trains by itself, but for an average every so many steps
 OTHERS = ("none", "allreduce", "fp16", "bf16", "int8", "int4", "int4:256", ALONE)
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
@@ -37,11 +39,15 @@ def check_hook_name(hook: str) -> None:
         rank, factors, start, *more = [*given, "", "", ""][: max(3, len(given))]
         is_known = rank.isdecimal() and int(rank) > 0 and factors in FACTORS and not more
         is_known = is_known and start in ("", "start4", "start8")
+    elif name == LOCAL:
+        interval, bits, *more = [*given, "", ""][: max(2, len(given))]
+        is_known = interval.isdecimal() and int(interval) > 0 and bits in ("", "int4") and not more
     else:
         is_known = hook in OTHERS
     if not is_known:
         low_rank = (f"{name}:RANK[:{'|'.join(filter(None, FACTORS))}[:start4|start8]]" for name in LOW_RANK)
-        raise ValueError(f"there is no {hook!r}; known are {', '.join([*OTHERS, *low_rank])}")
+        known = [*OTHERS, f"{LOCAL}:STEPS[:int4]", *low_rank]
+        raise ValueError(f"there is no {hook!r}; known are {', '.join(known)}")
 
 
 def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
@@ -72,7 +78,9 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
 def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
     """Train once, and return the row to record. Every rank must call it."""
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
-    is_alone = hook == ALONE
+    kind, *given = hook.split(":")
+    is_alone = kind in (ALONE, LOCAL)
+    local = LocalSteps(task.net, int(given[0]), 4 if given[1:] else None) if kind == LOCAL else None
     recorder = Recorder(options.steps, torch.device("cpu"), is_alone=is_alone)
     progress = Progress(label, options.steps)
     start_iter = recorder.every  # a tenth of the run, and a step whose bytes are counted
@@ -98,14 +106,18 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
             loss.backward()
             task.optimizer.step()
         schedule.step()
+        if local is not None:
+            step = len(recorder.step_bytes)
+            local.after_step(step, is_last=step == options.steps)
         recorder.losses.append(loss.detach())
         if recorder.is_time_to_validate():
             accuracy = validate()
         progress.show(recorder)
 
-    if not is_alone:
+    if kind != ALONE:
         check_replicas(list(task.net.parameters()))
     result = recorder.result()
+    sent_bytes = sum(result["step_bytes"]) if local is None else local.sent_bytes
     return {
         "task": task_name,
         "hook": hook,
@@ -115,8 +127,8 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         "ranks": dist.get_world_size(),
         "reducer": options.reducer,
         "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
-        "bytes_per_step": result["bytes_per_step"],
-        "sent_bytes": sum(result["step_bytes"]),
+        "bytes_per_step": result["bytes_per_step"] if local is None else sent_bytes // options.steps,
+        "sent_bytes": sent_bytes,
         "loss": result["loss"],
         "validation_loss": result["validation_loss"],
         "validation_accuracy": accuracy,
