@@ -1,8 +1,8 @@
 """Install what `make dist` has built with several Pythons: python .ci/check_dist.py --help
 
 Wheel and sdist are each installed in a virtual environment of their own, without dependencies. pip builds
-the sdist in isolation, with setuptools from the package index. torch is not there, so nothing is imported: modules
-are compiled, and the metadata's version is compared with the file's name.
+the sdist in isolation, with setuptools from the package index. torch is not there, so nothing is imported:
+modules are compiled, and the metadata's version is compared with the file's name.
 """
 
 import argparse
@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# What runs in the environment: it prints the version and the number of modules, and fails on one that
-# doesn't compile.
+# What runs in the environment, with -I so that no checkout is found: it prints the version and the number of
+# modules, and fails on one that doesn't compile.
 INSPECT = """
 import compileall, pathlib, warnings
 from importlib import metadata
@@ -48,7 +48,7 @@ def check(python: str, distribution: Path, expected: str) -> int:
         installed = Path(folder) / "bin" / "python"
         options = ["-q", "--disable-pip-version-check", "--no-deps"]
         output_of(installed, "-m", "pip", "install", *options, distribution)
-        version, num_modules = output_of(installed, "-c", INSPECT).split()
+        version, num_modules = output_of(installed, "-I", "-c", INSPECT).split()
         if version != expected:
             raise RuntimeError(f"{distribution.name} has version {version}, expected {expected}")
         return int(num_modules)
