@@ -5,11 +5,14 @@ BIN    := $(VENV)/bin
 # Other Tritons than the pinned torch's that the kernels are tested under: those that torch 2.11 and 2.15 require.
 OTHER_TRITONS := 3.6.0 3.9.0
 
+# The Pythons that check-dist installs with: names or paths.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+
 # Tests at a time: more than cores, as most of their time they wait, for other ranks or for programs that they start.
 WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo accuracy test test-other-tritons lint format bench bench-network gpu-check clean help
+.PHONY: demo accuracy test test-other-tritons lint format bench bench-network gpu-check dist check-dist clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -44,6 +47,13 @@ bench-network: $(VENV)/ready  ## time hooks over throttled links between network
 
 gpu-check:       ## tests and benchmarks on CUDA, from a bare checkout (no venv, no network)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+
+dist: $(VENV)/ready      ## build the sdist, and from it the wheel, into build/dist
+	rm -rf build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist $(ARGS)
+
+check-dist: $(VENV)/ready  ## install what dist has built with every Python of PYTHONS that there is
+	$(BIN)/python .ci/check_dist.py build/dist $(PYTHONS)
 
 clean:           ## remove the environment and everything built
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

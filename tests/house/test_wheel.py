@@ -1,15 +1,31 @@
-"""Test that a built wheel holds gradcomp alone, kernels included, and works in a clean environment."""
+"""Test what `make dist` builds: the sdist holds the project, the wheel gradcomp alone, and works."""
 
+import email
+import email.message
 import glob
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+# A folder named build, which `make dist` leaves in a checkout, can be imported, too.
+pytest.importorskip("build.env", reason="needs build: pip install build")
+
+NOT_COPIED = (".git", ".venv", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
+# Besides the package: what the sdist has, so that whoever has no checkout can test, read and build.
+FOLDERS = (".ci", ".github", "benchmarks", "docs", "tests")
+FILES = ("Makefile", "MANIFEST.in", "constraints.txt", "pyproject.toml")
+TOOLS_FILES = ("mkdocs.yml", ".pre-commit-config.yaml")
+PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+PAGES = ("README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "SECURITY.md")
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -18,14 +34,16 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-def build(folder: Path, included: str = "gradcomp*") -> Path:
-    """Build the wheel from a copy of this checkout: setuptools packs what an earlier build left there."""
+def copy_of_checkout(folder: Path) -> Path:
+    """Copy this checkout: setuptools packs what an earlier build left there."""
     source = folder / "source"
-    source.mkdir()
-    files = ["pyproject.toml", "README.md", "LICENSE", "gradcomp", "kernels"]
-    run("cp", "-r", *files, str(source), cwd=ROOT)
-    project = source / "pyproject.toml"
-    project.write_text(project.read_text().replace('include = ["gradcomp*"]', f'include = ["{included}"]'))
+    ignored = shutil.ignore_patterns(*NOT_COPIED)
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored, ignore_dangling_symlinks=True)
+    return source
+
+
+def wheel_of(source: Path, folder: Path) -> Path:
+    """Build the wheel from a checkout, without an sdist."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     run(*command, "--disable-pip-version-check", "-w", str(folder), str(source), cwd=folder)
     (wheel,) = folder.glob("*.whl")
@@ -33,12 +51,45 @@ def build(folder: Path, included: str = "gradcomp*") -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    return build(tmp_path_factory.mktemp("wheel"))
+def source(tmp_path_factory) -> Path:
+    return copy_of_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="module")
+def distribution(source, tmp_path_factory) -> Path:
+    """The folder of the sdist, and of the wheel that was built from it, as `make dist` builds them."""
+    folder = tmp_path_factory.mktemp("distribution")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    run(*command, str(source), cwd=source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distribution) -> Path:
+    (wheel,) = distribution.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def sdist(distribution) -> Path:
+    (sdist,) = distribution.glob("*.tar.gz")
+    return sdist
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return email.message_from_bytes(archive.read(name))
 
 
 def contents(wheel: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def files_of(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def expected_modules() -> set[str]:
@@ -53,8 +104,62 @@ def test_the_wheel_holds_gradcomp_alone(wheel):
 
 
 def test_a_top_level_kernels_package_is_found(tmp_path):
-    stray = contents(build(tmp_path, included="*")) - expected_modules()
-    assert "kernels/flatten.py" in stray
+    source = tmp_path / "source"
+    for package in ("gradcomp", "kernels"):
+        (source / package).mkdir(parents=True)
+        (source / package / "module.py").touch()
+    for name in ("README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert project.count('include = ["gradcomp*"]') == 1
+    (source / "pyproject.toml").write_text(project.replace('include = ["gradcomp*"]', 'include = ["*"]'))
+    assert "kernels/module.py" in contents(wheel_of(source, tmp_path))
+
+
+def test_the_sdist_holds_the_project(sdist, source):
+    """The kernels are files under gradcomp/kernels, and nowhere else; nothing is a link."""
+    with tarfile.open(sdist) as archive:
+        members = [member for member in archive.getmembers() if not member.isdir()]
+    assert all(member.isreg() for member in members)
+    names = {member.name.partition("/")[2] for member in members}
+    made = {name for name in names if name.startswith("gradcomp.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    folders = [path for folder in FOLDERS for path in (source / folder).rglob("*") if path.is_file()]
+    there = {str(path.relative_to(source)) for path in folders}
+    there |= {name for name in (*FILES, *TOOLS_FILES, *PAGES) if (source / name).exists()}
+    assert names - made == there | expected_modules()
+    assert names >= {*PAGES, "Makefile", "docs/images/demo.png", "tests/house/test_wheel.py", ".ci/run"}
+
+
+def test_the_wheel_of_the_sdist_is_that_of_the_checkout(wheel, source, tmp_path):
+    theirs, ours = files_of(wheel), files_of(wheel_of(source, tmp_path))
+    assert theirs.keys() == ours.keys()
+    for name, content in ours.items():
+        if name.endswith("/RECORD"):  # its lines are in the order in which files were packed
+            assert sorted(theirs[name].splitlines()) == sorted(content.splitlines())
+        else:
+            assert theirs[name] == content, f"{name} differs"
+
+
+def test_the_metadata(metadata):
+    project = (ROOT / "pyproject.toml").read_text()
+    (version,) = re.findall(r'^version = "(.+)"$', project, flags=re.MULTILINE)
+    assert metadata["Version"] == version
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("MIT", "LICENSE")
+    classifiers = "\n".join(metadata.get_all("Classifier"))
+    assert "License ::" not in classifiers  # License-Expression has replaced them
+    assert re.findall(r"Python :: (3\..*)", classifiers) == PYTHONS
+    urls = dict(each.split(", ") for each in metadata.get_all("Project-URL"))
+    assert urls.keys() == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+    assert all(url.startswith("https://") for url in urls.values())
+    file = urls["Changelog"].removeprefix("https://github.com/gradcomp/gradcomp/blob/main/")
+    assert f"## {version}" in (ROOT / file).read_text()
+
+
+def test_the_description_is_the_readme(metadata):
+    """Its links are absolute: tests/house/test_readme.py."""
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload(decode=True).decode().strip() == README.strip()
 
 
 def test_the_wheel_installs_and_imports_in_a_clean_environment(wheel, tmp_path):
@@ -85,7 +190,8 @@ def test_the_wheel_installs_and_imports_in_a_clean_environment(wheel, tmp_path):
         cwd=tmp_path,
     )
     assert run(python, "-c", check, cwd=tmp_path).strip() == str(site / "gradcomp" / "__init__.py")
-    run(python, "-c", "import gradcomp.kernels.flatten, gradcomp.hooks.default_hooks", cwd=tmp_path)
+    version = "import gradcomp.kernels.flatten, gradcomp.hooks.default_hooks; print(gradcomp.__version__)"
+    assert run(python, "-c", version, cwd=tmp_path).strip() == wheel.name.split("-")[1]
     lonely = (
         "import importlib.util as u; "
         "assert u.find_spec('kernels') is None; assert u.find_spec('tests') is None"
@@ -93,11 +199,6 @@ def test_the_wheel_installs_and_imports_in_a_clean_environment(wheel, tmp_path):
     run(python, "-c", lonely, cwd=tmp_path)
 
 
-def test_only_torch_and_triton_are_required(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
-        metadata = archive.read(name).decode()
-    required = [
-        line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra" not in line
-    ]
-    assert sorted(line.split()[1].split(">")[0] for line in required) == ["torch", "triton"]
+def test_only_torch_and_triton_are_required(metadata):
+    required = [each for each in metadata.get_all("Requires-Dist") if "extra" not in each]
+    assert sorted(each.split(">")[0] for each in required) == ["torch", "triton"]

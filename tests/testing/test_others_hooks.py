@@ -1,0 +1,98 @@
+"""docs/others_hooks.md: its tables are the recorded verdicts, and its programs show the failures."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+import torch
+
+from benchmarks.others_hooks import PROJECTS, RECORDS, main, record, table
+from tests.programs import ROOT, TORCHRUN, run_python
+
+PAGE = (ROOT / "docs" / "others_hooks.md").read_text()
+PROGRAMS = ROOT / "docs" / "examples" / "upstream"
+LONGEST_PROGRAM = 25
+ROWS = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+# Programs of two processes, which run under torchrun.
+OF_TWO = (
+    *("torch_fp16_overflow", "torch_powersgd_uncompressed_error"),
+    *("colossalai_fp8_async", "colossalai_fp8_sync"),
+)
+
+
+def documented(name: str) -> str:
+    """Return what the page says that a program prints."""
+    (block,) = re.findall(rf"\[{name}\.py\]\(\S+\)[^`]*```\n(.*?)```", PAGE, flags=re.DOTALL)
+    return block
+
+
+def need_project_of(name: str) -> None:
+    project = name.partition("_")[0]
+    if importlib.util.find_spec(project) is None:
+        pytest.skip(f"needs {project}")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PROGRAMS.glob("*.py")))
+def test_a_program_prints_what_the_page_says(name):
+    need_project_of(name)
+    if name == "torch_powersgd_order":
+        pytest.skip("what follows differs from run to run: the test below")
+    if name == "torch_quantization_on_gloo" and torch.__version__ >= "2.15":
+        pytest.skip("torch 2.15's quantization hooks run on gloo")
+    launcher = TORCHRUN if name in OF_TWO else ()
+    done = run_python(*launcher, PROGRAMS / f"{name}.py", OMP_NUM_THREADS="1")
+    assert (done.stdout, done.returncode) == (documented(name), 0), done.stderr
+    assert "observed" in done.stdout
+
+
+def test_the_program_of_the_order_shows_two_orders():
+    """gloo matches collectives by their order, so what comes after differs: an abort or an exception."""
+    done = run_python(*TORCHRUN, PROGRAMS / "torch_powersgd_order.py", OMP_NUM_THREADS="1")
+    first, second = (
+        re.findall(rf"rank {rank}: all-reduce of (\d+) elements", done.stdout) for rank in (0, 1)
+    )
+    assert first[:2] == ["16", "16"]
+    assert second[:2] == ["16", "32"]
+    assert done.returncode != 0
+    for rank, sizes in ((0, first), (1, second)):
+        assert f"rank {rank}: all-reduce of {sizes[1]} elements" in documented("torch_powersgd_order")
+
+
+def test_programs_are_short_and_without_gradcomp():
+    for path in PROGRAMS.glob("*.py"):
+        source = path.read_text()
+        assert len(source.splitlines()) <= LONGEST_PROGRAM, path.name
+        assert "gradcomp" not in source, path.name
+        assert f"[{path.name}](examples/upstream/{path.name})" in PAGE
+
+
+@pytest.mark.parametrize("project", sorted({row["project"] for row in ROWS}))
+def test_the_tables_are_the_recorded_verdicts(project):
+    assert project in PROJECTS
+    assert table(row for row in ROWS if row["project"] == project) in PAGE
+
+
+def test_every_failure_is_on_the_page():
+    """The page's lists name the hook and the property of every failure, and nothing else as failing."""
+    listed = set(re.findall(r"^\| `([^`|]+)` \| `(\w+)` \|", PAGE, flags=re.MULTILINE))
+    assert listed == {(row["hook"], row["property"]) for row in ROWS if row["outcome"] == "fails"}
+    assert all((row["counterexample"] is None) == (row["outcome"] != "fails") for row in ROWS)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_a_run_records_a_row_per_property(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    main(["torch", "--hook", "batched_powerSGD_hook, r = 1", "--max-examples", "2", "--record", str(path)])
+    printed = capsys.readouterr().out
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    outcomes = {row["property"]: row["outcome"] for row in rows}
+    assert outcomes.pop("completes") == "fails"
+    assert set(outcomes.values()) == {"not checked"}
+    assert rows[0]["counterexample"].startswith("Workload(")
+    assert rows[0]["message"] == "completes: schedule 0: rank 0 raised AssertionError: "
+    assert rows[0]["version"] == rows[0]["torch"]
+    assert table(rows) in printed
+    record([{**rows[1], "outcome": "holds"}], path)  # in place of the row of the same hook and property
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(row["outcome"] for row in again) == ["fails", "holds", *["not checked"] * (len(rows) - 2)]
