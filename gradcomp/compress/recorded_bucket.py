@@ -130,7 +130,7 @@ class RecordedBucket:
             "average_norm": average,
             "error_norm": error if self.has_error else None,
             "relative_error": relative_error,
-            "energy_kept": None if relative_error is None else 1.0 - relative_error**2,
+            "energy_kept": None if relative_error is None else 1.0 - relative_error * relative_error,
             "mean_norm": self.mean_norm,
         }
 

@@ -33,7 +33,7 @@ def whole_step(buckets: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "sent_bytes": sent_bytes,
         "rate": gradient_bytes / sent_bytes if sent_bytes else None,
         "relative_error": relative_error,
-        "energy_kept": None if relative_error is None else 1.0 - relative_error**2,
+        "energy_kept": None if relative_error is None else 1.0 - relative_error * relative_error,
         **{name: _length([row[name] for row in buckets]) for name in _OF_STEP},
     }
 
