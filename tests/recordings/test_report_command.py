@@ -181,7 +181,7 @@ def test_the_svg_of_the_charts_alone(tmp_path):
 
 def test_values_that_are_not_finite_are_left_out_and_counted(tmp_path):
     wrong = {"relative_error": math.nan, "energy_kept": math.nan, "gradient_norm": math.inf}
-    recorded = recording(tmp_path / "nan.jsonl", changes=lambda step, _: wrong if step == 6 else {})
+    recorded = recording(tmp_path / "odd.jsonl", changes=lambda step, _: wrong if step == 6 else {})
     page, text = report(tmp_path, recorded)
     assert text.count("2 values of inf or NaN are left out.") == 2
     assert "nan" not in text.lower().replace("inf or nan", "")
@@ -264,8 +264,8 @@ def test_a_row_of_another_type_is_named(tmp_path):
     with pytest.raises(ValueError, match="line 2: rate is 'fast', but must be a number"):
         recording_file.read(path)
     path.unlink()
-    recording(path, steps=[9], changes=lambda *_: {"step": -1})
-    with pytest.raises(ValueError, match="line 2: step is -1, but must be a whole number of at least 0"):
+    recording(path, steps=[9], changes=lambda *_: {"numel": -1})
+    with pytest.raises(ValueError, match="line 2: numel is -1, but must be a whole number of at least 0"):
         recording_file.read(path)
 
 
