@@ -95,7 +95,7 @@ class Compressor(ABC):
         A hook may not be able to know them all (see BucketPart.unused).
         """
 
-    def error(self) -> torch.Tensor | None:
+    def current_error(self) -> torch.Tensor | None:
         """Return this rank's error, [numel], to be read only; None if none is kept. For recorders."""
         error: torch.Tensor | None = self.state().get("error")
         return error

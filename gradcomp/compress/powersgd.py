@@ -187,7 +187,7 @@ class LowRankCompressor(Compressor):
             kept = self.plan.error()
             self._owed = state["error"].to(kept) - kept
 
-    def error(self) -> torch.Tensor | None:
+    def current_error(self) -> torch.Tensor | None:
         return self.plan.error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:

@@ -113,7 +113,7 @@ class QuantisedCompressor(Compressor):
             if self._plan.error is not None and 0 <= start < part.in_bucket.stop - part.in_bucket.start:
                 self._plan.error[part.stored][start : start + len(values)] += values
 
-    def error(self) -> torch.Tensor | None:
+    def current_error(self) -> torch.Tensor | None:
         return None if self._plan.error is None else self._unpadded(self._plan.error)
 
     def state(self) -> State:

@@ -117,7 +117,7 @@ class Recorder:
         result = yield from stages
         row.stopwatch.stop()
         measure(_gathered(parts, buffer), shift, out=row.values[1])
-        errors = [error for error in (each.error() for each in compressors) if error is not None]
+        errors = [error for error in (each.current_error() for each in compressors) if error is not None]
         row.has_error = len(errors) == len(compressors)
         if row.has_error:
             measure(errors[0] if len(errors) == 1 else torch.cat(errors), shift, out=row.values[2])
@@ -161,7 +161,7 @@ class Recorder:
         group = resolve_group("Recorder.complete", self._state.process_group)
         require_same_on_all_ranks(
             "Recorder.complete()",
-            {"recorded": [(row.step, row.bucket, row.has_error) for row in rows]},
+            {"recorded rows": [(row.step, row.bucket, row.has_error) for row in rows]},
             group,
             values[0].device,
             "Give every rank a recorder with the same every and max_rows, and call complete() after the same "

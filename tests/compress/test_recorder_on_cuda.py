@@ -49,7 +49,7 @@ class Halves(Compressor):
         log.append(("average", current()))
         dist.all_reduce(flat, group=group)
 
-    def error(self):
+    def current_error(self):
         log.append(("error", current()))
         return self.kept
 
