@@ -2,7 +2,8 @@
 
 One process trains a multilayer perceptron on gradcomp's wrapper, one model per hook and way to record, in
 turns, so that the same disturbances hit all. World size 1: nothing crosses a wire, so what a recorder adds is
-as large a part of a step as it can be. Prints medians, p20 and p80 in ms.
+as large a part of a step as it can be. Counted is the time of the processor, of one thread, which other
+programs disturb little. Prints medians, p20 and p80 in ms.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ def times_ms(name: str, num_steps: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(-(-num_steps // 10)):
         for way, step in steps.items():
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(10):
                 step()
-            found[way].append((time.perf_counter() - start) * 100)
+            found[way].append((time.process_time() - start) * 100)
     return found
 
 
@@ -80,8 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="per hook and way (default: 300)")
     options = parser.parse_args(arguments)
     os.environ["GRADCOMP_QUIET"] = "1"
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print(f"ms per step, means of ten steps: median (p20 to p80); {torch.get_num_threads()} threads")
+    print("ms of processor time per step, one thread; of means of ten steps, the median (p20 to p80)")
     for name in HOOKS:
         for way, samples in times_ms(name, options.steps).items():
             p20, *_, p80 = statistics.quantiles(samples, n=5) if len(samples) > 1 else samples * 2

@@ -303,7 +303,9 @@ def other_every(rank):
 
 @pytest.mark.usefixtures("plain_torch")
 def test_ranks_with_other_rows_are_told_so():
-    with pytest.raises(RankError, match=r"Recorder.complete\(\) differs between the ranks: the number of recorded rows"):
+    with pytest.raises(
+        RankError, match=r"Recorder.complete\(\) differs between the ranks: the number of recorded rows"
+    ):
         simulate(other_every, 2)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradcomp.compress.sketch import _CHUNK_NUMEL, LENGTH, measure
+from gradcomp.compress.sketch import LENGTH, chunk_numel, measure
 from tests.tolerances import RECORDED_NORM, SKETCHED_RATIO
 
 
@@ -15,7 +15,9 @@ def measured(values, shift=0):
     return float(out[0]), out[1:].double()
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, LENGTH - 1, LENGTH, LENGTH + 1, 10_007, _CHUNK_NUMEL + 300])
+@pytest.mark.parametrize(
+    "numel", [0, 1, 7, LENGTH - 1, LENGTH, LENGTH + 1, 10_007, 4 * chunk_numel(torch.device("cpu")) + 300]
+)
 def test_the_norm_of_every_length(numel):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     norm, sketch = measured(values)

@@ -68,6 +68,14 @@ LOGGED = (
 )
 
 
+def test_the_example_that_records(tmp_path):
+    path, page = tmp_path / "recording.jsonl", tmp_path / "report.html"
+    run(EXAMPLES / "record.py", path, tmp_path=tmp_path)
+    printed = run("-m", "gradcomp", "report", path, "--out", page, tmp_path=tmp_path)
+    assert "300 steps of 1 run(s)" in printed
+    assert "not known" not in page.read_text()
+
+
 def test_the_example_that_logs_to_tensorboard(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run(EXAMPLES / "log_to_tensorboard.py", tmp_path / "runs", tmp_path=tmp_path)
