@@ -3,6 +3,7 @@
 python -m gradcomp [info]    that
 python -m gradcomp plan      predict which hook is fastest on a network, and when not to compress
     python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
+    python -m gradcomp report    show what a Recorder has written, as an HTML page
 """
 
 import argparse
@@ -18,6 +19,7 @@ from . import __version__, ops
 from .bench import bench_command
 from .plan import plan_command
 from .plan.plan_command import OneLineParser
+from .recordings import report_command
 
 
 def versions() -> dict[str, str]:
@@ -78,7 +80,12 @@ def info(arguments: Sequence[str] | None = None) -> None:
     print(report())
 
 
-COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench_command.main}
+COMMANDS = {
+    "info": info,
+    "plan": plan_command.main,
+    "bench": bench_command.main,
+    "report": report_command.main,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -102,6 +103,8 @@ def _hooks(parser: BenchParser, names: str) -> tuple[str, ...]:
 
 def _run_rank(parser: BenchParser, options: Any) -> None:
     """Measure as one of the ranks."""
+    # The table says how much every hook sends.
+    logging.getLogger("gradcomp").setLevel(logging.WARNING)
     workloads: list[Workload] = []
 
     def prepare(device: Any) -> None:

@@ -6,11 +6,13 @@ docs/new_compressor.md describes that interface.
 from .compressor import BucketSpec, Compressor
 from .compressor_state import CompressorState, compress_hook
 from .consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
+from .recorder import Recorder
 
 __all__ = [
     "BucketSpec",
     "Compressor",
     "CompressorState",
+    "Recorder",
     "compress_hook",
     "consolidated_state_dict",
     "load_from_dcp",

@@ -96,6 +96,11 @@ class Compressor(ABC):
         A hook may not be able to know them all (see BucketPart.unused).
         """
 
+    def current_error(self) -> torch.Tensor | None:
+        """Return this rank's error, [numel], to be read only; None if none is kept. For recorders."""
+        error: torch.Tensor | None = self.state().get("error")
+        return error
+
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         """Add averages that were not used to this rank's error, from this offset in the bucket on."""
         state = self.state()

@@ -87,7 +87,7 @@ class LowRankCompressor(Compressor):
     def __init__(self, bucket: BucketSpec, options: LowRankOptions):
         self._num_tensors = len(bucket.shapes)
         self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
-        self._is_square = options.square
+        self._is_square, self._keeps_error = options.square, options.error_feedback
         self._left_out: list[int] = []
         self.plan = ops.low_rank_plan(
             options.layout(bucket.shapes, bucket.dtype),
@@ -186,6 +186,9 @@ class LowRankCompressor(Compressor):
             # A quantised start has errors of tensors that are sent exactly from now on.
             kept = self.plan.error()
             self._owed = state["error"].to(kept) - kept
+
+    def current_error(self) -> torch.Tensor | None:
+        return self.plan.error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)

@@ -113,6 +113,9 @@ class QuantisedCompressor(Compressor):
             if self._plan.error is not None and 0 <= start < part.in_bucket.stop - part.in_bucket.start:
                 self._plan.error[part.stored][start : start + len(values)] += values
 
+    def current_error(self) -> torch.Tensor | None:
+        return None if self._plan.error is None else self._unpadded(self._plan.error)
+
     def state(self) -> State:
         error, own, shard_error = self._plan.error, self._own, self._plan.shard_error
         if error is None or shard_error is None:

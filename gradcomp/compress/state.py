@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
+from .announcement import StartAnnouncement
 from .bucket_memory import BucketPart
 from .compressor import BucketSpec, Compressor
 from .consistency import require_same_group, require_same_on_all_ranks
@@ -30,6 +31,7 @@ class CompressedAveraging:
     """The common state of compressing hooks: plain first steps, memory, comparison of ranks, statistics.
 
     iter: the number of steps so far; the first start_iter are plain all-reduces.
+    recorder: the Recorder of its steps, which sets it; None if there is none.
     """
 
     random_seed: int
@@ -49,6 +51,8 @@ class CompressedAveraging:
         self._is_compared = False
         # The rank whose errors were loaded, until it is known which rank uses them.
         self._errors_of: dict[str, Any] | None = None
+        self._announcement = StartAnnouncement()
+        self.recorder: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "process_group":
@@ -106,6 +110,7 @@ class CompressedAveraging:
         """Count the step. Whoever can't tell which bucket is the last calls this after it."""
         if not self.is_plain_step and self.iter >= self.next_stats_report:
             self._report_stats()
+        self._announcement.end_step(self.iter, joined_group(self.process_group))
         self._is_compared, self._waits_for_buckets = True, False
         self.iter += 1
         if self.iter == self.start_iter:
@@ -171,6 +176,8 @@ class CompressedAveraging:
         self._compare_once(hook_name, bucket, group)
         parts = self._parts_of(bucket, options)
         if self.is_plain_step:
+            if self.recorder is not None:
+                self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
             self.maybe_increase_iter(bucket)
             plain = average_in_place(buffer, group)
             self._warm_up(parts, buffer.device, group, later or make)
@@ -189,15 +196,22 @@ class CompressedAveraging:
                 part.scatter(flat, buffer)
             return buffer
 
+        running = stages()
+        if self.recorder is not None:
+            named = (self.iter, bucket.index(), buffer)
+            running = self.recorder.recorded(running, *named, parts, compressors, group)
         if ops.runs_triton(buffer.device):
-            future: Future = in_order(buffer.device, lambda: run_through(stages()))
+            future: Future = in_order(buffer.device, lambda: run_through(running))
         else:
             is_first, is_last = bucket.index() == 0, bucket.is_last()
-            future = self._pipeline.add(stages(), is_first=is_first, is_last=is_last)
+            future = self._pipeline.add(running, is_first=is_first, is_last=is_last)
         if later is not None:
             self._warm_up(parts, buffer.device, group, later)
+        sent_numel = sum(compressor.sent_numel for compressor in compressors)
         self.total_numel_before_compression += buffer.numel()
-        self.total_numel_after_compression += sum(compressor.sent_numel for compressor in compressors)
+        self.total_numel_after_compression += sent_numel
+        what = self.algorithm if later is None else f"the quantised start of {self.algorithm}"
+        self._announcement.count(what, buffer.nbytes, sent_numel * buffer.itemsize)
         self.maybe_increase_iter(bucket)
         return future
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradcomp.compress.announcement import silenced
 from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.compress.hook import Hook, result_of
 from gradcomp.testing.ranks import run_ranks
@@ -92,6 +93,7 @@ def run_hook(
     return Run(*([list(step[part]) for step in per_step] for part in range(5)))
 
 
+@silenced()
 def _steps(
     rank: int,
     process_group: dist.ProcessGroup,

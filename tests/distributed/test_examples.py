@@ -1,5 +1,7 @@
 """Run the documentation's examples as they are, and check that their processes end in order."""
 
+import pytest
+
 from tests.programs import ROOT, TORCHRUN, run_python
 
 EXAMPLES = ROOT / "docs" / "examples"
@@ -55,3 +57,42 @@ def test_the_example_of_sharded_replicas(tmp_path):
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in printed]
     assert losses[1] < 0.7 * losses[0]
     assert all(float(line.split()[-1]) > 4 for line in printed)
+
+
+# What compression does, as the last of 60 steps is logged; PowerSGD's bucket saves 10 times, 4 bits 7.
+LOGGED = (
+    "gradcomp/rate",
+    "gradcomp/relative_error",
+    "gradcomp/bucket 0/energy_kept",
+    "gradcomp/bucket 0/time_ms",
+)
+
+
+def test_the_example_that_records(tmp_path):
+    path, page = tmp_path / "recording.jsonl", tmp_path / "report.html"
+    run(EXAMPLES / "record.py", path, tmp_path=tmp_path)
+    printed = run("-m", "gradcomp", "report", path, "--out", page, tmp_path=tmp_path)
+    assert "300 steps of 1 run(s)" in printed
+    assert "not known" not in page.read_text()
+
+
+def test_the_example_that_logs_to_tensorboard(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(EXAMPLES / "log_to_tensorboard.py", tmp_path / "runs", tmp_path=tmp_path)
+    events = accumulator.EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    assert set(LOGGED) <= set(events.Tags()["scalars"])
+    for name in LOGGED[:2]:
+        assert [event.step for event in events.Scalars(name)] == list(range(60))
+    assert [event.value for event in events.Scalars("gradcomp/rate")[:10]] == [1.0] * 10
+    assert events.Scalars("gradcomp/rate")[-1].value > 5
+    assert 0 < events.Scalars("gradcomp/relative_error")[-1].value < 1
+
+
+def test_the_example_that_logs_to_weights_and_biases(tmp_path):
+    pytest.importorskip("wandb")
+    run(EXAMPLES / "wandb_offline.py", tmp_path, tmp_path=tmp_path)
+    (logged,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = logged.read_bytes()
+    for name in LOGGED:
+        assert content.count(name.encode()) >= 60, name

@@ -1,0 +1,82 @@
+"""The one line that says that a state has begun to compress, and how many bytes that saves."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+LOGGER = "gradcomp"
+QUIET = "GRADCOMP_QUIET"
+_num_silencers = 0
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Announce nothing in this process: for programs that run states by the hundred."""
+    global _num_silencers
+    _num_silencers += 1
+    try:
+        yield
+    finally:
+        _num_silencers -= 1
+
+
+class StartAnnouncement:
+    """Says once for a state, at the end of its first compressed step, how many bytes it saves.
+
+    A state whose first steps are quantised says so of them, and again when PowerSGD takes over.
+    """
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._gradient_bytes = self._sent_bytes = 0
+        self._has_said: set[str] = set()
+
+    def count(self, what: str, gradient_bytes: int, sent_bytes: int) -> None:
+        """Count a compressed bucket of the current step. what: the algorithm that compresses it."""
+        if what not in self._has_said:
+            self._what = what
+            self._gradient_bytes += gradient_bytes
+            self._sent_bytes += sent_bytes
+
+    def end_step(self, step: int, group: dist.ProcessGroup | None) -> None:
+        """Announce if this step was the first that was compressed; step: its number."""
+        if self._gradient_bytes:
+            self._has_said.add(self._what)
+            if group is None or group.rank() == 0:
+                _say(_text(self._what, step, self._gradient_bytes, self._sent_bytes))
+            self._gradient_bytes = self._sent_bytes = 0
+
+
+def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int) -> str:
+    if sent_bytes < gradient_bytes:
+        rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
+    else:
+        rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
+    sizes = f"{_shown(sent_bytes)} of {_shown(gradient_bytes)} per step and rank"
+    return f"{what} compresses from step {step} on: {rate}, {sizes}"
+
+
+def _shown(num_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _say(text: str) -> None:
+    """Log the text at level INFO; where logging is as Python starts it, write it to the standard error."""
+    if _num_silencers or os.environ.get(QUIET, "0") not in ("", "0"):
+        return
+    logger = logging.getLogger(LOGGER)
+    is_configured = logger.hasHandlers() or logger.level != logging.NOTSET
+    if is_configured or logging.root.level != logging.WARNING or logging.root.manager.disable:
+        logger.info("%s", text)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        # Groups of a part of the ranks, such as FSDP2's replicas, have a rank 0 each.
+        print(f"{LOGGER}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Show what recorders have written, on one page."""

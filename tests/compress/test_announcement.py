@@ -1,0 +1,100 @@
+"""The line that says when compression starts: when it comes, where, and how to be without it."""
+
+import logging
+
+import pytest
+
+from gradcomp.testing import check_hook
+from tests.programs import TORCHRUN, run_python
+
+BYTES = "of 54.08 kB per step and rank"
+LINE = f"gradcomp: PowerSGD compresses from step 3 on: 8.7 times fewer bytes, 6.21 kB {BYTES}"
+PROGRAM = """
+import copy, logging, os, sys
+import torch
+import torch.distributed as dist
+from gradcomp import Reducer
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+{configure}
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 144))
+reducer = Reducer(model.parameters(), bucket_cap_mb=0.02)
+state = PowerSGDState(None, 4, start_powerSGD_iter=3{options})
+reducer.register_comm_hook(state, powerSGD_hook)
+for step in range(6):
+    model(torch.ones(2, 64)).sum().backward()
+    if step == 4:
+        state.load_state_dict(state.state_dict())
+print("done")
+dist.barrier()
+del reducer
+dist.destroy_process_group()
+"""
+
+
+def said(configure="", *arguments, options="", **environment):
+    """Return the lines on stderr that are gradcomp's."""
+    program = PROGRAM.format(configure=configure, options=options)
+    done = run_python(*arguments, "-c", program, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout
+    return [line for line in done.stderr.splitlines() if "compresses" in line]
+
+
+def test_it_is_said_once_without_any_configuration():
+    assert said() == [LINE]
+
+
+def test_a_quantised_start_is_said_too():
+    lines = said(options=", start_bits=4")
+    assert lines == [
+        "gradcomp: the quantised start of PowerSGD compresses from step 0 on: 7.0 times fewer bytes, 7.70 kB "
+        f"{BYTES}",
+        LINE,
+    ]
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_the_environment_silences_it(value):
+    assert said(GRADCOMP_QUIET=value) == []
+    assert said(GRADCOMP_QUIET="0") == [LINE]
+
+
+def test_logging_takes_over_once_it_is_configured():
+    assert said("logging.basicConfig(level=logging.INFO)") == [f"INFO:{LINE.replace(': ', ':', 1)}"]
+    assert said("logging.basicConfig(level=logging.WARNING)") == []
+    assert said("logging.getLogger('gradcomp').setLevel(logging.WARNING)") == []
+    assert said("logging.disable(logging.INFO)") == []
+
+
+def test_one_rank_of_two_says_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(configure="", options=""))
+    done = run_python(*TORCHRUN, script, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("compresses from") == 1
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_the_kit_says_nothing(capfd):
+    """It makes states by the hundred."""
+    from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("gradcomp")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        check_hook(quantization_hook, QuantizationState, max_examples=1, only=["finite_in_finite_out"])
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert not [record for record in records if "compresses" in record.getMessage()]
+    assert "compresses" not in capfd.readouterr().err
