@@ -13,8 +13,9 @@ from typing import Any
 
 import griffe
 
-# name, name(argument), name (remark), and several of these.
-_NAME = r"[a-z_]\w*(?:\([\w, ]*\)| \([^)]*\))?"
+# name, name(argument), name[index], name (remark), and several of these.
+_NAME = r"[a-z_]\w*(?:(?:\[\w+\])+|\([\w, ]*\)| \([^)]*\))?"
+_INDEXED = re.compile(r"(?<![\w`.])[\w.]+(?:\[[^\]\n]+\]){2,}(?!`)")  # a link in Markdown
 _ITEM = re.compile(rf"(?:^|(?<=[.)]) )(?P<names>{_NAME}(?:(?:, | or ){_NAME})*): ")
 
 
@@ -51,13 +52,13 @@ def _with_list(paragraph: str, names: set[str]) -> str:
     text = " ".join(line.strip() for line in paragraph.splitlines())
     items = [item for item in _ITEM.finditer(text) if names & set(re.findall(r"\w+", item["names"]))]
     if paragraph.startswith(" ") or not items:
-        return paragraph
+        return paragraph if paragraph.startswith(" ") else _INDEXED.sub(r"`\g<0>`", paragraph)
     ends = [item.start() for item in items[1:]] + [len(text)]
     listed = [
         f"- {re.sub(_NAME, _as_code, item['names'])}: {text[item.end() : end].strip()}"
         for item, end in zip(items, ends, strict=True)
     ]
-    return "\n".join([text[: items[0].start()].strip(), "", *listed]).strip()
+    return _INDEXED.sub(r"`\g<0>`", "\n".join([text[: items[0].start()].strip(), "", *listed]).strip())
 
 
 def _as_code(found: re.Match[str]) -> str:

@@ -24,9 +24,11 @@ BEFORE = {
     ("docs/fsdp.md", 1): """
 import torch.distributed.checkpoint as dcp
 from gradcomp.compress import load_from_dcp, per_rank_state_dict
+state = QuantizationState(replicate_group, bits=4)
 folder = "fsdp-checkpoint"
 """,
-    ("docs/hooks.md", 2): "from gradcomp.hooks.quantization_hooks import quantization_perchannel_hook",
+    ("docs/hooks.md", 2): FRESH
+    + "from gradcomp.hooks.quantization_hooks import quantization_perchannel_hook",
     ("docs/powersgd.md", 2): HOOKED + FRESH,
     ("docs/powersgd.md", 3): HOOKED + "dist.barrier()\nold_world_size = world_size",
     ("docs/powersgd.md", 4): HOOKED
