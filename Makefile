@@ -37,7 +37,7 @@ format: $(VENV)/ready    ## sort imports and format
 	$(BIN)/ruff format .
 
 docs: $(VENV)/ready      ## build the documentation site into build/site; a warning is an error
-	$(BIN)/python -m mkdocs build --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet $(ARGS)
 
 bench: $(VENV)/ready     ## time our operations and hooks beside torch's on this machine's device
 	$(BIN)/python -m benchmarks $(ARGS)

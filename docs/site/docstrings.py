@@ -1,8 +1,8 @@
 """Turn the docstrings' plain paragraphs into Markdown for the reference: an extension of Griffe's.
 
 A docstring explains arguments as `name: meaning.` in one paragraph, and begins an example with `Example::`.
-Markdown would run the lines together. So a paragraph in which parameters are explained becomes a list, with an
-item for each, and the indented code after `::` stays as it is.
+Markdown would run the lines together. So a paragraph in which parameters are explained becomes a list, with
+an item for each, and the indented code after `::` stays as it is.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ def _parameters(func: griffe.Function) -> set[str]:
 def as_markdown(docstring: str, names: set[str]) -> str:
     """Return the docstring as Markdown, with a list item for whatever explains some of these names."""
     paragraphs: list[str] = []
-    for paragraph in docstring.split("\n\n"):
-        if paragraph.startswith("    ") and paragraphs and paragraphs[-1].rpartition("\n")[2].startswith("- "):
-            paragraph = textwrap.indent(paragraph, "    ")  # code of the list's last item
-        paragraphs.append(_with_list(paragraph, names))
+    is_after_list = False
+    for given in docstring.split("\n\n"):
+        if given.startswith("    "):
+            paragraphs.append(textwrap.indent(given, "    ") if is_after_list else given)  # code
+            continue
+        paragraphs.append(_with_list(given, names))
+        is_after_list = paragraphs[-1].rpartition("\n")[2].startswith("- ")
     return re.sub(r"::$", ":", "\n\n".join(paragraphs), flags=re.MULTILINE)
 
 
@@ -51,8 +54,8 @@ def _with_list(paragraph: str, names: set[str]) -> str:
     """Return a paragraph's text up to the first name that it explains, then a list; or as it is."""
     text = " ".join(line.strip() for line in paragraph.splitlines())
     items = [item for item in _ITEM.finditer(text) if names & set(re.findall(r"\w+", item["names"]))]
-    if paragraph.startswith(" ") or not items:
-        return paragraph if paragraph.startswith(" ") else _INDEXED.sub(r"`\g<0>`", paragraph)
+    if not items:
+        return _INDEXED.sub(r"`\g<0>`", paragraph)
     ends = [item.start() for item in items[1:]] + [len(text)]
     listed = [
         f"- {re.sub(_NAME, _as_code, item['names'])}: {text[item.end() : end].strip()}"

@@ -37,7 +37,7 @@ class Browser:
     def __init__(self, program: str, profile: Path):
         to_it, self._write = map(_high, os.pipe())
         self._read, from_it = map(_high, os.pipe())
-        log = os.open(profile.parent / "chromium.log", os.O_WRONLY | os.O_CREAT)
+        log = _high(os.open(profile.parent / "chromium.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
         actions = [(os.POSIX_SPAWN_DUP2, to_it, 3), (os.POSIX_SPAWN_DUP2, from_it, 4)]
         actions += [(os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
         arguments = [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
@@ -46,12 +46,11 @@ class Browser:
             os.close(each)
         self._buffer, self._last_id, self._session = b"", 0, ""
         self.problems: list[str] = []  # errors in the console, exceptions, what didn't load
-        targets = self.call("Target.getTargets")["targetInfos"]
-        (page,) = [each["targetId"] for each in targets if each["type"] == "page"]
-        session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
-        self._session = session
-        for domain in ("Page", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the browser and every process that it has started."""
@@ -59,6 +58,14 @@ class Browser:
         os.waitpid(self._process, 0)
         os.close(self._read)
         os.close(self._write)
+
+    def _attach(self) -> None:
+        """Make the browser's first page the one that is driven."""
+        targets = self.call("Target.getTargets")["targetInfos"]
+        (page,) = [each["targetId"] for each in targets if each["type"] == "page"]
+        self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol and return its result. Raises RuntimeError for its error."""

@@ -3,7 +3,6 @@
 import importlib.util
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
