@@ -12,7 +12,6 @@ import os
 import select
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ class Browser:
         for each in (to_it, from_it, log):
             os.close(each)
         self._buffer, self._last_id, self._session = b"", 0, ""
+        self._has_loaded = False
         self.problems: list[str] = []  # errors in the console, exceptions, what didn't load
         try:
             self._attach()
@@ -83,15 +83,16 @@ class Browser:
 
     def open(self, address: str, width: int, height: int) -> None:
         """Show a page in a window of this size, and wait until it and what belongs to it have loaded."""
+        self._has_loaded = False
+        self.call("Page.navigate", url=address)
+        while not self._has_loaded:
+            self._receive()
+        self.resize(width, height)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window another size, and wait until the layout has settled."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.call("Page.navigate", url=address)
-        deadline = time.monotonic() + TIMEOUT_S
-        ready = "document.readyState === 'complete' && location.href !== 'about:blank'"
-        while not self.evaluate(f"{ready} && location.href === {json.dumps(address)}"):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{address} has not loaded in {TIMEOUT_S} s")
-        # Scripts that run at load, and two frames, after which the layout has settled.
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def evaluate(self, expression: str) -> Any:
@@ -120,7 +121,9 @@ class Browser:
         return message
 
     def _note(self, event: str, parameters: dict[str, Any]) -> None:
-        if event == "Runtime.exceptionThrown":
+        if event == "Page.loadEventFired":
+            self._has_loaded = True
+        elif event == "Runtime.exceptionThrown":
             self.problems.append(str(parameters["exceptionDetails"]))
         elif event == "Runtime.consoleAPICalled" and parameters["type"] in {"error", "assert"}:
             self.problems.append(str([each.get("value") for each in parameters["args"]]))
