@@ -22,6 +22,14 @@ FLAGS = (
     *("--hide-scrollbars", "--remote-debugging-pipe"),
 )
 TIMEOUT_S = 60
+# Two frames, then the ends of all transitions: the theme moves its search box when the width changes.
+_SETTLED = """
+new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done))).then(() => Promise.allSettled(
+    document.getAnimations()
+        .filter(each => each.effect.getComputedTiming().endTime < Infinity)
+        .map(each => each.finished)
+)).then(() => true)
+"""
 _FIRST_FREE = 10  # above the two file descriptors, 3 and 4, that Chromium has for its pipes
 
 
@@ -83,17 +91,21 @@ class Browser:
 
     def open(self, address: str, width: int, height: int) -> None:
         """Show a page in a window of this size, and wait until it and what belongs to it have loaded."""
+        self._set_size(width, height)
         self._has_loaded = False
         self.call("Page.navigate", url=address)
         while not self._has_loaded:
             self._receive()
-        self.resize(width, height)
+        self.evaluate(_SETTLED)
 
     def resize(self, width: int, height: int) -> None:
         """Give the window another size, and wait until the layout has settled."""
+        self._set_size(width, height)
+        self.evaluate(_SETTLED)
+
+    def _set_size(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, of a promise what it is kept with."""
