@@ -12,7 +12,7 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo accuracy test test-other-tritons lint format bench bench-network gpu-check dist check-dist clean help
+.PHONY: demo accuracy test test-other-tritons lint format docs bench bench-network gpu-check dist check-dist clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -38,6 +38,9 @@ lint: $(VENV)/ready      ## check style and types; edits nothing
 format: $(VENV)/ready    ## sort imports and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/ready      ## build the documentation site into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet $(ARGS)
 
 bench: $(VENV)/ready     ## time our operations and hooks beside torch's on this machine's device
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -1,0 +1,111 @@
+"""What a documented block takes for granted: the names that its page uses, and what isn't run, and why.
+
+Blocks of a page run in order, in one namespace, on each of two ranks (gloo). Before a block runs FRESH, or
+what BEFORE has for it; after it AFTER, and if it has left a model that averages gradients, that is trained.
+"""
+
+FRESH = """
+model = module = new_model()
+ddp_model = DistributedDataParallel(new_model())
+"""
+
+HOOKED = """
+ddp_model = DistributedDataParallel(new_model())
+state = powerSGD.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+ddp_model.register_comm_hook(state, powerSGD.powerSGD_hook)
+train(ddp_model)
+"""
+
+GRADIENTS = "\nmodel = new_model()\nloss = model(torch.randn(8, 64)).square().mean()\n"
+
+BEFORE = {
+    ("docs/reducer.md", 1): GRADIENTS,
+    ("docs/fsdp.md", 0): FRESH + "num_nodes = world_size",
+    ("docs/fsdp.md", 1): """
+import torch.distributed.checkpoint as dcp
+from gradcomp.compress import load_from_dcp, per_rank_state_dict
+state = QuantizationState(replicate_group, bits=4)
+folder = "fsdp-checkpoint"
+""",
+    ("docs/hooks.md", 2): FRESH
+    + "from gradcomp.hooks.quantization_hooks import quantization_perchannel_hook",
+    ("docs/powersgd.md", 2): HOOKED + FRESH,
+    ("docs/powersgd.md", 3): HOOKED + "dist.barrier()\nold_world_size = world_size",
+    ("docs/powersgd.md", 4): HOOKED
+    + """
+path = "consolidated.pt"
+saved = powerSGD.consolidated_state_dict(state)
+if rank == 0:
+    torch.save(saved, path)
+dist.barrier()
+""",
+    ("docs/powersgd.md", 5): HOOKED
+    + "import torch.distributed.checkpoint as dcp\npath = 'powersgd-checkpoint'\n",
+    ("docs/powersgd.md", 6): """
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+path = f"torchs-{rank}.pt"
+torch.save({"state": torchs.PowerSGDState(None)}, path)
+""",
+    ("docs/new_compressor.md", 1): "model = DistributedDataParallel(new_model())",
+    # One script, block after block.
+    **{("docs/quick_start.md", number): "" for number in range(1, 6)},
+    ("docs/checkpoints.md", 1): "",
+    ("docs/checkpoints.md", 3): FRESH + "old_world_size = world_size",
+    ("docs/checkpoints.md", 4): "",
+    ("docs/checkpoints.md", 6): "",
+    ("docs/checkpoints.md", 8): FRESH
+    + """
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+torch.save({"state": torchs.PowerSGDState(None)}, f"torch-rank-{rank}.pt")
+""",
+    ("docs/checkpoints.md", 10): "",
+}
+
+AFTER = {
+    ("docs/hooks.md", 2): "ddp_model.register_comm_hook(None, in_blocks_of_128)",
+    ("docs/testing.md", 3): """
+from hypothesis import settings
+settings(max_examples=3, deadline=None)(test_replicas)()
+""",
+}
+
+# What a machine without GPUs, of two ranks, has in place of what the page says.
+INSTEAD = {
+    ("docs/fsdp.md", 0): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"},
+}
+
+# Blocks that simulate ranks themselves, or need none: they run in a process without a group.
+WITHOUT_GROUP = {
+    ("README.md", 1),
+    *(("docs/testing.md", number) for number in range(5)),
+    ("docs/plan.md", 0),
+}
+
+# Python that other tests run.
+RUN_ELSEWHERE = {
+    ("docs/testing.md", 5): "tests/testing/test_documentation.py",
+    ("docs/new_compressor.md", 2): "tests/compress/test_new_compressor.py",
+}
+
+PRINTED = "what the command above it prints"
+PICTURE = "a picture in characters"
+OPTIONS = "a list of options, with their defaults"
+
+# Blocks that are neither Python nor commands: page, how the first line begins, and why nothing is run.
+NOT_RUN = [
+    ("docs/accuracy.md", "gpt: 136,960 parameters", PRINTED),
+    ("docs/accuracy.md", "--task gpt,digits", OPTIONS),
+    ("docs/architecture.md", "kernels/              Triton kernels", PICTURE),
+    ("docs/architecture.md", "__init__ ──▶ parallel", PICTURE),
+    ("docs/demo.md", "reducer: torch", PRINTED),
+    ("docs/demo.md", "--hook none,fp16", OPTIONS),
+    ("docs/fsdp.md", "backward  ── block 2", PICTURE),
+    ("docs/plan.md", "Times are PREDICTED", PRINTED),
+    ("docs/plan.md", "measured 2026-", PRINTED),
+    ("docs/powersgd.md", "bucket (DDP's)", PICTURE),
+    ("docs/powersgd.md", "saved run, from step 2 on", PICTURE),
+    ("docs/reducer.md", "backward   ──grad 7──", PICTURE),
+    ("docs/testing.md", "top_k_hook", PRINTED),
+    ("docs/testing.md", "held_back_comes_out fails for", PRINTED),
+    ("docs/testing.md", "powerSGD_hook: world size 2", PRINTED),
+]

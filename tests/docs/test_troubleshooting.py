@@ -1,0 +1,97 @@
+"""docs/troubleshooting.md quotes messages as the source has them, and has every one that a user may see."""
+
+import ast
+import re
+
+import pytest
+
+from tests.docs.code_blocks import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+PACKAGES = ["compress", "fsdp", "hooks", "parallel", "reducer"]
+# In a quotation, and in what is read from the source, this stands for what is different each time.
+VARIABLE = "…"
+# Its functions return messages for raise statements of other modules.
+MESSAGE_MODULE = ROOT / "gradcomp" / "reducer" / "errors.py"
+# Strings that only join others to a message, or are a part of one.
+PARTS = {"… …", "parameters … are"}
+
+
+def texts_in(tree):
+    """Return the strings in a tree, with VARIABLE for each formatted value; a part of one is not another."""
+    if isinstance(tree, ast.JoinedStr):
+        parts = (each.value if isinstance(each, ast.Constant) else VARIABLE for each in tree.values)
+        return ["".join(parts)]
+    if isinstance(tree, ast.Constant):
+        return [tree.value] if isinstance(tree.value, str) else []
+    return [text for child in ast.iter_child_nodes(tree) for text in texts_in(child)]
+
+
+def source_trees():
+    paths = [path for package in PACKAGES for path in (ROOT / "gradcomp" / package).rglob("*.py")]
+    return [(path, ast.parse(path.read_text())) for path in paths]
+
+
+def raised_texts():
+    """Return the messages of raise statements, and those that are made for them in functions."""
+    texts = []
+    for path, tree in source_trees():
+        raises = (each for each in ast.walk(tree) if isinstance(each, ast.Raise))
+        for call in (each.exc for each in raises if isinstance(each.exc, ast.Call)):
+            texts += [text for message in call.args for text in texts_in(message) if is_message(message)]
+        if path == MESSAGE_MODULE:
+            texts += [text for node in ast.walk(tree) for text in returned_texts(node) if " " in text]
+    return [text for text in texts if text not in PARTS]
+
+
+def is_message(node):
+    return isinstance(node, ast.JoinedStr | ast.Constant)
+
+
+def returned_texts(node):
+    return texts_in(node.value) if isinstance(node, ast.Return) and is_message(node.value) else []
+
+
+def quotations(page):
+    """Return what the page quotes, up to the messages of torch, gloo and Triton."""
+    own = page.partition("\n## Messages of torch")[0]
+    return [
+        quoted.strip()
+        for line in re.findall(r"^\*\*`.*", own, re.MULTILINE)
+        for _, quoted in re.findall(r"\*\*(`+)(.+?)\1\*\*", line)
+    ]
+
+
+def quotes(quotation, text):
+    """Return whether the quotation's fixed parts follow each other in the text."""
+    pattern = ".*".join(re.escape(part) for part in quotation.split(VARIABLE))
+    return re.search(pattern, text, re.DOTALL) is not None
+
+
+def test_what_is_quoted_is_in_the_source():
+    texts = [text.replace("%s", VARIABLE) for _, tree in source_trees() for text in texts_in(tree)]
+    quoted = quotations(PAGE.read_text())
+    assert len(quoted) > 50
+    assert [each for each in quoted if not any(quotes(each, text) for text in texts)] == []
+
+
+def test_every_message_is_quoted():
+    quoted = quotations(PAGE.read_text())
+    texts = raised_texts()
+    assert len(texts) > 80
+    assert [text for text in texts if not any(quotes(each, text) for each in quoted)] == []
+
+
+@pytest.mark.parametrize(
+    ("quotation", "is_quoted"),
+    [
+        ("bits is …; it has to be 4 or 8", True),
+        ("bits is …; it has to be 2", False),
+        ("to be 4 … bits", False),
+    ],
+)
+def test_a_quotation_that_is_not_in_the_source_is_found(quotation, is_quoted):
+    (text,) = texts_in(ast.parse("f'{name}: bits is {self.bits!r}; it has to be 4 or 8'").body[0])
+    assert text == "…: bits is …; it has to be 4 or 8"
+    assert quotes(quotation, text) == is_quoted
+    assert quotations(f"**`{quotation}`**\n\ntext\n") == [quotation]
