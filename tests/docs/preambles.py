@@ -85,6 +85,15 @@ WITHOUT_GROUP = {
 RUN_ELSEWHERE = {
     ("docs/testing.md", 5): "tests/testing/test_documentation.py",
     ("docs/new_compressor.md", 2): "tests/compress/test_new_compressor.py",
+    # Lines of the recipes, but for Accelerate's own option.
+    **{
+        (f"docs/frameworks/{page}.md", number): "tests/frameworks/test_recipes.py"
+        for page in (
+            *("accelerate", "fabric", "lightning", "local_steps", "mixed_precision", "ray", "torch_compile"),
+            *("torchrun", "transformers", "zero_redundancy"),
+        )
+        for number in range(2 if page in ("accelerate", "fabric") else 1)
+    },
 }
 
 PRINTED = "what the command above it prints"
