@@ -55,7 +55,9 @@ def test_local_steps(tmp_path):
     assert [row["hook"] for row in local] == list(hooks[1:])
     assert local[0]["sent_bytes"] == 4 * whole
     assert 2 * whole / 8 < local[1]["sent_bytes"] < 2 * whole / 4
-    assert local[2]["sent_bytes"] == local[1]["sent_bytes"] * 3 // 2  # after 7, 14 and 20 steps
+    # After 7, 14 and 20 steps, and what the ranks compare once.
+    once = 3 * local[1]["sent_bytes"] - 2 * local[2]["sent_bytes"]
+    assert 0 < once < local[1]["sent_bytes"] / 4
     assert all(row["bytes_per_step"] == row["sent_bytes"] // 20 for row in local)
 
 

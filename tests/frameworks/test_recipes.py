@@ -7,6 +7,18 @@ import pytest
 from tests.programs import ROOT, TORCHRUN, run_python
 
 EXAMPLES = ROOT / "docs" / "examples"
+PAGES = {
+    "frameworks/accelerate.md": "accelerate_loop.py",
+    "frameworks/fabric.md": "lightning_fabric.py",
+    "frameworks/lightning.md": "lightning_trainer.py",
+    "frameworks/local_steps.md": "local_steps.py",
+    "frameworks/mixed_precision.md": "mixed_precision.py",
+    "frameworks/ray.md": "ray_train.py",  # which takes minutes to start, and is run by hand
+    "frameworks/torch_compile.md": "torch_compile.py",
+    "frameworks/torchrun.md": "torchrun_ddp.py",
+    "frameworks/transformers.md": "transformers_trainer.py",
+    "frameworks/zero_redundancy.md": "zero_redundancy.py",
+}
 LINE = re.compile(r"step (\d+): loss ([\d.]+) to ([\d.]+), ([\d.]+) times fewer bytes")
 
 
@@ -18,12 +30,19 @@ def run(*command, folder, timeout_s=300):
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(folder),
         "ACCELERATE_DYNAMO_BACKEND": "no",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
     }
     done = run_python(*command, timeout_s=timeout_s, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, [tuple(map(float, found)) for found in LINE.findall(done.stdout)]
+
+
+@pytest.mark.parametrize(("page", "recipe"), PAGES.items())
+def test_every_page_links_its_recipe_and_has_its_calls(page, recipe):
+    text, source = (ROOT / "docs" / page).read_text(), (EXAMPLES / recipe).read_text()
+    assert f"(../examples/{recipe})" in text
+    calls = re.findall(r"(register_comm_hook|CommHook|CommHookCallback|rescale_errors|average_)\(", text)
+    assert calls
+    assert all(f"{call}(" in source for call in calls)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +52,6 @@ def run(*command, folder, timeout_s=300):
         ("lightning_fabric.py", (), [50, 100], 7),
         ("accelerate_loop.py", TORCHRUN, [32, 64], 2.5),
         ("zero_redundancy.py", TORCHRUN, [50, 100], 3),
-        ("ray_train.py", (), [50, 100], 7),
     ],
 )
 def test_recipes_that_save_and_resume(name, launcher, steps, rate, tmp_path):

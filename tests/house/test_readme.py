@@ -31,8 +31,9 @@ def undefined_labels(text: str) -> list[str]:
 def anchors_of(text: str) -> set[str]:
     """Return the anchors that GitHub gives a page's headings."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    headings = re.findall(r"^#+ (.+?)(?: \{ #[\w-]+ \})?$", prose, flags=re.MULTILINE)
+    given = set(re.findall(r"^#+ .+ \{ #([\w-]+) \}$", prose, flags=re.MULTILINE))  # the site's own
+    return given | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def why_broken(target: str, page: Path) -> str | None:
