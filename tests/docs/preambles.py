@@ -46,6 +46,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 path = f"torchs-{rank}.pt"
 torch.save({"state": torchs.PowerSGDState(None)}, path)
 """,
+    ("docs/recording.md", 1): """
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+model = DistributedDataParallel(new_model())
+""",
+    ("docs/recording.md", 2): """
+from types import SimpleNamespace
+step, run = 99, SimpleNamespace(log=lambda values, step: None)
+""",
     ("docs/new_compressor.md", 1): "model = DistributedDataParallel(new_model())",
     # One script, block after block.
     **{("docs/quick_start.md", number): "" for number in range(1, 6)},
