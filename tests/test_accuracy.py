@@ -40,7 +40,7 @@ def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout
     return done
