@@ -1,6 +1,7 @@
 """Run the recipes of docs/frameworks against the real packages, on two processes."""
 
 import re
+import tempfile
 
 import pytest
 
@@ -13,7 +14,7 @@ PAGES = {
     "frameworks/lightning.md": "lightning_trainer.py",
     "frameworks/local_steps.md": "local_steps.py",
     "frameworks/mixed_precision.md": "mixed_precision.py",
-    "frameworks/ray.md": "ray_train.py",  # which takes minutes to start, and is run by hand
+    "frameworks/ray.md": "ray_train.py",
     "frameworks/torch_compile.md": "torch_compile.py",
     "frameworks/torchrun.md": "torchrun_ddp.py",
     "frameworks/transformers.md": "transformers_trainer.py",
@@ -22,9 +23,9 @@ PAGES = {
 LINE = re.compile(r"step (\d+): loss ([\d.]+) to ([\d.]+), ([\d.]+) times fewer bytes")
 
 
-def run(*command, folder, timeout_s=300):
+def run(*command, folder, timeout_s=300, **environment):
     """Run an example; return what it printed, and of each run its (step, first loss, last loss, bytes)."""
-    environment = {
+    environment |= {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -57,6 +58,20 @@ def test_every_page_links_its_recipe_and_has_its_calls(page, recipe):
 def test_recipes_that_save_and_resume(name, launcher, steps, rate, tmp_path):
     _, found = run(*launcher, EXAMPLES / name, tmp_path, folder=tmp_path)
     check_resumed(found, steps, rate)
+
+
+def test_ray_train(tmp_path):
+    # Ray's sockets lie in its temporary folder, and a socket's path has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
+        _, found = run(
+            EXAMPLES / "ray_train.py",
+            tmp_path,
+            folder=tmp_path,
+            RAY_TMPDIR=short,
+            RAY_USAGE_STATS_ENABLED="0",
+            timeout_s=400,
+        )
+    check_resumed(found, [50, 100], 7)
 
 
 @pytest.mark.parametrize(
