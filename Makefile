@@ -12,7 +12,10 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo accuracy test test-other-tritons lint format docs bench bench-network gpu-check dist check-dist clean help
+# Tests that take long, because they run whole programs or compile for GPUs.
+PROGRAMS := tests/benchmarks tests/docs tests/frameworks tests/kernels/test_compiled.py
+
+.PHONY: demo accuracy test test-programs test-other-tritons lint format docs bench bench-network gpu-check dist check-dist clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -23,8 +26,11 @@ demo: $(VENV)/ready      ## train a small GPT with every hook on 2 ranks; draw l
 accuracy: $(VENV)/ready  ## train two models to the end with every hook, from several seeds; compare validation losses
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 
-test: $(VENV)/ready      ## every test
-	$(PYTEST) $(ARGS)
+test: $(VENV)/ready      ## the library's tests
+	$(PYTEST) $(PROGRAMS:%=--ignore=%) $(ARGS)
+
+test-programs: $(VENV)/ready  ## the tests of benchmarks, recipes for frameworks, the documentation and compiled kernels
+	$(PYTEST) $(PROGRAMS) $(ARGS)
 
 test-other-tritons: $(OTHER_TRITONS:%=$(VENV)/triton-%)  ## the kernels' tests under other Tritons than torch's
 	for triton in $^; do PYTHONPATH=$$triton $(PYTEST) tests/kernels $(ARGS) || exit; done

@@ -21,7 +21,7 @@ from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from gradcomp.compress.consistency import MESSAGE_BYTES
 from tests.programs import users_environment
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TINY = Namespace(width=16, layers=1, heads=2, batch=2, sequence=16)
 
 
