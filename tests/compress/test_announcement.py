@@ -58,17 +58,21 @@ def test_a_quantised_start_is_said_too():
     ]
 
 
-@pytest.mark.parametrize("value", ["1", "true"])
-def test_the_environment_silences_it(value):
-    assert said(GRADCOMP_QUIET=value) == []
-    assert said(GRADCOMP_QUIET="0") == [LINE]
+@pytest.mark.parametrize(("value", "lines"), [("true", []), ("0", [LINE])])
+def test_the_environment_silences_it(value, lines):
+    assert said(GRADCOMP_QUIET=value) == lines
 
 
-def test_logging_takes_over_once_it_is_configured():
-    assert said("logging.basicConfig(level=logging.INFO)") == [f"INFO:{LINE.replace(': ', ':', 1)}"]
-    assert said("logging.basicConfig(level=logging.WARNING)") == []
-    assert said("logging.getLogger('gradcomp').setLevel(logging.WARNING)") == []
-    assert said("logging.disable(logging.INFO)") == []
+@pytest.mark.parametrize(
+    ("configure", "lines"),
+    [
+        ("logging.basicConfig(level=logging.INFO)", [f"INFO:{LINE.replace(': ', ':', 1)}"]),
+        ("logging.getLogger('gradcomp').setLevel(logging.WARNING)", []),
+        ("logging.disable(logging.INFO)", []),
+    ],
+)
+def test_logging_takes_over_once_it_is_configured(configure, lines):
+    assert said(configure) == lines
 
 
 def test_one_rank_of_two_says_it(tmp_path):
