@@ -94,10 +94,10 @@ def _summary(run: RecordedRun) -> list[tuple[str, str]]:
     compressed = _ratio(run.total("gradient_bytes", True), run.total("sent_bytes", True))
     error, energy = (run.mean_of_compressed_steps(name) for name in ("relative_error", "energy_kept"))
     time_ms = run.median_time_ms()
-    ranks = ", ".join(map(str, run.ranks))
     return [
         ("Options", ", ".join(f"{name} = {value}" for name, value in run.options.items()) or "none"),
-        ("Ranks recorded", f"{ranks} of {run.world_size}"),
+        ("World size", f"{run.world_size:,}"),
+        ("Ranks recorded", ", ".join(map(str, run.ranks))),
         (
             "Steps recorded",
             f"{len(steps):,}, from {steps[0]:,} to {steps[-1]:,}; {len(plain):,} of them without compression",

@@ -96,7 +96,8 @@ def test_the_table_is_arithmetic_on_the_rows(tmp_path, capsys):
     error = math.hypot(0.25, 0.5) / math.hypot(1, 1)
     assert page.table == {
         "Options": "matrix_approximation_rank = 4, factor_dtype = torch.int8",
-        "Ranks recorded": "0, 1 of 2",
+        "World size": "2",
+        "Ranks recorded": "0, 1",
         "Steps recorded": "10, from 0 to 9; 4 of them without compression",
         "Buckets": "2",
         "Compression rate of the compressed steps": "10.00",
