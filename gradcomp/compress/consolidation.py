@@ -8,10 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
-
 from .consistency import require_same_on_all_ranks
-from .process_group import resolve_group
+from .process_group import device_for, resolve_group
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -69,11 +67,7 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
     group = _group(consolidated_state_dict, state)
     mine = state.state_dict()
     merged: dict[str, Any] = _on_cpu(mine)
-    device = torch.device("cpu")
-    if dist.get_backend(group) == "nccl":
-        # Where the model is, which need not be the current device.
-        devices = (error.device for error in _errors(mine) if ops.has_streams(error.device))
-        device = next(devices, None) or torch.device("cuda", torch.cuda.current_device())
+    device = device_for(group, _errors(mine))
     advice = "Call consolidated_state_dict on every rank, after the same step."
     require_same_on_all_ranks(f"{state.algorithm}'s state", _outline(merged), group, device, advice)
     for memory in _with_errors(merged):

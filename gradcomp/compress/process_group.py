@@ -1,8 +1,12 @@
 """The process group that an argument stands for."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from gradcomp import ops
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -39,3 +43,14 @@ def resolve_group(whose: str, process_group: Any, argument: str = "process_group
 def joined_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the process group, or for None the default group if there is one."""
     return dist.group.WORLD if process_group is None else process_group
+
+
+def device_for(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return a device whose tensors the group exchanges: with NCCL that of the first CUDA tensor among these.
+
+    That is where the model is, which need not be the current device; the latter if there is no such tensor.
+    """
+    if dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    devices = (tensor.device for tensor in tensors if ops.has_streams(tensor.device))
+    return next(devices, None) or torch.device("cuda", torch.cuda.current_device())

@@ -17,7 +17,7 @@ from .bucket_memory import BucketPart
 from .compressor import Compressor
 from .consistency import require_same_on_all_ranks
 from .pipeline import Stages
-from .process_group import resolve_group
+from .process_group import device_for, resolve_group
 from .recorded_bucket import NUM_VALUES, RecordedBucket, Stopwatch, relative_errors
 from .rules import RANK
 from .sketch import measure
@@ -156,17 +156,17 @@ class Recorder:
         """
         rows = [row for row in self._rows if row.values is not None]
         values = [row.values for row in rows if row.values is not None]
-        if not values:
-            return
         group = resolve_group("Recorder.complete", self._state.process_group)
         require_same_on_all_ranks(
             "Recorder.complete()",
             {"recorded rows": [(row.step, row.bucket, row.has_error) for row in rows]},
             group,
-            values[0].device,
+            device_for(group, values),
             "Give every rank a recorder with the same every and max_rows, and call complete() after the same "
             "step",
         )
+        if not rows:
+            return
         for row in rows:
             row.wait()
         for row, (relative_error, mean_norm) in zip(

@@ -292,21 +292,30 @@ def test_a_step_that_is_not_due_is_not_measured(monkeypatch):
     assert not measured
 
 
-def other_every(rank):
+def record_steps(rank, num_steps, *everies):
+    """Record steps 1 to num_steps, every so many on each rank."""
     make_state, hook = HOOKS["int4"]
     state = make_state()
-    recording = Recorder(state, every=1 + rank)
-    for step in range(4):
+    hook(state, Bucket(gradient_of(rank, 0, 0), SHAPES[0])).wait()
+    recording = Recorder(state, every=everies[rank])
+    for step in range(1, num_steps + 1):
         hook(state, Bucket(gradient_of(rank, step, 0), SHAPES[0])).wait()
     recording.complete()
+    return recording.rows()
 
 
+@pytest.mark.parametrize("other", [2, 100])  # with 100, a rank has no rows at all
 @pytest.mark.usefixtures("plain_torch")
-def test_ranks_with_other_rows_are_told_so():
+def test_ranks_with_other_rows_are_told_so(other):
     with pytest.raises(
         RankError, match=r"Recorder.complete\(\) differs between the ranks: the number of recorded rows"
     ):
-        simulate(other_every, 2)
+        simulate(record_steps, 2, 4, 1, other)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_nothing_recorded_is_complete():
+    assert simulate(record_steps, 2, 4, 100, 100) == [[], []]
 
 
 def test_what_it_refuses():
