@@ -30,7 +30,7 @@ def gram(panel_ptr, stride, length, r, RANK: tl.constexpr, BLOCK: tl.constexpr):
         offs_row = tl.arange(0, BLOCK)[:, None, None]
         offs_i = tl.arange(0, RANK)[None, :, None]
         offs_j = tl.arange(0, RANK)[None, None, :]
-        for first in tl.range(0, length, BLOCK, num_stages=3):
+        for first in tl.range(0, length, BLOCK, num_stages=2):
             row = first + offs_row
             ptrs = panel_ptr + row
             left = tl.load(ptrs + offs_i * stride, mask=(row < length) & (offs_i < r), other=0.0)

@@ -102,7 +102,7 @@ def store_gram_block(
     """Store [COLS, COLS] of a Gram matrix and its transpose; the arguments are store_gram's."""
     hi = tl.zeros((BLOCK, COLS, COLS), tl.float32)
     lo = tl.zeros((BLOCK, COLS, COLS), tl.float32)
-    for first in tl.range(0, length, BLOCK, num_stages=1 if PRODUCT else 3):
+    for first in tl.range(0, length, BLOCK, num_stages=1 if PRODUCT else 2):
         if PRODUCT:
             left = product_block(
                 panel_ptr, stride, first, length, n, r, first_row, triangle_ptr, RANK, BLOCK, COLS
