@@ -239,10 +239,12 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     # so does rank 2 on sm_100.
     num_programs = 3 if rank == 1 and dtype in (torch.float32, torch.bfloat16) else 1 if is_large else 2
     # Matrix products take tiles that are loaded one step ahead, by way of shared memory; with RELOADED the
-    # table's elements before them. In fp64 that takes more registers than there are.
+    # table's elements before them. In fp64 that takes more registers than there are, and so do the table's
+    # elements in fp16 beyond rank 32, on sm_86 under Triton 3.9.
     num_stages = 3
     if rank > MAX_FMA_RANK.value:
-        num_stages = 1 if dtype == torch.float64 else 3 if is_reloaded(rank, dtype) else 2
+        is_ahead = is_reloaded(rank, dtype) and rank <= 32
+        num_stages = 1 if dtype == torch.float64 else 3 if is_ahead else 2
     return {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers(num_warps, num_programs)}
 
 
