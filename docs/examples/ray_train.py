@@ -16,14 +16,17 @@ from gradcomp.frameworks import CommHook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 
-def train(config):
+def make_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
-    model = ray.train.torch.prepare_model(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = QuantizationState(bits=4)
-    comm_hook = CommHook(state, quantization_hook)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+
+def train(config):
+    model = ray.train.torch.prepare_model(make_model())
+    comm_hook = CommHook(QuantizationState(bits=4), quantization_hook)
     comm_hook.register(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = comm_hook.state
 
     if config["checkpoint"] is not None:
         with config["checkpoint"].as_directory() as folder:

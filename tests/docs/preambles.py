@@ -93,9 +93,9 @@ WITHOUT_GROUP = {
 RUN_ELSEWHERE = {
     ("docs/testing.md", 5): "tests/testing/test_documentation.py",
     ("docs/new_compressor.md", 2): "tests/compress/test_new_compressor.py",
-    # Lines of the recipes, but for Accelerate's own option.
+    # Which test_pages.py runs, there.
     **{
-        (f"docs/frameworks/{page}.md", number): "tests/frameworks/test_recipes.py"
+        (f"docs/frameworks/{page}.md", number): "tests/frameworks/recipes.py"
         for page in (
             *("accelerate", "fabric", "lightning", "local_steps", "mixed_precision", "ray", "torch_compile"),
             *("torchrun", "transformers", "zero_redundancy"),

@@ -5,36 +5,8 @@ import tempfile
 
 import pytest
 
-from tests.programs import ROOT, TORCHRUN, run_python
-
-EXAMPLES = ROOT / "docs" / "examples"
-PAGES = {
-    "frameworks/accelerate.md": "accelerate_loop.py",
-    "frameworks/fabric.md": "lightning_fabric.py",
-    "frameworks/lightning.md": "lightning_trainer.py",
-    "frameworks/local_steps.md": "local_steps.py",
-    "frameworks/mixed_precision.md": "mixed_precision.py",
-    "frameworks/ray.md": "ray_train.py",
-    "frameworks/torch_compile.md": "torch_compile.py",
-    "frameworks/torchrun.md": "torchrun_ddp.py",
-    "frameworks/transformers.md": "transformers_trainer.py",
-    "frameworks/zero_redundancy.md": "zero_redundancy.py",
-}
-LINE = re.compile(r"step (\d+): loss ([\d.]+) to ([\d.]+), ([\d.]+) times fewer bytes")
-
-
-def run(*command, folder, timeout_s=300, **environment):
-    """Run an example; return what it printed, and of each run its (step, first loss, last loss, bytes)."""
-    environment |= {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TMPDIR": str(folder),
-        "ACCELERATE_DYNAMO_BACKEND": "no",
-    }
-    done = run_python(*command, timeout_s=timeout_s, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, [tuple(map(float, found)) for found in LINE.findall(done.stdout)]
+from tests.frameworks.recipes import EXAMPLES, PAGES, run
+from tests.programs import ROOT, TORCHRUN
 
 
 @pytest.mark.parametrize(("page", "recipe"), PAGES.items())
