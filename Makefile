@@ -13,7 +13,7 @@ WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Tests that take long, because they run whole programs or compile for GPUs.
-PROGRAMS := tests/benchmarks tests/docs tests/frameworks tests/kernels/test_compiled.py
+PROGRAMS := tests/bench tests/benchmarks tests/docs tests/frameworks tests/kernels/test_compiled.py
 
 .PHONY: demo accuracy test test-programs test-other-tritons lint format docs bench bench-network gpu-check dist check-dist clean help
 
@@ -29,7 +29,7 @@ accuracy: $(VENV)/ready  ## train two models to the end with every hook, from se
 test: $(VENV)/ready      ## the library's tests
 	$(PYTEST) $(PROGRAMS:%=--ignore=%) $(ARGS)
 
-test-programs: $(VENV)/ready  ## the tests of benchmarks, recipes for frameworks, the documentation and compiled kernels
+test-programs: $(VENV)/ready  ## the tests of commands, benchmarks, recipes for frameworks, the documentation and compiled kernels
 	$(PYTEST) $(PROGRAMS) $(ARGS)
 
 test-other-tritons: $(OTHER_TRITONS:%=$(VENV)/triton-%)  ## the kernels' tests under other Tritons than torch's
