@@ -6,7 +6,6 @@ They need scikit-learn and matplotlib: pip install 'gradcomp[accuracy]'.
 import json
 import re
 import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from benchmarks.accuracy import comparison
 from benchmarks.accuracy.__main__ import parse
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from gradcomp.compress.consistency import MESSAGE_BYTES
-from tests.programs import users_environment
+from tests.programs import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 TINY = Namespace(width=16, layers=1, heads=2, batch=2, sequence=16)
 
 
@@ -33,15 +31,7 @@ TINY_OPTIONS = ["--width=16", "--layers=1", "--heads=2", "--batch=2", "--sequenc
 
 
 def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.accuracy", *arguments],
-        cwd=ROOT,
-        env=users_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
+    done = run_python("-m", "benchmarks.accuracy", *arguments, stderr=subprocess.STDOUT, timeout_s=240)
     assert done.returncode == 0, done.stdout
     return done
 

@@ -16,9 +16,8 @@ from benchmarks.demo.__main__ import descendants, is_running, parse
 from benchmarks.demo.measure import WireMeter, check_replicas
 from gradcomp.compress.consistency import MESSAGE_BYTES
 from tests.distributed.ranks import run_ranks
-from tests.programs import users_environment
+from tests.programs import ROOT, users_environment
 
-ROOT = Path(__file__).parents[2]
 TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--batch", "2", "--sequence", "16"]
 TIMEOUT_S = 240  # 90 were not enough on a busy machine
 

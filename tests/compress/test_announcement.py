@@ -58,7 +58,7 @@ def test_a_quantised_start_is_said_too():
     ]
 
 
-@pytest.mark.parametrize(("value", "lines"), [("true", []), ("0", [LINE])])
+@pytest.mark.parametrize(("value", "lines"), [("1", []), ("true", []), ("0", [LINE])])
 def test_the_environment_silences_it(value, lines):
     assert said(GRADCOMP_QUIET=value) == lines
 
@@ -67,6 +67,7 @@ def test_the_environment_silences_it(value, lines):
     ("configure", "lines"),
     [
         ("logging.basicConfig(level=logging.INFO)", [f"INFO:{LINE.replace(': ', ':', 1)}"]),
+        ("logging.basicConfig(level=logging.WARNING)", []),
         ("logging.getLogger('gradcomp').setLevel(logging.WARNING)", []),
         ("logging.disable(logging.INFO)", []),
     ],

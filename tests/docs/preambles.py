@@ -4,6 +4,8 @@ Blocks of a page run in order, in one namespace, on each of two ranks (gloo). Be
 what BEFORE has for it; after it AFTER, and if it has left a model that averages gradients, that is trained.
 """
 
+from tests.frameworks.recipes import PAGES
+
 FRESH = """
 model = module = new_model()
 ddp_model = DistributedDataParallel(new_model())
@@ -93,14 +95,11 @@ WITHOUT_GROUP = {
 RUN_ELSEWHERE = {
     ("docs/testing.md", 5): "tests/testing/test_documentation.py",
     ("docs/new_compressor.md", 2): "tests/compress/test_new_compressor.py",
-    # Which test_pages.py runs, there.
+    # test_pages.py, there, runs every block of these pages.
     **{
-        (f"docs/frameworks/{page}.md", number): "tests/frameworks/recipes.py"
-        for page in (
-            *("accelerate", "fabric", "lightning", "local_steps", "mixed_precision", "ray", "torch_compile"),
-            *("torchrun", "transformers", "zero_redundancy"),
-        )
-        for number in range(2 if page in ("accelerate", "fabric") else 1)
+        (f"docs/{page}", number): "tests/frameworks/recipes.py"
+        for page in PAGES
+        for number in range(2 if page in ("frameworks/accelerate.md", "frameworks/fabric.md") else 1)
     },
 }
 

@@ -68,8 +68,8 @@ def test_the_kernel_and_the_host_scale_columns_alike(unit, device):
 
 @pytest.mark.parametrize(
     ("dtype", "rank", "options"),
-    [(FP32, 1, {}), (FP32, 16, {}), (BF16, 4, {}), (FP64, 2, {}), (FP32, 3, {"epsilon": 0.1}),
-     (FP16, 2, {"warm_start": False})],
+    [(FP32, 1, {}), (FP32, 3, {}), (FP32, 16, {}), (BF16, 4, {}), (FP16, 2, {}), (FP64, 2, {}),
+     (FP32, 3, {"epsilon": 0.1}), (FP32, 4, {"warm_start": False})],
     ids=str,
 )  # fmt: skip
 def test_a_resumed_run_computes_the_same_bits(dtype, rank, options, device):
