@@ -10,6 +10,7 @@ measured separately, as host time. On CPU the time is the wall clock's.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,16 +73,20 @@ class Clock:
     def interleave(
         self, samplers: Mapping[str, Callable[[], float]], seconds: float | None
     ) -> dict[str, list[float]]:
-        """Ask the samplers for samples, round after round, every second round backwards."""
+        """Ask the samplers for samples, round after round, each in another order.
+
+        The order is random: a call that follows one of the same provider, or always that of another, is
+        faster or slower for it.
+        """
         samples: dict[str, list[float]] = {name: [] for name in samplers}
-        order = list(samplers)
+        order, orders = list(samplers), random.Random(0)
         deadline = time.perf_counter() + self._seconds(seconds)
         for num_rounds in range(MAX_ROUNDS):
             if num_rounds >= MIN_ROUNDS and time.perf_counter() > deadline:
                 break
+            orders.shuffle(order)
             for name in order:
                 samples[name].append(samplers[name]())
-            order.reverse()
         return samples
 
     def _seconds(self, seconds: float | None) -> float:
