@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 CHUNK_NUMEL = 1 << 20
 # A product of this many matrices keeps a few threads busy; one product alone does not.
 BATCH = 4
+# Up to this rank P Qᵀ is computed term by term, elementwise: matrix multiplication with so short a sum takes
+# up to three times as long.
+MAX_TERMS = 4
 ALL = slice(None)
 
 
@@ -53,6 +56,16 @@ def per_block(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
     if k == 1:
         return tensor.expand(num_blocks, rank, cols)
     return tensor[:, None].expand(k, num_blocks // k, rank, cols).reshape(num_blocks, rank, cols)
+
+
+Term = tuple[torch.Tensor, torch.Tensor]  # a column of P [k, n, 1] and a row of Qᵀ [k, 1, cols]
+
+
+def terms(p: torch.Tensor, qt: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[Term]]]:
+    """Yield (rows of out, the terms that P Qᵀ has there), for as many rows at once as a cache holds."""
+    rows_at_once = max(1, CHUNK_NUMEL * out.shape[1] // out.numel())
+    for rows, columns in zip(out.split(rows_at_once, 1), p.split(rows_at_once, 1), strict=True):
+        yield rows, list(zip(columns.split(1, 2), qt.split(1, 1), strict=True))
 
 
 class MatrixGroup:
@@ -213,14 +226,23 @@ class MatrixGroup:
     def _product(self, which: slice, out: torch.Tensor) -> None:
         """Compute P Qᵀ of some of the matrices."""
         p, qt = self.p[which], self.qt[which]
-        if p.shape[-1] == 1:
-            torch.mul(p, qt, out=out)
-        else:
+        if p.shape[-1] > MAX_TERMS:
             blocks = row_blocks(out)
             torch.bmm(row_blocks(p), per_block(qt, len(blocks)), out=blocks)
+            return
+        for rows, (first, *others) in terms(p, qt, out):
+            torch.mul(*first, out=rows)
+            for column, row in others:
+                rows.addcmul_(column, row)
 
     def _subtract_product(self, which: slice) -> None:
         """Compute M − P Qᵀ in M's place, for some of the matrices."""
         assert self.memory is not None
-        blocks = row_blocks(self.memory[which])
-        blocks.baddbmm_(row_blocks(self.p[which]), per_block(self.qt[which], len(blocks)), alpha=-1)
+        p, qt, memory = self.p[which], self.qt[which], self.memory[which]
+        if p.shape[-1] > MAX_TERMS:
+            blocks = row_blocks(memory)
+            blocks.baddbmm_(row_blocks(p), per_block(qt, len(blocks)), alpha=-1)
+            return
+        for rows, each in terms(p, qt, memory):
+            for column, row in each:
+                rows.addcmul_(column, row, value=-1)
