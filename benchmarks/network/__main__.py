@@ -44,7 +44,7 @@ TO_LOSS = (
 )
 START_ITER = 10  # PowerSGD's plain steps on the way to a loss
 MAX_STEPS = 600
-SPARE_S = 60  # for what a job does besides its steps
+SPARE_S = 45  # for what a job does besides its steps
 
 Job = dict[str, Any]
 
@@ -163,7 +163,7 @@ class Ranks:
         output = self._processes[0].stdout
         while not select.select([output], [], [], 0.2)[0]:
             if any(process.poll() is not None for process in self._processes):
-                break
+                raise RankFailedError(self._reason())  # rank 0 may wait for it without end
             if time.monotonic() > deadline:
                 raise RankFailedError(f"hangs: no answer for {patience_s:.0f} s")
         line = output.readline()

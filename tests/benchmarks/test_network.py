@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +95,31 @@ def test_bench_on_two_hosts(tmp_path):
     # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
     steps = {hook.name: hook.step_p50_s for hook in read.hooks}
     assert steps["none"] > 0.9 * MLP_BYTES * 8 / (two_hosts.LINK_MBIT_PER_S * 1e6)
+
+
+class HostOf:
+    """A host whose process runs this code, whatever it is asked to start."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def start(self, _, environment, errors):
+        with errors.open("w") as file:
+            return subprocess.Popen(
+                [sys.executable, "-c", self.code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+
+def test_a_rank_that_ends_is_named_though_rank_0_waits_for_it(tmp_path):
+    silent = "import time; print('0', flush=True); time.sleep(600)"
+    ended = "input(); raise RuntimeError('lost')"
+    ranks = network.Ranks(SimpleNamespace(hosts=[HostOf(silent), HostOf(ended)]), tmp_path)
+    with pytest.raises(network.RankFailedError, match="aborts: rank 1, exit status 1: RuntimeError: lost"):
+        ranks.do({"job": "link"})
 
 
 def test_missing_tools_are_named(monkeypatch, tmp_path, capsys):
