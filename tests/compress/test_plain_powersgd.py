@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gradcomp.cpu import matrix_group
 from gradcomp.cpu.low_rank import LowRankPlan
 from gradcomp.layout import LowRankLayout
 
@@ -42,8 +43,12 @@ def test_reading_the_error_changes_no_bit_of_later_steps(dtype, square, rank):
         assert first.any()
 
 
-def test_outputs_and_the_error_are_the_gradients_sum():
-    plan = plan_of(torch.float64, 2, square=False)
+@pytest.mark.parametrize("chunk_numel", [matrix_group.CHUNK_NUMEL, 64])
+@pytest.mark.parametrize("rank", [2, matrix_group.MAX_TERMS, matrix_group.MAX_TERMS + 1])
+def test_outputs_and_the_error_are_the_gradients_sum(rank, chunk_numel, monkeypatch):
+    """However many rows are computed at once, and whether P Qᵀ is computed term by term or as a product."""
+    monkeypatch.setattr(matrix_group, "CHUNK_NUMEL", chunk_numel)
+    plan = plan_of(torch.float64, rank, square=False)
     gradients = torch.randn(5, plan.layout.numel, dtype=torch.float64)
     outputs = sum(run_step(plan, gradient, seed) for seed, gradient in enumerate(gradients))
     torch.testing.assert_close(outputs + plan.error(), gradients.sum(0), rtol=1e-12, atol=1e-12)
