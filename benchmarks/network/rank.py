@@ -192,10 +192,7 @@ def sent_bytes() -> int:
 
 
 def take_a_core(rank: int) -> None:
-    """Stay on one core, as a host with one core would; hosts share cores only where there are more of them.
-
-    Call it before threads start, which stay there too.
-    """
+    """Stay on one core, with the threads that start later; more hosts than cores share them."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
