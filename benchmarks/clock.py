@@ -73,10 +73,10 @@ class Clock:
     def interleave(
         self, samplers: Mapping[str, Callable[[], float]], seconds: float | None
     ) -> dict[str, list[float]]:
-        """Ask the samplers for samples, round after round, each in another order.
+        """Ask the samplers for samples, round after round, each in a random order.
 
-        The order is random: a call that follows one of the same provider, or always that of another, is
-        faster or slower for it.
+        What ran before a call changes its time. In a random order no provider comes after itself, or after a
+        certain other one, more often than the rest.
         """
         samples: dict[str, list[float]] = {name: [] for name in samplers}
         order, orders = list(samplers), random.Random(0)

@@ -44,7 +44,7 @@ TO_LOSS = (
 )
 START_ITER = 10  # PowerSGD's plain steps on the way to a loss
 MAX_STEPS = 600
-SPARE_S = 45  # for what a job does besides its steps
+SPARE_S = 60  # for what a job does besides its steps
 
 Job = dict[str, Any]
 

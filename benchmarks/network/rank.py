@@ -198,11 +198,11 @@ def take_a_core(rank: int) -> None:
 
 
 def hold_gloo_back() -> None:
-    """Let gloo's TCP thread wait for the core, rather than interrupt another thread of this process.
+    """Make gloo's TCP thread wait for the core, so that it doesn't interrupt another thread of this process.
 
-    It would interrupt the one that holds a lock, and ask for that lock without end, until the kernel's next
-    tick, up to 4 ms later, lets the other one go on. With a core to spare that doesn't happen; on a single
-    one it does at every other collective.
+    On a single core it often interrupts the thread that holds a lock. It then tries to take that lock again
+    and again, until the kernel's next tick, up to 4 ms later, lets the other thread go on. Where torch gives
+    the thread another name, this does nothing.
     """
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == "gloo_tcp_loop":

@@ -91,12 +91,12 @@ class Bucket:
         for run in _runs(outside):
             layout, part, views = self._run(outside[run])
             members = [gradients[position] for position in outside[run]]
+            ops.flatten(members, layout, out=part, scale=scale, parts=views)  # type: ignore[arg-type]
             if self._as_view:
-                # Now, so that the memory of gradients that autograd has made anew is free before the next
-                # ones are made; before the copy, which drives all this out of the cache.
+                # At once: the memory of gradients that autograd has made anew is free before the next ones
+                # are made.
                 for position, view in zip(outside[run], views, strict=True):
                     self.parameters[position].grad = view
-            ops.flatten(members, layout, out=part, scale=scale, parts=views)  # type: ignore[arg-type]
 
     def _scale_held(self, outside: set[int], gradients: Sequence[torch.Tensor | None], scale: float) -> None:
         """Scale the gradients that are in the buffer already, which are all but those outside and absent."""

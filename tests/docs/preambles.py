@@ -48,7 +48,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 path = f"torchs-{rank}.pt"
 torch.save({"state": torchs.PowerSGDState(None)}, path)
 """,
-    ("docs/troubleshooting.md", 0): "import os\nfrom pathlib import Path",
     ("docs/recording.md", 1): """
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 model = DistributedDataParallel(new_model())
