@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 docs/examples/reducer_loop.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 
@@ -36,7 +38,8 @@ def main():
     dist.init_process_group("gloo")
     train(dist.get_rank())
     dist.barrier()  # no rank leaves while another may still talk to it
-    dist.destroy_process_group()  # after train() has let go of its reducer, which holds the group
+    gc.collect()  # torch's first optimizer may leave train()'s reducer, which holds the group, in a cycle
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
