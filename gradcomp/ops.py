@@ -61,12 +61,15 @@ def runs_triton(device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def compress_cast(buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def compress_cast(
+    buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite: bool = False
+) -> torch.Tensor:
     """out = scale · buffer, rounded once to 16 bits, in one pass. Returns out.
 
     buffer: contiguous, floating-point. out: contiguous float16 or bfloat16 of as many elements, on
     the same device. The product is formed in fp32 (fp64 for an fp64 buffer), so a value that fits
-    only after scaling does not overflow.
+    only after scaling does not overflow. overwrite: buffer is not needed afterwards, and may hold anything;
+    plain torch then scales it in place, in half the time.
 
     Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
     """
@@ -76,7 +79,7 @@ def compress_cast(buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0
     if runs_triton(out.device):
         cast_kernel.cast(buffer, out=out, scale=scale)
     else:
-        cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale)
+        cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale, overwrite=overwrite)
     return out
 
 

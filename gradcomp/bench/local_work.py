@@ -42,7 +42,7 @@ def local_work(
     wire = torch.empty(num_elements(shapes), dtype=hook.wire_dtype, device=device)
 
     def cast(flat: torch.Tensor) -> None:
-        ops.compress_cast(flat, out=wire, scale=1 / world_size)
+        ops.compress_cast(flat, out=wire, scale=1 / world_size, overwrite=True)
         ops.decompress_cast(wire, out=flat)
 
     return cast

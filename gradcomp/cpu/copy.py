@@ -22,28 +22,33 @@ CHUNK = 1 << 20
 SINGLE_NUMEL = 1 << 13
 
 
-def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
-    """Write scale · src to out, rounded once to out's dtype. Both have the same shape and any strides."""
+def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite: bool = False) -> None:
+    """Write scale · src to out, rounded once to out's dtype. Both have the same shape and any strides.
+
+    overwrite: src may be scaled in place, where that rounds alike.
+    """
     if scale == 1.0:
         out.copy_(src)
     elif src.dtype == out.dtype:
         torch.mul(src, scale, out=out)
     elif not out.is_contiguous():
         contiguous = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        cast(src, out=contiguous, scale=scale)
+        cast(src, out=contiguous, scale=scale, overwrite=overwrite)
         out.copy_(contiguous)
     else:
         # torch.mul into an out of another dtype goes through a temporary of the whole size.
         wide = torch.promote_types(torch.promote_types(src.dtype, out.dtype), torch.float32)
-        scratch = torch.empty(min(CHUNK, src.numel()), dtype=wide, device=src.device)
+        in_place = overwrite and src.dtype == wide
+        # New memory costs a page fault per 4 KiB, and its place in the cache.
+        scratch = torch.empty(0 if in_place else min(CHUNK, src.numel()), dtype=wide, device=src.device)
         for chunk, target in zip(src.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True):
-            scaled = torch.mul(chunk.to(wide), scale, out=scratch[: chunk.numel()])
-            target.copy_(scaled)
+            scaled = chunk if in_place else scratch[: chunk.numel()]
+            target.copy_(torch.mul(chunk.to(wide), scale, out=scaled))
 
 
 def decompress(src: torch.Tensor, *, out: torch.Tensor) -> None:
     """Copy src to out, in out's dtype. Both are flat."""
-    if threading.current_thread() is threading.main_thread():
+    if torch.get_num_threads() == 1 or threading.current_thread() is threading.main_thread():
         out.copy_(src)
     else:
         # This is a backend's thread, on which a hook decompresses. OpenMP gives every thread that computes in

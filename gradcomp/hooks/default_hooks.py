@@ -103,7 +103,7 @@ def _compress_hook(
 
     def compress() -> torch.Tensor:
         wire = take_wire(bucket, name, dtype)
-        return ops.compress_cast(buffer, out=wire, scale=1 / group.size())
+        return ops.compress_cast(buffer, out=wire, scale=1 / group.size(), overwrite=True)
 
     def decompress(wire: torch.Tensor) -> torch.Tensor:
         ops.decompress_cast(wire, out=buffer)

@@ -29,6 +29,8 @@ def test_compress_and_decompress(numel, dtype, half, device):
         reference = torch.empty_like(wire)
         cpu.cast(buffer, out=reference, scale=1 / 3)
         assert torch.equal(wire, reference), "kernel and plain torch differ in a bit"
+        cpu.cast(buffer.clone(), out=reference, scale=1 / 3, overwrite=True)
+        assert torch.equal(wire, reference), "in place, plain torch rounds otherwise"
     result = poisoned(numel, dtype, device)
     assert ops.decompress_cast(wire, out=result) is result
     assert torch.equal(result, wire.to(dtype))

@@ -126,7 +126,7 @@ def last_row_missing(product):
 
 
 def cast_before_division(_):
-    return lambda buffer, *, out, scale=1.0: out.copy_(buffer).mul_(scale)
+    return lambda buffer, *, out, scale=1.0, **_: out.copy_(buffer).mul_(scale)
 
 
 def one_wire_for_all_buckets(_):
