@@ -69,7 +69,7 @@ def compress_cast(
     buffer: contiguous, floating-point. out: contiguous float16 or bfloat16 of as many elements, on
     the same device. The product is formed in fp32 (fp64 for an fp64 buffer), so a value that fits
     only after scaling does not overflow. overwrite: buffer is not needed afterwards, and may hold anything;
-    plain torch then scales it in place, in half the time.
+    plain torch then scales it in place, in less time.
 
     Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
     """
