@@ -49,6 +49,7 @@ def main(path):
         }
         torch.save(contents, path)
     dist.barrier()
+    del model  # torch's DDP may hang where it is freed after its group
     dist.destroy_process_group()
 
 
