@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,20 +21,20 @@ WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, and allocators and cach
 LAST_STEPS = 10  # the steps over which the reported training loss is averaged
 
 
-# Half of an all-reduce each: so much less does a rank send for as many bytes.
-HALF_ALL_REDUCES = ("alltoall_base_", "_allgather_base_")
-
-
 class WireMeter(TorchDispatchMode):
     """A counter of the bytes that this rank hands to collectives inside a ``with`` block.
 
-    They are those of all-reduces that send as much. Every collective is an operator of torch's dispatcher,
-    whether DDP's C++ reducer or a hook issues it.
+    They are those of all-reduces over all ranks that send as much. Every collective is an operator of torch's
+    dispatcher, whether DDP's C++ reducer or a hook issues it; so are messages from one rank to another.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_bytes = 0
+        self._num_bytes = Fraction(0)
+
+    @property
+    def num_bytes(self) -> int:
+        return round(self._num_bytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,8 +42,17 @@ class WireMeter(TorchDispatchMode):
         if func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
             num_bytes = sum(tensor.nbytes for tensor in tensors)
-            self.num_bytes += num_bytes // 2 if func.__name__.split(".")[0] in HALF_ALL_REDUCES else num_bytes
+            self._num_bytes += num_bytes * share_of_all_reduce(func.__name__.split(".")[0])
         return func(*args, **(kwargs or {}))
+
+
+def share_of_all_reduce(operator: str) -> Fraction:
+    """Return what a rank sends per byte that it hands to a collective, over an all-reduce's."""
+    if operator in ("alltoall_base_", "_allgather_base_"):
+        return Fraction(1, 2)
+    if operator == "send":
+        return Fraction(dist.get_world_size(), 2 * (dist.get_world_size() - 1))
+    return Fraction(operator != "recv_")
 
 
 class Recorder:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from gradcomp.compress.exchange import all_gather, all_to_all
 from gradcomp.plan.candidates import CollectiveKind
 from gradcomp.plan.measurements import KINDS, LinkSample
 
@@ -18,9 +19,6 @@ SIZES_BYTES = (2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
 MIN_CALLS, MAX_CALLS = 3, 30
 # A larger size is left out when the smaller one took so long, or when no time is left.
 LONG_S = 0.5
-
-# torch 2.13 gave it a new name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
@@ -47,18 +45,24 @@ def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
 def _call(kind: CollectiveKind, num_bytes: int, group: Group) -> Callable[[], object]:
     """Return a call of the collective on a buffer of so many bytes, all ranks' together."""
 
-    def buffer(size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.zeros(size // dtype.itemsize, dtype=dtype, device=group.device)
+    def buffer(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=group.device)
 
     if kind == "all-reduce":
-        summed = buffer(num_bytes, torch.float32)
+        summed = buffer(num_bytes // 4, dtype=torch.float32)
         return lambda: dist.all_reduce(summed)
-    whole = buffer(num_bytes)
-    if kind == "all-to-all":
-        received = buffer(num_bytes)
-        return lambda: dist.all_to_all_single(received, whole)
-    part = buffer(num_bytes // group.world_size)
-    return lambda: _all_gather(whole, part)
+    shape = group.world_size, num_bytes // group.world_size
+    received = buffer(*shape)
+    exchange, sent = (all_to_all, buffer(*shape)) if kind == "all-to-all" else (all_gather, buffer(shape[1]))
+    world = dist.group.WORLD
+    assert world is not None
+
+    def call() -> None:
+        pending = exchange(received, sent, world)
+        if pending is not None:
+            pending.wait()
+
+    return call
 
 
 def _timed(call: Callable[[], object], num_calls: int, group: Group) -> list[float]:

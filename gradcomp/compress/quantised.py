@@ -18,13 +18,11 @@ from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
 
 from .compressor import BucketSpec, Compressor, State, Works
+from .exchange import all_gather, all_to_all
 from .pipeline import run_through
 from .rules import BLOCK_SIZE, UNCOMPRESSED_DTYPE
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
-
-# torch 2.13 gave it a new name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -165,9 +163,7 @@ def quantised_all_reduce(
 def average_payload(plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
     """Do the rest of quantised_all_reduce, once plan.payload has what this rank sends."""
     if plan.payload.numel():
-        is_async = not ops.has_streams(flat.device)
-        received, payload = plan.received.view(-1), plan.payload.view(-1)
-        yield dist.all_to_all_single(received, payload, group=group, async_op=is_async)
+        yield all_to_all(plan.received, plan.payload, group)
         plan.average(group.rank())
-        yield _all_gather(payload, plan.mean, group=group, async_op=is_async)
+        yield all_gather(plan.payload, plan.mean, group)
         plan.dequantise(flat)
