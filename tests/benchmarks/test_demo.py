@@ -15,6 +15,7 @@ import torch.distributed as dist
 from benchmarks.demo.__main__ import descendants, is_running, parse
 from benchmarks.demo.measure import WireMeter, check_replicas
 from gradcomp.compress.consistency import MESSAGE_BYTES
+from gradcomp.compress.exchange import all_gather, all_to_all
 from tests.distributed.ranks import run_ranks
 from tests.programs import ROOT, users_environment
 
@@ -169,6 +170,21 @@ def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):
         assert meter.num_bytes == 4020
     finally:
         dist.destroy_process_group()
+
+
+def metered(rank, world_size):
+    """Return the bytes counted of an all-to-all and an all-gather of 120 bytes, sent as messages."""
+    rows = torch.zeros(world_size, 120 // world_size, dtype=torch.uint8)
+    with WireMeter() as meter:
+        all_to_all(torch.empty_like(rows), rows, dist.group.WORLD).wait()
+        all_gather(torch.empty_like(rows), rows[0], dist.group.WORLD).wait()
+    return meter.num_bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_messages_count_as_the_collectives_that_they_make(world_size):
+    """Each is half of an all-reduce of as many bytes."""
+    assert run_ranks(metered, world_size, world_size) == [120] * world_size
 
 
 def check_different_replicas(rank, capabilities):
