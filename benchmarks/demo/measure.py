@@ -47,7 +47,7 @@ class WireMeter(TorchDispatchMode):
 
 
 def share_of_all_reduce(operator: str) -> Fraction:
-    """Return what a rank sends per byte that it hands to a collective, over an all-reduce's."""
+    """Return the bytes that a rank sends per byte of a collective's tensors, divided by an all-reduce's."""
     if operator in ("alltoall_base_", "_allgather_base_"):
         return Fraction(1, 2)
     if operator == "send":

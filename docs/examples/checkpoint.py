@@ -51,7 +51,7 @@ def train(rank, world_size, folder, resume):
         checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": powersgd}
         torch.save(checkpoint, f"{folder}/checkpoint.pt")
     dist.barrier()
-    del model  # torch's DDP may hang where it is freed after its group
+    del model  # torch's DDP may hang if it is freed after its group
     dist.destroy_process_group()
 
 

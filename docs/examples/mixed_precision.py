@@ -42,7 +42,7 @@ def main():
         print(f"step {state.iter}: loss {losses[0]:.3f} to {losses[-1]:.3f}, {rate:.1f} times fewer bytes")
         print(f"scales {sorted(set(scales))}")
     dist.barrier()
-    del model  # torch's DDP may hang where it is freed after its group
+    del model  # torch's DDP may hang if it is freed after its group
     dist.destroy_process_group()
 
 

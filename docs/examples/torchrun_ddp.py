@@ -49,7 +49,7 @@ def main(path):
         }
         torch.save(contents, path)
     dist.barrier()
-    del model  # torch's DDP may hang where it is freed after its group
+    del model  # torch's DDP may hang if it is freed after its group
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress.exchange import all_gather, all_to_all
+from gradcomp.compress.process_group import resolve_group
 from gradcomp.plan.candidates import CollectiveKind
 from gradcomp.plan.measurements import KINDS, LinkSample
 
@@ -54,8 +55,7 @@ def _call(kind: CollectiveKind, num_bytes: int, group: Group) -> Callable[[], ob
     shape = group.world_size, num_bytes // group.world_size
     received = buffer(*shape)
     exchange, sent = (all_to_all, buffer(*shape)) if kind == "all-to-all" else (all_gather, buffer(shape[1]))
-    world = dist.group.WORLD
-    assert world is not None
+    world = resolve_group("python -m gradcomp bench", None)
 
     def call() -> None:
         pending = exchange(received, sent, world)
