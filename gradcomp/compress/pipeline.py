@@ -7,8 +7,10 @@ collective, so on one thread a bucket's stages are spread over the calls of the 
     backward, and A₀ is under way
     hook of bucket 1   stage 1 ─ A₁ ▷ ─ wait for A₀ ─ stage 2 of bucket 0 ─ B₀ ▷
     backward, and A₁ and B₀ are under way
-    hook of bucket 2   stage 1 ─ A₂ ▷ ─ wait for B₀ ─ stage 3 of bucket 0 ─ wait for A₁ ─ …
+    hook of bucket 2   stage 1 ─ A₂ ▷ ─ wait for A₁ ─ stage 2 of bucket 1 ─ B₁ ▷ ─ wait for B₀ ─ …
     the last bucket's hook goes on until all are done
+
+The newest bucket comes first: its collective was issued before the others', and its stage issues another.
 
 So every rank issues A₀ A₁ B₀ A₂ B₁ …: an order that depends on the buckets alone, with no thread or callback.
 """
@@ -64,13 +66,13 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
 
 
 class Pipeline:
-    """The buckets of a step whose stages are under way, in bucket order."""
+    """The buckets of a step whose stages are under way, the newest first."""
 
     def __init__(self) -> None:
         self._running: list[tuple[Stages, dist.Work | None, PipelinedFuture]] = []
 
     def add(self, stages: Stages, *, is_first: bool, is_last: bool) -> PipelinedFuture:
-        """Begin a bucket's stages, and take every bucket before it one stage further, the oldest first.
+        """Begin a bucket's stages, and take every bucket before it one stage further, the newest first.
 
         An error of any bucket's is raised here, on the thread that calls the hooks.
         """
@@ -79,7 +81,7 @@ class Pipeline:
         earlier, self._running = self._running, []
         future = PipelinedFuture(self.finish)
         begun = self._step(stages, None, future)
-        self._running = [each for each in (*(self._step(*each) for each in earlier), begun) if each]
+        self._running = [each for each in (begun, *(self._step(*each) for each in earlier)) if each]
         if is_last:
             self.finish()
         elif self._running and not earlier and torch._C._current_graph_task_id() != -1:
