@@ -23,6 +23,9 @@ BATCH = 4
 # Up to this rank P Qᵀ is computed term by term, elementwise: matrix multiplication with so short a sum takes
 # up to three times as long.
 MAX_TERMS = 4
+# Up to this rank P Qᵀ is taken off M when the next gradient is added, term by term, to save two passes over
+# memory. More terms take longer than the subtraction of the product while that is in a cache.
+MAX_DEFERRED_TERMS = 2
 ALL = slice(None)
 
 
@@ -96,7 +99,7 @@ class MatrixGroup:
             matrix.offset == first.offset + i * rows * cols for i, matrix in enumerate(matrices)
         )
         self.memory = torch.zeros(k, rows, cols, dtype=dtype, device=device) if keep_error else None
-        # Whether P Qᵀ is still in the memory. Taking it off when the next gradient is added saves two passes.
+        # Whether P Qᵀ is still in the memory.
         self._is_unsettled = False
         # The rows of length 1 that the next step projects on.
         self.direction = torch.zeros(k, rank, cols, dtype=wide, device=device)
@@ -143,17 +146,14 @@ class MatrixGroup:
     def reconstruct(self, buffer: torch.Tensor) -> None:
         """Compute gradient = P Qᵀ, and error = M − P Qᵀ in M's place, now or when it is needed."""
         if self.is_wide and self.is_complete:
-            self._is_unsettled = self.memory is not None
-            if self.is_contiguous:
-                products = self._contiguous_view(buffer)
-                for chunk in self._chunks:
-                    self._product(chunk, out=products[chunk])
-                return
+            self._is_unsettled = self.memory is not None and self.p.shape[-1] <= MAX_DEFERRED_TERMS
+            for which, product in self._views(buffer):
+                self._product(which, out=product)
+                if self.memory is not None and not self._is_unsettled:
+                    self.memory[which].sub_(product)
+            return
         for i, part in enumerate(self.parts(buffer)):
             which = slice(i, i + 1)
-            if self.is_wide and self.is_complete:
-                self._product(which, out=part.view(1, *self.shape[1:]))
-                continue
             self._product(which, out=self._matrix)
             part.copy_(self._matrix.view(-1)[: part.numel()])
             if self.memory is not None:
@@ -205,6 +205,15 @@ class MatrixGroup:
         offset, numel = self.matrices[0].offset, len(self.matrices) * self.matrices[0].numel
         return buffer[offset : offset + numel].view(self.shape)
 
+    def _views(self, buffer: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield (which, a view [n, rows, cols] of the bucket) of complete matrices, as many as possible."""
+        if self.is_contiguous:
+            matrices = self._contiguous_view(buffer)
+            yield from ((chunk, matrices[chunk]) for chunk in self._chunks)
+        else:
+            for i, part in enumerate(self.parts(buffer)):
+                yield slice(i, i + 1), part.view(1, *self.shape[1:])
+
     def _matrices(self, buffer: torch.Tensor, which: slice) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield (which, M) in the wide dtype, for as many matrices at once as possible without a copy."""
         if self.is_wide and self.memory is not None:
@@ -238,11 +247,6 @@ class MatrixGroup:
     def _subtract_product(self, which: slice) -> None:
         """Compute M − P Qᵀ in M's place, for some of the matrices."""
         assert self.memory is not None
-        p, qt, memory = self.p[which], self.qt[which], self.memory[which]
-        if p.shape[-1] > MAX_TERMS:
-            blocks = row_blocks(memory)
-            blocks.baddbmm_(row_blocks(p), per_block(qt, len(blocks)), alpha=-1)
-            return
-        for rows, each in terms(p, qt, memory):
+        for rows, each in terms(self.p[which], self.qt[which], self.memory[which]):
             for column, row in each:
                 rows.addcmul_(column, row, value=-1)
