@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -77,6 +78,10 @@ class _Buffers(threading.local):
 
 _buffers = _Buffers()
 
+# (values, the blocks' largest values or norms [blocks, 1], codes): writes the codes; returns what they stand
+# for without the scales, and the scales [blocks, 1].
+Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
 
 def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
     """Quantise blocks. values −= dequantised values: what is lost is left, zeros where a block isn't finite.
@@ -86,12 +91,30 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
     """
     if not len(values):
         return
-    encode = _encode_8 if bits == 8 else _encode_4
-    decoded, scale, is_ordinary = encode(values, codes)
+    sizes = _largest(values) if bits == 8 else _norm(values)
+    careful = _careful_blocks(values, sizes)
+    kept = values.index_select(0, careful)
+    if len(careful):
+        # They are few: quantised by themselves, with zeros in their place.
+        values.index_fill_(0, careful, 0.0)
+        sizes.index_fill_(0, careful, 0.0)
+    _quantise(values, sizes, codes, scales, _encode_8 if bits == 8 else _encode_4)
+    if len(careful):
+        their_codes, their_scales = codes.new_empty(len(kept), codes.shape[1]), scales.new_empty(len(kept))
+        encode = _encode_8_carefully if bits == 8 else _encode_4_carefully
+        _quantise(kept, _largest(kept), their_codes, their_scales, encode)
+        kept.masked_fill_(~their_scales.isfinite()[:, None], 0.0)
+        for all_blocks, theirs in ((values, kept), (codes, their_codes), (scales, their_scales)):
+            all_blocks.index_copy_(0, careful, theirs)
+
+
+def _quantise(
+    values: torch.Tensor, sizes: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, encode: Encode
+) -> None:
+    """Do what quantise does, by encode."""
+    decoded, scale = encode(values, sizes, codes)
     scales.copy_(scale[:, 0])
     values.addcmul_(decoded, scales.to(values.dtype)[:, None], value=-1)
-    if not is_ordinary:
-        values.masked_fill_(~scales.isfinite()[:, None], 0.0)
 
 
 def dequantise(
@@ -109,58 +132,61 @@ def dequantise(
         torch.mul(decoded, scale, out=out)
 
 
-def _are_ordinary(sizes: torch.Tensor) -> bool:
-    """Return whether no block is so large, small or not finite that its arithmetic needs more care.
+def _careful_blocks(values: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Return the indices of blocks so large, small or not finite that their arithmetic needs more care.
 
-    Small tensors cost as much time as large ones, so the host looks first.
+    Zeros need none. Blocks of zeros are common, those of embeddings and of units that are inactive; if they
+    once had other values, their errors become smaller from step to step.
     """
-    return math.isfinite(sizes.sum()) and bool(sizes.amin() > SMALLEST)
+    # Small tensors cost as much time as large ones, so the host looks first.
+    if math.isfinite(sizes.sum()) and bool(sizes.amin() > SMALLEST):
+        return torch.empty(0, dtype=torch.long)
+    found = ((sizes > SMALLEST) & (sizes < torch.inf))[:, 0].logical_not_().nonzero()[:, 0]
+    # Not all whose norm is zero: tiny squares vanish.
+    return found[_largest(values.index_select(0, found))[:, 0] != 0]
 
 
-def _encode_8(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Write the codes of blocks; return the codes, the scales [blocks, 1], and whether all are ordinary."""
-    largest = _largest(values)
-    is_ordinary = _are_ordinary(largest)
-    if not is_ordinary:
-        largest = torch.where(largest.isfinite(), largest, torch.nan)
+def _encode_8(
+    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     scale = (largest / LARGEST_CODE).to(SCALE_DTYPE)
-    inverse = scale.to(values.dtype).reciprocal_()
-    if not is_ordinary:
-        inverse = torch.where(inverse.isfinite(), inverse, 0.0)
     decoded = _buffers.take("decoded", values.shape, values.dtype)
-    torch.mul(values, inverse, out=decoded)
-    decoded.round_()
-    if not is_ordinary:
-        # A scale that is not subnormal is within 2⁻⁸ of largest / 127, so no other code is beyond 127.5.
-        decoded.clamp_(-LARGEST_CODE, LARGEST_CODE).nan_to_num_(0.0)
+    torch.mul(values, _finite_or_zero(scale.to(values.dtype).reciprocal_()), out=decoded)
+    codes.view(torch.int8).copy_(decoded.round_())
+    return decoded, scale
+
+
+def _encode_8_carefully(
+    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (torch.where(largest.isfinite(), largest, torch.nan) / LARGEST_CODE).to(SCALE_DTYPE)
+    decoded = (values * _finite_or_zero(scale.to(values.dtype).reciprocal_())).round_()
+    # A scale that is not subnormal is within 2⁻⁸ of largest / 127, so no other code is beyond 127.5.
+    decoded.clamp_(-LARGEST_CODE, LARGEST_CODE).nan_to_num_(0.0)
     codes.view(torch.int8).copy_(decoded)
-    return decoded, scale, is_ordinary
+    return decoded, scale
 
 
-def _encode_4(values: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Write the codes of blocks; return their levels, the scales, and whether all blocks are ordinary."""
-    norm = _norm(values)
-    if _are_ordinary(norm):
-        return *_nearest_levels(values, norm, codes), True
-    largest = _largest(values)
+def _encode_4_carefully(
+    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     is_finite = largest.isfinite()
     has_values = is_finite & (largest > 0)
     # A power of two changes no bits. Half of it at a time neither overflows nor vanishes.
     exponent = torch.frexp(torch.where(has_values, largest, 1.0)).exponent
     halves = [torch.exp2(half.to(values.dtype)) for half in (exponent // 2, exponent - exponent // 2)]
     unit = torch.where(has_values, values / halves[0] / halves[1], 0.0)
-    decoded, scale = _nearest_levels(unit, torch.where(has_values, _norm(unit), 1.0), codes)
+    decoded, scale = _encode_4(unit, torch.where(has_values, _norm(unit), 1.0), codes)
     scale = torch.where(has_values, scale * halves[0] * halves[1], 0.0)
-    return decoded, torch.where(is_finite, scale, torch.nan), False
+    return decoded, torch.where(is_finite, scale, torch.nan)
 
 
-def _nearest_levels(
+def _encode_4(
     values: torch.Tensor, norm: torch.Tensor, codes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write the codes of blocks with these norms, and return their levels and the best scales."""
     shape = values.shape
     half = _buffers.take("half", shape, torch.float16)
-    torch.mul(values, shape[1] ** 0.5 / norm, out=half)
+    torch.mul(values, _finite_or_zero(shape[1] ** 0.5 / norm), out=half)
     index = _buffers.take("index", shape, torch.int32)
     index.copy_(half.view(torch.uint16))
     level = _buffers.take("level", shape, torch.float32)
@@ -188,6 +214,10 @@ def _decode_4(codes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     level = _buffers.take("level", like.shape, torch.float32)
     torch.index_select(_levels_by_byte(), 0, index.view(-1), out=level.view(-1).view(torch.float64))
     return level
+
+
+def _finite_or_zero(inverse: torch.Tensor) -> torch.Tensor:
+    return inverse.nan_to_num_(nan=0.0, posinf=0.0)
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:

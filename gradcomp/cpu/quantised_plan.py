@@ -147,21 +147,19 @@ class QuantisedPlan:
         if not self.mean.numel():
             return
         scales = self.received[:, self._sections[1]].contiguous().view(torch.bfloat16)
-        is_sent = (scales != 0).any(0)[:, None]
-        all_sent = bool(is_sent.all())
+        unsent = (scales == 0).all(0)
         size, own = self.layout.block_size, self.layout.shard(rank)
         for index, mean in enumerate(self._mean):
-            # Where no rank has sent anything, a layer that all of them skip, the error stays.
-            sent = None if all_sent else is_sent[mean.rows]
             if self.error is None or self.shard_error is None:
                 self._quantise_mean(self._sum_of_ranks(index), mean)
                 continue
             error = self.shard_error.view(-1, size)[mean.rows]
-            if sent is None:
-                self._quantise_mean(self._add_sum_of_ranks(index, error), mean)
-            else:
-                total = (self._sum_of_ranks(index) + error).masked_fill_(~sent, 0.0)
-                error.copy_(torch.where(sent, self._quantise_mean(total, mean), error))
+            # Where no rank has sent anything, a layer that all of them skip, the error stays.
+            left_out = unsent[mean.rows].nonzero()[:, 0]
+            kept = error.index_select(0, left_out)
+            error.index_fill_(0, left_out, 0.0)
+            self._quantise_mean(self._add_sum_of_ranks(index, error), mean)
+            error.index_copy_(0, left_out, kept)
             self.error[own].view(-1, size)[mean.rows].add_(error)
         if self.error is not None and self.shard_error is not None:
             if rank not in self._shard_padding:

@@ -111,6 +111,28 @@ def test_blocks_do_not_depend_on_one_another(bits, block_size):
         assert torch.equal(alone[0], together[row])
 
 
+@BOTH
+@WIDE
+def test_unusual_blocks_change_nothing_for_others(bits, dtype):
+    """Blocks of zeros, tiny and huge values and what is not finite are what they are by themselves."""
+    values = random_blocks(dtype, num_blocks=60)
+    values[5:20:3] = 0.0
+    values[6] = -0.0
+    values[21] = 1e-45
+    values[22] *= 1e-38
+    values[23] = 1e38
+    values[[24, 25, 26], 3] = torch.tensor([math.inf, -math.inf, math.nan], dtype=dtype)
+    together = quantised(values, bits)
+    for row in range(len(values)):
+        alone = quantised(values[row : row + 1], bits)
+        for one, other in zip(alone, together, strict=True):
+            assert torch.equal(one[0].nan_to_num(), other[row].nan_to_num())
+    _, _, out, lost = together
+    finite = values[values.isfinite().all(1)].double()
+    kept = (out.double() + lost.double())[values.isfinite().all(1)]
+    assert ((finite - kept).abs() <= 1e-6 * finite.abs().amax(1, keepdim=True)).all()
+
+
 def test_dequantising_may_add():
     codes, scales, out, _ = quantised(torch.randn(4, 8), 4)
     total = torch.ones(4, 8)
