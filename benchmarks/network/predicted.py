@@ -1,8 +1,9 @@
 """What gradcomp.plan predicts of the measured steps, from those of one host and of no communication.
 
-A hook's own work is what a step of one host takes with it more than with noop_hook, the rest of a step is
-that of noop_hook on as many hosts, and the link is fitted to the all-reduces timed on it. Nothing is fitted
-to the steps that are predicted.
+A hook's own work is what a step of one host takes with it more than with noop_hook, in proportion to the
+bytes that it moves on as many hosts (one host quantises all of the mean, each of two a half). The rest of a
+step is that of noop_hook on as many hosts, and the link is fitted to the all-reduces timed on it. Nothing is
+fitted to the steps that are predicted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from benchmarks.network.report import Row, of
 from benchmarks.network.workloads import WORKLOADS
@@ -60,6 +63,12 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
         # Hosts that share cores compute as much more slowly as they do without communication.
         slower = compute.step_s * 1e3 / without["step_ms"]
         local_s = max(0.0, with_hook["step_ms"] - without["step_ms"]) / 1e3 * slower
+        moved_alone, moved = (
+            sum(CANDIDATES[hook].payload(each.shapes, torch.float32, ranks).moved_bytes for each in buckets)
+            for ranks in (1, hosts)
+        )
+        if moved_alone:
+            local_s *= moved / moved_alone
         device = MeasuredDevice("cpu", {hook: local_s * 1e9 / sum(bucket.numel for bucket in buckets)})
         prediction = predict_step(
             buckets, CANDIDATES[hook], Link(rate.bytes_per_s, rate.latency_s), hosts, compute, device
