@@ -132,14 +132,18 @@ class LowRankPlan:
             return
         lengths = [group.normalise_directions() for group in self.groups]
         length = torch.cat(lengths)
+        is_finite = length < torch.inf
         # A zero direction would stay zero in every later step.
-        kept = (length > MIN_LENGTH) & (length < torch.inf)
+        kept = (length > MIN_LENGTH) & is_finite
         if not self._warm_start:
             kept.fill_(False)
         if not kept.all():
             lost = (~kept).split([len(each) for each in lengths])
             for group, lost_directions, random in zip(self.groups, lost, self._random(seed), strict=True):
                 group.replace(lost_directions, random)
+        if not is_finite.all():
+            for group in self.groups:
+                group.clear_error()
 
     def error(self) -> torch.Tensor:
         """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""

@@ -181,11 +181,14 @@ class MatrixGroup:
         return length.view(-1)
 
     def replace(self, lost: torch.Tensor, random: torch.Tensor) -> None:
-        """Put random directions in place of the lost ones, and zeros where the error isn't finite.
+        """Put random directions in place of the lost ones.
 
         lost: a mask, [k · r]. random: the random directions, [k, r, cols].
         """
         torch.where(lost.view(*random.shape[:2], 1), random, self.direction, out=self.direction)
+
+    def clear_error(self) -> None:
+        """Put zeros where the error isn't finite."""
         error = self.settle()
         if error is not None:
             error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
