@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help=text)
     text = "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200)"
     parser.add_argument("--loss-links", default="200", help=text)
+    text = "train to a loss with so many seeds, of weights and batches (default %(default)s)"
+    parser.add_argument("--loss-seeds", type=positive, default=1, help=text)
     text = "the longest time to a loss, per hook (default %(default)s)"
     parser.add_argument("--loss-seconds", type=float, default=150.0, help=text)
     text = "start nothing after so many minutes (default %(default)s)"
@@ -105,13 +108,12 @@ def jobs(options: argparse.Namespace, hosts: int) -> Iterator[tuple[int | None, 
                 if hook.startswith(wanted):
                     names = {"model": model, "hooks": whose, "hook": hook, "wrapper": wrapper}
                     yield mbit_per_s, {"job": "steps", **names, "seconds": options.seconds}
-    for mbit_per_s in options.loss_links if hosts == 2 else []:
-        for model in options.models:
-            for whose, hook in TO_LOSS:
-                if hook.startswith(wanted):
-                    names = {"model": model, "hooks": whose, "hook": hook, "wrapper": "torch"}
-                    limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
-                    yield mbit_per_s, {"job": "loss", **names, "start_iter": START_ITER, **limits}
+    trained = product(range(options.loss_seeds), options.loss_links, options.models, TO_LOSS)
+    for seed, mbit_per_s, model, (whose, hook) in trained if hosts == 2 else ():
+        if hook.startswith(wanted):
+            names = {"model": model, "hooks": whose, "hook": hook, "wrapper": "torch", "seed": seed}
+            limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
+            yield mbit_per_s, {"job": "loss", **names, "start_iter": START_ITER, **limits}
 
 
 class RankFailedError(Exception):

@@ -78,7 +78,8 @@ class Trainer:
     """A workload under a wrapper with a hook."""
 
     def __init__(self, job: dict[str, Any], start_iter: int) -> None:
-        self.workload: Workload = WORKLOADS[job["model"]](dist.get_rank(), dist.get_world_size())
+        workload, seed = WORKLOADS[job["model"]], job.get("seed", 0)
+        self.workload: Workload = workload(dist.get_rank(), dist.get_world_size(), seed)
         self.model = WRAPPERS[job["wrapper"]](self.workload.net)
         REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
 

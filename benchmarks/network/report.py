@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ def label(row: Row) -> str:
     parts = [f"{row['hosts']} hosts" if row["hosts"] > 1 else "1 host", network]
     if row["job"] != "link":
         parts += [row["model"], name(row)]
+    if "seed" in row:
+        parts.append(f"seed {row['seed']}")
     return ", ".join([*parts, row["job"]])
 
 
@@ -82,21 +85,33 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _loss_table(rows: Sequence[Row]) -> list[str]:
-    """Format the times to a validation loss of a model on a link: a line per hook."""
+    """Format the times to a validation loss of a model on a link: a line per hook, medians over seeds."""
     target = next((row["target_loss"] for row in rows if "failed" not in row), None)
     link = f"{rows[0]['mbit_per_s']:,} Mbit/s"
     lines = [f"{rows[0]['model']}, 2 hosts, {link}: training to a validation loss of {target}", ""]
     lines += ["| | steps | seconds | times as fast |", "|---|---|---|---|"]
-    baseline = next((row for row in rows if row["hook"] == "none" and row.get("reached")), None)
-    for row in rows:
-        if "failed" in row:
-            cells = ["", _failure(row), ""]
+    baselines = {row.get("seed"): row["seconds"] for row in of(rows, hook="none", reached=True)}
+    for hook in dict.fromkeys(map(name, rows)):
+        of_hook = [row for row in rows if name(row) == hook]
+        failed = [_failure(row) for row in of_hook if "failed" in row]
+        if failed:
+            cells = ["", failed[0], ""]
         else:
-            late = "" if row["reached"] else " (not reached)"
-            faster = f"{baseline['seconds'] / row['seconds']:.1f}×" if baseline and row["reached"] else ""
-            cells = [f"{row['num_steps']}{late}", f"{row['seconds']:.1f}", faster]
-        lines.append(f"| {name(row)} | " + " | ".join(cells) + " |")
+            late = "" if all(row["reached"] for row in of_hook) else " (not reached)"
+            faster = [baselines.get(row.get("seed"), 0) / row["seconds"] for row in of_hook]
+            cells = [
+                _spread([row["num_steps"] for row in of_hook], "g") + late,
+                _spread([row["seconds"] for row in of_hook], ".1f"),
+                "" if late or not all(faster) else _spread(faster, ".1f", "×"),
+            ]
+        lines.append(f"| {hook} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _spread(values: Sequence[float], form: str, unit: str = "") -> str:
+    """Format the median of values from several seeds, and their range."""
+    low, middle, high = (f"{each:{form}}" for each in (min(values), statistics.median(values), max(values)))
+    return middle + unit + (f" ({low} to {high})" if low != high else "")
 
 
 def _cell(found: Sequence[Row], beside: Sequence[Row]) -> str:

@@ -15,7 +15,6 @@ from benchmarks.demo.train import GPT, LEARNING_RATE
 
 Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
 
-SEED = 0
 MLP_BATCH, GPT_BATCH, SEQUENCE = 64, 8, 64  # per rank
 MAX_SHIFT = 3  # pixels
 WARM_UP_STEPS = 10  # in which the learning rate rises
@@ -49,7 +48,7 @@ class Workload:
             return self.loss(self.net, self.validation).item()
 
 
-def mlp(rank: int, ranks: int) -> Workload:
+def mlp(rank: int, ranks: int, seed: int = 0) -> Workload:
     """Make 784-1024-1024-10 for images of 28×28: 1,863,690 parameters.
 
     The 1,797 images of 8×8 are enlarged, and moved by up to three pixels each time. The last fifth, of other
@@ -64,7 +63,7 @@ def mlp(rank: int, ranks: int) -> Workload:
     labels = torch.from_numpy(data.target).long()
     num_training = len(labels) * 4 // 5
     padded = functional.pad(images[:num_training], (MAX_SHIFT,) * 4)
-    generator = torch.Generator().manual_seed(SEED * ranks + rank)
+    generator = torch.Generator().manual_seed(seed * ranks + rank)
     pixels = torch.arange(28)
 
     def draw() -> Batch:
@@ -73,26 +72,26 @@ def mlp(rank: int, ranks: int) -> Workload:
         rows, columns = (top + pixels).unsqueeze(2), (left + pixels).unsqueeze(1)
         return padded[chosen[:, None, None], rows, columns].flatten(1), labels[chosen]
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     hidden = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
     net = nn.Sequential(*hidden, nn.Linear(1024, 10))
     validation = (images[num_training:].flatten(1), labels[num_training:])
     return Workload(net, draw, validation, target_loss=0.3)
 
 
-def gpt(rank: int, ranks: int) -> Workload:
+def gpt(rank: int, ranks: int, seed: int = 0) -> Workload:
     """Make the demo's GPT: 866,048 parameters, next bytes of Python's standard library."""
     folder = sysconfig.get_paths()["stdlib"]
-    data = Windows(folder, SEQUENCE, SEED, rank, ranks)
-    every = Windows(folder, SEQUENCE, SEED, 0, 1).validation
+    data = Windows(folder, SEQUENCE, seed, rank, ranks)
+    every = Windows(folder, SEQUENCE, seed, 0, 1).validation
 
     def draw() -> Batch:
         windows = data.draw(GPT_BATCH)
         return windows[:, :-1], windows[:, 1:]
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     net = GPT(width=128, layers=4, heads=4, sequence=SEQUENCE)
     return Workload(net, draw, (every[:, :-1], every[:, 1:]), target_loss=2.5)
 
 
-WORKLOADS: dict[str, Callable[[int, int], Workload]] = {"mlp": mlp, "gpt": gpt}
+WORKLOADS: dict[str, Callable[..., Workload]] = {"mlp": mlp, "gpt": gpt}

@@ -178,6 +178,27 @@ def test_the_tables_compare_with_no_hook():
     assert "| fp16 | 600 (not reached) | 150.0 |  |" in lines
 
 
+def test_times_to_a_loss_are_medians_over_seeds_each_beside_no_hook():
+    def trained(hook, seed, seconds, num_steps):
+        return row(
+            hook, job="loss", target_loss=0.3, reached=True, seed=seed, seconds=seconds, num_steps=num_steps
+        )
+
+    rows = [
+        *(trained("none", seed, seconds, 80) for seed, seconds in enumerate((100.0, 80.0, 60.0))),
+        *(
+            trained("int4", seed, seconds, steps)
+            for seed, seconds, steps in ((0, 20.0, 90), (1, 10.0, 85), (2, 20.0, 95))
+        ),
+        row("fp16", job="loss", seed=0, failed="hangs: no answer for 60 s"),
+    ]
+    lines = report.tables(rows).splitlines()
+    assert "| none | 80 | 80.0 (60.0 to 100.0) | 1.0× |" in lines
+    assert "| int4 | 90 (85 to 95) | 20.0 (10.0 to 20.0) | 5.0× (3.0 to 8.0) |" in lines
+    assert "| fp16 |  | hangs |  |" in lines
+    assert report.label(rows[1]) == "2 hosts, 200 Mbit/s, mlp, none, seed 1, loss"
+
+
 def timed_steps(step_ms, forward_ms=2.0, optimizer_ms=1.0):
     backward_ms = step_ms - forward_ms - optimizer_ms
     parts = {"forward_ms": forward_ms, "backward_ms": backward_ms, "optimizer_ms": optimizer_ms}
