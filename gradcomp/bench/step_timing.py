@@ -68,11 +68,15 @@ class Trainer:
 
     def timed_steps(self, model: DistributedDataParallel, limit_s: float) -> list[float]:
         """Return the times of some steps, of the slowest rank each. A collective."""
+        num_steps = self.warm_up(model, limit_s)
+        return self.group.slowest([self._timed(model) for _ in range(num_steps)])
+
+    def warm_up(self, model: DistributedDataParallel, limit_s: float) -> int:
+        """Run the first steps, and return how many more there is time for. A collective."""
         for _ in range(WARM_UP_STEPS - 1):
             self.step(model)
         usual_s = self._timed(model)
-        num_steps = self.group.agree(min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s))))
-        return self.group.slowest([self._timed(model) for _ in range(num_steps)])
+        return self.group.agree(min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s))))
 
     def _timed(self, model: DistributedDataParallel) -> float:
         synchronise(self.group.device)
@@ -127,12 +131,7 @@ def step_parts(trainer: Trainer, limit_s: float) -> Parts:
     samples: list[list[float]] = []
     ready_s: list[list[float]] = []
     with trainer.model(lambda model: model.register_comm_hook(ready, recording_hook)) as model:
-        for _ in range(WARM_UP_STEPS):
-            start = time.perf_counter()
-            trainer.step(model)
-        usual_s = time.perf_counter() - start
-        num_steps = trainer.group.agree(min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s))))
-        for _ in range(num_steps):
+        for _ in range(trainer.warm_up(model, limit_s)):
             marks.clear()
             trainer.step(model, mark)
             samples.append([after - before for before, after in pairwise(marks)])
