@@ -11,12 +11,22 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from benchmarks.network.report import Row, of
 from benchmarks.network.workloads import WORKLOADS
-from gradcomp.plan import CANDIDATES, Compute, Link, MeasuredDevice, buckets_of, fitted_rate, predict_step
+from gradcomp.plan import (
+    CANDIDATES,
+    Bucket,
+    Compute,
+    Link,
+    MeasuredDevice,
+    buckets_of,
+    fitted_rate,
+    predict_step,
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,7 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
             or not (of(alone, hook="noop") and of(alone, hook=hook) and idle and timed)
         ):
             continue
-        shapes = [tuple(parameter.shape) for parameter in WORKLOADS[model](0, 1).net.parameters()]
-        buckets = buckets_of(shapes)
+        buckets = _buckets(model)
         rate = fitted_rate("all-reduce", hosts, timed[0]["all_reduce_seconds"])
         (without, *_), (with_hook, *_) = of(alone, hook="noop"), of(alone, hook=hook)
         compute = Compute(
@@ -75,6 +84,11 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
         )
         found.append(Compared(hosts, link, model, hook, prediction.step_s * 1e3, row["step_ms"]))
     return found
+
+
+@cache
+def _buckets(model: str) -> list[Bucket]:
+    return buckets_of([tuple(parameter.shape) for parameter in WORKLOADS[model](0, 1).net.parameters()])
 
 
 def table(compared: Sequence[Compared]) -> str:
