@@ -1,0 +1,49 @@
+"""How many steps bench times, by a clock that the test moves."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gradcomp.bench import step_timing
+from gradcomp.bench.workloads import load_workload
+
+HOST_S, DEVICE_S, LIMIT_S = 0.001, 0.1, 1.0
+
+
+class QueuedTrainer(step_timing.Trainer):
+    """A trainer whose steps take HOST_S of the host's time, and DEVICE_S of a device's behind its back."""
+
+    now_s = queued_s = 0.0
+    num_steps = 0
+
+    @contextmanager
+    def model(self, register_on):
+        yield None
+
+    def step(self, model, mark=lambda: None):
+        self.num_steps += 1
+        for _ in range(3):
+            mark()
+        self.now_s += HOST_S
+        self.queued_s += DEVICE_S
+        mark()
+
+    def wait(self, device):
+        self.now_s, self.queued_s = self.now_s + self.queued_s, 0.0
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    group = SimpleNamespace(device=torch.device("cpu"), agree=lambda value: value, slowest=list)
+    trainer = QueuedTrainer(load_workload("tests.bench.benchmarked:tiny", group.device), group, 25.0)
+    monkeypatch.setattr(step_timing, "synchronise", trainer.wait)
+    monkeypatch.setattr(step_timing, "time", SimpleNamespace(perf_counter=lambda: trainer.now_s))
+    return trainer
+
+
+@pytest.mark.parametrize("measure", [step_timing.step_parts, lambda each, s: each.timed_steps(None, s)])
+def test_the_number_of_steps_follows_from_the_devices_time_not_the_hosts(trainer, measure):
+    measure(trainer, LIMIT_S)
+    assert trainer.num_steps == step_timing.WARM_UP_STEPS + int(LIMIT_S / (HOST_S + DEVICE_S))
