@@ -93,7 +93,7 @@ def _loss_table(rows: Sequence[Row]) -> list[str]:
     baselines = {row.get("seed"): row["seconds"] for row in of(rows, hook="none", reached=True)}
     for hook in dict.fromkeys(map(name, rows)):
         of_hook = [row for row in rows if name(row) == hook]
-        failed = [_failure(row) for row in of_hook if "failed" in row]
+        failed = [failure(row) for row in of_hook if "failed" in row]
         if failed:
             cells = ["", failed[0], ""]
         else:
@@ -120,7 +120,7 @@ def _cell(found: Sequence[Row], beside: Sequence[Row]) -> str:
         return ""
     row = found[0]
     if "failed" in row:
-        return _failure(row)
+        return failure(row)
     baseline = of(beside, hook="none", hooks="gradcomp", wrapper="torch")
     times = ""
     if baseline and "step_ms" in baseline[0] and row is not baseline[0]:
@@ -128,7 +128,8 @@ def _cell(found: Sequence[Row], beside: Sequence[Row]) -> str:
     return f"{row['step_ms']:.1f}{times}"
 
 
-def _failure(row: Row) -> str:
+def failure(row: Row) -> str:
+    """Say in a word how a job failed: it aborts, or hangs."""
     return str(row["failed"]).partition(":")[0]
 
 

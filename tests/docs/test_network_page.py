@@ -45,8 +45,8 @@ def test_the_readme_quotes_the_rows(rows):
 
 
 def quoted(row):
-    """Format a step's time to three digits."""
+    """Format a step's time in ms: without decimals from 100 on, else with one."""
     if "failed" in row:
-        return row["failed"].partition(":")[0]
+        return report.failure(row)
     milliseconds = row["step_ms"]
     return f"{milliseconds:.0f}" if milliseconds >= 99.95 else f"{milliseconds:.1f}"
