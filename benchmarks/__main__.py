@@ -100,13 +100,14 @@ def run_case(case: Case, clock: Clock) -> list[Row]:
         # The timing has warmed the providers up.
         count = setup.num_launches
         launches = {name: count(each) if count else None for name, each in setup.providers.items()}
-    baseline_us = timings[case.baseline].p50_us
+    baseline = timings[case.baseline]
     predicted_us = (
         predicted.lookup(environment.device_name(clock.device), *case.predicted) if case.predicted else None
     )
     rows = []
     for name, timing in timings.items():
-        rate = gb_per_s(case.num_bytes, timing.p50_us)
+        rate = gb_per_s(case.num_bytes, timing.us.p50)
+        times_baseline = timing.times(baseline)
         rows.append(
             {
                 "case": case.name,
@@ -114,18 +115,20 @@ def run_case(case: Case, clock: Clock) -> list[Row]:
                 "dtype": case.dtype,
                 "provider": name,
                 "num_bytes": case.num_bytes,
-                "p20_us": timing.p20_us,
-                "p50_us": timing.p50_us,
-                "p80_us": timing.p80_us,
+                "p20_us": timing.us.p20,
+                "p50_us": timing.us.p50,
+                "p80_us": timing.us.p80,
                 "host_us": timing.host_us,
                 "host_us_per_bucket": None if timing.host_us is None else timing.host_us / case.num_buckets,
                 "bytes_per_element": case.num_bytes / case.num_elements if case.num_elements else None,
-                "num_rounds": timing.num_rounds,
+                "num_rounds": len(timing.samples_us),
                 "gb_per_s": rate,
                 "percent_of_copy": 100 * rate / clock.copy_gb_per_s,
                 "copy_gb_per_s": clock.copy_gb_per_s,
                 "baseline": case.baseline,
-                "times_baseline": baseline_us / timing.p50_us,
+                "times_baseline": times_baseline.p50,
+                "times_baseline_p20": times_baseline.p20,
+                "times_baseline_p80": times_baseline.p80,
                 "predicted_us": predicted_us if name == "gradcomp" else None,
                 "error": errors[name],
                 "num_launches": launches[name],

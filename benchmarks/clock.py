@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 
@@ -28,15 +29,32 @@ MAX_HEAD_START_US = 50_000
 CPU_CACHE_BYTES = 2**25  # roughly the last level's size, which torch doesn't tell
 
 
+class Quantiles(NamedTuple):
+    """The quantiles of one number per round: the middle 60 % of the rounds are between p20 and p80."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
 @dataclass(frozen=True)
 class Timing:
-    """The quantiles of a call's time over the rounds, in µs. host_us is None where the host computes."""
+    """A call's time in each of the rounds, in µs. host_us is None where the host computes."""
 
-    p20_us: float
-    p50_us: float
-    p80_us: float
-    num_rounds: int
-    host_us: float | None
+    samples_us: Sequence[float]
+    host_us: float | None = None
+
+    @property
+    def us(self) -> Quantiles:
+        return _quantiles(self.samples_us)
+
+    def times(self, baseline: Timing) -> Quantiles:
+        """Compute how many times as fast as the baseline the call is, round by round.
+
+        A machine that is slow for a second is so for both: the ratios vary less than the times.
+        """
+        pairs = zip(baseline.samples_us, self.samples_us, strict=True)
+        return _quantiles([theirs / ours for theirs, ours in pairs])
 
 
 class Clock:
@@ -65,13 +83,14 @@ class Clock:
                 call()
             host_us[name] = self._host_us(call, self._seconds(seconds)) if self.on_cuda else None
         samplers = {name: partial(self.sample_us, call, host_us[name]) for name, call in providers.items()}
-        return {
-            name: quantiles(samples, host_us[name])
-            for name, samples in self.interleave(samplers, seconds).items()
-        }
+        samples_us = self.interleave(samplers, seconds)
+        return {name: Timing(samples, host_us[name]) for name, samples in samples_us.items()}
 
     def interleave(
-        self, samplers: Mapping[str, Callable[[], float]], seconds: float | None
+        self,
+        samplers: Mapping[str, Callable[[], float]],
+        seconds: float | None,
+        calls_per_sample: int = 1,
     ) -> dict[str, list[float]]:
         """Ask the samplers for samples, round after round, each in a random order.
 
@@ -80,7 +99,7 @@ class Clock:
         """
         samples: dict[str, list[float]] = {name: [] for name in samplers}
         order, orders = list(samplers), random.Random(0)
-        deadline = time.perf_counter() + self._seconds(seconds)
+        deadline = time.perf_counter() + calls_per_sample * self._seconds(seconds)
         for num_rounds in range(MAX_ROUNDS):
             if num_rounds >= MIN_ROUNDS and time.perf_counter() > deadline:
                 break
@@ -132,13 +151,13 @@ class Clock:
         source = torch.randn(self._copied_bytes // 4, device=self.device)
         target = torch.empty_like(source)
         timing = self.time({"copy": lambda: target.copy_(source)})["copy"]
-        return gb_per_s(2 * self._copied_bytes, timing.p50_us)
+        return gb_per_s(2 * self._copied_bytes, timing.us.p50)
 
 
 def gb_per_s(num_bytes: int, time_us: float) -> float:
     return num_bytes / time_us / 1e3
 
 
-def quantiles(samples_us: Sequence[float], host_us: float | None = None) -> Timing:
-    p20, _, _, p80 = statistics.quantiles(samples_us, n=5, method="inclusive")
-    return Timing(p20, statistics.median(samples_us), p80, len(samples_us), host_us)
+def _quantiles(samples: Sequence[float]) -> Quantiles:
+    p20, _, _, p80 = statistics.quantiles(samples, n=5, method="inclusive")
+    return Quantiles(p20, statistics.median(samples), p80)

@@ -5,24 +5,29 @@ of threads. Once a process has more of these than there are CPUs, they no longer
 (100 times instead of 300,000, says libgomp's manual of GOMP_SPINCOUNT), and every computation in that process
 takes longer. No training runs two hooks, so none should pay for the threads of another.
 
-The calls are interleaved: while one process computes, the others wait for a question.
+The processes take turns: while one computes, the others wait for a question. A turn is several calls in
+succession, as training has them, of which the first is not timed: after the others' turns a call takes up to
+twice as long.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benchmarks.clock import WARM_UP_CALLS, Clock, Timing, quantiles
+from benchmarks.clock import Clock, Timing
 from benchmarks.harness import Case, check
 
 # For the longest answer: building a case and checking it.
 TIMEOUT_S = 300
+TIMED_CALLS_PER_TURN = 5
 
 # The fork server imports what the processes need once, before it starts them.
 _context = multiprocessing.get_context("forkserver")
@@ -37,11 +42,11 @@ def measure(case: Case, clock: Clock) -> tuple[dict[str, float], dict[str, Timin
         workers = {name: stack.enter_context(_Worker(case, name)) for name in case.isolated}
         errors = {name: worker.ask("error") for name, worker in workers.items()}
         for worker in workers.values():
-            for _ in range(WARM_UP_CALLS):
-                worker.ask("sample")
-        samples = clock.interleave({name: worker.sample for name, worker in workers.items()}, case.seconds)
+            worker.turn()
+        turns = {name: worker.turn for name, worker in workers.items()}
+        samples_us = clock.interleave(turns, case.seconds, TIMED_CALLS_PER_TURN)
         launches = {name: worker.ask("launches") for name, worker in workers.items()}
-    return errors, {name: quantiles(each) for name, each in samples.items()}, launches
+    return errors, {name: Timing(each) for name, each in samples_us.items()}, launches
 
 
 class _Worker:
@@ -68,9 +73,10 @@ class _Worker:
             raise RuntimeError(f"{self._name}'s process, asked for its {question}: {answer}")
         return answer
 
-    def sample(self) -> float:
-        sample: float = self.ask("sample")
-        return sample
+    def turn(self) -> float:
+        """Time a turn, and return the median of its calls' times in µs."""
+        median_us: float = self.ask("turn")
+        return median_us
 
     def __enter__(self) -> _Worker:
         return self
@@ -92,7 +98,7 @@ def _answer(case: Case, name: str, connection: Connection) -> None:
         count = setup.num_launches
         answers = {
             "error": lambda: check(case, setup)[name],
-            "sample": lambda: clock.sample_us(provider),
+            "turn": lambda: _turn_us(clock, provider),
             "launches": lambda: None if count is None else count(provider),
         }
         while True:
@@ -101,3 +107,8 @@ def _answer(case: Case, name: str, connection: Connection) -> None:
         pass
     except Exception:
         connection.send(traceback.format_exc())
+
+
+def _turn_us(clock: Clock, call: Callable[[], object]) -> float:
+    call()
+    return statistics.median(clock.sample_us(call) for _ in range(TIMED_CALLS_PER_TURN))

@@ -76,26 +76,20 @@ def _line(cells: Sequence[str]) -> str:
 def summary(rows: Sequence[Row]) -> str:
     """Say of every case how many times as fast as its baseline each provider was, and the range of that.
 
-    The range is from the baseline's p20 over the provider's p80 to the baseline's p80 over the provider's
-    p20: its middle 60 % of calls, at their best and their worst.
+    The ratio is formed in every round; the range is that of the middle 60 % of the rounds.
     """
-    lines = ["How many times as fast as the baseline: ratio of medians (range of the middle 60 % of calls)"]
-    baselines = {_case_of(row): row for row in rows if row["provider"] == row["baseline"]}
+    lines = ["How many times as fast as the baseline, round by round: median (range of the middle 60 %)"]
     width = max((len(_case_of(row)) for row in rows), default=0)
     for case in dict.fromkeys(map(_case_of, rows)):
-        baseline = baselines[case]
-        ratios = [
-            f"{row['provider']} {_ratio(baseline, row)}"
-            for row in rows
-            if _case_of(row) == case and row is not baseline
-        ]
+        of_case = [row for row in rows if _case_of(row) == case]
+        ratios = [f"{row['provider']} {_ratio(row)}" for row in of_case if row["provider"] != row["baseline"]]
         predicted = [
             f"{row['p50_us'] / row['predicted_us']:.2f}× its predicted time"
-            for row in rows
-            if _case_of(row) == case and row["predicted_us"]
+            for row in of_case
+            if row["predicted_us"]
         ]
         if ratios or predicted:
-            named = f"   [baseline {baseline['provider']}]" if ratios else ""
+            named = f"   [baseline {of_case[0]['baseline']}]" if ratios else ""
             lines.append(f"  {case:<{width}}  {'   '.join([*ratios, *predicted])}{named}")
     return "\n".join(lines)
 
@@ -104,6 +98,6 @@ def _case_of(row: Row) -> str:
     return f"{row['case']} {row['label']} {row['dtype']}"
 
 
-def _ratio(baseline: Row, row: Row) -> str:
-    lowest, highest = baseline["p20_us"] / row["p80_us"], baseline["p80_us"] / row["p20_us"]
-    return f"{baseline['p50_us'] / row['p50_us']:.2f}× ({lowest:.2f}–{highest:.2f})"
+def _ratio(row: Row) -> str:
+    lowest, highest = row["times_baseline_p20"], row["times_baseline_p80"]
+    return f"{row['times_baseline']:.2f}× ({lowest:.2f}–{highest:.2f})"

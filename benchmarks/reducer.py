@@ -3,10 +3,7 @@
 There is one process, so nothing crosses a wire: what is timed is the work that a reducer adds to backward.
 The model's forward and backward do next to nothing: forward returns zero, and backward sets every parameter's
 gradient to a fixed tensor, without a copy. The backend is NCCL on CUDA and gloo on CPU. Gradients are None
-before each step. Providers:
-
-gradcomp, torch              the defaults, 25 MiB a bucket.
-gradcomp_view, torch_view    the same with gradient_as_bucket_view.
+before each step. Every model is trained with the defaults, 25 MiB a bucket, and with gradient_as_bucket_view.
 
 A call is a whole step, including DDP's forward and setting the gradients to None: neither can be left out of
 the timing, and both are small. Launches are counted in a separate call: the operators that torch dispatches,
@@ -16,6 +13,7 @@ torch._foreach_copy_ is a loop in C++.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,7 +29,7 @@ from benchmarks.hooks import join_group_of_one
 from gradcomp import Reducer
 
 SMALL: list[models.Shape] = [(64, 64), (256,)] * 200
-PROVIDERS = ("gradcomp", "torch", "gradcomp_view", "torch_view")
+OPTIONS: dict[str, dict[str, bool]] = {"": {}, ", bucket views": {"gradient_as_bucket_view": True}}
 CUDA_SECONDS = 0.5  # the time limit of a case, as gpu-check has many
 
 
@@ -40,17 +38,17 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     if not quick:
         names = ("resnet50", "bert-large") if device.type == "cuda" else ("resnet50",)
         problems |= {name: list(models.MODELS[name]()) for name in names}
-    for label, shapes in problems.items():
+    for (model, shapes), (suffix, options) in itertools.product(problems.items(), OPTIONS.items()):
         yield Case(
             "reducer",
-            label=label,
+            label=model + suffix,
             dtype="float32",
             num_bytes=2 * 4 * models.num_elements(shapes),
             max_error=rounding_error(torch.float32),
-            build=partial(_training, shapes, device),
+            build=partial(_training, shapes, device, options),
             baseline="torch",
             seconds=CUDA_SECONDS if device.type == "cuda" else None,
-            isolated=PROVIDERS if device.type == "cpu" else (),
+            isolated=("gradcomp", "torch") if device.type == "cpu" else (),
         )
 
 
@@ -81,17 +79,12 @@ class Model(torch.nn.Module):
         return _FixedGradients.apply(self.gradients, *self.weights)
 
 
-def _training(shapes: Sequence[models.Shape], device: torch.device) -> Setup:
+def _training(shapes: Sequence[models.Shape], device: torch.device, options: dict[str, bool]) -> Setup:
     join_group_of_one(device)
     right = [torch.randn(shape, device=device) for shape in shapes]
     gradients = [gradient.clone() for gradient in right]
-    providers = {
-        name + suffix: step(gradients, options)
-        for suffix, options in (("", {}), ("_view", {"gradient_as_bucket_view": True}))
-        for name, step in (("gradcomp", _with_gradcomp), ("torch", _with_torch))
-    }
     return Setup(
-        providers,
+        {"gradcomp": _with_gradcomp(gradients, options), "torch": _with_torch(gradients, options)},
         reference=lambda: (gradient.double() for gradient in right),
         restore=lambda: torch._foreach_copy_(gradients, right),
         num_launches=num_launches,

@@ -6,13 +6,14 @@ import os
 import signal
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import __main__ as bench
 from benchmarks import isolated, models
-from benchmarks.clock import Clock
+from benchmarks.clock import Clock, Timing
 from benchmarks.harness import (
     Case,
     Setup,
@@ -131,13 +132,28 @@ def test_rows_are_written_before_the_next_case_runs(tmp_path, monkeypatch):
 
 
 def test_the_summary_gives_the_ratio_to_the_baseline_and_its_range():
-    times = {"p20_us": 10.0, "p50_us": 20.0, "p80_us": 40.0}
-    row = {"case": "count", "label": "to 4", "dtype": "float32", "baseline": "torch", "predicted_us": None}
-    baseline = row | times | {"provider": "torch"}
-    ours = row | {"provider": "gradcomp", "p20_us": 4.0, "p50_us": 5.0, "p80_us": 8.0, "predicted_us": 2.0}
+    row = {"case": "count", "label": "to 4", "dtype": "float32", "baseline": "torch", "p50_us": 5.0}
+    ratios = {"times_baseline": 4.0, "times_baseline_p20": 1.25, "times_baseline_p80": 10.0}
+    baseline = row | {"provider": "torch", "predicted_us": None}
+    ours = row | ratios | {"provider": "gradcomp", "predicted_us": 2.0}
     _, line = summary([ours, baseline]).splitlines()
     expected = "count to 4 float32 gradcomp 4.00× (1.25–10.00) 2.50× its predicted time [baseline torch]"
     assert " ".join(line.split()) == expected
+
+
+def test_ratios_are_formed_round_by_round():
+    # A machine that slows down during the run: the ratio of the medians would be 1.
+    ours, baseline = Timing([1.0, 2.0, 4.0, 8.0, 16.0]), Timing([2.0, 4.0, 8.0, 8.0, 3.0])
+    assert ours.us.p50 == 4.0
+    assert ours.times(baseline).p50 == 2.0
+    assert baseline.times(baseline) == (1.0, 1.0, 1.0)
+
+
+def test_a_turn_leaves_its_first_call_out():
+    times = iter([100.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    clock = SimpleNamespace(sample_us=lambda call: call())
+    assert isolated._turn_us(clock, times.__next__) == 3.0
+    assert not list(times)
 
 
 def test_cases_beyond_the_budget_are_skipped_and_reported(monkeypatch, capsys):

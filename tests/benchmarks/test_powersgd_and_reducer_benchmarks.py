@@ -74,11 +74,12 @@ def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one, monk
 # --- the reducers ---
 
 
-def test_reducers_are_checked_before_they_are_timed(group_of_one):
-    setup = reducer._training(SMALL, CPU)
+@pytest.mark.parametrize("options", reducer.OPTIONS.values(), ids=repr)
+def test_reducers_are_checked_before_they_are_timed(options, group_of_one):
+    setup = reducer._training(SMALL, CPU, options)
     bound = rounding_error(torch.float32)
     case = Case("", "", "", 0, bound, lambda: setup, "torch")
-    assert set(check(case, setup)) == {"gradcomp", "gradcomp_view", "torch", "torch_view"}
+    assert set(check(case, setup)) == {"gradcomp", "torch"}
     for provider in setup.providers.values():
         for _ in range(3):
             provider()
@@ -109,11 +110,12 @@ def test_launches_are_counted_without_views_and_allocations():
 
 
 def test_reducers_on_a_gpu_average_bert_large():
+    names = ["400 small tensors", "resnet50", "bert-large"]
     labels = {
         quick: [each.label for each in bench.discover(torch.device("cuda"), quick) if each.name == "reducer"]
         for quick in (False, True)
     }
     assert labels == {
-        False: ["400 small tensors", "resnet50", "bert-large"],
-        True: ["400 small tensors"],
+        False: [name + suffix for name in names for suffix in ("", ", bucket views")],
+        True: ["400 small tensors", "400 small tensors, bucket views"],
     }
