@@ -61,7 +61,7 @@ class Clock:
     """Times calls on one device, and measures the copy bandwidth there."""
 
     def __init__(self, device: torch.device, quick: bool = False):
-        self.device = device
+        self.device, self.quick = device, quick
         self.seconds_per_case = (0.2 if quick else 2.0) if self.on_cuda else (0.1 if quick else 3.0)
         cache_bytes = CPU_CACHE_BYTES
         if self.on_cuda:
@@ -90,16 +90,16 @@ class Clock:
         self,
         samplers: Mapping[str, Callable[[], float]],
         seconds: float | None,
-        calls_per_sample: int = 1,
+        factor: float = 1,
     ) -> dict[str, list[float]]:
         """Ask the samplers for samples, round after round, each in a random order.
 
-        What ran before a call changes its time. In a random order no provider comes after itself, or after a
-        certain other one, more often than the rest.
+        It takes factor · seconds. What ran before a call changes its time: in a random order no provider
+        comes after itself, or after a certain other one, more often than the rest.
         """
         samples: dict[str, list[float]] = {name: [] for name in samplers}
         order, orders = list(samplers), random.Random(0)
-        deadline = time.perf_counter() + calls_per_sample * self._seconds(seconds)
+        deadline = time.perf_counter() + factor * self._seconds(seconds)
         for num_rounds in range(MAX_ROUNDS):
             if num_rounds >= MIN_ROUNDS and time.perf_counter() > deadline:
                 break

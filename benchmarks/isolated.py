@@ -7,7 +7,8 @@ takes longer. No training runs two hooks, so none should pay for the threads of 
 
 The processes take turns: while one computes, the others wait for a question. A turn is several calls in
 succession, as training has them, of which the first is not timed: after the others' turns a call takes up to
-twice as long.
+twice as long. After some turns, new processes take their places: the time of the same call differs from one
+process to the next, by some percent or, with torch's PowerSGD hook, by more.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from benchmarks.harness import Case, check
 # For the longest answer: building a case and checking it.
 TIMEOUT_S = 300
 TIMED_CALLS_PER_TURN = 5
+NUM_PROCESSES = 3  # of each provider, one after another
 
 # The fork server imports what the processes need once, before it starts them.
 _context = multiprocessing.get_context("forkserver")
@@ -38,14 +40,19 @@ _context.set_forkserver_preload(
 
 def measure(case: Case, clock: Clock) -> tuple[dict[str, float], dict[str, Timing], dict[str, int | None]]:
     """Measure every provider's error, its times, and the number of its launches."""
-    with ExitStack() as stack:
-        workers = {name: stack.enter_context(_Worker(case, name)) for name in case.isolated}
-        errors = {name: worker.ask("error") for name, worker in workers.items()}
-        for worker in workers.values():
-            worker.turn()
-        turns = {name: worker.turn for name, worker in workers.items()}
-        samples_us = clock.interleave(turns, case.seconds, TIMED_CALLS_PER_TURN)
-        launches = {name: worker.ask("launches") for name, worker in workers.items()}
+    samples_us: dict[str, list[float]] = {name: [] for name in case.isolated}
+    num_processes = 1 if clock.quick else NUM_PROCESSES
+    for _ in range(num_processes):
+        with ExitStack() as stack:
+            workers = {name: stack.enter_context(_Worker(case, name)) for name in case.isolated}
+            errors = {name: worker.ask("error") for name, worker in workers.items()}
+            for worker in workers.values():
+                worker.turn()
+            turns = {name: worker.turn for name, worker in workers.items()}
+            factor = TIMED_CALLS_PER_TURN / num_processes
+            for name, samples in clock.interleave(turns, case.seconds, factor).items():
+                samples_us[name] += samples
+            launches = {name: worker.ask("launches") for name, worker in workers.items()}
     return errors, {name: Timing(each) for name, each in samples_us.items()}, launches
 
 
