@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 docs/examples/torch_compile.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,6 +38,9 @@ def main():
     dist.init_process_group("gloo")
     train("compiled, then wrapped", lambda model: DistributedDataParallel(torch.compile(model)))
     train("wrapped, then compiled", lambda model: torch.compile(DistributedDataParallel(model)))
+    # What is compiled holds the process group, whose threads must end before Python does.
+    torch.compiler.reset()
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 

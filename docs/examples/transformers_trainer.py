@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 docs/examples/transformers_trainer.py folder
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -48,9 +49,10 @@ def main(folder):
     if trainer.is_world_process_zero():
         rate = state.compression_stats()[0]
         print(f"step {state.iter}: loss {losses[0]:.3f} to {losses[-1]:.3f}, {rate:.1f} times fewer bytes")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    gc.collect()  # the trainer's remains hold the process group, whose threads must end before Python does
+    dist.barrier()
+    dist.destroy_process_group()

@@ -3,12 +3,15 @@
 torchrun --nproc-per-node 2 tests/frameworks/documented.py folder page [page ...]
 """
 
+import gc
 import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.optim  # before there is a process group, which some of torch's functions keep
 from torch import nn
 
+import gradcomp  # noqa: F401  likewise
 from tests.docs.code_blocks import ROOT, blocks_in
 
 
@@ -161,11 +164,13 @@ def run(page, folder):
             source = source.replace(old, new)
         for part in (BEFORE[block.key], source, AFTER[block.key]):
             exec(compile(part, f"{page}.md:{block.line}", "exec"), namespace)
+    namespace.clear()  # a handler of logging's still refers to it
 
 
 if __name__ == "__main__":
     for each in sys.argv[2:]:
         run(each, sys.argv[1])
+    gc.collect()  # models hold the process group, whose threads must end before Python does
     dist.barrier()
     dist.destroy_process_group()
     print("all blocks have run")
