@@ -82,6 +82,9 @@ class LowRankCompressor(Compressor):
 
     Its state: "error", this rank's error, and "directions", the Q [cols, rank] that the next step projects
     each matrix on; a single Q for a square view.
+
+    After a quantised start there are errors of tensors that PowerSGD sends exactly. Each is sent with the
+    next gradient of its tensor that is used.
     """
 
     def __init__(self, bucket: BucketSpec, options: LowRankOptions):
@@ -89,6 +92,7 @@ class LowRankCompressor(Compressor):
         self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
         self._is_square, self._keeps_error = options.square, options.error_feedback
         self._left_out: list[int] = []
+        self._unused: Sequence[int] = ()
         self.plan = ops.low_rank_plan(
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
@@ -100,8 +104,16 @@ class LowRankCompressor(Compressor):
             shares_scratch=True,
         )
         self._wires = _QuantisedWires(self.plan, bucket, options) if options.is_quantised else None
-        # What was not sent before this compressor took over, of tensors that it sends exactly.
-        self._owed: torch.Tensor | None = None
+        # The errors of tensors that are sent exactly, by position: (the tensor's slice of the bucket, error).
+        self._owed: dict[int, tuple[slice, torch.Tensor]] = {}
+        if options.start_bits is not None and options.error_feedback and not options.square:
+            wide = torch.promote_types(bucket.dtype, torch.float32)
+            start = 0
+            for position, numel in enumerate(bucket.numels):
+                if position not in self._tensors:
+                    owed = torch.zeros(numel, dtype=wide, device=bucket.device)
+                    self._owed[position] = slice(start, start + numel), owed
+                start += numel
         if self._wires is not None:
             sent_bytes = self._wires.num_bytes
         else:
@@ -135,6 +147,7 @@ class LowRankCompressor(Compressor):
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send no P of these tensors' matrices; if no rank does, nothing is taken out of the errors."""
+        self._unused = unused
         if self._is_square:
             is_unused = len(unused) == self._num_tensors
             self._left_out = list(range(len(self.plan.layout.matrices))) if is_unused else []
@@ -150,9 +163,10 @@ class LowRankCompressor(Compressor):
         plan, wires = self.plan, self._wires
         # The quantised all-reduce divides by itself.
         scale = 1.0 if wires else 1 / group.size()
-        if self._owed is not None:
-            flat += self._owed
-            self._owed = None
+        for position, (part, owed) in self._owed.items():
+            if position not in self._unused:
+                flat[part] += owed
+                owed.zero_()
         plan.project(flat, scale, self._left_out)
         if wires:
             yield from average_payload(wires.p, plan.p_wire, group)
@@ -169,11 +183,18 @@ class LowRankCompressor(Compressor):
     def state(self) -> State:
         directions = self.plan.directions()
         if self._is_square:
-            return {"error": self.plan.error(), **({"directions": directions[0]} if directions else {})}
+            return {"error": self._error(), **({"directions": directions[0]} if directions else {})}
         by_tensor: list[torch.Tensor | None] = [None] * self._num_tensors
         for tensor, direction in zip(self._tensors, directions, strict=True):
             by_tensor[tensor] = direction
-        return {"error": self.plan.error(), "directions": by_tensor}
+        return {"error": self._error(), "directions": by_tensor}
+
+    def _error(self) -> torch.Tensor:
+        """Return this rank's error, [numel], in a tensor of its own."""
+        error = self.plan.error()
+        for part, owed in self._owed.values():
+            error[part] = owed
+        return error
 
     def load(self, state: State) -> None:
         given, directions = state.get("directions"), self.plan.directions()
@@ -182,16 +203,17 @@ class LowRankCompressor(Compressor):
             pairs = zip(by_matrix, directions, strict=True)
             directions = [own if loaded is None else loaded for loaded, own in pairs]
         self.plan.load(state["error"], directions)
-        if "directions" not in state:
-            # A quantised start has errors of tensors that are sent exactly from now on.
-            kept = self.plan.error()
-            self._owed = state["error"].to(kept) - kept
+        for part, owed in self._owed.values():
+            owed.copy_(state["error"][part])
 
     def current_error(self) -> torch.Tensor | None:
-        return self.plan.error() if self._keeps_error else None
+        return self._error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)
+        for part, owed in self._owed.values():
+            if part.start == offset:
+                owed += values
 
 
 class _QuantisedWires:

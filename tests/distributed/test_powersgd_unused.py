@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradcomp
@@ -124,3 +125,55 @@ def two_models(rank, is_wrapped):
 @pytest.mark.parametrize(("is_wrapped", "bound"), [(False, 1e-5), (True, 1e-2)])
 def test_two_models_with_one_state_have_errors_of_their_own(is_wrapped, bound):
     assert max(lost(run_ranks(two_models, 2, is_wrapped))) <= bound
+
+
+class Mixed(nn.Module):
+    """This model's gradients are its inputs; PowerSGD sends the second layer's exactly."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.narrow = nn.Parameter(torch.zeros(40, 40)), nn.Parameter(torch.zeros(64, 2))
+
+    def forward(self, matrix, narrow):
+        return (self.matrix * matrix).sum() + (0 if narrow is None else (self.narrow * narrow).sum())
+
+
+def owed_by_the_start(rank, library, factor_dtype, skips):
+    """Return Σ mean gradients − Σ averages − mean error of the narrow layer, and the debt of the start.
+
+    skips: the first of PowerSGD's steps in which the layer is left out, by rank.
+    """
+    model = Mixed()
+    ddp = library(model, find_unused_parameters=True)
+    state = powerSGD_hook.PowerSGDState(
+        None, 2, start_powerSGD_iter=START + 1, start_bits=4, factor_dtype=factor_dtype
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def error():
+        memory, offset = state._memories.memory_of(model.narrow)
+        return memory.state["error"][offset : offset + 128].view(64, 2).double()
+
+    missing, debt = torch.zeros(64, 2, dtype=torch.float64), None
+    for step in range(START + 8):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        matrix, narrow = torch.randn(40, 40, generator=generator), torch.randn(64, 2, generator=generator)
+        if step == START + 1:
+            debt = error()
+        is_used = step - START - 1 not in skips[rank]
+        ddp.zero_grad()
+        ddp(matrix, narrow if is_used else None).backward()
+        missing += (narrow.double() if is_used else 0) / 2
+        missing -= (0 if model.narrow.grad is None else model.narrow.grad.double()) / 2
+    missing -= error() / 2
+    dist.all_reduce(missing)
+    return float(missing.norm()), float(debt.norm())
+
+
+@pytest.mark.parametrize("library", [gradcomp.DistributedDataParallel, nn.parallel.DistributedDataParallel])
+@pytest.mark.parametrize("factor_dtype", [None, torch.int8])
+@pytest.mark.parametrize("skips", [((0,), (0,)), ((0, 1), (0,)), ((), (0, 1))], ids=str)
+def test_a_quantized_starts_debt_waits_for_a_layer_that_steps_leave_out(library, factor_dtype, skips):
+    for missing, debt in run_ranks(owed_by_the_start, 2, library, factor_dtype, skips):
+        assert debt > 0.1
+        assert missing < 1e-5
