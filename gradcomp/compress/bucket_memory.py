@@ -55,6 +55,11 @@ class Memory:
         """Return the state in tensors that nothing else refers to."""
         return _copied(self.saved) if self.compressor is None else self.compressor.state()
 
+    def put_away(self) -> None:
+        """Take the state out of the compressor, which is not needed any more."""
+        if self.compressor is not None:
+            self.saved, self.compressor = self.compressor.state() or None, None
+
     def scale_errors(self, factor: float) -> None:
         """Multiply the errors, wherever they are."""
         if self.compressor is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .bucket_memory import Memory
+from .compressor import errors_in
 from .rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -30,7 +31,10 @@ NOT_THROUGH_DCP = (
 )
 # The settings of a CompressorState, by name.
 SETTINGS = {"start_iter": WHOLE, "random_seed": SEED, "compression_stats_logging_frequency": FREQUENCY}
-_KEYS = ("version", "algorithm", "options", *SETTINGS, *PROGRESS, "errors_of", "contents", "buckets")
+_KEYS = (
+    *("version", "algorithm", "options", *SETTINGS, *PROGRESS),
+    *("errors_of", "parameters", "contents", "buckets"),
+)
 # "kind" holds a bucket's dtype and its compressor's options.
 _BUCKET_KEYS = ("kind", "shapes", "parameters")
 
@@ -41,9 +45,11 @@ def progress_of(state: Any) -> dict[str, int]:
 
 
 def to_state_dict(
-    state: Any, errors_of: Mapping[str, Any] | None, memories: Iterable[Memory]
+    state: Any, errors_of: Mapping[str, Any] | None, parameters: dict[str, Any], memories: Iterable[Memory]
 ) -> dict[str, Any]:
-    """Return the state_dict of a state with any compressor. errors_of: see owner_of."""
+    """Return the state_dict of a state with any compressor. errors_of: see owner_of. parameters: see
+    ParameterIdentity.of.
+    """
     buckets = {index: _bucket_entry(memory) for index, memory in enumerate(memories)}
     values: dict[str, Any] = {
         "version": VERSION,
@@ -51,7 +57,8 @@ def to_state_dict(
         "options": as_dict(state.options),
     }
     values |= {name: getattr(state, name) for name in SETTINGS} | progress_of(state)
-    return values | {"errors_of": errors_of, "contents": {"buckets": list(buckets)}, "buckets": buckets}
+    values |= {"errors_of": errors_of, "parameters": parameters}
+    return values | {"contents": {"buckets": list(buckets)}, "buckets": buckets}
 
 
 def as_dict(options: Any) -> dict[str, Any]:
@@ -70,8 +77,8 @@ def _bucket_entry(memory: Memory) -> dict[str, Any]:
 
 
 def finite(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with zeros where the error isn't finite, as the next step would treat it."""
-    if (error := saved.get("error")) is not None:
+    """Return the state with zeros where an error isn't finite, as the next step would treat it."""
+    for error in errors_in(saved).values():
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return saved
 
@@ -118,6 +125,7 @@ def checked(state_dict: Any, algorithm: str, make_options: Callable[[dict[str, A
         **state_dict,
         **{name: rule(name, state_dict[name]) for name, rule in (SETTINGS | PROGRESS).items()},
         "errors_of": checked_owner(state_dict["errors_of"]),
+        "parameters": checked_identity(state_dict["parameters"], buckets),
         "buckets": buckets,
     }
 
@@ -165,13 +173,13 @@ def _bucket(what: str, memory: Any, make_options: Callable[[dict[str, Any]], Any
         raise ValueError(f"{what} is a {type(memory).__name__}, but must be a dict")
     state = {name: value for name, value in memory.items() if name not in _BUCKET_KEYS}
     require_keys(what, {name: memory[name] for name in memory if name in _BUCKET_KEYS}, _BUCKET_KEYS)
-    kind, shapes, parameters = checked_outline(what, memory)
+    kind, (shapes, parameters) = memory["kind"], checked_outline(what, memory)
     if not isinstance(kind, dict) or "dtype" not in kind:
         raise ValueError(f"{what}: kind is {kind!r}, but must be a dict with a dtype")
     dtype = DTYPE(f"{what}: dtype", kind["dtype"])
     _options(what, {name: value for name, value in kind.items() if name != "dtype"}, make_options)
     if (error := state.pop("error", None)) is not None:
-        error = checked_tensor(f"{what}: the error", error, (sum(map(math.prod, shapes)),), dtype)
+        error = checked_error(f"{what}: the error", error, sum(map(math.prod, shapes)), dtype)
     for name, value in state.items():
         if isinstance(value, list) and len(value) != len(shapes):
             raise ValueError(f"{what}: {name} has {len(value)} entries for {len(shapes)} tensors")
@@ -192,15 +200,15 @@ def _entry(what: str, given: Any) -> torch.Tensor | None:
     return checked_tensor(what, given, getattr(given, "shape", None), None)
 
 
-def checked_outline(what: str, memory: dict[str, Any]) -> tuple[Any, list[tuple[int, ...]], list[int]]:
-    """Check a bucket's shapes and parameters. Returns (kind, shapes, parameters)."""
+def checked_outline(what: str, memory: dict[str, Any]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Check a bucket's shapes and parameters. Returns (shapes, parameters)."""
     shapes = [
         tuple(counts(f"{what}: a shape", shape)) for shape in as_list(f"{what}: shapes", memory["shapes"])
     ]
     parameters = counts(f"{what}: parameters", memory["parameters"])
     if len(parameters) != len(shapes):
         raise ValueError(f"{what} has {len(shapes)} shapes for {len(parameters)} parameters")
-    return memory["kind"], shapes, parameters
+    return shapes, parameters
 
 
 def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
@@ -238,6 +246,27 @@ def checked_owner(errors_of: Any) -> dict[str, Any] | None:
     return {"rank": rank, "world_size": world_size}
 
 
+def checked_identity(parameters: Any, buckets: Mapping[int, Any]) -> dict[str, Any]:
+    """Return "parameters" in plain types, if it says of every parameter of the buckets which it is."""
+    require_keys("parameters", parameters, ("names", "first_buckets"))
+    names = dict(indexed("names", parameters["names"]))
+    if not all(isinstance(name, str) for name in names.values()) or len(set(names.values())) < len(names):
+        raise ValueError(f"names has {list(names.values())}, but must have a different str for every index")
+    first_buckets: list[dict[str, Any]] = []
+    for bucket in as_list("first_buckets", parameters["first_buckets"]):
+        require_keys("a first bucket", bucket, ("parameters", "shapes"))
+        shapes, indices = checked_outline("a first bucket", bucket)
+        first_buckets.append({"parameters": indices, "shapes": shapes})
+    known = [*names, *(i for each in first_buckets for i in each["parameters"])]
+    used = [i for memory in buckets.values() for i in memory["parameters"]]
+    if len(set(known)) < len(known) or not set(used) <= set(known):
+        raise ValueError(
+            f"the buckets have the parameters {sorted(used)}, but names and first_buckets identify "
+            f"{sorted(known)}: each has to be there once"
+        )
+    return {"names": names, "first_buckets": first_buckets}
+
+
 def as_list(what: str, given: Any) -> list[Any]:
     """Return a list or tuple as a list. Raises ValueError for anything else."""
     if not isinstance(given, list | tuple):
@@ -248,6 +277,14 @@ def as_list(what: str, given: Any) -> list[Any]:
 def counts(what: str, given: Any) -> list[int]:
     """Return a list of whole numbers of at least 0. Raises ValueError for anything else."""
     return [COUNT(what, each) for each in as_list(what, given)]
+
+
+def checked_error(what: str, given: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of a bucket's error, [numel], in the bucket's dtype or a wider one."""
+    error = checked_tensor(what, given, (numel,), None)
+    if torch.promote_types(error.dtype, dtype) != error.dtype:
+        raise ValueError(f"{what} is of {error.dtype}, but must be of {dtype} or a wider dtype")
+    return error
 
 
 def checked_tensor(

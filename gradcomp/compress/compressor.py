@@ -51,9 +51,12 @@ class Compressor(ABC):
     A subclass is constructed as subclass(bucket: BucketSpec, options), with its own frozen dataclass of
     options.
     sent_numel: the number of elements that a rank sends per step, for statistics.
+    is_same_on_all_processors: True if ranks on unlike processors get the same averages, bit for bit: nothing
+        is summed or multiplied after the last collective that could be rounded in another way.
     """
 
     sent_numel: int = 0
+    is_same_on_all_processors: bool = False
 
     @classmethod  # noqa: B027 may stay empty
     def warm_up(cls, bucket: BucketSpec, options: Any) -> None:
@@ -111,6 +114,11 @@ class Compressor(ABC):
     def scale_errors(self, factor: float) -> None:
         """Multiply this rank's errors, for gradients that are scaled by factor from the next step on."""
         self.load(with_scaled_errors(self.state(), factor))
+
+
+def errors_in(state: State) -> State:
+    """Return the entries of a state that are errors."""
+    return {name: value for name, value in state.items() if name.endswith("error")}
 
 
 def with_scaled_errors(state: State, factor: float) -> State:

@@ -6,17 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checkpoint import (
-    PROGRESS,
-    SETTINGS,
-    as_dict,
-    checked,
-    has_errors,
-    memories_of,
-    to_state_dict,
-)
+from .checkpoint import SETTINGS, as_dict, checked, has_errors, memories_of, to_state_dict
 from .compressor import Compressor
-from .process_group import joined_group
 from .state import CompressedAveraging
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -91,6 +82,10 @@ class CompressorState(CompressedAveraging):
     def start_iter(self) -> int:
         return self._start_iter
 
+    @property
+    def _is_same_on_all_processors(self) -> bool:
+        return self._compressor.is_same_on_all_processors
+
     def compared_options(self) -> dict[str, Any]:
         shared = {"start_iter": self.start_iter, "random_seed": self.random_seed}
         return {"compressor": self.algorithm, **shared, **as_dict(self._options)}
@@ -104,11 +99,11 @@ class CompressorState(CompressedAveraging):
 
         "version": the format's version. "algorithm": the compressor's name. "options": its options. Settings
         and progress by name. "buckets": maps a bucket's index to its "kind" (dtype and options), "shapes",
-        "parameters" (indices in the order in which the hook first saw them), and the entries of the
-        compressor's state(). "errors_of": whose errors they are, {"rank", "world_size"}. "contents": the
-        indices in "buckets".
+        "parameters" (indices), and the entries of the compressor's state(). "parameters": "names" by index,
+        and "first_buckets", the indices and shapes of parameters without a name. "errors_of": whose errors
+        they are, {"rank", "world_size"}. "contents": the indices in "buckets".
         """
-        return to_state_dict(self, self._whose_errors(), self._memories.saved())
+        return to_state_dict(self, self._whose_errors(), *self._memories.saved())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict, options included; the process group stays.
@@ -128,11 +123,10 @@ class CompressorState(CompressedAveraging):
         return checked(state_dict, self.algorithm, self._make_options)
 
     def _take(self, state_dict: dict[str, Any]) -> None:
-        self._memories.load(memories_of(state_dict, self._make_options))
+        self._memories.load(state_dict["parameters"], memories_of(state_dict, self._make_options))
         self._options = self._make_options(state_dict["options"])
         self._set(state_dict)
-        vars(self).update({name: state_dict[name] for name in PROGRESS})
-        self._is_compared = False
+        self._set_progress(state_dict)
         self._errors_of = state_dict["errors_of"] if has_errors(state_dict) else None
 
     def _make_options(self, values: dict[str, Any]) -> Any:
@@ -142,14 +136,12 @@ class CompressorState(CompressedAveraging):
             raise TypeError(f"{self.algorithm} has no options, got {', '.join(values)}")
         return type(self._options)(**values)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def _contents(self) -> dict[str, Any]:
         return {"compressor": self._compressor, "options": self._options, "state_dict": self.state_dict()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        group = joined_group(None) if dist.is_initialized() else None
-        CompressorState.__init__(self, state["compressor"], state["options"], group)
-        # The group may still change, so the first compressed step checks whose errors these are.
-        self._take(self.checked(state["state_dict"]))
+    def _restore(self, contents: dict[str, Any], process_group: Any) -> None:
+        CompressorState.__init__(self, contents["compressor"], contents["options"], process_group)
+        self._take(self.checked(contents["state_dict"]))
 
 
 def _is_frozen(options: Any) -> bool:

@@ -161,6 +161,7 @@ def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return what has to be the same on all ranks for their errors to be averaged."""
     return {
         "step": state_dict["iter"],
+        "parameters": state_dict["parameters"],
         "buckets": [
             [index, memory["shapes"], memory["parameters"], memory.get("error") is not None]
             for index, memory in sorted(state_dict["buckets"].items())

@@ -2,7 +2,7 @@
 
 DDP rearranges its buckets after a model's first step, and a resumed run starts with a new model: all its
 gradients come in one bucket once, and then in the saved run's buckets. So a memory belongs to parameters, by
-their indices in the order in which DDP first showed them (the same in every run of a script):
+their indices (parameter_identity.py says which parameter an index stands for):
 
     first step of a run      bucket 0: 0 1 2 3 4 5 6 7
     from then on             bucket 0: 7 6 5     bucket 1: 4 3 2     bucket 2: 1 0
@@ -16,15 +16,15 @@ memories.
 import ctypes
 import hashlib
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .bucket_memory import BucketPart, ByParameter, Memory
 from .grad_bucket import real_shape
+from .parameter_identity import ParameterIdentity
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -33,22 +33,27 @@ class BucketMemories:
     """The memories of all buckets that a state's hook averages."""
 
     def __init__(self) -> None:
+        self.identity = ParameterIdentity()
         self._memories: dict[tuple[int, ...], Memory] = {}  # by parameter indices
-        self._of_last_step: dict[int, Memory] = {}  # by bucket index
-        self._parameter_indices: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        # By bucket index, which is a hint only: torch gives 0 to all buckets of a static graph's first step.
+        self._of_step: dict[int, Memory] = {}
+        self._of_last_step: dict[int, Memory] = {}
         # Buckets that were averaged memory by memory. If one comes again, its memories are merged.
         self._divided_once: set[frozenset[int]] = set()
 
-    def parts_of(self, bucket: dist.GradBucket, options: Any) -> tuple[list[BucketPart], list[Memory]]:
-        """Return (the bucket's parts by memory, memories dropped because shapes or options have changed)."""
+    def parts_of(self, bucket: dist.GradBucket, options: Any) -> tuple[list[BucketPart], list[Memory], int]:
+        """Return (the bucket's parts by memory, memories dropped because shapes or options have changed, the
+        number of a checkpoint's parameters whose memory was dropped because nobody knows which they are).
+        """
         index, parameters = bucket.index(), bucket.parameters()
         dtype = bucket.buffer().dtype
         memory = self._of_last_step.get(index)
         lost: list[Memory] = []
+        num_unidentified = 0
         if memory is None or not memory.is_still_for(parameters, dtype, options):
             shapes = list(map(real_shape, parameters))
             made_for = (options, dtype, shapes)
-            indices = self._indices_of(parameters, index, shapes)
+            indices, num_unidentified = self._indices_of(parameters, index, shapes)
             memory = Memory(options, dtype, index, shapes, indices, list(map(weakref.ref, parameters)))
             found = self._memories.get(tuple(indices))
             if found is not None and found.made_for == made_for:
@@ -58,34 +63,30 @@ class BucketMemories:
                 divided = self._divided(memory, parts)
                 if divided and frozenset(indices) not in self._divided_once:
                     self._divided_once.add(frozenset(indices))
-                    return divided, lost
+                    return divided, lost, num_unidentified
                 self._take_over(memory, parts)
                 before = self._of_last_step.get(index)
                 if before is not None and self._is_unclaimed(before):
                     lost.append(before)
-            self._of_last_step[index] = memory
-        if bucket.is_last():
-            self._of_last_step = {i: kept for i, kept in self._of_last_step.items() if i <= index}
-            self._forget_dead_memories()
-        return [BucketPart(memory)], lost
+        self._of_step[index] = memory
+        return [BucketPart(memory)], lost, num_unidentified
+
+    def end_step(self) -> None:
+        """Forget the memories of deleted parameters, except those of the step that ends."""
+        self._of_last_step, self._of_step = self._of_step, {}
+        of_step = list(map(id, self._of_last_step.values()))
+        dead = [key for key, each in self._memories.items() if each.is_dead and id(each) not in of_step]
+        for key in dead:
+            del self._memories[key]
 
     def _is_unclaimed(self, memory: Memory) -> bool:
         """Return whether a memory still has something to keep, but its parameters have been deleted."""
         is_current = self._memories.get(tuple(memory.parameter_indices)) is memory
         return is_current and memory.is_dead and not memory.is_empty
 
-    def number(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Give parameters their indices in this order, before any bucket brings them.
-
-        Raises ValueError if buckets have brought parameters already.
-        """
-        if self._parameter_indices or any(memory.parameters for memory in self._memories.values()):
-            raise ValueError("the state averages the gradients of a model already: make one state per model")
-        self._parameter_indices.update(zip(parameters, range(len(parameters)), strict=True))
-
     def memory_of(self, parameter: torch.Tensor) -> tuple[Memory, int] | None:
         """Return (a parameter's memory, the parameter's offset in it); None if it has no memory."""
-        i = self._parameter_indices.get(parameter)
+        i = self.identity.index(parameter)
         for memory in self._memories.values():
             if i in memory.parameter_indices:
                 return memory, memory.offsets[i]
@@ -93,22 +94,38 @@ class BucketMemories:
 
     def _indices_of(
         self, parameters: Sequence[torch.Tensor], index: int, shapes: list[tuple[int, ...]]
-    ) -> list[int]:
-        """Return the indices of a bucket's parameters. New parameters get the next free ones."""
-        new = [parameter for parameter in parameters if parameter not in self._parameter_indices]
-        if len(new) == len(parameters):
+    ) -> tuple[list[int], int]:
+        """Return (the indices of a bucket's parameters, the number of unidentified ones: see parts_of)."""
+        if self.identity.are_new(parameters):
             for memory in self._memories.values():
                 if memory.is_dead and (memory.index, memory.shapes) == (index, shapes):
                     # New tensors in the positions of deleted ones: the model was made anew.
-                    self._parameter_indices.update(zip(parameters, memory.parameter_indices, strict=True))
-                    return list(memory.parameter_indices)
-        if new:
-            # A loaded memory's indices are left for the parameters to come.
-            known = [memory for memory in self._memories.values() if memory.parameters]
-            taken = (i for memory in known for i in memory.parameter_indices)
-            first = 1 + max([*self._parameter_indices.values(), *taken], default=-1)
-            self._parameter_indices.update(zip(new, range(first, first + len(new)), strict=True))
-        return [self._parameter_indices[parameter] for parameter in parameters]
+                    self.identity.bind(parameters, memory.parameter_indices)
+                    break
+        indices, unfit = self.identity.indices_of(parameters, shapes)
+        lost = [each for each in self._loaded() if not unfit.isdisjoint(each.parameter_indices)]
+        for memory in lost:
+            del self._memories[tuple(memory.parameter_indices)]
+        return indices, sum(len(memory.shapes) for memory in lost if not memory.is_empty)
+
+    @property
+    def have_parameters(self) -> bool:
+        """True if buckets have brought parameters, or somebody has named some that still exist."""
+        return self.identity.knows_any or any(memory.parameters for memory in self._memories.values())
+
+    def _loaded(self) -> list[Memory]:
+        """Return the loaded memories that no bucket has brought the parameters of."""
+        return [memory for memory in self._memories.values() if memory.parameters is None]
+
+    def unclaimed(self) -> list[str]:
+        """Return the names (or else shapes) of the parameters whose loaded memory no bucket has claimed."""
+        found = []
+        for memory in self._loaded():
+            if not memory.is_empty:
+                names = self.identity.of(memory.parameter_indices)["names"]
+                pairs = zip(memory.parameter_indices, memory.shapes, strict=True)
+                found += [names.get(i, f"one of shape {list(shape)}") for i, shape in pairs]
+        return found
 
     def _memories_of(self, memory: Memory) -> tuple[list[Memory], list[Memory]]:
         """Return (the memories of its parameters, the memories dropped for other shapes or options)."""
@@ -171,13 +188,6 @@ class BucketMemories:
         memory.take(elements, tensors)
         self._memories[tuple(memory.parameter_indices)] = memory
 
-    def _forget_dead_memories(self) -> None:
-        """Forget memories whose parameters have been deleted, except those of the step that ends."""
-        of_step = list(map(id, self._of_last_step.values()))
-        dead = [key for key, each in self._memories.items() if each.is_dead and id(each) not in of_step]
-        for key in dead:
-            del self._memories[key]
-
     def common_digest(self) -> str:
         """Return a digest of the loaded entries that must be the same on every rank."""
         digest = hashlib.sha256()
@@ -196,14 +206,24 @@ class BucketMemories:
         for memory in self._memories.values():
             memory.scale_errors(factor)
 
-    def saved(self) -> list[Memory]:
-        """Return all memories without their compressors and parameters, in the order of their buckets."""
-        return [
+    def put_away(self) -> None:
+        """Take the memories out of their compressors, which were made for another group or device."""
+        for memory in self._memories.values():
+            memory.put_away()
+
+    def saved(self) -> tuple[dict[str, Any], list[Memory]]:
+        """Return (which parameters the indices stand for, all memories in the order of their buckets).
+
+        The memories are without their compressors and parameters.
+        """
+        memories = [
             Memory(m.options, m.dtype, m.index, m.shapes, m.parameter_indices, saved=m.own_state())
             for m in sorted(self._memories.values(), key=lambda memory: memory.index)
         ]
+        return self.identity.of(i for memory in memories for i in memory.parameter_indices), memories
 
-    def load(self, memories: Iterable[Memory]) -> None:
-        """Replace all memories by these. The parameters seen so far keep their indices."""
-        self._of_last_step, self._divided_once = {}, set()
+    def load(self, identity: dict[str, Any], memories: Iterable[Memory]) -> None:
+        """Replace all memories by these."""
+        self.identity.load(identity)
+        self._of_step, self._of_last_step, self._divided_once = {}, {}, set()
         self._memories = {tuple(memory.parameter_indices): memory for memory in memories}

@@ -54,9 +54,11 @@ class QuantisedCompressor(Compressor):
     """The quantised all-reduce of one bucket, with error feedback on the sender and on the owner of a shard.
 
     Its state: "error", what the mean still lacks of this rank's gradients: the sender's error, plus the
-    owner's in its shard, times the number of ranks. "shard_error": the latter alone. Without the other it is
-    no error of its own, so a rank with another shard starts from "error" alone, and nothing is lost.
+    owner's in its shard, times the number of ranks. "shard_error": the owner's, which is part of "error"
+    already. On a new shard, what lies outside it stays in "error", and nothing is lost.
     """
+
+    is_same_on_all_processors = True
 
     def __init__(self, bucket: BucketSpec, options: QuantisedOptions):
         layout = BlockLayout(bucket.shapes, options.block_size, bucket.world_size)

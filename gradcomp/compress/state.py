@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from gradcomp import ops
 
 from .announcement import StartAnnouncement
 from .bucket_memory import BucketPart
-from .compressor import BucketSpec, Compressor
+from .checkpoint import PROGRESS
+from .compressor import BucketSpec, Compressor, errors_in
 from .consistency import require_same_group, require_same_on_all_ranks
 from .grad_bucket import require_bucket
 from .hook import require_dense_floats
@@ -20,6 +23,7 @@ from .memory_assignment import BucketMemories
 from .owner import another_ranks_errors, owner_of
 from .pipeline import Pipeline, Stages, run_through
 from .process_group import joined_group, require_group, resolve_group
+from .step_buckets import StepBuckets, is_waited_for_at_once
 from .streams import Future, average_in_place, in_order
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -30,25 +34,27 @@ MakeCompressor = Callable[[BucketSpec, Any], Compressor]
 class CompressedAveraging:
     """The common state of compressing hooks: plain first steps, memory, comparison of ranks, statistics.
 
-    iter: the number of steps so far; the first start_iter are plain all-reduces.
+    The first start_iter steps are plain all-reduces.
     recorder: the Recorder of its steps, which sets it; None if there is none.
     """
 
     random_seed: int
     compression_stats_logging_frequency: int
-    iter: int
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
 
     def __init__(self, process_group: Any) -> None:
         self.process_group = process_group
-        self.iter = self.next_stats_report = 0
+        # The group of the last step's collectives. None: none yet.
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        self._num_steps = self.next_stats_report = 0
+        self._step = StepBuckets()
         self.total_numel_before_compression = self.total_numel_after_compression = 0
         self._memories = BucketMemories()
         self._waits_for_buckets = False
         self._pipeline = Pipeline()
-        self._is_compared = False
+        self._is_compared = self._was_loaded = self._discards_step = False
         # The rank whose errors were loaded, until it is known which rank uses them.
         self._errors_of: dict[str, Any] | None = None
         self._announcement = StartAnnouncement()
@@ -59,6 +65,16 @@ class CompressedAveraging:
             require_group(type(self).__name__, value)
             self._is_compared = False
         super().__setattr__(name, value)
+
+    @property
+    def iter(self) -> int:
+        """The number of steps so far."""
+        return self._num_steps + self._step.is_over
+
+    @iter.setter
+    def iter(self, value: int) -> None:
+        self._num_steps = value
+        self._step.end()
 
     @property
     def algorithm(self) -> str:
@@ -79,6 +95,11 @@ class CompressedAveraging:
     def _logger(self) -> logging.Logger:
         return logging.getLogger(type(self).__module__)
 
+    @property
+    def _is_same_on_all_processors(self) -> bool:
+        """Compressor.is_same_on_all_processors of the compressors."""
+        return False
+
     def compared_options(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks, by name."""
         raise NotImplementedError
@@ -93,13 +114,51 @@ class CompressedAveraging:
         """True if a step has found the ranks alike since options, group or memory were last changed."""
         return self._is_compared
 
-    def number_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Give a model's parameters their indices, by which checkpoints know them, in this order.
+    @property
+    def has_model(self) -> bool:
+        """True if the state averages the gradients of a model, or knows the names in one."""
+        return self._memories.have_parameters
 
-        Without it the order is that in which buckets bring them. Raises ValueError if buckets have brought
-        parameters already.
+    def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Know a model's parameters by their names, in this run and in checkpoints.
+
+        named_parameters: model.named_parameters(). Call it before the first step. gradcomp's wrapper and
+        Reducer, CommHook and compress_replicas do so; torch's DDP tells a hook no names.
+
+        Without names, a checkpoint knows parameters by the first step's buckets: a resumed run whose first
+        step has other buckets (another bucket_cap_mb, say) can't use its memory, and logs a warning.
+
+        Raises TypeError for anything but pairs of a name and a tensor; ValueError where buckets have brought
+        the parameters of a checkpoint with names.
+
+        Example::
+
+            state.number_parameters(model.named_parameters())
+            ddp_model.register_comm_hook(state, hook)
         """
-        self._memories.number(parameters)
+        self._memories.identity.name(named_parameters)
+
+    @contextmanager
+    def discard_step(self) -> Iterator[None]:
+        """Leave the errors as they are in the backwards of a with block, whose gradients are thrown away.
+
+        A step takes what it sends out of the errors. If the optimizer never gets that average, as in a GAN
+        whose generator trains through the discriminator, that would be lost. The step is averaged and counted
+        as any other. no_sync() sends nothing at all: prefer it where the averages aren't needed.
+
+        Every rank uses it for the same steps.
+
+        Example::
+
+            with state.discard_step():
+                generator_loss(ddp_discriminator(fake)).backward()
+            ddp_discriminator.zero_grad()
+        """
+        before, self._discards_step = self._discards_step, True
+        try:
+            yield
+        finally:
+            self._discards_step = before
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count the step if this is its last bucket."""
@@ -107,12 +166,17 @@ class CompressedAveraging:
             self.end_step()
 
     def end_step(self) -> None:
-        """Count the step. Whoever can't tell which bucket is the last calls this after it."""
+        """Count the step. Call this yourself, after the last bucket, if no bucket reports is_last()."""
+        self._step.end()
+        self._memories.end_step()
+        if self._was_loaded:
+            self._was_loaded = False
+            self._warn_of_unclaimed_memories()
         if not self.is_plain_step and self.iter >= self.next_stats_report:
             self._report_stats()
         self._announcement.end_step(self.iter, joined_group(self.process_group))
         self._is_compared, self._waits_for_buckets = True, False
-        self.iter += 1
+        self._num_steps += 1
         if self.iter == self.start_iter:
             self._logger.info("Start to apply %s after %s iterations.", self.algorithm, self.iter)
 
@@ -123,6 +187,8 @@ class CompressedAveraging:
         the parameter, and leave its gradient as it is. Otherwise what the average contains of the error would
         be lost.
         """
+        if self._discards_step:
+            return
         found = self._memories.memory_of(parameter)
         compressor, offset = (found[0].compressor, found[1]) if found else (None, 0)
         if compressor is not None:
@@ -173,7 +239,8 @@ class CompressedAveraging:
         buffer = bucket.buffer()
         group = resolve_group(hook_name, self.process_group, "state.process_group")
         require_dense_floats(hook_name, buffer)
-        self._compare_once(hook_name, bucket, group)
+        is_first = self._begin_bucket(bucket, group)
+        self._compare_once(hook_name, bucket, group, is_first=is_first)
         parts = self._parts_of(bucket, options)
         if self.is_plain_step:
             if self.recorder is not None:
@@ -187,12 +254,16 @@ class CompressedAveraging:
         # A step ends by choosing what the next one projects on, hence the next step's seed.
         seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
         unused = [part.unused(bucket) for part in parts]
+        keeps_errors = self._discards_step
 
         def stages() -> Stages:
             for part, compressor, seed, left_out in zip(parts, compressors, seeds, unused, strict=True):
                 flat = part.gather(buffer)
                 compressor.leave_out(left_out)
+                errors = errors_in(compressor.state()) if keeps_errors else {}
                 yield from compressor.stages(flat, group, seed)
+                if errors:
+                    compressor.load({**compressor.state(), **errors})
                 part.scatter(flat, buffer)
             return buffer
 
@@ -203,7 +274,7 @@ class CompressedAveraging:
         if ops.runs_triton(buffer.device):
             future: Future = in_order(buffer.device, lambda: run_through(running))
         else:
-            is_first, is_last = bucket.index() == 0, bucket.is_last()
+            is_last = bucket.is_last() or is_waited_for_at_once(bucket)
             future = self._pipeline.add(running, is_first=is_first, is_last=is_last)
         if later is not None:
             self._warm_up(parts, buffer.device, group, later)
@@ -215,11 +286,26 @@ class CompressedAveraging:
         self.maybe_increase_iter(bucket)
         return future
 
-    def _compare_once(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> None:
+    def _begin_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> bool:
+        """Note a bucket and its group. Returns whether the bucket is its step's first."""
+        if self._step.has_any_of(bucket):
+            self.end_step()
+        if self._group is not None and self._group() is not group:
+            # Compressors were made for the number of ranks, and this rank's place among them.
+            self._memories.put_away()
+            self._is_compared = False
+        self._group = weakref.ref(group)
+        is_first = self._step.is_empty
+        self._step.add(bucket)
+        return is_first
+
+    def _compare_once(
+        self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
+    ) -> None:
         """Raise RuntimeError on every rank, in the first step, unless all have equal options and buckets."""
         if self._is_compared:
             return
-        self._is_compared = bucket.is_last()
+        names = map(self._memories.identity.name_of, bucket.parameters())
         values = self.compared_options() | {
             "iter": self.iter,
             "hook": hook_name,
@@ -228,9 +314,10 @@ class CompressedAveraging:
             "index of the bucket": bucket.index(),
             "whether the bucket is the last (bucket_cap_mb tells how many there are)": bucket.is_last(),
             "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
+            "names of parameters (number_parameters gives them)": list(names),
             "directions": self._memories.common_digest(),
         }
-        if bucket.index() == 0:
+        if is_first:
             require_same_group(f"{hook_name}'s state", group)
         device = bucket.buffer().device
         unlike = require_same_on_all_ranks(
@@ -240,7 +327,7 @@ class CompressedAveraging:
             device,
             "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
             "the same step",
-            notes=ops.processor(device),
+            notes={} if self._is_same_on_all_processors else ops.processor(device),
         )
         if unlike:
             self._logger.warning(
@@ -252,7 +339,16 @@ class CompressedAveraging:
 
     def _parts_of(self, bucket: dist.GradBucket, options: Any) -> list[BucketPart]:
         """Return the bucket's parts, and log the memories that were dropped."""
-        parts, lost = self._memories.parts_of(bucket, options)
+        parts, lost, unidentified = self._memories.parts_of(bucket, options)
+        if unidentified:
+            self._logger.warning(
+                "%s: the checkpoint knows its parameters by the first step's buckets, and this run's first "
+                "step has other buckets: the memory of %s parameters starts afresh. Likely cause: another "
+                "bucket_cap_mb, find_unused_parameters or model. Call state.number_parameters("
+                "model.named_parameters()) in both runs, and checkpoints know parameters by name.",
+                self.algorithm,
+                unidentified,
+            )
         for memory in lost:
             is_alike = (memory.options, memory.dtype) == (options, bucket.buffer().dtype)
             self._logger.warning(
@@ -264,15 +360,29 @@ class CompressedAveraging:
             )
         return parts
 
+    def _warn_of_unclaimed_memories(self) -> None:
+        """Warn if a loaded memory is of parameters that the first step has not brought."""
+        if names := self._memories.unclaimed():
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            self._logger.warning(
+                "%s: the checkpoint has a memory of parameters that the first step has not brought: %s. It "
+                "waits for them, and the parameters that came without one start afresh. Likely cause: "
+                "another model, or a run whose parameters have names and one whose parameters have none: "
+                "call state.number_parameters(model.named_parameters()) in both.",
+                self.algorithm,
+                shown,
+            )
+
     def _compressor_of(
         self, part: BucketPart, device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
     ) -> Compressor:
         """Return the part's compressor: the kept one, or a new one, which loads the memory's saved state."""
         memory = part.memory
-        if memory.compressor is not None and memory.device == device and memory.make == make:
+        if (memory.device, memory.make) != (device, make):
+            memory.put_away()
+        if memory.compressor is not None:
             return memory.compressor
-        # From a checkpoint, from before the model moved to another device, or from another compressor.
-        saved = memory.state
+        saved = memory.saved
         seed = self._seed(memory.index, self.iter)
         spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), seed)
         memory.compressor, memory.saved = make(spec, memory.options), None
@@ -305,8 +415,44 @@ class CompressedAveraging:
         )
         self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
+    def _contents(self) -> dict[str, Any]:
+        """Return what a pickle or a copy holds: all but the process group, in plain types."""
+        raise NotImplementedError
+
+    def _restore(self, contents: dict[str, Any], process_group: Any) -> None:
+        """Become a state with these contents. Raises what load_state_dict raises."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._contents()
+
+    def __setstate__(self, contents: dict[str, Any]) -> None:
+        # The group may still change, so the first compressed step checks whose errors these are.
+        self._restore(contents, joined_group(None) if dist.is_initialized() else None)
+        self._logger.warning(
+            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
+            "is desired, please set `self.process_group` after %s state is loaded.",
+            self.algorithm,
+        )
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the state with its memory, for the same process group. Its recorder isn't copied."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied._restore(self._contents(), self.process_group)
+        copied._memories.identity.share_names(self._memories.identity)
+        return copied
+
     def _whose_errors(self) -> dict[str, Any] | None:
         return self._errors_of or owner_of(self.process_group)
+
+    def _set_progress(self, values: Mapping[str, Any]) -> None:
+        """Take a checkpoint's step and statistics; the ranks are compared again in the next step."""
+        for name in PROGRESS:
+            setattr(self, name, values[name])
+        self._is_compared, self._was_loaded = False, True
 
     def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:
         """Warn if the loaded errors are another rank's, as soon as this rank is known."""

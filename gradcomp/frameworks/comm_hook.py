@@ -64,6 +64,8 @@ class CommHook:
                 "yet, or a strategy other than DDP wraps it (for FSDP2 see gradcomp.fsdp)"
             )
         if self._registered_on is None or self._registered_on() is not found[0]:
+            if self._has_memory:
+                self.state.number_parameters(found[0].module.named_parameters())
             found[0].register_comm_hook(self.state, self.hook)
             self._registered_on = weakref.ref(found[0])
 

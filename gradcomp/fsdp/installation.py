@@ -56,7 +56,7 @@ def compress_replicas(
     _check_state(state, replicate_group)
     _require_agreement(groups, replicate_group, state)
     if state is not None:
-        state.number_parameters([each for group in groups for each in group.placeholders])
+        state.number_parameters(chain.from_iterable(group.named_placeholders(model) for group in groups))
         state.process_group = replicate_group
     for group in groups:
         group.module.reshard()
@@ -114,6 +114,10 @@ def _check_state(state: Any, replicate_group: dist.ProcessGroup) -> None:
         raise TypeError(
             f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as its "
             f"state, got {state!r}"
+        )
+    if state.has_model:
+        raise ValueError(
+            f"{_WHOSE}: the state averages the gradients of a model already: make one state per model"
         )
     group = replicate_group if state.process_group is None else state.process_group
     ranks, given = map(dist.get_process_group_ranks, (group, replicate_group))

@@ -31,6 +31,13 @@ class ParamGroup:
         ]
         self._reduced: list[torch.Tensor] | None = None
 
+    def named_placeholders(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the placeholders with their parameters' names in the model."""
+        names = {id(module): name for name, module in model.named_modules()}
+        for parameter, placeholder in zip(self._group.fsdp_params, self.placeholders, strict=True):
+            place = parameter._module_info
+            yield f"{names[id(place.module)]}.{place.param_name}".lstrip("."), placeholder
+
     @property
     def device(self) -> torch.device:
         """The device on which its gradients are reduced."""

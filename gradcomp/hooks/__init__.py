@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
 
 from . import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
@@ -45,6 +46,8 @@ class _PowerSGDRegistration(_Registration):
             matrix_approximation_rank=self.rank,
             start_powerSGD_iter=start_powerSGD_iter,
         )
+        if isinstance(model, nn.Module):
+            power_sgd_state.number_parameters(model.named_parameters())
         model.register_comm_hook(power_sgd_state, self.hook)
 
 

@@ -123,7 +123,8 @@ def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
         raise TypeError(f"from_torch takes a PowerSGDState of torch's, got {type(state).__name__}")
     names = set(OPTIONS) - set(NOT_TORCHS)
     ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in names})
-    vars(ours).update({name: rule(name, getattr(state, name)) for name, rule in PROGRESS.items()})
+    for name, rule in PROGRESS.items():
+        setattr(ours, name, rule(name, getattr(state, name)))
     ours._from_torch = powersgd_from_torch.memories_of(state)
     ours._waits_for_buckets = wait_for_buckets
     return ours

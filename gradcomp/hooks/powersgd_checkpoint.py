@@ -17,6 +17,8 @@ from gradcomp.compress.checkpoint import (
     PROGRESS,
     VERSION,
     as_list,
+    checked_error,
+    checked_identity,
     checked_outline,
     checked_owner,
     checked_tensor,
@@ -30,14 +32,12 @@ from gradcomp.compress.checkpoint import (
 from gradcomp.compress.powersgd import LowRankOptions
 from gradcomp.compress.rules import BITS, EPSILON, FACTOR_DTYPE, FLAG, RANK, RATE, UNCOMPRESSED_DTYPE
 
-from .powersgd_options import ADDED, OPTIONS, checked_options, options_of
+from .powersgd_options import OPTIONS, checked_options, options_of
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 _PARTS = ("buckets", "from_torch")
-_KEYS = ("version", *OPTIONS, *PROGRESS, "errors_of", "contents", *_PARTS)
-# The keys of the first checkpoints, which had no version.
-_KEYS_WITHOUT_VERSION = (*OPTIONS, *PROGRESS, *_PARTS)
+_KEYS = ("version", *OPTIONS, *PROGRESS, "errors_of", "parameters", "contents", *_PARTS)
 # What a bucket's "kind" holds: its dtype and its compressor's options.
 _KIND_RULES = {
     "dtype": DTYPE,
@@ -54,13 +54,20 @@ _KIND_RULES = {
 
 
 def to_state_dict(
-    state: Any, errors_of: dict[str, Any] | None, memories: Iterable[Memory], from_torch: dict[int, Any]
+    state: Any,
+    errors_of: dict[str, Any] | None,
+    parameters: dict[str, Any],
+    memories: Iterable[Memory],
+    from_torch: dict[int, Any],
 ) -> dict[str, Any]:
-    """Return the state_dict of a state with these memories. errors_of: see owner_of."""
+    """Return the state_dict of a state with these memories. errors_of: see owner_of. parameters: see
+    ParameterIdentity.of.
+    """
     buckets = {index: _bucket_entry(memory) for index, memory in enumerate(memories)}
     values = {"version": VERSION} | options_of(state) | progress_of(state)
     return values | {
         "errors_of": errors_of,
+        "parameters": parameters,
         # Shows what is missing: a container that fills only the target's own entries leaves the parts empty.
         "contents": {"buckets": list(buckets), "from_torch": list(from_torch)},
         "buckets": buckets,
@@ -86,8 +93,8 @@ def _bucket_entry(memory: Memory) -> dict[str, Any]:
         "kind": {"dtype": memory.dtype, **asdict(options)},
         "shapes": list(memory.shapes),
         "parameters": list(memory.parameter_indices),
-        # That of a quantised start is wider than 16-bit gradients.
-        "error": None if error is None else error.to(memory.dtype),
+        "error": error,
+        "shard_error": saved.get("shard_error"),
         "directions": directions,
     }
 
@@ -108,7 +115,7 @@ def _memory_of(index: int, saved: dict[str, Any]) -> Memory:
     memory = Memory(options, saved["kind"]["dtype"], index, list(saved["shapes"]), list(saved["parameters"]))
     if saved["error"] is None:
         return memory
-    memory.saved = {"error": saved["error"]}
+    memory.saved = {name: saved[name] for name in ("error", "shard_error") if saved[name] is not None}
     directions = saved["directions"]
     if directions and options.square:
         memory.saved["directions"] = directions[0]
@@ -127,8 +134,7 @@ def checked(state_dict: Any) -> dict[str, Any]:
     other misfit.
     """
     require_version(state_dict)
-    state_dict = ADDED | dict(state_dict)
-    require_keys("the state_dict", state_dict, _KEYS if "version" in state_dict else _KEYS_WITHOUT_VERSION)
+    require_keys("the state_dict", state_dict, _KEYS)
     parts = {
         "buckets": {
             index: _bucket(f"bucket {index}", memory)
@@ -144,7 +150,8 @@ def checked(state_dict: Any) -> dict[str, Any]:
         "version": VERSION,
         **checked_options(state_dict),
         **{name: rule(name, state_dict[name]) for name, rule in PROGRESS.items()},
-        "errors_of": checked_owner(state_dict.get("errors_of")),
+        "errors_of": checked_owner(state_dict["errors_of"]),
+        "parameters": checked_identity(state_dict["parameters"], parts["buckets"]),
         "contents": {name: list(part) for name, part in parts.items()},
         **parts,
     }
@@ -152,16 +159,20 @@ def checked(state_dict: Any) -> dict[str, Any]:
 
 def _bucket(what: str, memory: Any) -> dict[str, Any]:
     """Return one bucket's entry, whose error and directions fit its shapes."""
-    require_keys(what, memory, ("kind", "shapes", "parameters", "error", "directions"))
-    given_kind = ADDED | dict(memory["kind"])
-    require_keys(f"{what}: kind", given_kind, _KIND_RULES)
-    kind = {name: rule(f"{what}: {name}", given_kind[name]) for name, rule in _KIND_RULES.items()}
-    _, shapes, parameters = checked_outline(what, memory)
-    error, directions = memory["error"], memory["directions"]
-    if error is None and directions is not None:
-        raise ValueError(f"{what} has directions but no error")
-    if error is not None:
-        error = checked_tensor(f"{what}: the error", error, (sum(map(math.prod, shapes)),), kind["dtype"])
+    require_keys(what, memory, ("kind", "shapes", "parameters", "error", "shard_error", "directions"))
+    require_keys(f"{what}: kind", memory["kind"], _KIND_RULES)
+    kind = {name: rule(f"{what}: {name}", memory["kind"][name]) for name, rule in _KIND_RULES.items()}
+    shapes, parameters = checked_outline(what, memory)
+    errors, directions = (
+        {"error": memory["error"], "shard_error": memory["shard_error"]},
+        memory["directions"],
+    )
+    if errors["error"] is None and (directions is not None or errors["shard_error"] is not None):
+        raise ValueError(f"{what} has directions or a shard_error but no error")
+    for name, error in errors.items():
+        if error is not None:
+            numel = sum(map(math.prod, shapes))
+            errors[name] = checked_error(f"{what}: the {name}", error, numel, kind["dtype"])
     if directions is not None:
         options = _options_of(kind)
         given, matrices = (
@@ -175,8 +186,7 @@ def _bucket(what: str, memory: Any) -> dict[str, Any]:
             checked_tensor(f"{what}: a direction", each, (matrix.cols, matrix.rank), wide)
             for each, matrix in zip(given, matrices, strict=True)
         ]
-    checked = {"kind": kind, "shapes": shapes, "parameters": parameters}
-    return checked | {"error": error, "directions": directions}
+    return {"kind": kind, "shapes": shapes, "parameters": parameters, **errors, "directions": directions}
 
 
 def _from_torch(what: str, memory: Any) -> dict[str, Any]:

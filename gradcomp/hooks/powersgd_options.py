@@ -38,10 +38,8 @@ OPTIONS = {
     "uncompressed_dtype": UNCOMPRESSED_DTYPE,
     "start_bits": BITS,
 }
-# The options that torch's state has not; nor have checkpoints from before they were added, those without
-# which these values stand for.
+# The options that torch's state does not have.
 NOT_TORCHS = ("random_seed", "factor_dtype", "uncompressed_dtype", "start_bits")
-ADDED = {"factor_dtype": None, "uncompressed_dtype": None, "start_bits": None}
 
 
 def checked_options(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress.bucket_memory import BucketPart
-from gradcomp.compress.checkpoint import PROGRESS, has_errors
+from gradcomp.compress.checkpoint import has_errors
 from gradcomp.compress.compressor import Compressor
 from gradcomp.compress.powersgd import LowRankOptions
 from gradcomp.compress.state import CompressedAveraging, MakeCompressor
@@ -156,14 +156,15 @@ class PowerSGDState(CompressedAveraging):
         """Return everything but the process group, in plain types and tensors of its own.
 
         "version": the format's. Options and progress by name. "buckets" maps a bucket's index to its "kind"
-        (dtype and options), "shapes", "parameters" (indices in the order in which the hook first saw them),
-        and, once compressed, "error" (this rank's, flat) and "directions" (the Q [cols, rank] that the next
-        step projects on, the same on all ranks). "from_torch": torch's memories whose bucket has not come
-        yet. "errors_of": whose errors they are, {"rank", "world_size"}. "contents": the indices in "buckets"
-        and "from_torch".
+        (dtype and options), "shapes", "parameters" (indices), and, once compressed, "error" (this rank's,
+        flat), "shard_error" (of a quantized start: see QuantisedCompressor) and "directions" (the Q [cols,
+        rank] that the next step projects on, the same on all ranks). "parameters": "names" by index, and
+        "first_buckets", the indices and shapes of parameters without a name. "from_torch": torch's memories
+        whose bucket has not come yet. "errors_of": whose errors they are, {"rank", "world_size"}. "contents":
+        the indices in "buckets" and "from_torch".
         """
         return powersgd_checkpoint.to_state_dict(
-            self, self._whose_errors(), self._memories.saved(), dict(self._from_torch)
+            self, self._whose_errors(), *self._memories.saved(), dict(self._from_torch)
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -186,10 +187,10 @@ class PowerSGDState(CompressedAveraging):
         return powersgd_checkpoint.checked(state_dict)
 
     def _take(self, checked: dict[str, Any]) -> None:
-        self._memories.load(powersgd_checkpoint.memories_of(checked))
-        vars(self).update({name: checked[name] for name in (*OPTIONS, *PROGRESS)})
+        self._memories.load(checked["parameters"], powersgd_checkpoint.memories_of(checked))
+        vars(self).update({name: checked[name] for name in OPTIONS})
+        self._set_progress(checked)
         self._from_torch = checked["from_torch"]
-        self._is_compared = False
         self._waits_for_buckets = bool(self._from_torch)
         self._errors_of = checked["errors_of"] if has_errors(checked, ("buckets", "from_torch")) else None
 
@@ -199,19 +200,17 @@ class PowerSGDState(CompressedAveraging):
             if memory["error"] is not None:
                 memory["error"] = memory["error"] * factor
 
-    def __getstate__(self) -> dict[str, Any]:
-        logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+    def _contents(self) -> dict[str, Any]:
         return self.state_dict()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        checked = self.checked(state)
-        logger.warning(
-            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
-            "is desired, please set `self.process_group` after PowerSGD state is loaded."
-        )
-        super().__init__(dist.group.WORLD if dist.is_initialized() else None)
-        # The group may still change, so the first compressed step checks whose errors these are.
+    def _restore(self, contents: dict[str, Any], process_group: Any) -> None:
+        checked = self.checked(contents)
+        super().__init__(process_group)
         self._take(checked)
+
+    def __getstate__(self) -> dict[str, Any]:
+        logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        return super().__getstate__()
 
     def _compressor_of(
         self, part: BucketPart, device: torch.device, group: dist.ProcessGroup, make: MakeCompressor

@@ -68,12 +68,13 @@ class QuantizationState(CompressorState):
         )
 
     # Plain types and tensors only, which torch.load's safe default takes.
-    def __getstate__(self) -> dict[str, Any]:
+    def _contents(self) -> dict[str, Any]:
         return {"state_dict": self.state_dict()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        options = QuantisedOptions(**state["state_dict"]["options"])
-        super().__setstate__({**state, "compressor": QuantisedCompressor, "options": options})
+    def _restore(self, contents: dict[str, Any], process_group: Any) -> None:
+        options = QuantisedOptions(**contents["state_dict"]["options"])
+        contents = {**contents, "compressor": QuantisedCompressor, "options": options}
+        super()._restore(contents, process_group)
 
 
 def quantization_hook(

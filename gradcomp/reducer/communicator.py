@@ -59,12 +59,17 @@ class BucketCommunicator:
                 bucket.fill(1.0)
 
     def register(self, state: Any, hook: Hook) -> None:
-        """Average with hook(state, bucket). Raises TypeError if it isn't callable, RuntimeError for a second
-        one."""
+        """Average with hook(state, bucket). A state that has number_parameters gets the parameters' names.
+
+        Raises TypeError if the hook isn't callable, RuntimeError for a second one.
+        """
         require_callable(state, hook)
         if self.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.hook = (state, hook)
+        number_parameters = getattr(state, "number_parameters", None)
+        if number_parameters is not None:
+            number_parameters(zip(self.names, self.params, strict=True))
 
     def begin(self) -> None:
         """Begin a step: no parameter is ready."""

@@ -1,8 +1,7 @@
-"""Test states whose buckets don't say which is a step's last, and the indices of their parameters."""
+"""Test states whose buckets don't say which is a step's last."""
 
 import logging
 
-import pytest
 import torch
 
 from gradcomp.compress.grad_bucket import GradBucket
@@ -44,23 +43,3 @@ def test_whoever_knows_the_end_of_a_step_ends_it():
         "Compression stats: iter 3",
     ]
     assert not is_compared  # the group may be another one
-
-
-def number(rank):
-    """Return the parameters' indices in the order in which buckets bring them, numbered before or not."""
-    found = []
-    for numbers_before in (True, False):
-        state = QuantizationState(None)
-        first, second = torch.zeros(256, 2), torch.zeros(3)
-        if numbers_before:
-            state.number_parameters([second, first])
-        average(state, 0, first)
-        average(state, 1, second, is_last=True)
-        found.append([memory["parameters"] for memory in state.state_dict()["buckets"].values()])
-        with pytest.raises(ValueError, match="make one state per model"):
-            state.number_parameters([first])
-    return found
-
-
-def test_parameters_may_have_their_indices_before_a_bucket_brings_them():
-    assert run_ranks(number, 1) == [[[[1], [0]], [[0], [1]]]]

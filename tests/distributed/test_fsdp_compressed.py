@@ -103,13 +103,14 @@ def given_gradients(rank, number):
 
 
 def by_parameter(state):
-    """Return the state's errors by the index of the parameter."""
-    errors = {}
-    for memory in state.state_dict()["buckets"].values():
+    """Return the state's errors by the name of the parameter."""
+    errors, saved = {}, state.state_dict()
+    names = saved["parameters"]["names"]
+    for memory in saved["buckets"].values():
         if "error" in memory:
             numels = [torch.Size(shape).numel() for shape in memory["shapes"]]
             pairs = zip(memory["parameters"], memory["error"].split(numels), strict=True)
-            errors |= dict(pairs)
+            errors |= {names[index]: error for index, error in pairs}
     return errors
 
 
@@ -126,9 +127,8 @@ def add_up(rank, name):
             for total, gradient in zip(sums_of_model, gradients(model), strict=True):
                 if gradient is not None:
                     total += gradient
-    # Parameters have indices in the order of FSDP modules, of which the model itself is the first.
     errors = by_parameter(state)
-    return sums[1], sums[0], [errors[(index + 3) % 12] for index in range(12)]
+    return sums[1], sums[0], [errors[name] for name, _ in models[1].named_parameters()]
 
 
 def test_errors_follow_parameters_that_only_some_steps_use():

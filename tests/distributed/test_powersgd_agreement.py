@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp import ops
 from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.distributed.powersgd_oracle import Bucket
 from tests.distributed.powersgd_runs import Messages
 from tests.distributed.ranks import RankError, run_ranks
@@ -190,6 +191,21 @@ def unlike_cpus(rank):
 def test_unlike_cpus_are_said():
     for (line,) in run_ranks(unlike_cpus, 2):
         assert 'CPU capability is "AVX2" on rank 0 and "AVX512" on rank 1' in line
+
+
+def unlike_cpus_with_codes(rank):
+    """Ranks of a quantized all-reduce dequantize the same bytes, whatever computes there."""
+    with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ["AVX2", "AVX512"][rank])
+        bucket = Bucket(torch.randn(300, generator=torch.Generator().manual_seed(rank)), [(30, 10)])
+        average = quantization_hook(QuantizationState(bits=4), bucket).wait()
+    return said, average
+
+
+def test_unlike_cpus_are_not_said_of_a_quantized_all_reduce():
+    (said, average), (others, theirs) = run_ranks(unlike_cpus_with_codes, 2)
+    assert not any("unlike processors" in line for line in (*said, *others))
+    assert torch.equal(average, theirs)
 
 
 PROCESSORS = [

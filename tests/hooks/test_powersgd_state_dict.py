@@ -7,7 +7,7 @@ import torch
 
 from gradcomp import ops
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
-from tests.distributed.powersgd_runs import START, Messages, equal, new_state, reload, run_steps
+from tests.distributed.powersgd_runs import START, equal, new_state, reload, run_steps
 
 NUMEL = 64 * 48 + 7 + 40 * 90 + 64 * 48 + 9
 NOT_THROUGH_DCP = "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict"
@@ -46,6 +46,10 @@ def of_all(**changes):
     return lambda state_dict: state_dict.update(changes)
 
 
+def of_parameters(**changes):
+    return lambda state_dict: state_dict["parameters"].update(changes)
+
+
 def of_error(function):
     def change(state_dict):
         state_dict["buckets"][0]["error"] = function(state_dict["buckets"][0]["error"])
@@ -82,12 +86,15 @@ MISFITS = {
     "error of one element": (of_error(lambda e: e[:1]), r"bucket 0: the error is \[1\]"),
     "error of NaN": (of_error(with_nan), "bucket 0: the error has values that aren't finite"),
     "error of inf": (of_error(lambda e: e / 0), "bucket 0: the error has values that aren't finite"),
-    "error of ints": (of_error(lambda e: e.int()), r"of torch\.int32, but must be .* of torch\.float32"),
+    "error of ints": (
+        of_error(lambda e: e.int()),
+        r"of torch\.int32, but must be .* of a floating-point dtype",
+    ),
     "error in 2-D": (of_error(lambda e: e.view(1, -1)), rf"the error is \[1, {NUMEL}\]"),
     "error of floats": (of_error(lambda e: e.tolist()), "the error is a list, but must be a tensor"),
     "sparse error": (of_error(lambda e: e.to_sparse()), r"the error is torch\.sparse_coo on cpu"),
     "error without values": (of_error(lambda e: e.to("meta")), "on meta, but must be dense and have values"),
-    "no error": (of_error(lambda e: None), "bucket 0 has directions but no error"),
+    "no error": (of_error(lambda e: None), "bucket 0 has directions or a shard_error but no error"),
     "directions too few": (of_directions(lambda d: d[:-1]), "has 2 directions for 3 matrices"),
     "directions of one row": (of_directions(lambda d: [e[:1] for e in d]), r"a direction is \[1, 2\]"),
     "directions of NaN": (
@@ -103,7 +110,10 @@ MISFITS = {
     "a parameter twice": (of_bucket(parameters=[0, 1, 1, 3, 4]), r"in several places .*\[0, 1, 1, 3, 4\]"),
     "a rank of 0": (of_kind(rank=0), "bucket 0: rank is 0, but must be an int and at least 1"),
     "a rate of NaN": (of_kind(min_compression_rate=torch.nan), "min_compression_rate is nan"),
-    "another dtype": (of_kind(dtype=torch.float64), r"but must be .* of torch\.float64"),
+    "another dtype": (
+        of_kind(dtype=torch.float64),
+        r"is of torch\.float32, but must be of torch\.float64 or a wider",
+    ),
     "a dtype of ints": (
         of_kind(dtype=torch.int64),
         "dtype is torch.int64, but must be a floating-point dtype",
@@ -113,6 +123,18 @@ MISFITS = {
     "a future version": (of_all(version=2), "version is 2, but this gradcomp reads 1"),
     "a version of True": (of_all(version=True), "version is True, but this gradcomp reads 1"),
     "a version of None": (of_all(version=None), "version is None, but this gradcomp reads 1"),
+    "a parameter that nobody knows": (
+        of_parameters(first_buckets=[]),
+        r"the buckets have the parameters \[0, 1, 2, 3, 4\], but names and first_buckets identify \[\]",
+    ),
+    "a parameter known twice": (of_parameters(names={3: "a"}), "identify .* each has to be there once"),
+    "a name given twice": (of_parameters(names={7: "a", 8: "a"}), r"names has \['a', 'a'\], but must"),
+    "a name of ints": (of_parameters(names={7: 1}), r"names has \[1\], but must have a different str"),
+    "first buckets as a dict": (of_parameters(first_buckets={}), "first_buckets is a dict, but must be"),
+    "a first bucket of two shapes": (
+        of_parameters(first_buckets=[{"parameters": [7], "shapes": [(1,), (2,)]}]),
+        "a first bucket has 2 shapes for 1 parameters",
+    ),
     "an owner of no world": (
         of_all(errors_of={"rank": 0, "world_size": 0}),
         r"errors_of\['world_size'\] is 0",
@@ -137,7 +159,8 @@ KEYS = {
     "both": (lambda d: d.update(a=d.pop("iter")), "the state_dict lacks iter and has the unknown 'a'"),
     "of a bucket": (lambda d: d["buckets"][0].pop("error"), "bucket 0 lacks error"),
     "of a kind": (lambda d: d["buckets"][0]["kind"].pop("rank"), "bucket 0: kind lacks rank"),
-    "new ones without a version": (lambda d: d.pop("version"), "has the unknown 'errors_of', 'contents'"),
+    "no version": (lambda d: d.pop("version"), "the state_dict lacks version"),
+    "of the parameters": (lambda d: d["parameters"].pop("names"), "parameters lacks names"),
 }
 
 
@@ -183,22 +206,11 @@ def test_a_state_dict_loads_what_it_saves(saved):
     assert saved["contents"] == {"buckets": [0], "from_torch": []}
 
 
-def test_a_state_dict_without_a_version_loads(saved):
-    """The first checkpoints had none."""
-    first = {name: value for name, value in saved.items() if name not in ("version", "errors_of", "contents")}
-    state = new_state(random_seed=9)
-    with Messages() as said:
-        state.load_state_dict(reload(first))
-    assert said == []
-    # It is unknown whose errors those were.
-    assert equal(state.state_dict(), saved | {"errors_of": None})
-
-
 def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
     """The next step counts it as zero as well, and what is saved has to load again."""
     state, expected = new_state(), copy.deepcopy(saved)
     state.load_state_dict(copy.deepcopy(saved))
-    (memory,) = broken = state._memories.saved()
+    _, (memory,) = broken = state._memories.saved()
     with_nan(memory.saved["error"])
     monkeypatch.setattr(state._memories, "saved", lambda: broken)
     expected["buckets"][0]["error"][5] = 0

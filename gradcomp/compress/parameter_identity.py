@@ -1,0 +1,175 @@
+"""How a state knows a parameter, within a run and in a checkpoint.
+
+Within a run a parameter is known by an index. A checkpoint says which parameter an index stands for:
+
+    by its name           where somebody who knows the model has called number_parameters
+    by its first bucket   otherwise: the n-th bucket that brought new parameters, and their shapes in it
+
+The second is checked: a resumed run whose first buckets have other shapes has another order of parameters,
+and none of the checkpoint's indices is used.
+"""
+
+import gc
+import re
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+Shape = tuple[int, ...]
+# What wrappers add to a parameter's name. The last one stands at the beginning.
+_WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")
+_DDP = "module."
+
+
+@dataclass
+class FirstBucket:
+    """A bucket that brought parameters without a name for the first time: their indices and shapes."""
+
+    indices: list[int]
+    shapes: list[Shape]
+
+
+class ParameterIdentity:
+    """The indices of a state's parameters, and what identifies them in another run."""
+
+    def __init__(self) -> None:
+        self._index_of: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        self._name_of: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        self._index_of_name: dict[str, int] = {}
+        self._first_buckets: list[FirstBucket] = []
+        self._awaited: list[FirstBucket] = []  # a checkpoint's, which no bucket of this run has matched yet
+        self._next_index = 0
+
+    def name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Know parameters by their names. Parts of names that come from wrappers are left out.
+
+        A name that another living tensor has already is not given a second time: that tensor's model shares
+        the state. Raises TypeError for anything but pairs of a name and a tensor, ValueError for parameters
+        that buckets have brought before, and that a checkpoint knows by these names.
+        """
+        pairs = [_pair(each) for each in named_parameters]
+        names = [_WRAPPERS.sub("", name) for name, _ in pairs]
+        while names and all(name.startswith(_DDP) for name in names):
+            names = [_WRAPPERS.sub("", name.removeprefix(_DDP)) for name in names]
+        if not set(names).isdisjoint(self._name_of.values()):
+            gc.collect()  # a deleted model may be waiting for it, on some ranks only
+        owners = {name: parameter for parameter, name in self._name_of.items()}
+        for name, (_, parameter) in zip(names, pairs, strict=True):
+            if owners.setdefault(name, parameter) is not parameter or parameter in self._name_of:
+                continue
+            index = self._index_of.get(parameter)
+            if index is not None and self._index_of_name.setdefault(name, index) != index:
+                raise ValueError(
+                    f"a bucket has brought {name} already, without its name, and the checkpoint has a memory "
+                    "of that name: call number_parameters before the first step"
+                )
+            self._name_of[parameter] = name
+
+    def share_names(self, other: "ParameterIdentity") -> None:
+        """Know the living parameters that another one knows by name."""
+        self._name_of.update(other._name_of.items())
+
+    @property
+    def knows_any(self) -> bool:
+        """True if there are parameters, which have not been deleted, with an index or a name."""
+        return bool(self._index_of) or bool(self._name_of)
+
+    def index(self, parameter: torch.Tensor) -> int | None:
+        """Return a parameter's index; None if no bucket has brought it."""
+        return self._index_of.get(parameter)
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """Return a parameter's name; None if nobody has named it."""
+        return self._name_of.get(parameter)
+
+    def are_new(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether no bucket has brought any of these parameters, and none has a name."""
+        return not any(each in self._index_of or each in self._name_of for each in parameters)
+
+    def bind(self, parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
+        """Give parameters the indices of deleted ones."""
+        self._index_of.update(zip(parameters, indices, strict=True))
+
+    def indices_of(
+        self, parameters: Sequence[torch.Tensor], shapes: Sequence[Shape]
+    ) -> tuple[list[int], set[int]]:
+        """Return (the indices of a bucket's parameters, a checkpoint's indices that are found not to fit)."""
+        unnamed: list[tuple[torch.Tensor, Shape]] = []
+        for parameter, shape in zip(parameters, shapes, strict=True):
+            if parameter in self._index_of:
+                continue
+            name = self._name_of.get(parameter)
+            if name is None:
+                unnamed.append((parameter, shape))
+            else:
+                index = self._index_of_name.setdefault(name, self._next_index)
+                self._index_of[parameter] = index
+                self._next_index = max(self._next_index, index + 1)
+        unfit = self._add_first_bucket(unnamed) if unnamed else set()
+        return [self._index_of[parameter] for parameter in parameters], unfit
+
+    def _add_first_bucket(self, unnamed: list[tuple[torch.Tensor, Shape]]) -> set[int]:
+        """Give new parameters without a name their indices. Returns a checkpoint's indices that don't fit."""
+        shapes = [shape for _, shape in unnamed]
+        unfit: set[int] = set()
+        if self._awaited and self._awaited[0].shapes == shapes:
+            bucket = self._awaited.pop(0)
+        else:
+            unfit = {index for each in self._awaited for index in each.indices}
+            self._awaited = []
+            first, self._next_index = self._next_index, self._next_index + len(unnamed)
+            bucket = FirstBucket(list(range(first, self._next_index)), shapes)
+        self._first_buckets.append(bucket)
+        self._index_of.update(zip((each for each, _ in unnamed), bucket.indices, strict=True))
+        return unfit
+
+    def of(self, indices: Iterable[int]) -> dict[str, Any]:
+        """Return what a checkpoint says of these indices, in plain types: "names" and "first_buckets"."""
+        chosen = set(indices)
+        names = {index: name for name, index in self._index_of_name.items() if index in chosen}
+        buckets = []
+        for each in (*self._first_buckets, *self._awaited):
+            pairs = zip(each.indices, each.shapes, strict=True)
+            kept = [pair for pair in pairs if pair[0] in chosen and pair[0] not in names]
+            if kept:
+                buckets.append({"parameters": [index for index, _ in kept], "shapes": [s for _, s in kept]})
+        return {"names": dict(sorted(names.items())), "first_buckets": buckets}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Take a checkpoint's indices. A model that has trained with this state keeps its own if they fit."""
+        loaded = [
+            FirstBucket(list(each["parameters"]), list(each["shapes"])) for each in saved["first_buckets"]
+        ]
+        alive = dict(self._index_of.items())
+        mine = [each for each in self._first_buckets if set(each.indices) & set(alive.values())]
+        self._index_of_name = {name: index for index, name in saved["names"].items()}
+        self._next_index = 1 + max(
+            [*saved["names"], *(i for each in loaded for i in each.indices)], default=-1
+        )
+        self._index_of.clear()
+        self._first_buckets, self._awaited = [], loaded
+        if mine and [each.shapes for each in mine] == [each.shapes for each in loaded]:
+            self._first_buckets, self._awaited = loaded, []
+            now = {
+                old: new
+                for before, after in zip(mine, loaded, strict=True)
+                for old, new in zip(before.indices, after.indices, strict=True)
+            }
+            self._index_of.update({each: now[index] for each, index in alive.items() if index in now})
+
+
+def _pair(given: Any) -> tuple[str, torch.Tensor]:
+    """Return a name and its tensor. Raises TypeError for anything else."""
+    if isinstance(given, tuple) and len(given) == 2:
+        name, parameter = given
+        if isinstance(name, str) and isinstance(parameter, torch.Tensor):
+            return name, parameter
+    raise TypeError(
+        f"number_parameters takes model.named_parameters(), pairs of a name and a tensor, got "
+        f"{type(given).__name__}"
+    )
