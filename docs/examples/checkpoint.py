@@ -22,6 +22,7 @@ def train(rank, world_size, folder, resume):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = powerSGD.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+    state.number_parameters(model.named_parameters())
     model.register_comm_hook(state, powerSGD.powerSGD_hook)
 
     if resume:

@@ -21,6 +21,7 @@ def main():
         device, init_scale=2.0**24, growth_interval=10
     )  # too large for fp16 at first
     state = QuantizationState(bits=4)
+    state.number_parameters(model.named_parameters())
     model.register_comm_hook(state, quantization_hook)
 
     losses, scales = [], []

@@ -21,6 +21,7 @@ def main(path):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = QuantizationState(bits=4)
+    state.number_parameters(model.named_parameters())
     model.register_comm_hook(state, quantization_hook)
 
     if path.exists():  # before the first step; the same file on every rank

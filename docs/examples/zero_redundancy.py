@@ -20,6 +20,7 @@ def train(path, resume):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=4)
+    state.number_parameters(model.named_parameters())
     model.register_comm_hook(state, powerSGD_hook)
     if resume:
         checkpoint = torch.load(path, map_location="cpu")
