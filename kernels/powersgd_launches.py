@@ -197,11 +197,12 @@ def compile_kernels(
     warm_start: bool,
     epsilon: float,
     wire_dtype: torch.dtype | None = None,
-    codes: tuple[torch.dtype, int] | None = None,
+    codes: tuple[torch.dtype, int, float] | None = None,
 ) -> None:
     """Compile every kernel that a LowRankPlan with these arguments launches. Its tensors are "meta" here.
 
-    codes: for a plan that sends codes, the dtype of what is sent exactly and the elements with one scale.
+    codes: for a plan that sends codes, the dtype of what is sent exactly, the elements with one scale, and
+    the largest scale.
     """
     wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
     work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
