@@ -251,6 +251,9 @@ def compile_low_rank(
     milliseconds for what Triton finds in its cache. Allocates nothing on the device but the kernels.
     """
     if has_streams(device):
+        if "codes" in arithmetic:
+            cap = cpu_quantise.largest_scale(8, torch.promote_types(dtype, torch.float32))
+            arithmetic["codes"] = (*arithmetic["codes"], cap)
         powersgd_launches.compile_kernels(layout, dtype, device, **arithmetic)
 
 
@@ -281,16 +284,13 @@ def quantised_plan(
     """
     options: dict[str, Any] = {"bits": bits, "error_feedback": error_feedback, "exact_dtype": exact_dtype}
     if runs_triton(device):
-        return quantise_plan.QuantisedPlan(layout, dtype, device, **options, **_quantiser())
+        quantiser = cpu_quantise.quantiser(bits, dtype)
+        return quantise_plan.QuantisedPlan(layout, dtype, device, **options, **quantiser)
     return cpu_quantised_plan.QuantisedPlan(layout, dtype, **options)
 
 
 def compile_quantised(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
     """Compile the kernels that a quantised_plan with these arguments launches: see compile_low_rank."""
     if has_streams(device):
-        quantise_plan.compile_kernels(layout, dtype, device, **options, **_quantiser())
-
-
-def _quantiser() -> dict[str, Any]:
-    """Return the levels of 4 bits and the thresholds between them, which the kernels have from cpu/."""
-    return {"levels": cpu_quantise.levels(), "thresholds": cpu_quantise.THRESHOLDS}
+        quantiser = cpu_quantise.quantiser(options["bits"], dtype)
+        quantise_plan.compile_kernels(layout, dtype, device, **options, **quantiser)

@@ -9,6 +9,7 @@ from .powersgd_tile import (
     MAX_FMA_RANK,
     P_PANEL,
     P_STRIDE,
+    SHRINK,
     dot_rank_block,
     gradient_matrix,
     gradient_tile,
@@ -76,7 +77,7 @@ def back_project_fma(
         matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
         new = ()
         for j in tl.static_range(RANK):
-            p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row)
+            p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row) * SHRINK
             products = tl.reshape(matrix * p[:, None], (FOLD, ROWS_AT_ONCE, BLOCK_COLS))
             new = new + (acc[j] + tl.sum(products, axis=0),)
         acc = new
@@ -110,7 +111,7 @@ def back_project_dot(
             ptrs, mask = source_tile(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED)
             matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
             offs_p = offs_rank[:, None] * p_stride + (row_block * BLOCK_ROWS + offs_row)[None, :]
-            p = tl.load(p_panel + offs_p)
+            p = tl.load(p_panel + offs_p) * SHRINK
             # Qᵀ rather than Q: a transposed M would be copied to shared memory 32 bits at a time.
             acc = tl.dot(p, matrix, acc, input_precision=PRECISION, out_dtype=COMPUTE)
         tl.store(partial + offs_rank[:, None] * BLOCK_COLS + offs_col[None, :], acc)
@@ -149,7 +150,7 @@ def _back_project_kernel(
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    """Compute partial Q = Mᵀ P over some rows.
+    """Compute partial SHRINK · Q = SHRINK · Mᵀ P over some rows.
 
     source_ptr: the memory if FEEDBACK, else the bucket. p_ptr: P's panels. partial_ptr: [programs, RANK,
     BLOCK_COLS]. Grid: one program per row of work_ptr (_back_project_work). BLOCK_ROWS: a SPLIT-th of

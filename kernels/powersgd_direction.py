@@ -4,10 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .powersgd_tile import FIRST_NORM, MAX_NORMS, NUM_NORMS, Q_PANEL, RANDOM_PANEL
+from .powersgd_tile import FIRST_NORM, MAX_NORMS, NUM_NORMS, Q_PANEL, RANDOM_PANEL, SHRINK
 
-# A column of Q is replaced if it is shorter than 1e-30: the inverse of its length nears the end of fp32.
-SHORTEST_SQUARED = tl.constexpr(1e-60)
+# A column of Q is replaced if it is shorter than 1e-30: the inverse of its length nears the end of fp32. The
+# panels have SHRINK · Q.
+SHORTEST_SQUARED = tl.constexpr(1e-60 * SHRINK.value**2)
 # fp64 numbers have 52 bits of fraction below an exponent, which is biased by 1023.
 FRACTION = tl.constexpr(52)
 BIAS = tl.constexpr(1023)
@@ -18,7 +19,7 @@ def direction(
     q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Return (start in q_ptr, factor in fp64) of the columns offs_rank of the Q to project on.
+    """Return (start in q_ptr, SHRINK · factor in fp64) of the columns offs_rank of the Q to project on.
 
     A column is Q's own, or a random one where Q's is zero or not finite, with factor 1. If UNIT, Q's own is
     scaled to length 1; else to a length over 1/2 and up to 1, by the power of two that the bits of its
@@ -38,7 +39,7 @@ def direction(
         exponent = ((squared.to(tl.int64, bitcast=True) - 1) >> FRACTION) - BIAS
         k = (exponent >> 1) + 1
         factor = ((-k + BIAS) << FRACTION).to(tl.float64, bitcast=True)
-    return start // BLOCK_COLS * BLOCK_COLS, factor
+    return start // BLOCK_COLS * BLOCK_COLS, factor * SHRINK
 
 
 def is_kept(squared: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from .tile import round_to
 
 # The norm that a row or a column of a float16 error may have, so that its sum with the next gradients fits.
 LIMIT_FLOAT16 = tl.constexpr(0.75 * 65504)
+# Halfway between the largest number and what would follow it.
+INFINITE_FLOAT16, INFINITE_BFLOAT16 = tl.constexpr(65520.0), tl.constexpr((2 - 2**-8) * 2.0**127)
 
 
 @triton.jit
@@ -45,15 +47,21 @@ def add_error(
     """Store M = gradient + (M_prev − P_prev Q_prevᵀ) over M_prev. Returns M as stored, not yet upcast.
 
     approximation: P_prev Q_prevᵀ. It is rounded to TYPE, the bucket's dtype, as it was for the output, so
-    that the error includes the rounding of the output. Outside the matrix, and where it isn't finite in TYPE,
-    the error counts as zero (that is how PowerSGD recovers from inf and NaN). rows, cols: the matrix's.
+    that the error includes the rounding of the output. Outside the matrix, and where it or M isn't finite in
+    TYPE, the error counts as zero (that is how PowerSGD recovers from inf and NaN). rows, cols: the matrix's.
     """
-    INFINITE: tl.constexpr = 65520.0 if TYPE == tl.float16 else float("inf")  # once rounded to TYPE
+    # Once rounded to TYPE.
+    INFINITE: tl.constexpr = (
+        INFINITE_FLOAT16
+        if TYPE == tl.float16
+        else (INFINITE_BFLOAT16 if TYPE == tl.bfloat16 else float("inf"))
+    )
     previous = tl.load(memory_ptrs, mask=memory_mask, other=0.0).to(gradient.dtype)
     error = previous - round_to(approximation, TYPE).to(gradient.dtype)
     error = tl.where(exists & (tl.abs(error) < INFINITE), error, 0.0)
     if TYPE == tl.float16:
         error = fit_float16(error, rows, cols, BLOCK_ROWS, BLOCK_COLS)
-    matrix = round_to(gradient + error, TYPE)
+    total = gradient + error
+    matrix = round_to(tl.where(tl.abs(total) < INFINITE, total, gradient), TYPE)
     tl.store(memory_ptrs, matrix, mask=memory_mask)
     return matrix

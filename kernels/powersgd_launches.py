@@ -18,6 +18,7 @@ from .powersgd_pack_codes import FactorCodes, pack_codes
 from .powersgd_project import project
 from .powersgd_random import random_q
 from .powersgd_reconstruct import reconstruct
+from .powersgd_tile import SHRINK
 from .powersgd_work import LowRankWork
 from .scratch import num_bytes_of, parts_of_scratch
 
@@ -30,6 +31,11 @@ class LowRankArithmetic:
     warm_start: bool
     epsilon: float
     in_pairs: bool  # whether the device's fp64 is so slow that pairs of fp32 take its place
+
+
+def wire_factor(dtype: torch.dtype) -> float:
+    """Return what P and Q are multiplied by on a wire of this dtype: see powersgd_tile.SHRINK."""
+    return 1.0 if dtype == torch.float16 else SHRINK.value
 
 
 class LowRankTensors:
@@ -146,7 +152,7 @@ class LowRankStages:
             scratch=self._grams,
             out=own.p,
             rank=self._work.rank,
-            epsilon=self._arithmetic.epsilon,
+            epsilon=self._arithmetic.epsilon * wire_factor(self.p_wire.dtype),
             pairs=pairs,
         )
 
@@ -197,11 +203,12 @@ def compile_kernels(
     warm_start: bool,
     epsilon: float,
     wire_dtype: torch.dtype | None = None,
-    codes: tuple[torch.dtype, int] | None = None,
+    codes: tuple[torch.dtype, int, float] | None = None,
 ) -> None:
     """Compile every kernel that a LowRankPlan with these arguments launches. Its tensors are "meta" here.
 
-    codes: for a plan that sends codes, the dtype of what is sent exactly and the elements with one scale.
+    codes: for a plan that sends codes, the dtype of what is sent exactly, the elements with one scale, and
+    the largest scale.
     """
     wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
     work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)

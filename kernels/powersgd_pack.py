@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .launch import launch, registers
-from .powersgd_tile import REDUCE, WORK_FIELDS, wire_start, wire_stride
+from .powersgd_tile import REDUCE, SHRINK, WORK_FIELDS, wire_start, wire_stride
 from .powersgd_work import COPY_BLOCK, factor_tile
 from .tile import copy_tile, round_to
 
@@ -27,8 +27,9 @@ def _pack_kernel(
 ):
     """Write scale · (sum of the partial panels in the order of their indices), or scale · gradient.
 
-    partial_ptr: [partial sums, RANK, BLOCK], panels column after column. grad_ptr: the bucket. wire_ptr: see
-    LowRankWork. Grid: one program per row of work_ptr,
+    partial_ptr: [partial sums, RANK, BLOCK], panels column after column, times SHRINK, which they keep on all
+    wires but those in float16. grad_ptr: the bucket. wire_ptr: see LowRankWork. Grid: one program per row of
+    work_ptr,
     (REDUCE, first wire element, rows, r, first partial sum, partial sums of a block, the factor's rows) or
     (COPY, first bucket element, first wire element, number of elements, zeros behind them).
     ROWS: the most rows of a REDUCE row, in blocks of BLOCK.
@@ -44,7 +45,8 @@ def _pack_kernel(
         num_partial = tl.load(work + 5)
         stride = wire_stride(tl.load(work + 6), wire_ptr.dtype.element_ty)
         ACC: tl.constexpr = partial_ptr.dtype.element_ty
-        factor = (tl.full((), 1.0, tl.float64) * scale).to(ACC)
+        GROW: tl.constexpr = 1.0 / SHRINK if wire_ptr.dtype.element_ty == tl.float16 else 1.0
+        factor = (tl.full((), GROW, tl.float64) * scale).to(ACC)
         offs_row = tl.arange(0, ROWS)[None, :]
         mask_row = offs_row < wire_stride(second.to(tl.int32), wire_ptr.dtype.element_ty)
         partial = partial_ptr + fourth * (RANK * BLOCK) + offs_row % BLOCK

@@ -31,7 +31,8 @@ class FactorCodes:
     """The place of a factor's codes, and the tables by which the kernel packs them.
 
     payload: uint8, the payloads of all shards. factors, work: int64, FactorCodesWork's. exact_dtype: that of
-    exact elements in the payload. block_size: elements with one scale, a power of two.
+    exact elements in the payload. block_size: elements with one scale, a power of two. largest_scale: of a
+    block.
     """
 
     payload: torch.Tensor
@@ -39,6 +40,7 @@ class FactorCodes:
     work: torch.Tensor
     exact_dtype: torch.dtype
     block_size: int
+    largest_scale: float
 
     @classmethod
     def of(cls, work: LowRankWork, factor: str, plan: Any, itemsize: int) -> FactorCodes:
@@ -46,14 +48,16 @@ class FactorCodes:
         tables = FactorCodesWork(work, factor, plan.layout, itemsize, plan.exact_dtype.itemsize)
         device = plan.payload.device
         factors, programs = (_table(rows, device) for rows in (tables.factors, tables.work))
-        return cls(plan.payload, factors, programs, plan.exact_dtype, plan.layout.block_size)
+        size, cap = plan.layout.block_size, plan.largest_scale
+        return cls(plan.payload, factors, programs, plan.exact_dtype, size, cap)
 
     @classmethod
-    def on_meta(cls, exact_dtype: torch.dtype, block_size: int) -> FactorCodes:
+    def on_meta(cls, exact_dtype: torch.dtype, block_size: int, largest_scale: float) -> FactorCodes:
         """Make what the kernel is compiled with, without memory."""
         meta = torch.device("meta")
         table = torch.empty(1, WORK_FIELDS.value, dtype=torch.int64, device=meta)
-        return cls(torch.empty(0, dtype=torch.uint8, device=meta), table, table, exact_dtype, block_size)
+        payload = torch.empty(0, dtype=torch.uint8, device=meta)
+        return cls(payload, table, table, exact_dtype, block_size, largest_scale)
 
 
 def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
@@ -105,6 +109,7 @@ def _pack_codes_kernel(
     work_ptr,
     scale: tl.float64,
     EXACT: tl.constexpr,
+    CAP: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -115,8 +120,8 @@ def _pack_codes_kernel(
 
     The sums are in the order of the partial panels' indices. partial_ptr: [partial sums, RANK, BLOCK], panels
     column after column. grad_ptr: the bucket. payload_ptr: see QuantisedWork. EXACT: the dtype of exact
-    elements there. factors_ptr, work_ptr: see FactorCodesWork. Grid: one program per row of work_ptr, a tile
-    of BLOCKS blocks of SIZE elements or a copy of exact elements.
+    elements there. CAP: the largest scale. factors_ptr, work_ptr: see FactorCodesWork. Grid: one program per
+    row of work_ptr, a tile of BLOCKS blocks of SIZE elements or a copy of exact elements.
     Moves each partial sum once, 4 B, per element of the factor a byte of code and 2 / SIZE of scale, and each
     uncompressed element twice.
     """
@@ -128,7 +133,7 @@ def _pack_codes_kernel(
             partial_ptr, factors_ptr, first, tl.load(work + 4), tl.load(work + 7), RANK, BLOCK, BLOCKS * SIZE
         )
         values *= (tl.full((), 1.0, tl.float64) * scale).to(values.dtype)
-        codes, scales, _ = encode(tl.reshape(values, (BLOCKS, SIZE)), None, SIZE, CODE_BITS)
+        codes, scales, _ = encode(tl.reshape(values, (BLOCKS, SIZE)), None, SIZE, CODE_BITS, CAP)
         first_code = codes_at(payload_ptr, tl.load(work + 5), SIZE, CODE_BITS)
         store_codes(first_code, codes, third, BLOCKS, SIZE, SIZE, CODE_BITS)
         store_scales(payload_ptr, tl.load(work + 6), scales, third, BLOCKS)
@@ -161,6 +166,7 @@ def pack_codes(
             codes.work,
             scale,
             EXACT=element_type(codes.exact_dtype),
+            CAP=codes.largest_scale,
             RANK=rank,
             BLOCK=block,
             SIZE=codes.block_size,

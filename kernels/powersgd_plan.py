@@ -12,6 +12,7 @@ from .powersgd_codes_work import is_packed_as_codes
 from .powersgd_direction import is_kept, scale_of
 from .powersgd_launches import LowRankArithmetic, LowRankStages, LowRankTensors
 from .powersgd_pack_codes import FactorCodes
+from .powersgd_tile import SHRINK
 from .powersgd_work import LowRankWork, wire_stride
 from .quantise_plan import QuantisedPlan
 from .scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
@@ -140,7 +141,7 @@ class LowRankPlan:
             for index, matrix in enumerate(self.layout.matrices):
                 p, q = self._panel(self._p, index, "p"), self._panel(self._q, index, "q")
                 # In fp64, which no setting of the user (TF32, autocast) makes less precise.
-                product = (p.double() @ q.double().mT).to(flat.dtype)
+                product = (p.double() @ q.double().mT / SHRINK.value).to(flat.dtype)
                 error = (self._matrix(index).to(p.dtype) - product.to(p.dtype)).to(flat.dtype)
                 # As project does: an error that isn't finite counts as zero.
                 error = torch.where(error.isfinite(), error, 0.0).flatten()

@@ -13,6 +13,7 @@ from .powersgd_tile import (
     P_STRIDE,
     Q_PANEL,
     Q_STRIDE,
+    SHRINK,
     dot_rank_block,
     gradient_matrix,
     gradient_tile,
@@ -61,7 +62,7 @@ def project_fma(
             memory_ptrs, mask = memory_tile(memory, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
             approximation = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
             for j in tl.static_range(RANK):
-                p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row)
+                p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row) * (1.0 / SHRINK)
                 q = tl.load(q_panel + j * q_stride + offs_q)
                 approximation += p[:, None] * q[None, :]
             matrix = add_error(
@@ -129,7 +130,7 @@ def project_dot(
                             p, q, approximation, input_precision=PRECISION, out_dtype=COMPUTE
                         )
                     matrix = add_error(
-                        gradient.to(COMPUTE), grad_mask, memory_ptrs, mask, approximation,
+                        gradient.to(COMPUTE), grad_mask, memory_ptrs, mask, approximation * (1.0 / SHRINK),
                         bucket[1], bucket[2], TYPE, BLOCK_ROWS, BLOCK_COLS,
                     )  # fmt: skip
                 else:

@@ -17,6 +17,7 @@ from .powersgd_tile import (
     Q_PANEL,
     Q_STRIDE,
     Q_WIRE,
+    SHRINK,
     UNPACK,
     WORK_FIELDS,
     dot_rank_block,
@@ -40,7 +41,7 @@ def next_q(
     wire_ptr, q_ptr, norms_ptr, matrix_ptr, norm, first, last, RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WARM_START: tl.constexpr,
 ):  # fmt: skip
-    """Keep blocks first .. last of the averaged Q in its panel, and its columns' squared lengths.
+    """Keep blocks first .. last of the averaged SHRINK · Q in a panel, and its columns' squared lengths.
 
     ROWS: rows of Q at a time, so many that every access is 128 bits wide. Without warm start the lengths are
     0, which makes project take the random Q.
@@ -57,6 +58,8 @@ def next_q(
             mask = (offs_row < tl.minimum(m, last * BLOCK)) & (offs_rank < r)[:, None]
             value = tl.load(source_ptr + offs_rank[:, None] * m + offs_row, mask=mask, other=0.0)
             value = value.to(q_ptr.dtype.element_ty)
+            if wire_ptr.dtype.element_ty == tl.float16:
+                value *= SHRINK
             tl.store(q_panel + offs_rank[:, None] * stride + offs_row, value, mask=offs_row < last * BLOCK)
             squares += value.to(tl.float64) * value.to(tl.float64)
         squared = tl.sum(squares, axis=1)
@@ -75,6 +78,7 @@ def reconstruct_tiles(
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
+    GROW: tl.constexpr = 1.0 if q_wire_ptr.dtype.element_ty == tl.float16 else 1.0 / SHRINK
     # Beyond Q's last row the wire holds zeros.
     m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), q_wire_ptr.dtype.element_ty)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
@@ -96,7 +100,7 @@ def reconstruct_tiles(
             tile = tl.zeros((SLICE, BLOCK_COLS), COMPUTE)
             if RANK <= MAX_FMA_RANK:
                 for j in tl.static_range(RANK):
-                    p = tl.load(p_panel + j * p_stride + i * SLICE + offs_row)
+                    p = tl.load(p_panel + j * p_stride + i * SLICE + offs_row) * GROW
                     tile += p[:, None] * q[j][None, :]
             else:
                 for rank_start in range(0, RANK, RANK_BLOCK):
@@ -106,7 +110,8 @@ def reconstruct_tiles(
                     offs_q = offs_rank[:, None] * m + offs_col[None, :]
                     columns = tl.load(q_panel + offs_q, mask=mask, other=0.0).to(COMPUTE)
                     tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
-            if RANK > MAX_FMA_RANK:  # known before the loop, its offsets would take registers throughout
+                tile *= GROW
+                # Known before the loop, its offsets would take registers throughout.
                 bucket = gradient_matrix(grad_ptr, matrix_ptr)
             row_slice = row_block * (BLOCK_ROWS // SLICE) + i
             ptrs, mask = gradient_tile(bucket, row_slice, col_block, SLICE, BLOCK_COLS, ALIGNED)

@@ -64,6 +64,12 @@ def work_of(program, matrices_ptr, work_ptr):
     return matrix_ptr, tl.load(work + 1), first, last
 
 
+# Factors are computed of P and Q times this, a power of two that changes no bits: in matrices of up to
+# 65,536 rows and columns no sum of finite products overflows. One that nears the least numbers loses bits. A
+# wire in float16, which has few small numbers, has P and Q themselves.
+SHRINK = tl.constexpr(2.0**-16)
+
+
 @triton.jit
 def is_16_byte_aligned(grad_ptr, matrix_ptr, end_row):
     """Return whether every row of a matrix in the bucket starts on 16 bytes, and those before end_row exist.

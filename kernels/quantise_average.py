@@ -12,6 +12,7 @@ from .quantise_tile import (
     encode,
     load_codes,
     load_scales,
+    saturated,
     store_codes,
     store_scales,
     tile_of,
@@ -27,15 +28,24 @@ RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8
 WIDEST_BLOCK = 1024  # of RESIDENT_WARPS; with 2048, some spill on sm_100 and sm_120
 
 
+def shrinking(world_size: int) -> float:
+    """Return the power of two, 1 / world size or less, by which addends are multiplied: no sum overflows.
+
+    It changes no bits.
+    """
+    return 0.5 ** (world_size - 1).bit_length()
+
+
 @triton.jit
-def _divide_by_ranks(total, WORLD_SIZE: tl.constexpr):
-    """Return total / WORLD_SIZE, rounded once."""
-    if (WORLD_SIZE & (WORLD_SIZE - 1)) == 0:
-        mean = total * (1.0 / WORLD_SIZE)
+def _mean_of(total, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr):
+    """Return the mean of the ranks, rounded once. total: their sum times SHRINK."""
+    DIVISOR: tl.constexpr = WORLD_SIZE * SHRINK
+    if DIVISOR == 1:
+        mean = total
     elif total.dtype == tl.float64:
-        mean = total / WORLD_SIZE
+        mean = total / DIVISOR
     else:
-        mean = tl.div_rn(total, tl.full((1,) * len(total.shape), WORLD_SIZE, tl.float32))
+        mean = tl.div_rn(total, tl.full((1,) * len(total.shape), DIVISOR, tl.float32))
     return mean
 
 
@@ -55,10 +65,10 @@ def _sent_by(
 @triton.jit
 def _sum_of_ranks(
     received_ptr, payload_bytes, code_at, scale_at, num_blocks, quantiser_ptr,
-    ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr,
+    SIZE: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return Σ dequantised tiles in the order of the ranks, and where a scale was not zero.
+    """Return SHRINK · Σ dequantised tiles in the order of the ranks, and where a scale was not zero.
 
     Loads of AHEAD ranks are in flight at a time.
     """
@@ -84,14 +94,14 @@ def _sum_of_ranks(
                 received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 3,
                 WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
             )  # fmt: skip
-        total += decode(packed, scale, quantiser_ptr, ACC, BITS)
+        total += decode(packed, scale.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
         is_sent |= (scale != 0.0).to(tl.int32)
         if AHEAD > 1:
-            total += decode(packed_1, scale_1, quantiser_ptr, ACC, BITS)
+            total += decode(packed_1, scale_1.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
             is_sent |= (scale_1 != 0.0).to(tl.int32)
         if AHEAD > 2:
-            total += decode(packed_2, scale_2, quantiser_ptr, ACC, BITS)
-            total += decode(packed_3, scale_3, quantiser_ptr, ACC, BITS)
+            total += decode(packed_2, scale_2.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
+            total += decode(packed_3, scale_3.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
             is_sent |= ((scale_2 != 0.0) | (scale_3 != 0.0)).to(tl.int32)
     return total, is_sent != 0
 
@@ -105,6 +115,7 @@ def _average_exact(
     at,
     ACC: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
+    SHRINK: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
     """Average exact elements, the sum in the order of the ranks. at: their byte in a payload."""
@@ -118,9 +129,9 @@ def _average_exact(
     total = tl.zeros((COPY_BLOCK,), ACC)
     for index in range(WORLD_SIZE):
         sent = (received + index * payload_bytes).to(tl.pointer_type(TYPE))
-        total += tl.load(sent + offs, mask=mask, other=0.0).to(ACC)
+        total += tl.load(sent + offs, mask=mask, other=0.0).to(ACC) * SHRINK
     mean = (mean_ptr.to(tl.pointer_type(tl.uint8)) + at).to(tl.pointer_type(TYPE))
-    tl.store(mean + offs, round_to(_divide_by_ranks(total, WORLD_SIZE), TYPE), mask=mask)
+    tl.store(mean + offs, round_to(_mean_of(total, WORLD_SIZE, SHRINK), TYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -129,13 +140,15 @@ def _average_kernel(
     mean_ptr,
     error_ptr,
     shard_error_ptr,
-    lengths_ptr,
     quantiser_ptr,
     work_ptr,
     rank: tl.int64,
     WORLD_SIZE: tl.constexpr,
+    SHRINK: tl.constexpr,
     FEEDBACK: tl.constexpr,
     BITS: tl.constexpr,
+    CAP: tl.constexpr,
+    LARGEST: tl.constexpr,
     SIZE: tl.constexpr,
     COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -143,11 +156,11 @@ def _average_kernel(
 ):
     """Compute mean = quantised((Σ dequantised + E) / W); E = W · what is lost there; error += E.
 
-    E: shard_error, which stays in a block of which no rank sent anything, and is zero beyond a block's
-    length. The sum is in the order of the W ranks. received_ptr: their payloads, mean_ptr: one payload, as
-    elements of the bucket's dtype. error_ptr, shard_error_ptr: see quantise; of error, this rank's shard is
-    changed. lengths_ptr, int32, and work_ptr: lengths and shard_work of QuantisedWork. Grid: one program per
-    row of that.
+    E: shard_error, which stays in a block of which no rank sent anything. The sum is in the order of the W
+    ranks. Neither it nor E overflows: its addends are multiplied by SHRINK, the mean is at most LARGEST, the
+    error's largest finite number, and E at most half of that. received_ptr: the ranks' payloads, mean_ptr:
+    one payload, as elements of the bucket's dtype. error_ptr, shard_error_ptr: see quantise; of error, this
+    rank's shard is changed. work_ptr: shard_work of QuantisedWork. Grid: one program per row of that.
     Moves per fp32 element of the shard: BITS / 8 B of codes for each of W + 1 payloads, 8 of either error.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
@@ -160,8 +173,6 @@ def _average_kernel(
         first = tl.load(work + 4)
         code_at = tl.load(work + 5)
         scale_at = tl.load(work + 6)
-        offs_block = tl.arange(0, BLOCKS)
-        offs_col = tl.arange(0, COLS)[None, :]
         mask, offs = tile_of(third, BLOCKS, COLS, SIZE)
         own = shard_error_ptr + first * SIZE
         block = rank * second + first
@@ -177,37 +188,37 @@ def _average_kernel(
             quantiser_ptr,
             ACC,
             WORLD_SIZE,
+            SHRINK,
             BITS,
             SIZE,
             COLS,
             BLOCKS,
         )
-        if SIZE < COLS:
-            total = tl.where(offs_col < SIZE, total, 0.0)
         if FEEDBACK:
-            total = tl.where(is_sent[:, None], total + kept, 0.0)
+            total = tl.where(is_sent[:, None], total + kept * SHRINK, 0.0)
+            total = saturated(total, LARGEST * (WORLD_SIZE * SHRINK))
             if ACC != tl.float64:
                 senders = tl.load(error + offs, mask=mask, other=0.0)
-        codes, scale, lost = encode(_divide_by_ranks(total, WORLD_SIZE), quantiser_ptr, SIZE, BITS)
-        mean = mean_ptr.to(tl.pointer_type(tl.uint8))
-        store_codes(codes_at(mean, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
-        store_scales(mean, scale_at, scale, third, BLOCKS)
+        mean = _mean_of(total, WORLD_SIZE, SHRINK)
+        codes, scale, lost = encode(mean, quantiser_ptr, SIZE, BITS, CAP)
+        payload = mean_ptr.to(tl.pointer_type(tl.uint8))
+        store_codes(codes_at(payload, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
+        store_scales(payload, scale_at, scale, third, BLOCKS)
         if FEEDBACK:
-            lengths = tl.load(lengths_ptr + block + offs_block, mask=offs_block < third.to(tl.int32), other=0)
-            lost = tl.where(offs_col < lengths[:, None], lost * WORLD_SIZE, 0.0)
-            kept = tl.where(is_sent[:, None], lost, kept)
+            kept = tl.where(is_sent[:, None], saturated(lost * WORLD_SIZE, LARGEST / 2), kept)
             tl.store(own + offs, kept, mask=mask)
             if ACC == tl.float64:
                 # Only now: the 16 warps of a block of 4096 have no registers for it before.
                 senders = tl.load(error + offs, mask=mask, other=0.0)
             tl.store(error + offs, senders + kept, mask=mask)
     else:
-        _average_exact(received_ptr, mean_ptr, payload_bytes, second, third, ACC, WORLD_SIZE, COPY_BLOCK)
+        _average_exact(
+            received_ptr, mean_ptr, payload_bytes, second, third, ACC, WORLD_SIZE, SHRINK, COPY_BLOCK
+        )
 
 
 def average(
     received: torch.Tensor,
-    lengths: torch.Tensor,
     quantiser: torch.Tensor,
     work: torch.Tensor,
     rank: int,
@@ -218,14 +229,15 @@ def average(
     world_size: int,
     feedback: bool,
     bits: int,
+    cap: float,
     block_size: int,
     tile_blocks: int,
     num_warps: int,
 ) -> None:
     """Average one shard of all ranks, quantise the mean, and keep what is lost, in one launch.
 
-    received: [world size, payload], out: [payload], in the dtype of exact elements. lengths, work: lengths
-    and shard_work of QuantisedWork. rank: the owner's. The other arguments are those of quantise.
+    received: [world size, payload], out: [payload], in the dtype of exact elements. work:
+    shard_work of QuantisedWork. rank: the owner's. The other arguments are those of quantise.
     """
     if len(work):
         columns = padded_size(block_size)
@@ -235,13 +247,15 @@ def average(
             out,
             error,
             shard_error,
-            lengths,
             quantiser,
             work,
             rank,
             WORLD_SIZE=world_size,
+            SHRINK=shrinking(world_size),
             FEEDBACK=feedback,
             BITS=bits,
+            CAP=cap,
+            LARGEST=torch.finfo(error.dtype).max,
             SIZE=block_size,
             COLS=columns,
             BLOCKS=tile_blocks,

@@ -35,6 +35,7 @@ def _quantise_kernel(
     FEEDBACK: tl.constexpr,
     EXACT: tl.constexpr,
     BITS: tl.constexpr,
+    CAP: tl.constexpr,
     SIZE: tl.constexpr,
     COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -42,7 +43,8 @@ def _quantise_kernel(
 ):
     """Write the codes and scales of M = gradient + error to the payloads; error = what is lost.
 
-    In this rank's shard M = gradient + (error − shard_error). grad_ptr: the bucket. error_ptr: [blocks of all
+    In this rank's shard M = gradient + (error − shard_error). Where M isn't finite, the error counts as zero.
+    CAP: the largest scale. grad_ptr: the bucket. error_ptr: [blocks of all
     shards, SIZE], fp32 (fp64 for fp64). shard_error_ptr: [blocks of a shard, SIZE]. payload_ptr: see
     QuantisedWork, whose bucket_work is work_ptr. EXACT: the dtype of exact elements there. Grid: one program
     per row of that, a tile of BLOCKS blocks or a copy of exact elements.
@@ -69,14 +71,15 @@ def _quantise_kernel(
             own_mask, _ = tile_of(own_blocks, BLOCKS, COLS, SIZE)
             own = shard_error_ptr + tl.load(work + 8) * SIZE
             kept = tl.load(own + offs, mask=own_mask, other=0.0)
-            values = (tl.load(error + offs, mask=mask, other=0.0) - kept) + values
-        codes, scale, lost = encode(values, quantiser_ptr, SIZE, BITS)
+            total = (tl.load(error + offs, mask=mask, other=0.0) - kept) + values
+            values = tl.where(tl.abs(total) < float("inf"), total, values)
+        codes, scale, lost = encode(values, quantiser_ptr, SIZE, BITS, CAP)
         store_codes(
             codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS
         )
         store_scales(payload_ptr, tl.load(work + 6), scale, third, BLOCKS)
         if FEEDBACK:
-            tl.store(error + offs, tl.where(offs < length.to(tl.int32), lost, 0.0), mask=mask)
+            tl.store(error + offs, lost, mask=mask)
     else:
         exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
         copy_tile(grad, exact, length, 1.0, COPY_BLOCK)
@@ -94,6 +97,7 @@ def quantise(
     feedback: bool,
     exact_dtype: torch.dtype,
     bits: int,
+    cap: float,
     block_size: int,
     tile_blocks: int,
     num_warps: int,
@@ -103,7 +107,8 @@ def quantise(
     grad: the bucket. quantiser: see quantise_tile.py. work: int64 table, bucket_work of QuantisedWork, which
     has tile_blocks and num_warps, too. rank: whose shard shard_error belongs to. error, shard_error: those of
     ops.quantised_plan; without feedback they are neither read nor written, but have the dtype of the
-    arithmetic. out: the payloads of all shards, uint8. exact_dtype: that of exact elements there.
+    arithmetic. out: the payloads of all shards, uint8. exact_dtype: that of exact elements there. cap: the
+    largest scale.
     """
     if len(work):
         launch(_quantise_kernel, len(work))(
@@ -117,6 +122,7 @@ def quantise(
             FEEDBACK=feedback,
             EXACT=element_type(exact_dtype),
             BITS=bits,
+            CAP=cap,
             SIZE=block_size,
             COLS=padded_size(block_size),
             BLOCKS=tile_blocks,

@@ -18,9 +18,9 @@ from .quantise_work import QuantisedWork
 class QuantisedPlan:
     """The plan that ops.quantised_plan describes, on a device that runs Triton.
 
-    layout: a BlockLayout. levels: [16], what the codes of 4 bits stand for; thresholds: the 15 numbers
-    between them. Everything is allocated here, payloads included: a step allocates nothing, unless it leaves
-    tensors out.
+    layout: a BlockLayout. levels: [16], what the codes of 4 bits stand for; thresholds: the 14 numbers
+    between the 15 that are sent. largest_scale: of a block. Everything is allocated here, payloads included:
+    a step allocates nothing, unless it leaves tensors out.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class QuantisedPlan:
         exact_dtype: torch.dtype | None = None,
         levels: torch.Tensor,
         thresholds: Sequence[float],
+        largest_scale: float,
     ):
         self.layout, self._device, self._feedback = layout, device, error_feedback
         self.exact_dtype = exact_dtype = exact_dtype or dtype
@@ -50,7 +51,6 @@ class QuantisedPlan:
         self._error, self._shard_error = zeros(layout.world_size * kept, dtype=wide), zeros(kept, dtype=wide)
         self._bucket_work = _table(work.bucket_work, device)
         self._shard_work = _table(work.shard_work, device)
-        self._lengths = send(torch.tensor(work.lengths, dtype=torch.int32), device)
         self._quantiser = send(torch.cat([levels, torch.tensor(thresholds, dtype=levels.dtype)]), device)
         self._sizes = {
             "bits": bits,
@@ -58,6 +58,7 @@ class QuantisedPlan:
             "tile_blocks": work.tile_blocks,
             "num_warps": work.num_warps,
         }
+        self.largest_scale = largest_scale
         self._quantising = Stage(self._quantise, dtype, int)
         self._averaging = Stage(self._average, exact_dtype, int)
         self._dequantising = Stage(self._dequantise, dtype, int)
@@ -127,13 +128,13 @@ class QuantisedPlan:
             out=self.payload,
             feedback=self._feedback,
             exact_dtype=self.exact_dtype,
+            cap=self.largest_scale,
             **self._sizes,
         )
 
     def _average(self, buffer: torch.Tensor, rank: int) -> None:
         average(
             self.received.view(-1).view(self.exact_dtype),
-            self._lengths,
             self._quantiser,
             self._shard_work,
             rank,
@@ -142,6 +143,7 @@ class QuantisedPlan:
             out=buffer,
             world_size=self.layout.world_size,
             feedback=self._feedback,
+            cap=self.largest_scale,
             **self._sizes,
         )
 

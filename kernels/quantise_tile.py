@@ -1,7 +1,8 @@
 """What the kernels of the quantised all-reduce share: blocks, one in each row of a tile, and their codes.
 
 A tile has BLOCKS rows and COLS columns, a power of two, of which a block has SIZE. cpu/quantise.py has the
-formulas. quantiser_ptr: the quantiser of 4 bits in fp32, its 16 levels by code, then the 15 thresholds.
+formulas. quantiser_ptr: the quantiser of 4 bits in fp32, its 16 levels by code, then the 14 thresholds. CAP:
+the largest scale.
 """
 
 from typing import Any
@@ -13,7 +14,16 @@ import triton.language as tl
 from .quantise_work import WORK_FIELDS as _WORK_FIELDS
 
 WORK_FIELDS = tl.constexpr(_WORK_FIELDS)
-THRESHOLD = tl.constexpr(24)  # the quantiser's first positive threshold
+THRESHOLD = tl.constexpr(23)  # the quantiser's first positive threshold
+ZERO = tl.constexpr(8)  # the code of the level zero
+
+
+def _reach(scales: float) -> int:
+    """Return this many times the largest scale, as the bits of fp64: a block with larger values is NaN."""
+    return int(torch.tensor(scales * torch.finfo(torch.bfloat16).max, dtype=torch.float64).view(torch.int64))
+
+
+REACH_4, REACH_8 = tl.constexpr(_reach(2.5)), tl.constexpr(_reach(127))
 
 
 def element_type(dtype: torch.dtype) -> Any:
@@ -47,24 +57,25 @@ def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, COLS: tl.co
 
 
 @triton.jit
-def encode(values, quantiser_ptr, SIZE: tl.constexpr, BITS: tl.constexpr):
+def encode(values, quantiser_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr):
     """Quantise the rows of values, fp32 or fp64, zero beyond SIZE.
 
-    Returns codes, int32; scales, fp32 rounded to bf16, NaN for a row that isn't finite; and values − what the
-    codes stand for, zero in such a row.
+    Returns codes, int32; scales, fp32 rounded to bf16, NaN for a row that isn't finite or that scales don't
+    reach; and values − what the codes stand for, zero in such a row.
     """
     ACC: tl.constexpr = values.dtype
     BITS_TYPE: tl.constexpr = tl.int64 if ACC == tl.float64 else tl.int32
     MANTISSA: tl.constexpr = 52 if ACC == tl.float64 else 23
     INFINITY: tl.constexpr = (2047 << 52) if ACC == tl.float64 else (255 << 23)
+    REACH: tl.constexpr = (REACH_8 if BITS == 8 else REACH_4) if ACC == tl.float64 else INFINITY - 1
     # Nonnegative numbers compare as their bits do, and NaN's are the largest.
     largest_bits = tl.max(tl.abs(values).to(BITS_TYPE, bitcast=True), 1)
-    is_finite = largest_bits < INFINITY
+    is_finite = largest_bits <= REACH
     values = tl.where(is_finite[:, None], values, 0.0)
     largest_bits = tl.where(is_finite, largest_bits, 0)
     if BITS == 8:
         largest = largest_bits.to(ACC, bitcast=True)
-        scale = _divide(largest, tl.full(largest.shape, 127.0, ACC))
+        scale = tl.minimum(_divide(largest, tl.full(largest.shape, 127.0, ACC)), CAP)
         scale = _round_to_bf16(tl.where(is_finite, scale, float("nan")))
         wide = _or_zero(scale).to(ACC)
         decoded = _nearest_integer(values * _inverse(wide)[:, None])
@@ -78,15 +89,23 @@ def encode(values, quantiser_ptr, SIZE: tl.constexpr, BITS: tl.constexpr):
         unit = values * inverse_power[:, None]
         squared = tl.sum(unit * unit, 1)
         inverse_rms = tl.rsqrt(tl.where(squared > 0.0, squared, 1.0).to(tl.float32) * (1.0 / SIZE))
+        # The root mean square counts as at most 2 / 3 of CAP.
+        inverse_rms = tl.maximum(inverse_rms, (power * (1.5 / CAP)).to(tl.float32))
         codes = _nearest_level(unit.to(tl.float32) * inverse_rms[:, None], quantiser_ptr)
         decoded = tl.load(quantiser_ptr + codes).to(ACC)
-        if SIZE < values.shape[1]:
-            decoded = tl.where(tl.arange(0, values.shape[1])[None, :] < SIZE, decoded, 0.0)
-        scale = _divide(tl.sum(unit * decoded, 1), tl.sum(decoded * decoded, 1)) * power
+        # Zero in a row of zeros; at least 0.7 in others.
+        energy = tl.maximum(tl.sum(decoded * decoded, 1), 0.5)
+        scale = tl.minimum(_divide(tl.sum(unit * decoded, 1), energy) * power, CAP)
         scale = _round_to_bf16(tl.where(is_finite, scale, float("nan")))
         wide = _or_zero(scale).to(ACC)
     lost = values - decoded * wide[:, None]
-    return codes, scale, tl.where(_is_finite(scale)[:, None], lost, 0.0)
+    return codes, scale, tl.where(is_finite[:, None], lost, 0.0)
+
+
+@triton.jit
+def saturated(x, LIMIT: tl.constexpr):
+    """Return x between −LIMIT and LIMIT; NaN stays NaN."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 @triton.jit
@@ -104,7 +123,7 @@ def _nearest_level(unit, quantiser_ptr):
     middle = size > tl.where(upper, sixth, second)
     threshold = tl.where(upper, tl.where(middle, seventh, fifth), tl.where(middle, third, first))
     half = tl.where(upper, 4, 0) + tl.where(middle, 2, 0) + tl.where(size > threshold, 1, 0)
-    return tl.where(unit < 0.0, 7 - half, 8 + half)
+    return tl.where(unit < 0.0, ZERO - half, ZERO + half)
 
 
 @triton.jit

@@ -48,7 +48,6 @@ class QuantisedWork:
     (BLOCKS, bytes of a payload, blocks of a shard, number of blocks, first block in the shard, byte of the
     first code in a payload, byte of the first scale) or
     (COPY, bytes of a payload, number of elements, byte of the first of them in a payload).
-    lengths: the number of elements that tensors have in each block of all shards.
     """
 
     def __init__(self, layout: BlockLayout, bits: int, itemsize: int, exact_itemsize: int | None = None):
@@ -60,7 +59,6 @@ class QuantisedWork:
         self.tile_blocks, self.num_warps = tile_shape(layout.block_size, max(itemsize, 4))
         self.bucket_work = [*self._block_work(), *self._copy_work()]
         self.shard_work = list(self._shard_work())
-        self.lengths = self._lengths()
 
     def _block_work(self) -> Iterator[tuple[int, ...]]:
         """Yield the tiles of every run, and those of the blocks behind the last that no tensor has."""
@@ -110,14 +108,3 @@ class QuantisedWork:
             [*range(0, self.layout.exact_numel, COPY_BLOCK), self.layout.exact_numel]
         ):
             yield (COPY, payload, last - first, self._exact_at + first * self._exact_itemsize, 0, 0, 0, 0, 0)
-
-    def _lengths(self) -> list[int]:
-        size = self.layout.block_size
-        lengths = [0] * (self.layout.world_size * self.layout.num_blocks)
-        for run in self.layout.runs:
-            whole, rest = divmod(run.stored.stop - run.stored.start, size)
-            first = run.stored.start // size
-            lengths[first : first + whole] = [size] * whole
-            if rest:
-                lengths[first + whole] = rest
-        return lengths

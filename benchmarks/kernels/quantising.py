@@ -116,7 +116,7 @@ class _Problem:
             rounded = (blocks / scales).round_().clamp_(-127, 127)
             return (rounded.to(torch.int8).view(torch.uint8), scales.view(-1)), (rounded * scales).view(-1)
         unit = blocks / blocks.square().mean(1, keepdim=True).sqrt()
-        codes = torch.bucketize(unit, self._thresholds)
+        codes = 1 + torch.bucketize(unit, self._thresholds)
         level = self.levels[codes]
         scales = ((blocks * level).sum(1, keepdim=True) / level.square().sum(1, keepdim=True)).bfloat16()
         packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .copy import cast
-from .matrix_group import MatrixGroup
+from .matrix_group import SHRINK, MatrixGroup
 from .orthonormalise import orthonormalise
 from .quantised_plan import QuantisedPlan
 
@@ -26,7 +26,8 @@ class LowRankPlan:
     """One bucket's working set for PowerSGD, and the local stages between its two all-reduces.
 
     p_wire: all P, then the uncompressed tensors. q_wire: all Qᵀ. Both are flat, in the bucket's dtype, or in
-    wire_dtype with all Pᵀ in place of P.
+    wire_dtype with all Pᵀ in place of P. But in float16, which has few small numbers, they hold P and Q times
+    SHRINK.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class LowRankPlan:
         self.layout, self._dtype = layout, dtype
         self.p_wire = torch.empty(layout.wire_numel, dtype=wire_dtype or dtype, device=device)
         self.q_wire = torch.empty(layout.q_numel, dtype=wire_dtype or dtype, device=device)
+        # The wires hold P and Q times this.
+        self._shrunk = 1.0 if self.p_wire.dtype == torch.float16 else SHRINK
         self.wire_numels = (layout.p_numel, layout.wire_numel - layout.p_numel, layout.q_numel)
         # The factors are in the wide dtype: on the wire itself where it has them so, else copied there.
         wide = torch.promote_types(dtype, torch.float32)
@@ -65,9 +68,10 @@ class LowRankPlan:
             k, rows, cols, rank = len(matrices), matrices[0].rows, matrices[0].cols, matrices[0].rank
             p = self._p[p_begin : (p_begin := p_begin + k * rows * rank)].view(k, rows, rank)
             qt = self._q[q_begin : (q_begin := q_begin + k * rank * cols)].view(k, rank, cols)
-            self.groups.append(MatrixGroup(matrices, p, qt, scratch, dtype, error_feedback))
+            self.groups.append(MatrixGroup(matrices, p, qt, scratch, dtype, error_feedback, self._shrunk))
             self._groups_by_rank.setdefault(rank, []).append(self.groups[-1])
-        self._error_feedback, self._warm_start, self._epsilon = error_feedback, warm_start, epsilon
+        self._error_feedback, self._warm_start = error_feedback, warm_start
+        self._epsilon = epsilon * self._shrunk
         self._quantised: tuple[QuantisedPlan, QuantisedPlan] | None = None
         for group, direction in zip(self.groups, self._random(seed), strict=True):
             group.direction.copy_(direction)
@@ -89,9 +93,9 @@ class LowRankPlan:
             group.project(buffer)
         if self._by_column:
             for group, sent in self._sent_groups():
-                cast(group.p.mT, out=sent, scale=scale)
+                cast(group.p.mT, out=sent, scale=scale * self._shrunk / SHRINK)
         else:
-            cast(self._p, out=self._p_part, scale=scale)
+            cast(self._p, out=self._p_part, scale=scale * self._shrunk / SHRINK)
         for (offset, numel), wire in self._uncompressed():
             cast(buffer[offset : offset + numel], out=wire, scale=scale)
         for index in left_out:
@@ -114,7 +118,7 @@ class LowRankPlan:
         self.orthonormalise()
         for group in reversed(self.groups):  # as each group does with its chunks
             group.back_project(buffer)
-        cast(self._q, out=self.q_wire, scale=scale)
+        cast(self._q, out=self.q_wire, scale=scale * self._shrunk / SHRINK)
         if self._quantised and self.q_wire.numel():
             self._quantised[1].quantise(self.q_wire, 0)
 
@@ -131,7 +135,7 @@ class LowRankPlan:
         if not self.groups:
             return
         lengths = [group.normalise_directions() for group in self.groups]
-        length = torch.cat(lengths)
+        length = torch.cat(lengths) / self._shrunk
         is_finite = length < torch.inf
         # A zero direction would stay zero in every later step.
         kept = (length > MIN_LENGTH) & is_finite
@@ -153,7 +157,8 @@ class LowRankPlan:
             if errors is not None:
                 for error, part in zip(errors.flatten(1), group.parts(flat), strict=True):
                     part.copy_(error[: part.numel()])
-        return flat
+        # As the next step does: an error that isn't finite counts as zero.
+        return flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         """Add values to this rank's error, if one is kept, from this offset in the bucket on."""

@@ -27,6 +27,9 @@ MAX_TERMS = 4
 # memory. More terms take longer than the subtraction of the product while that is in a cache.
 MAX_DEFERRED_TERMS = 2
 ALL = slice(None)
+# Factors are computed of P and Q times this, a power of two that changes no bits: in matrices of up to
+# 65,536 rows and columns no sum of finite products overflows. One that nears the least numbers loses bits.
+SHRINK = 2.0**-16
 
 
 def fit_float16(error: torch.Tensor) -> None:
@@ -76,8 +79,9 @@ class MatrixGroup:
 
     p [k, rows, r], qt [k, r, cols]: the factors, in the wide dtype (fp32 or fp64), kept from step to step.
     memory: M = gradient + error from project on, in the bucket's dtype; and between steps M still, of which
-    settle() makes the error, or the error. scratch: memory for one matrix in the wide dtype, empty where none
-    is needed (see LowRankPlan).
+    settle() makes the error, or the error. Where M isn't finite, the error counts as zero. From back_project
+    on p is SHRINK · P; from reconstruct on p and qt are P / shrunk and shrunk · Q. scratch: memory for one
+    matrix in the wide dtype, empty where none is needed (see LowRankPlan).
     """
 
     def __init__(
@@ -88,10 +92,12 @@ class MatrixGroup:
         scratch: torch.Tensor,
         dtype: torch.dtype,
         keep_error: bool,
+        shrunk: float,
     ):
         first = matrices[0]
         k, rows, cols, rank = len(matrices), first.rows, first.cols, first.rank
         self.matrices, self.shape, self.p, self.qt = matrices, (k, rows, cols), p, qt
+        self.shrunk = shrunk
         wide, device = p.dtype, p.device
         self.is_wide = dtype == wide
         self.is_complete = first.numel == rows * cols
@@ -118,19 +124,29 @@ class MatrixGroup:
             yield buffer[matrix.offset : matrix.offset + matrix.numel]
 
     def project(self, buffer: torch.Tensor) -> None:
-        """Compute M = gradient + error, in the error's place, and P = M Q."""
+        """Compute M = gradient + error, in the error's place, and SHRINK · P = SHRINK · M Q."""
         for chunk in self._chunks:
             if self._is_unsettled:
                 self._subtract_product(chunk)
             self._add(buffer, chunk)
-            for which, matrix in self._matrices(buffer, chunk):
-                blocks = row_blocks(matrix)
-                direction = per_block(self.direction[which], len(blocks))
-                torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
+            self._multiply(buffer, chunk)
         self._is_unsettled = False
+        if self.memory is not None and not math.isfinite(self.p.sum()):
+            for i, part in enumerate(self.parts(buffer)):
+                matrix = self.memory[i].view(-1)[: part.numel()]
+                torch.where(matrix.isfinite(), matrix, part, out=matrix)
+            self._multiply(buffer, ALL)
+
+    def _multiply(self, buffer: torch.Tensor, chunk: slice) -> None:
+        """Compute SHRINK · M Q of some of the matrices."""
+        for which, matrix in self._matrices(buffer, chunk):
+            blocks = row_blocks(matrix)
+            direction = per_block(self.direction[which] * SHRINK, len(blocks))
+            torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
 
     def back_project(self, buffer: torch.Tensor) -> None:
-        """Compute Qᵀ = Pᵀ M."""
+        """Compute SHRINK · Qᵀ = SHRINK · Pᵀ M."""
+        self.p.mul_(SHRINK)
         # Backwards: project read the last chunk last, so it is still in a cache; so will the first be in
         # reconstruct.
         for chunk in reversed(self._chunks):
@@ -145,6 +161,7 @@ class MatrixGroup:
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
         """Compute gradient = P Qᵀ, and error = M − P Qᵀ in M's place, now or when it is needed."""
+        self.p.mul_(1 / (SHRINK * self.shrunk))
         if self.is_wide and self.is_complete:
             self._is_unsettled = self.memory is not None and self.p.shape[-1] <= MAX_DEFERRED_TERMS
             for which, product in self._views(buffer):

@@ -1,10 +1,14 @@
 """Quantisation of blocks in plain torch, to 8 or 4 bits, with one scale in bf16 for each block.
 
-8 bits: code = round(value / scale), scale = largest absolute value / 127. 4 bits: code = the nearest of 16
-levels for value / root mean square, levels that are optimal for a normal distribution (Lloyd 1982, Max
-1960); scale = the one for which Σ (value − scale · level)² is least. The quotient is rounded to fp16 before
-its level is looked up, so one within 2⁻¹¹ of halfway between two levels may get either. A block with anything
-not finite has the scale NaN, and becomes NaN.
+8 bits: code = round(value / scale), scale = largest absolute value / 127. 4 bits: code = the nearest of 15
+levels for value / root mean square, levels that are optimal among those with a zero for a normal distribution
+(Lloyd 1982, Max 1960); scale = the one for which Σ (value − scale · level)² is least. The quotient is rounded
+to fp16 before its level is looked up, so one within 2⁻¹¹ of halfway between two levels may get either. In
+both, a zero stays exactly zero.
+
+No scale is larger than largest_scale, with which every code stands for a finite number of the bucket's dtype.
+At 4 bits the root mean square counts as at most 2 / 3 of it, for which levels reach 4 of them. A block has
+the scale NaN, and becomes NaN, if it has anything not finite, or of fp64 more than REACH.
 """
 
 from __future__ import annotations
@@ -12,20 +16,23 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-# The positive half of the levels of the 16-level Lloyd–Max quantiser of the standard normal distribution.
-HALF_LEVELS = (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590)
+# The positive half of the levels of the 15-level Lloyd–Max quantiser of the standard normal distribution.
+HALF_LEVELS = (0.273857, 0.554764, 0.851134, 1.174879, 1.546057, 2.006474, 2.680866)
+SORTED_LEVELS = (*(-level for level in reversed(HALF_LEVELS)), 0.0, *HALF_LEVELS)
 # Halfway between neighbouring levels: a value is nearest to the level between its thresholds.
-THRESHOLDS = tuple(
-    (low + high) / 2 for low, high in pairwise((*(-x for x in reversed(HALF_LEVELS)), *HALF_LEVELS))
-)
+THRESHOLDS = tuple((low + high) / 2 for low, high in pairwise(SORTED_LEVELS))
 
 LARGEST_CODE = 127  # of 8 bits
 SCALE_DTYPE = torch.bfloat16
+LARGEST_IN_BF16 = torch.finfo(SCALE_DTYPE).max
+# By bits, the largest value that codes reach.
+REACH = {4: 2.5 * LARGEST_IN_BF16, 8: LARGEST_CODE * LARGEST_IN_BF16}
 CHUNK_NUMEL = 1 << 19  # elements that are quantised at a time: more leave the caches, fewer cost calls
 # Neither squares nor inverses overflow or vanish in fp32 where a block's largest value or norm is above this.
 SMALLEST = 1e-15
@@ -33,8 +40,12 @@ SMALLEST = 1e-15
 
 @cache
 def levels() -> torch.Tensor:
-    """Return the 16 levels by code: fp32, the last four bits zero, which leaves room for the code."""
-    values = torch.tensor([*(-level for level in reversed(HALF_LEVELS)), *HALF_LEVELS])
+    """Return the level of each code: fp32, the last four bits zero, which leaves room for the code.
+
+    Code 8 is zero, 8 ± k the k-th level on either side. Code 0 is reserved: nothing sends it, and it stands
+    for zero, too, as it does in 8 bits, so that bytes of zeros are zeros.
+    """
+    values = torch.tensor([0.0, *SORTED_LEVELS])
     return (values.view(torch.int32) & ~15).view(torch.float32)
 
 
@@ -46,7 +57,7 @@ def _level_by_half() -> torch.Tensor:
     """
     halves = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).double()
     thresholds = torch.tensor(THRESHOLDS, dtype=torch.float64)
-    codes = torch.bucketize(halves.nan_to_num(), thresholds).int()
+    codes = 1 + torch.bucketize(halves.nan_to_num(), thresholds).int()
     return (levels().view(torch.int32)[codes] | codes).view(torch.float32)
 
 
@@ -56,6 +67,20 @@ def _levels_by_byte() -> torch.Tensor:
     codes = torch.arange(256)
     pairs = torch.stack([levels()[codes & 15], levels()[codes >> 4]], 1)
     return pairs.view(torch.float64).view(-1)
+
+
+@cache
+def largest_scale(bits: int, dtype: torch.dtype) -> float:
+    """Return the largest scale, a number of bf16, at which all codes are in the range of a bucket's dtype."""
+    largest_level = LARGEST_CODE if bits == 8 else HALF_LEVELS[-1]
+    exact = min(torch.finfo(dtype).max / largest_level, LARGEST_IN_BF16)
+    fraction, exponent = math.frexp(exact)
+    return math.ldexp(math.floor(fraction * 2**8), exponent - 8)
+
+
+def quantiser(bits: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what the kernels have from here: levels, thresholds, the largest scale of a bucket's blocks."""
+    return {"levels": levels(), "thresholds": THRESHOLDS, "largest_scale": largest_scale(bits, dtype)}
 
 
 def rows_at_a_time(block_size: int) -> int:
@@ -83,16 +108,27 @@ _buffers = _Buffers()
 Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
+def quantise(
+    values: torch.Tensor,
+    *,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bits: int,
+    cap: float | None = None,
+    gradients: Callable[[], torch.Tensor] | None = None,
+) -> None:
     """Quantise blocks. values −= dequantised values: what is lost is left, zeros where a block isn't finite.
 
     values: [blocks, size], fp32 or fp64, contiguous; rows_at_a_time(size) blocks are quantised fastest.
-    codes: uint8 [blocks, size · bits / 8]. scales: bf16 [blocks], NaN for a block that isn't finite.
+    codes: uint8 [blocks, size · bits / 8]. scales: bf16 [blocks], NaN for a block that isn't finite. cap: the
+    largest_scale of the bucket; of the values' dtype by default. gradients: returns what errors were added
+    to, [blocks, size]; where a sum isn't finite, the error counts as zero.
     """
     if not len(values):
         return
+    cap = cap or largest_scale(bits, values.dtype)
     sizes = _largest(values) if bits == 8 else _norm(values)
-    careful = _careful_blocks(values, sizes)
+    careful = _careful_blocks(values, sizes, _bound(values, bits, cap))
     kept = values.index_select(0, careful)
     if len(careful):
         # They are few: quantised by themselves, with zeros in their place.
@@ -100,12 +136,24 @@ def quantise(values: torch.Tensor, *, codes: torch.Tensor, scales: torch.Tensor,
         sizes.index_fill_(0, careful, 0.0)
     _quantise(values, sizes, codes, scales, _encode_8 if bits == 8 else _encode_4)
     if len(careful):
+        if gradients is not None and not kept.isfinite().all():
+            kept = torch.where(kept.isfinite(), kept, gradients().index_select(0, careful))
         their_codes, their_scales = codes.new_empty(len(kept), codes.shape[1]), scales.new_empty(len(kept))
         encode = _encode_8_carefully if bits == 8 else _encode_4_carefully
-        _quantise(kept, _largest(kept), their_codes, their_scales, encode)
+        _quantise(kept, _largest(kept), their_codes, their_scales, partial(encode, cap=cap))
         kept.masked_fill_(~their_scales.isfinite()[:, None], 0.0)
         for all_blocks, theirs in ((values, kept), (codes, their_codes), (scales, their_scales)):
             all_blocks.index_copy_(0, careful, theirs)
+
+
+def _bound(values: torch.Tensor, bits: int, cap: float) -> float:
+    """Return the largest value, or norm, of blocks that don't meet the cap.
+
+    At 8 bits a scale is within 2⁻⁸ of largest / 127. At 4 bits it is at most 1.52 root mean squares, as a
+    value is of its level, or the largest value over the largest level.
+    """
+    bound = 0.99 * LARGEST_CODE * cap if bits == 8 else cap * min(0.6 * values.shape[1] ** 0.5, 2.6)
+    return min(bound, torch.finfo(values.dtype).max)
 
 
 def _quantise(
@@ -118,10 +166,21 @@ def _quantise(
 
 
 def dequantise(
-    codes: torch.Tensor, scales: torch.Tensor, *, out: torch.Tensor, bits: int, add: bool = False
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    bits: int,
+    factor: float = 1.0,
+    add: bool = False,
 ) -> None:
-    """out = scale · code's value; with add, out += that. Shapes and dtypes as in quantise."""
+    """out = factor · scale · code's value; with add, out += that. Shapes and dtypes as in quantise.
+
+    factor: a power of two.
+    """
     scale = scales.to(out.dtype)[:, None]
+    if factor != 1.0:
+        scale = scale * factor
     if bits == 8 and not add:
         out.copy_(codes.view(torch.int8)).mul_(scale)
         return
@@ -132,16 +191,17 @@ def dequantise(
         torch.mul(decoded, scale, out=out)
 
 
-def _careful_blocks(values: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+def _careful_blocks(values: torch.Tensor, sizes: torch.Tensor, bound: float) -> torch.Tensor:
     """Return the indices of blocks so large, small or not finite that their arithmetic needs more care.
 
     Zeros need none. Blocks of zeros are common, those of embeddings and of units that are inactive; if they
     once had other values, their errors become smaller from step to step.
     """
     # Small tensors cost as much time as large ones, so the host looks first.
-    if math.isfinite(sizes.sum()) and bool(sizes.amin() > SMALLEST):
+    least, largest = sizes.aminmax()
+    if bool(least > SMALLEST) and bool(largest < bound):
         return torch.empty(0, dtype=torch.long)
-    found = ((sizes > SMALLEST) & (sizes < torch.inf))[:, 0].logical_not_().nonzero()[:, 0]
+    found = ((sizes > SMALLEST) & (sizes < bound))[:, 0].logical_not_().nonzero()[:, 0]
     # Not all whose norm is zero: tiny squares vanish.
     return found[_largest(values.index_select(0, found))[:, 0] != 0]
 
@@ -157,28 +217,34 @@ def _encode_8(
 
 
 def _encode_8_carefully(
-    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor
+    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = (torch.where(largest.isfinite(), largest, torch.nan) / LARGEST_CODE).to(SCALE_DTYPE)
+    scale = _scale_or_nan(largest / LARGEST_CODE, largest, 8, cap).to(SCALE_DTYPE)
     decoded = (values * _finite_or_zero(scale.to(values.dtype).reciprocal_())).round_()
-    # A scale that is not subnormal is within 2⁻⁸ of largest / 127, so no other code is beyond 127.5.
+    # A scale that is not subnormal is within 2⁻⁷ of largest / 127.
     decoded.clamp_(-LARGEST_CODE, LARGEST_CODE).nan_to_num_(0.0)
     codes.view(torch.int8).copy_(decoded)
     return decoded, scale
 
 
 def _encode_4_carefully(
-    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor
+    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    is_finite = largest.isfinite()
-    has_values = is_finite & (largest > 0)
+    has_values = largest.isfinite() & (largest > 0)
     # A power of two changes no bits. Half of it at a time neither overflows nor vanishes.
     exponent = torch.frexp(torch.where(has_values, largest, 1.0)).exponent
     halves = [torch.exp2(half.to(values.dtype)) for half in (exponent // 2, exponent - exponent // 2)]
     unit = torch.where(has_values, values / halves[0] / halves[1], 0.0)
-    decoded, scale = _encode_4(unit, torch.where(has_values, _norm(unit), 1.0), codes)
-    scale = torch.where(has_values, scale * halves[0] * halves[1], 0.0)
-    return decoded, torch.where(is_finite, scale, torch.nan)
+    longest = cap / 1.5 / halves[0] / halves[1] * values.shape[1] ** 0.5
+    norm = torch.where(has_values, torch.minimum(_norm(unit), longest), 1.0)
+    decoded, scale = _encode_4(unit, norm, codes)
+    return decoded, _scale_or_nan(scale * halves[0] * halves[1], largest, 4, cap)
+
+
+def _scale_or_nan(scale: torch.Tensor, largest: torch.Tensor, bits: int, cap: float) -> torch.Tensor:
+    """Return scales up to cap, NaN for blocks with values that bf16's scales don't reach."""
+    is_reached = largest.isfinite() & (largest.double() <= REACH[bits])
+    return torch.where(is_reached, scale.clamp(max=cap), torch.nan)
 
 
 def _encode_4(
@@ -200,8 +266,8 @@ def _encode_4(
     decoded = level
     if values.dtype != torch.float32:
         decoded = _buffers.take("decoded", shape, values.dtype).copy_(level)
-    # The norm takes a third of another vecdot's time.
-    scale = torch.linalg.vecdot(values, decoded)[:, None] / _norm(decoded).square_()
+    # The norm takes a third of another vecdot's time. It is zero for zeros alone, else at least 0.8.
+    scale = torch.linalg.vecdot(values, decoded)[:, None] / _norm(decoded).square_().clamp_min_(0.5)
     return decoded, scale
 
 

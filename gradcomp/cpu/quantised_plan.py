@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from .quantise import dequantise, quantise, rows_at_a_time
+from .quantise import dequantise, largest_scale, quantise, rows_at_a_time
 
 if TYPE_CHECKING:
     from gradcomp.layout.blocks import BlockLayout, Part
+
+
+# Sums of codes at scales up to this, and of errors, are far from the end of fp32.
+SMALL_SCALE = 1e30
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class QuantisedPlan:
     ):
         self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
+        self._cap = largest_scale(bits, dtype)
+        # Sums are formed of values times this, a power of two that changes no bits: they can't overflow. Over
+        # the divisor they are means.
+        self._shrink = 0.5 ** (layout.world_size - 1).bit_length()
+        self._divisor = layout.world_size * self._shrink
         self._sections, num_bytes = layout.sections(bits, self._exact_dtype.itemsize)
         self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
         self.received = torch.empty_like(self.payload)
@@ -81,8 +91,6 @@ class QuantisedPlan:
         self._scratch = torch.zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
         self.error: torch.Tensor | None = None
         self.shard_error: torch.Tensor | None = None
-        # By rank, of which a plan meets one.
-        self._shard_padding: dict[int, list[slice]] = {}
         if error_feedback:
             self.error = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
             self.shard_error = torch.zeros(layout.shard_numel, dtype=wide)
@@ -110,9 +118,9 @@ class QuantisedPlan:
         for shard, chunks in enumerate(self._sent):
             for chunk in chunks:
                 values = self._values_of(chunk, shard, owners if shard == rank else None, flat)
-                quantise(values, codes=chunk.codes, scales=chunk.scales, bits=self._bits)
+                gradients = None if error is None else partial(self._gradients_of, chunk, flat)
+                self._quantise(values, chunk, gradients)
         if error is not None:
-            self._clear(error, self.layout.padding)
             for part, before in zip(unused, kept, strict=True):
                 error[part.stored] = before
         exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._exact_dtype)
@@ -142,6 +150,19 @@ class QuantisedPlan:
             values.view(-1)[stored].add_(flat[in_bucket])
         return values
 
+    def _gradients_of(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
+        """Return a chunk's gradients alone."""
+        gradients = torch.zeros(chunk.num_blocks * self.layout.block_size, dtype=self._wide)
+        for stored, in_bucket in chunk.copies:
+            gradients[stored] = flat[in_bucket].to(self._wide)
+        return gradients.view(-1, self.layout.block_size)
+
+    def _quantise(
+        self, values: torch.Tensor, chunk: Chunk, gradients: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        codes, scales, cap = chunk.codes, chunk.scales, self._cap
+        quantise(values, codes=codes, scales=scales, bits=self._bits, cap=cap, gradients=gradients)
+
     def average(self, rank: int) -> None:
         """Average this rank's shard from received into mean; what is lost becomes the owner's error."""
         if not self.mean.numel():
@@ -150,53 +171,54 @@ class QuantisedPlan:
         unsent = (scales == 0).all(0)
         size, own = self.layout.block_size, self.layout.shard(rank)
         for index, mean in enumerate(self._mean):
+            # Not if one is NaN.
+            is_small = bool(scales[:, mean.rows].amax() <= SMALL_SCALE)
             if self.error is None or self.shard_error is None:
-                self._quantise_mean(self._sum_of_ranks(index), mean)
+                self._quantise_mean(self._sum_of_ranks(index), mean, is_small)
                 continue
             error = self.shard_error.view(-1, size)[mean.rows]
             # Where no rank has sent anything, a layer that all of them skip, the error stays.
             left_out = unsent[mean.rows].nonzero()[:, 0]
             kept = error.index_select(0, left_out)
             error.index_fill_(0, left_out, 0.0)
-            self._quantise_mean(self._add_sum_of_ranks(index, error), mean)
+            self._add_sum_of_ranks(index, error)
+            self._quantise_mean(error, mean, is_small)
+            if self.layout.world_size > 1:
+                error *= self.layout.world_size
+            if not is_small:
+                # The sender's error, a quarter of the range at most, is added to it.
+                half = torch.finfo(error.dtype).max / 2
+                error.clamp_(-half, half)
             error.index_copy_(0, left_out, kept)
             self.error[own].view(-1, size)[mean.rows].add_(error)
-        if self.error is not None and self.shard_error is not None:
-            if rank not in self._shard_padding:
-                self._shard_padding[rank] = self.layout.padding_of(own)
-            for each in (self.shard_error, self.error[own]):
-                self._clear(each, self._shard_padding[rank])
         exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
-        mean_of_exact = (exact.sum(0, dtype=self._wide) / self.layout.world_size).to(self._exact_dtype)
-        self._exact_of(self.mean).copy_(mean_of_exact.view(torch.uint8))
+        mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
+        self._exact_of(self.mean).copy_(mean_of_exact.to(self._exact_dtype).view(torch.uint8))
 
     def _sum_of_ranks(self, index: int) -> torch.Tensor:
-        """Return the sum of what all ranks have sent of a chunk, in their order."""
+        """Return the shrunk sum of what all ranks have sent of a chunk, in their order."""
         total = self._scratch[: self._mean[index].num_blocks]
         for sender, chunks in enumerate(self._received):
             codes, scales = chunks[index].codes, chunks[index].scales
-            dequantise(codes, scales, out=total, bits=self._bits, add=sender > 0)
+            dequantise(codes, scales, out=total, bits=self._bits, factor=self._shrink, add=sender > 0)
         return total
 
-    def _add_sum_of_ranks(self, index: int, error: torch.Tensor) -> torch.Tensor:
-        """Add to a chunk of the owner's error the sum of what all ranks have sent of it, and return it."""
+    def _add_sum_of_ranks(self, index: int, error: torch.Tensor) -> None:
+        """Shrink a chunk of the owner's error, and add the shrunk sum of what all ranks have sent of it."""
         if self.layout.world_size > 1:
-            return error.add_(self._sum_of_ranks(index))
-        codes, scales = self._received[0][index].codes, self._received[0][index].scales
-        dequantise(codes, scales, out=error, bits=self._bits, add=True)
-        return error
+            torch.add(self._sum_of_ranks(index), error, alpha=self._shrink, out=error)
+        else:
+            codes, scales = self._received[0][index].codes, self._received[0][index].scales
+            dequantise(codes, scales, out=error, bits=self._bits, add=True)
 
-    def _quantise_mean(self, total: torch.Tensor, mean: Chunk) -> torch.Tensor:
-        """Quantise a chunk of a sum over the ranks as their mean; leave what is lost of the sum."""
-        world_size = self.layout.world_size
-        if world_size & (world_size - 1):
-            total /= world_size
-        elif world_size > 1:
-            total *= 1 / world_size  # exactly the quotient, in half the time
-        quantise(total, codes=mean.codes, scales=mean.scales, bits=self._bits)
-        if world_size > 1:
-            total *= world_size
-        return total
+    def _quantise_mean(self, total: torch.Tensor, mean: Chunk, is_small: bool) -> None:
+        """Quantise a chunk of a shrunk sum over the ranks as their mean; leave what is lost of the mean."""
+        if not is_small:
+            largest = torch.finfo(total.dtype).max * self._divisor
+            total.clamp_(-largest, largest)
+        if self._divisor != 1.0:
+            total /= self._divisor
+        self._quantise(total, mean)
 
     def dequantise(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket."""
@@ -213,11 +235,6 @@ class QuantisedPlan:
         exact = self._exact_of(self.payload).contiguous().view(-1).view(self._exact_dtype)
         for each in self.layout.exact:
             flat[each.in_bucket] = exact[each.stored]
-
-    @staticmethod
-    def _clear(error: torch.Tensor, padding: list[slice]) -> None:
-        if padding:
-            torch._foreach_zero_([error[each] for each in padding])
 
     def _exact_of(self, payload: torch.Tensor) -> torch.Tensor:
         return payload[..., self._sections[2]]

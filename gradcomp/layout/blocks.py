@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from .flat import FlatLayout
 
@@ -77,19 +76,12 @@ class BlockLayout:
             if run.stored.stop > start:
                 yield run
 
-    @cached_property
+    @property
     def padding(self) -> list[slice]:
         """The elements of the padded blocks that no tensor has."""
-        return self.padding_of(slice(0, self.world_size * self.shard_numel))
-
-    def padding_of(self, within: slice) -> list[slice]:
-        """Return the elements that no tensor has in a range of the padded blocks, from its start on."""
         ends = [0, *(run.stored.stop for run in self.runs)]
         starts = [*self._run_starts, self.world_size * self.shard_numel]
-        clipped = (
-            (max(end, within.start), min(start, within.stop)) for end, start in zip(ends, starts, strict=True)
-        )
-        return [slice(end - within.start, start - within.start) for end, start in clipped if end < start]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def code_bytes(self, bits: int) -> int:
         """Return the bytes that the codes of a block have."""

@@ -216,7 +216,8 @@ def quantised(blocks: torch.Tensor, bits: int) -> torch.Tensor:
     """Round blocks [num_blocks, size] to 8 or 4 bits with one scale in bf16 each; NaN if not finite.
 
     8 bits: multiples of the scale, which is the largest absolute value / 127. 4 bits: the nearest of
-    normal_levels() to value / root mean square, times the scale of least squares.
+    normal_levels() to value / root mean square, times the scale of least squares. Zeros stay zeros. The end
+    of a dtype's range is not modelled.
     """
     is_finite = blocks.isfinite().all(1, keepdim=True)
     finite = torch.where(is_finite, blocks, 0.0)
@@ -229,14 +230,16 @@ def quantised(blocks: torch.Tensor, bits: int) -> torch.Tensor:
         unit = finite / size.where(size > 0, 1.0)
         levels = torch.tensor(normal_levels(), dtype=torch.float64)
         codes = levels[(unit[..., None] - levels).abs().argmin(-1)]
-        scale = (finite * codes).sum(1, keepdim=True) / codes.square().sum(1, keepdim=True)
+        energy = codes.square().sum(1, keepdim=True)
+        scale = (finite * codes).sum(1, keepdim=True) / energy.where(energy > 0, 1.0)
         rounded_scale = scale.to(torch.bfloat16).double()
     return torch.where(is_finite, codes * rounded_scale, torch.nan)
 
 
 @functools.cache
-def normal_levels(num_levels: int = 16) -> tuple[float, ...]:
-    """Compute the levels with the least mean square error for the standard normal distribution.
+def normal_levels(num_levels: int = 15) -> tuple[float, ...]:
+    """Compute the levels, a zero among 15, with the least mean square error for the normal distribution.
+
 
     Each is the mean of the values that are nearer to it than to any other (Lloyd 1982, Max 1960), found by
     repeating just that.
@@ -248,6 +251,7 @@ def normal_levels(num_levels: int = 16) -> tuple[float, ...]:
         bounds = torch.cat([-edge, (levels[1:] + levels[:-1]) / 2, edge])
         density = (-bounds.square() / 2).exp() / math.sqrt(2 * math.pi)
         levels = -density.diff() / normal.cdf(bounds).diff()
+        levels = (levels - levels.flip(0)) / 2  # so that a zero is one exactly
     return tuple(levels.tolist())
 
 

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gradcomp.kernels
-from gradcomp.cpu.quantise import THRESHOLDS, levels
+from gradcomp.cpu.quantise import largest_scale, quantiser
 from gradcomp.kernels import cast, flatten
 from gradcomp.kernels.powersgd_pack_codes import FactorCodes, pack_codes
 from gradcomp.kernels.powersgd_plan import LowRankPlan
@@ -145,7 +145,10 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
             yield f"{TYPE_NAMES[dtype]} r={rank} pairs"
     for dtype, rank in product((FP32, BF16, FP64), (4, 32)):
         partial = torch.zeros(1, dtype=torch.promote_types(dtype, FP32))
-        codes, block = FactorCodes.on_meta(dtype, 128), block_shape(dtype.itemsize, rank)[0]
+        codes, block = (
+            FactorCodes.on_meta(dtype, 128, largest_scale(8, partial.dtype)),
+            block_shape(dtype.itemsize, rank)[0],
+        )
         pack_codes(partial, torch.zeros(1, dtype=dtype), codes, rank=rank, block=block, scale=1.0)
         yield f"{TYPE_NAMES[dtype]} r={rank} codes"
 
@@ -156,7 +159,7 @@ def quantised_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         layout = BlockLayout([(block_size, 4), (3,)], block_size, world_size)
         plan = QuantisedPlan(
             layout, dtype, torch.device("cpu"), bits=bits, error_feedback=feedback,
-            levels=levels(), thresholds=THRESHOLDS,
+            **quantiser(bits, dtype),
         )  # fmt: skip
         buffer = torch.zeros(layout.numel, dtype=dtype)
         plan.quantise(buffer, 0)

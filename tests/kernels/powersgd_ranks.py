@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from gradcomp.kernels.powersgd_launches import wire_factor
 from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.kernels.powersgd_tile import SHRINK
 from gradcomp.kernels.powersgd_work import wire_stride
 from gradcomp.layout import LowRankLayout
 from tests.tolerances import POWERSGD_STAGE as STAGE
@@ -90,18 +92,19 @@ def directions_of(plan: LowRankPlan) -> list[torch.Tensor]:
 
 
 def on_wire(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
-    """Return P or Q of a matrix as it crosses the wire, in float64 on the CPU."""
+    """Return P or Q of a matrix as it crosses the wire, but for the wire's factor, in float64 on the CPU."""
     matrix, start = plan.layout.matrices[index], plan._field(index, f"{factor}_wire")
     length, wire = (matrix.rows, plan.p_wire) if factor == "p" else (matrix.cols, plan.q_wire)
     stride = wire_stride(length, wire.itemsize)
     columns = wire[start : start + matrix.rank * stride].double().cpu().view(matrix.rank, stride)
     assert not columns[:, length:].any(), "the padding of a column on the wire isn't zero"
-    return columns.T[:length]
+    return columns.T[:length] / wire_factor(wire.dtype)
 
 
 def panel_of(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
     """Return P, Q or the random Q of a matrix as the plan keeps it, in float64 on the CPU."""
-    return plan._panel(plan._p if factor == "p" else plan._q, index, factor).double().cpu()
+    panel = plan._panel(plan._p if factor == "p" else plan._q, index, factor).double().cpu()
+    return panel / SHRINK.value if factor == "q" else panel
 
 
 def assert_padding_is_zero(plan: LowRankPlan) -> None:

@@ -95,12 +95,13 @@ def assert_quantised(values: torch.Tensor, codes: torch.Tensor, scales: torch.Te
         assert torch.equal(codes, own_codes)
         assert torch.equal(scales, own_scales)
         return
+    cap = plain.largest_scale(4, values.dtype)
     values = values.double()
     level = decoded_4(codes)
-    unit = values / values.square().mean(1, keepdim=True).sqrt().clamp_min(1e-300)
+    unit = values / values.square().mean(1, keepdim=True).sqrt().clamp(1e-300, cap / 1.5)
     chosen, nearest = (unit - level).abs(), (unit[:, :, None] - plain.levels().double()).abs().amin(2)
     assert (chosen <= nearest + QUANTISED_THRESHOLD).all()
-    best = (values * level).sum(1) / level.square().sum(1)
+    best = ((values * level).sum(1) / level.square().sum(1).clamp_min(0.5)).clamp_max(cap)
     assert torch.allclose(scales.double(), best, rtol=QUANTISED_SCALE, atol=2.0**-134)
 
 

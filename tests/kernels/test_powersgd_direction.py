@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gradcomp.kernels.powersgd_direction import direction, is_kept, scale_of
+from gradcomp.kernels.powersgd_direction import SHORTEST_SQUARED, direction, is_kept, scale_of
+from gradcomp.kernels.powersgd_tile import SHRINK
 from gradcomp.kernels.powersgd_work import LowRankWork
 from gradcomp.layout import Matrix
 from tests.kernels.powersgd_ranks import MIXED, plans_of, random_grads, step
@@ -19,9 +20,9 @@ SQUARED = [
     *POWERS,
     *(math.nextafter(power, 0.0) for power in POWERS),
     *(math.nextafter(power, math.inf) for power in POWERS),
-    *(2.0, 3.0, 0.5, 10.0, 1e-60, 2.0**287),
+    *(2.0, 3.0, 0.5, 10.0, SHORTEST_SQUARED.value, 2.0**287),
 ]
-REPLACED = [0.0, math.nextafter(1e-60, 0.0), 5e-324, math.inf, math.nan]
+REPLACED = [0.0, math.nextafter(SHORTEST_SQUARED.value, 0.0), 5e-324, math.inf, math.nan]
 
 
 @triton.jit
@@ -50,6 +51,7 @@ def test_the_kernel_and_the_host_scale_columns_alike(unit, device):
     _scale_kernel[(1,)](
         squared, torch.tensor(work.matrix_table, device=device), factor, start, RANK=rank, UNIT=unit
     )
+    factor /= SHRINK.value
     torch.testing.assert_close(factor, scale_of(squared, unit), rtol=4e-16 if unit else 0, atol=0)
     kept = is_kept(squared)
     assert kept.tolist() == [True] * len(SQUARED) + [False] * (rank - len(SQUARED))

@@ -62,16 +62,6 @@ def test_a_shard_is_averaged_whole(world_size):
     assert max(covered) < work.payload_bytes
 
 
-def test_lengths_are_those_of_tensors():
-    layout = BlockLayout(SHAPES, 16, 3)
-    lengths = QuantisedWork(layout, 4, 4).lengths
-    assert len(lengths) == 3 * layout.num_blocks
-    assert sum(lengths) == sum(part.in_bucket.stop - part.in_bucket.start for part in layout.quantised)
-    padding = {index for part in layout.padding for index in range(part.start, part.stop)}
-    found = {16 * b + i for b, length in enumerate(lengths) for i in range(length, 16)}
-    assert found == padding
-
-
 @pytest.mark.parametrize("block_size", [2, 6, 128, 200, 4096, 100_000])
 @pytest.mark.parametrize("itemsize", [4, 8])
 def test_tiles_are_powers_of_two_that_hold_a_block(block_size, itemsize):
