@@ -12,8 +12,9 @@ from hypothesis.errors import Flaky, NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
 from gradcomp.compress.hook import Hook
-from gradcomp.testing.cases import CASES, Case, Drawn
+from gradcomp.testing.cases import CASES, Case
 from gradcomp.testing.claims import Claims
+from gradcomp.testing.drawn import Drawn
 from gradcomp.testing.inference import PROBED_STEPS, claims_of
 from gradcomp.testing.progress import Progress
 from gradcomp.testing.properties.failure import PropertyFailure
@@ -24,6 +25,8 @@ from gradcomp.testing.strategies import workloads
 from gradcomp.testing.workload import Workload
 
 __all__ = ["check_hook"]
+
+PHASES = (Phase.generate, Phase.shrink)
 
 
 def check_hook(
@@ -156,7 +159,7 @@ class _Search:
             derandomize=True,
             database=None,
             deadline=None,
-            phases=(Phase.generate, Phase.shrink),
+            phases=PHASES,
             verbosity=Verbosity.quiet,
         )
         try:

@@ -67,6 +67,9 @@ class Claims:
     kept.
     errors_of(state): the errors of a rank, by bucket, flat as the bucket.
     unbiased: the expectation of its output is the mean.
+    keeps_zeros: an element that has been 0 on every rank in every step so far is exactly 0 in the average
+        ("elements"), or only if all of its row or column has been 0 ("lines"), as in a product of two
+        factors. Plain steps and tensors of exact shapes keep all elements even then.
     scale_equivariant: multiplying all gradients by 2^k multiplies the outputs by 2^k, to the bit or within
     rounding.
     rank_symmetric: the result doesn't depend on which rank has which gradients.
@@ -87,6 +90,7 @@ class Claims:
     feedback_precision: torch.dtype = torch.float64
     errors_of: Callable[[Any], Mapping[int, Tensor]] | None = None
     unbiased: bool = False
+    keeps_zeros: Literal["elements", "lines"] | None = None
     scale_equivariant: Literal["bitwise", "rounding"] | None = None
     rank_symmetric: bool = False
     bucket_insensitive: bool = False

@@ -28,10 +28,11 @@ from gradcomp.testing.workload import Shape, Workload
 
 __all__ = ["claims_of"]
 
-# The number of steps of the probe; compression that starts later has to be claimed.
+# The probe; compression that starts after its steps has to be claimed.
 PROBED_STEPS = 8
+PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, seed=7)
 LONGEST_START = 16
-# The relative error, in norm, up to which a hook counts as one that averages.
+# The relative error, in norm, up to which a hook of 8 bits counts as one that averages.
 AVERAGES_WITHIN = 0.05
 # gradcomp's PowerSGD squares in float64 only, so its factors, but not their squares, have to fit in float32.
 LARGEST_OF_OURS = 2.0**100
@@ -42,14 +43,20 @@ def claims_of(
 ) -> Claims:
     """Infer the claims of a hook from its state, gradcomp's or torch's PowerSGDState, and from a probe.
 
-    The probe is eight steps of random gradients, on this device, on two ranks. A hook whose outputs are
-    within 5 % of the mean averages: it is held to the tightest tolerance that fits (float32, float16,
-    bfloat16, 8 bits, or twice the measured error). Any other hook is lossy: it compresses from the first step
-    on that isn't exact. With a state it claims contraction and error feedback, without which a biased
-    compressor need not converge (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019). Without a
-    state it claims to be unbiased. A hook that averages also claims error feedback if its state keeps tensors
-    of the gradients' size (floating-point tensors of at least as many elements as the probe's matrix), to the
-    gradients' precision unless it is wrapped in fp16_compress_wrapper or bf16_compress_wrapper.
+    The probe is eight steps of random gradients, on this device, on two ranks. A hook averages if its outputs
+    fit the tolerance of float32, float16, bfloat16 or 8 bits, in this order. It also averages if a step fits
+    one of the first three after a step that doesn't: the step that doesn't is wrong, as no compressor is
+    exact at times. Any other hook is lossy: it compresses from the first step on that isn't exact.
+
+    A lossy hook averages in the long run only. If its state keeps tensors of the gradients' size
+    (floating-point tensors of at least as many elements as the probe's matrix), these are taken for errors,
+    and the hook claims error feedback and contraction. Otherwise it claims to be unbiased: a biased
+    compressor without error feedback need not converge (Karimireddy et al., "Error Feedback Fixes SignSGD",
+    ICML 2019). A hook that averages claims error feedback by the same rule, to the gradients' precision
+    unless it is wrapped in fp16_compress_wrapper or bf16_compress_wrapper.
+
+    A hook claims that zeros stay zero: PowerSGD in zero rows and columns, batched PowerSGD not at all, and
+    any other hook in every element.
 
     Correct wrong inferences with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
     Raises ValueError for a state that starts to compress after more than 16 steps, RankError if the hook
@@ -89,7 +96,7 @@ def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> t
 
 
 def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, ranks: Ranks) -> Claims:
-    workload = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, seed=7, device=device)
+    workload = replace(PROBE, device=device)
     run = run_hook(hook, make_state, workload, ranks=ranks)
     outputs = run.outputs
     keeps_errors = make_state is not None and max(run.state_numels[-1]) >= math.prod(workload.shapes[0])
@@ -101,48 +108,47 @@ def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, r
         next((d for d in plain if _error(workload, outputs, s, Tolerance.rounding(d)) <= 1), None)
         for s in range(PROBED_STEPS)
     ]
+    first_lossy = next((step for step, dtype in enumerate(fits) if dtype is None), PROBED_STEPS)
+    averages_later = [dtype for dtype in fits[first_lossy:] if dtype]
     if start is None:
-        start = next((step for step, dtype in enumerate(fits) if dtype is None), 0)
-    seen = [dtype for dtype in fits[: start or None] if dtype]
+        start = first_lossy % PROBED_STEPS
+    seen = averages_later or [dtype for dtype in fits[: start or None] if dtype]
     precision = max([*seen, _wrapped_in(hook)], key=unit_roundoff)
-    if None not in fits:
+    if None not in fits or averages_later:
         return replace(_averaging(precision, Tolerance.rounding(precision)), **feedback)
-    errors = [
-        _error(workload, outputs, step, Tolerance(0.5 / workload.world_size, of="bucket"))
-        for step in range(PROBED_STEPS)
-    ]
-    relative = (
-        max(
-            float(
-                sum((o.double() - m).square().sum() for o, m in zip(out[0], workload.mean(step), strict=True))
-            )
-            / float(sum(m.square().sum() for m in workload.mean(step)))
-            for step, out in enumerate(outputs)
-        )
-        ** 0.5
-    )
     precision = torch.float32 if precision == torch.float64 else precision
-    if relative <= AVERAGES_WITHIN:
-        eight_bits = Tolerance.levels(8)
-        is_eight_bits = max(_error(workload, outputs, step, eight_bits) for step in range(PROBED_STEPS)) <= 1
-        measured = Tolerance(max(errors) / workload.world_size, of="bucket")
+    eight_bits = Tolerance.levels(8)
+    if (
+        max(_error(workload, outputs, step, eight_bits) for step in range(PROBED_STEPS)) <= 1
+        and _relative_error(workload, outputs) <= AVERAGES_WITHIN
+    ):
         if keeps_errors:
             # An error that a 16-bit hook feeds back from another step exceeds the rounding of a small element
             # in this.
             start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
             precision = fits[start] or precision
-        claims = _averaging(precision, eight_bits if is_eight_bits else measured)
-        return replace(claims, start=start, **feedback)
-    has_state = make_state is not None
+        return replace(_averaging(precision, eight_bits), start=start, **feedback)
     return Claims(
         precision=precision,
         start=start,
-        contraction=0.0 if has_state else None,
-        error_feedback=has_state,
-        unbiased=not has_state,
+        contraction=0.0 if keeps_errors else None,
+        error_feedback=keeps_errors,
+        unbiased=not keeps_errors,
+        keeps_zeros="elements",
         scale_equivariant="rounding",
-        rank_symmetric=has_state,
+        rank_symmetric=keeps_errors,  # ranks may draw different numbers
         max_magnitude=_largest_of_lossy(precision),
+    )
+
+
+def _relative_error(workload: Workload, outputs: list[list[list[Tensor]]]) -> float:
+    """Compute ‖output − mean‖ / ‖mean‖ of the worst step."""
+    return max(
+        math.sqrt(
+            sum(float((o - m).square().sum()) for o, m in zip(out[0], workload.mean(step), strict=True))
+            / sum(float(m.square().sum()) for m in workload.mean(step))
+        )
+        for step, out in enumerate(outputs)
     )
 
 
@@ -150,6 +156,7 @@ def _averaging(precision: torch.dtype, tolerance: Tolerance) -> Claims:
     return Claims(
         tolerance=tolerance,
         precision=precision,
+        keeps_zeros="elements",
         scale_equivariant="bitwise"
         if precision == torch.float32 and tolerance.of == "element"
         else "rounding",
@@ -204,6 +211,7 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
         error_feedback=keeps_error,
         errors_of=(_our_errors if ours else _torch_errors) if keeps_error else None,
         unbiased=False,
+        keeps_zeros=None if is_batched else "lines",
         scale_equivariant="rounding" if is_exact else None,
         rank_symmetric=True,
         bucket_insensitive=False,  # random projections differ from bucket to bucket

@@ -80,6 +80,7 @@ def workloads(
     zero_steps: int = 0,
     poison: SearchStrategy[Poison] | None = None,
     rearranged: SearchStrategy[bool] | None = None,
+    masked: float = 0.0,
     device: str = "cpu",
 ) -> SearchStrategy[Workload]:
     """Draw workloads as they occur in training: of any spectrum, scale, sparsity and buckets.
@@ -92,7 +93,7 @@ def workloads(
     log2_scales: the least and largest exponent of the gradients' rms; each tensor draws its own.
     noises: the rms of a rank's noise over the common signal's.
     drifts: the distances of a step's gradient from the first step's.
-    zero_steps, device: as in Workload. poison: by default None.
+    zero_steps, masked, device: as in Workload. poison: by default None.
     rearranged: True if buckets are rearranged after the first step; by default they aren't.
     """
     scale = st.integers(0, log2_scales[1]) | st.integers(log2_scales[0], log2_scales[1])
@@ -117,6 +118,7 @@ def workloads(
         zero_steps=st.just(zero_steps),
         poison=st.none() if poison is None else poison,
         rearranged=st.just(False) if rearranged is None else rearranged,
+        masked=st.just(masked),
         device=st.just(device),
     )
 

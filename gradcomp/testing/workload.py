@@ -46,6 +46,9 @@ class Workload:
     order: rank i gets the gradients of rank order[i]; () for no change.
     log2_factor: all gradients are multiplied by 2 to this power.
     zero_steps: so many steps with zero gradients follow.
+    period: the gradients of the first `period` steps repeat; 0 for no repetition.
+    masked: the fraction of a tensor's elements that are 0 on every rank in every step, as the gradients of
+        pruned weights are; half that fraction of a matrix's rows and of its columns is 0, too.
     poison: (step, rank, index, value): the middle element of that tensor is set to that value, inf say.
     device: the device of the hook's buckets; all other tensors are on the CPU.
 
@@ -69,6 +72,8 @@ class Workload:
     zero_steps: int = 0
     poison: Poison | None = None
     rearranged: bool = False
+    period: int = 0
+    masked: float = 0.0
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -97,16 +102,20 @@ class Workload:
             return [torch.zeros(shape, dtype=self.dtype) for shape in self.shapes]
         source = self.order[rank] if self.order else rank
         factor = 2.0**self.log2_factor
-        drawn = [self._draw(step, source, index) for index in range(len(self.shapes))]
+        drawn_step = step % self.period if self.period else step
+        drawn = [self._draw(drawn_step, source, index) for index in range(len(self.shapes))]
         gradients = [torch.mul(gradient, factor).to(self.dtype) for gradient in drawn]
+        if self.masked:
+            for index, gradient in enumerate(gradients):
+                gradient[_mask(self.shapes[index], self.masked, self._seed(index))] = 0.0
         if self.poison is not None and self.poison[:2] == (step, rank):
             poisoned = gradients[self.poison[2]].view(-1)
             poisoned[poisoned.numel() // 2] = self.poison[3]
         return gradients
 
     def mean(self, step: int) -> list[Tensor]:
-        """Compute the ranks' mean gradients in float64, by tensor index."""
-        return [tensors.mean(0) for tensors in self.stacked(step)]
+        """Compute the ranks' mean gradients in float64, by tensor index, to be read only."""
+        return _means(self, step)
 
     def stacked(self, step: int) -> list[Tensor]:
         """Return all ranks' gradients in float64, [world_size, *shape], by tensor index, to be read only."""
@@ -127,7 +136,10 @@ class Workload:
         spectrum = self.spectra[min(index, len(self.spectra) - 1)]
         scale = self.log2_scale[min(index, len(self.log2_scale) - 1)] if self.log2_scale else 0
         recipe = (self.shapes[index], spectrum, self.rank, self.sparsity, self.noise, self.drift)
-        return _gradient(*recipe, self.seed * 1_009 + index, step, rank) * 2.0**scale
+        return _gradient(*recipe, self._seed(index), step if self.drift else 0, rank) * 2.0**scale
+
+    def _seed(self, index: int) -> int:
+        return self.seed * 1_009 + index
 
     def __repr__(self) -> str:
         """Format the call that makes this workload, without arguments that have their defaults."""
@@ -183,6 +195,11 @@ def _stacked(workload: Workload, step: int) -> list[Tensor]:
     return [torch.stack(tensors).double() for tensors in zip(*ranks, strict=True)]
 
 
+@lru_cache(maxsize=64)
+def _means(workload: Workload, step: int) -> list[Tensor]:
+    return [tensors.mean(0) for tensors in _stacked(workload, step)]
+
+
 @lru_cache(maxsize=4096)
 def _gradient(
     shape: Shape,
@@ -195,7 +212,7 @@ def _gradient(
     step: int,
     rank: int,
 ) -> Tensor:
-    """Make one tensor's gradient, before it is scaled; its signal has rms 1."""
+    """Make one tensor's gradient, before it is scaled; its signal has rms 1. Without drift, step is 0."""
     rows = shape[0] if shape else 1
     cols = math.prod(shape[1:])
     if spectrum == "zero" or rows * cols == 0:
@@ -214,19 +231,34 @@ def _gradient(
         raise ValueError(f"spectrum {spectrum!r} is none of flat, low_rank, power_law, clustered, zero")
     singular *= math.sqrt(rows * cols) / singular.norm()
     singular = singular[: singular.count_nonzero()]
-    k, when = len(singular), step if drift else 0
-    left, right = _basis(rows, k, seed * 4, drift, when), _basis(cols, k, seed * 4 + 1, drift, when)
+    k = len(singular)
+    left, right = _basis(rows, k, seed * 4, drift, step), _basis(cols, k, seed * 4 + 1, drift, step)
     core = singular.diag()
     if noise and k < full:
         # ‖noise · √(rows · cols) / k · N‖ is about noise times ‖core‖.
-        core = core + _mixed((k, k), seed * 4 + 2, drift, when, rank) * (noise * math.sqrt(rows * cols) / k)
+        core = core + _mixed((k, k), seed * 4 + 2, drift, step, rank) * (noise * math.sqrt(rows * cols) / k)
     gradient = left @ core @ right.mT
     if noise and k == full:
-        gradient = gradient + noise * _mixed((rows, cols), seed * 4 + 2, drift, when, rank)
+        gradient = gradient + noise * _mixed((rows, cols), seed * 4 + 2, drift, step, rank)
     if sparsity:
-        chosen = _mixed((rows,), seed * 4 + 3, drift, when).argsort()[: int(sparsity * rows)]
+        chosen = _mixed((rows,), seed * 4 + 3, drift, step).argsort()[: int(sparsity * rows)]
         gradient[chosen] = 0.0
     return gradient.view(shape)
+
+
+@lru_cache(maxsize=256)
+def _mask(shape: Shape, fraction: float, seed: int) -> Tensor:
+    """Choose the elements of a tensor that are 0 in every step."""
+    rows, cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.zeros(rows, cols, dtype=torch.bool)
+    chosen.view(-1)[torch.randperm(rows * cols, generator=generator)[: math.ceil(fraction * rows * cols)]] = (
+        True
+    )
+    if len(shape) > 1:
+        chosen[torch.randperm(rows, generator=generator)[: int(fraction / 2 * rows)]] = True
+        chosen[:, torch.randperm(cols, generator=generator)[: int(fraction / 2 * cols)]] = True
+    return chosen.view(shape)
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Compressors with error feedback as users write them. A compressor is the state of `hook`."""
+"""Averages and compressors as users write them. Each is the state of `hook`."""
 
 import torch
 import torch.distributed as dist
@@ -110,3 +110,63 @@ class Int8(Compressor):
         level = total.abs().amax() / 127 if total.numel() else total.sum()
         sent = torch.where(level == 0, total, (total / level).round() * level)
         return self.mean(sent.clone()), sent
+
+
+class Average:
+    """Averages without compression, by a state that counts its steps."""
+
+    def __init__(self, process_group):
+        self.process_group = process_group
+        self.step = 0
+
+    def start(self, bucket):
+        self.average(bucket)
+        self.step += bucket.is_last()
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def average(self, bucket):
+        self.mean(bucket.buffer())
+
+    def mean(self, tensor):
+        dist.all_reduce(tensor.div_(self.process_group.size()), group=self.process_group)
+        return tensor
+
+    def __getstate__(self):
+        return vars(self) | {"process_group": None}
+
+
+class UnbiasedRandomK(Average):
+    """An unbiased compressor that sends a random half of each tensor, the same on every rank, times n / k."""
+
+    def average(self, bucket):
+        for position, gradient in enumerate(bucket.gradients()):
+            flat, numel = gradient.view(-1), gradient.numel()
+            flat += 0 * flat.abs().amax()  # spreads a NaN to all elements, as it might not be sent
+            k = -(-numel // 2)
+            generator = torch.Generator().manual_seed(self.seed(bucket.index() * 100 + position))
+            sent = torch.randperm(numel, generator=generator)[:k]
+            self.exchange(flat, sent, self.scale(numel, k))
+
+    def seed(self, tensor):
+        return self.step * 10_000 + tensor
+
+    def scale(self, numel, k):
+        return numel / k
+
+    def exchange(self, flat, sent, scale):
+        values = self.mean(flat[sent])
+        flat.zero_()
+        flat[sent] = values * scale
+
+
+class OwnRandomK(UnbiasedRandomK):
+    """Every rank sends a choice of its own."""
+
+    def seed(self, tensor):
+        return super().seed(tensor) * 10 + self.process_group.rank()
+
+    def exchange(self, flat, sent, scale):
+        values = flat[sent] * scale
+        self.mean(flat.zero_().index_copy_(0, sent, values))

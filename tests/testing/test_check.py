@@ -27,6 +27,7 @@ def test_our_hooks_hold_what_they_claim(name):
     held = {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"}
     always = {"completes", "finite_in_finite_out", "replicas_identical", "deterministic", "averages"}
     assert held >= always | {"nonfinite_seen_by_all", "rank_permutation", "scale_equivariant"}
+    assert ("zero_stays_zero" in held) == ("batched" not in name)
     if OURS[name][1] is None:
         assert "bucket_insensitive" in held
     else:
@@ -113,10 +114,11 @@ def test_the_report_and_that_it_repeats():
     assert str(reports[0]) == str(reports[1])
     rows = str(reports[0]).splitlines()
     assert rows[0] == "fp16_compress_hook"
-    assert re.fullmatch(r"averages +holds +3  error / tolerance ≤ 0\.\d+", rows[6])
-    assert re.fullmatch(r"contraction +not claimed +averages", rows[8])
+    assert re.fullmatch(r"averages +holds +5  error / tolerance ≤ 0\.\d+", rows[6])
+    assert re.fullmatch(r"zero_stays_zero +holds +5", rows[7])
+    assert re.fullmatch(r"contraction +not claimed +averages", rows[9])
     assert len(rows) == 2 + len(CASES) == 2 + len(PROPERTIES)
-    assert table({"fp16": reports[0]}).count("✓") == 9
+    assert table({"fp16": reports[0]}).count("✓") == 10
     with pytest.raises(ValueError, match=r"no properties \['convergence'\]"):
         check_hook(default_hooks.fp16_compress_hook, only=["convergence"])
 

@@ -9,6 +9,7 @@ from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing import Claims, Tolerance, check_hook, claims_of
 from gradcomp.testing.__main__ import OURS, TORCHS
+from tests.testing import compressors
 from tests.testing.averaging import eight_bits, scaled_mean
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -33,9 +34,27 @@ def test_what_is_inferred_of_hooks_that_average():
     assert claims_of(default_hooks.fp16_compress_hook).max_magnitude == pytest.approx(65504, rel=0.02)
     assert claims_of(default_hooks.bf16_compress_hook).precision == torch.bfloat16
     assert claims_of(eight_bits).tolerance == Tolerance.levels(8)
-    nearly = claims_of(scaled_mean(1.02)).tolerance
-    assert nearly.of == "bucket"
-    assert 0.002 < nearly.relative < 0.05
+    assert claims_of(scaled_mean(1.02)).tolerance == Tolerance.levels(8)
+
+
+def test_no_tolerance_fits_errors_that_were_measured():
+    """An average that is 4 % too large is lossy, and one that is 1 % too large is found for its factor."""
+    assert claims_of(scaled_mean(1.04)).is_lossy
+    assert not check_hook(scaled_mean(1.04), max_examples=2, only=["unbiased"]).ok
+    assert not check_hook(scaled_mean(1.02), max_examples=2, only=["averages"]).ok
+
+
+class Early(Late):
+    """An average that is wrong in the third step only."""
+
+
+def early_hook(state, bucket):
+    state.step += bucket.is_last()
+    return scaled_mean(0.5 if state.step == 3 else 1.0)(state, bucket)
+
+
+def test_a_hook_that_averages_after_a_wrong_step_is_held_to_it():
+    assert claims_of(early_hook, Early).tolerance == Tolerance.rounding(torch.float32)
 
 
 def test_what_is_inferred_of_lossy_hooks():
@@ -43,8 +62,19 @@ def test_what_is_inferred_of_lossy_hooks():
     assert stateless.is_lossy
     assert (stateless.unbiased, stateless.error_feedback, stateless.contraction) == (True, False, None)
     late = claims_of(late_hook, Late)
-    assert (late.start, late.unbiased, late.error_feedback, late.contraction) == (3, False, True, 0.0)
+    assert (late.start, late.unbiased, late.error_feedback, late.contraction) == (3, True, False, None)
     assert (late.precision, late.checkpoint) == (torch.float32, "any")
+    keeping = claims_of(compressors.hook, compressors.TopK)
+    assert (keeping.unbiased, keeping.error_feedback, keeping.contraction) == (False, True, 0.0)
+
+
+def test_every_hook_is_to_keep_zeros_unless_it_multiplies_factors():
+    claims = {name: claims_of(*hook).keeps_zeros for name, hook in OURS.items()}
+    batched = claims.pop("batched r=1")
+    assert batched is None
+    assert {name: kept for name, kept in claims.items() if kept != "elements"} == dict.fromkeys(
+        ("PowerSGD r=1", "r=4", "PowerSGD r=1, fp16"), "lines"
+    )
 
 
 def test_what_is_inferred_of_power_sgd():

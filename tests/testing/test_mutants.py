@@ -9,13 +9,20 @@ from pydoc import locate
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase
 
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing import NonFiniteFailure, Tolerance, Workload, check_hook, claims_of, properties
-from tests.testing import compressors, mutants
+from tests.testing import compressors, mutants, wrong_averages
 
 # Bugs are planted by replacing functions of the plain torch implementation.
-pytestmark = pytest.mark.usefixtures("plain_torch")
+pytestmark = pytest.mark.usefixtures("plain_torch", "not_shrunk")
+
+
+@pytest.fixture
+def not_shrunk(monkeypatch):
+    """Report the first counter-example that is found: most of the time goes into smaller ones."""
+    monkeypatch.setattr("gradcomp.testing.check.PHASES", (Phase.generate,))
 
 
 @dataclass(frozen=True)
@@ -183,6 +190,27 @@ PLANTED = [
     (QUANTISER, mutants.FromCallbacks, "completes"),
 ]
 
+# Bugs in averages that are found although nothing is claimed: the mutant, and the property that finds it.
+PLANTED_IN_AVERAGES = [
+    (wrong_averages.SquaresTransposed, "unbiased"),
+    (wrong_averages.RowOverwritten, "unbiased"),
+    (wrong_averages.KernelsFlipped, "averages"),
+    (wrong_averages.FarElementsLeftOut, "averages"),
+    (wrong_averages.TopKOfSquaresTransposed, "contraction"),
+    (wrong_averages.LastBucketSummed, "averages"),
+    (wrong_averages.ViewsOfTheFirstStep, "averages"),
+    (wrong_averages.EveryTenthStepMissing, "averages"),
+    (wrong_averages.EveryTwentyFifthStepWithoutRank1, "averages"),
+    (wrong_averages.StaleAverages, "averages"),
+    (wrong_averages.ErrorForgottenLate, "held_back_comes_out"),
+    (wrong_averages.OnePercentTooLarge, "averages"),
+    (wrong_averages.NotRescaled, "unbiased"),
+    (wrong_averages.RescaledTooLittle, "unbiased"),
+    (wrong_averages.RescaledIn20Steps, "unbiased"),
+    (wrong_averages.NoLevelAtZero, "zero_stays_zero"),
+    (wrong_averages.Dithered, "zero_stays_zero"),
+]
+
 
 def check(sound, only, **options):
     """Check a hook as a user would who doesn't know of the bug: claims are inferred from the sound hook."""
@@ -209,6 +237,22 @@ def test_a_planted_bug_is_found(sound, bug, by, monkeypatch):
     assert failure.property == by
     # It is found by its outputs, not by an exception.
     assert "Traceback" not in failure.message
+
+
+@pytest.mark.parametrize(("bug", "by"), PLANTED_IN_AVERAGES, ids=[b.__name__ for b, _ in PLANTED_IN_AVERAGES])
+def test_a_wrong_average_is_found_though_nothing_is_claimed(bug, by):
+    """Claims are inferred from the hook with the bug, which must not excuse it."""
+    (failure,) = check_hook(compressors.hook, bug, only=[by]).failures
+    assert failure.property == by
+    assert "Traceback" not in failure.message
+
+
+@pytest.mark.parametrize("sound", [compressors.Average, compressors.UnbiasedRandomK, compressors.OwnRandomK])
+def test_right_averages_pass_though_nothing_is_claimed(sound):
+    report = check_hook(compressors.hook, sound, max_examples=3)
+    report.raise_if_failed()
+    assert report.verdicts["zero_stays_zero"].outcome == "holds"
+    assert (report.verdicts["unbiased"].outcome == "holds") == issubclass(sound, compressors.UnbiasedRandomK)
 
 
 def test_a_direction_that_is_not_normal_is_found(monkeypatch):

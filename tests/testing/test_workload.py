@@ -100,6 +100,29 @@ def test_sparse_rows_are_the_same_on_every_rank():
     assert torch.equal(empty[0], empty[1])
 
 
+def test_masked_elements_are_zero_in_every_step():
+    workload = Workload(((20, 30), (9,)), world_size=3, steps=4, noise=1.0, drift=1.0, masked=0.5)
+    zeros = [
+        [gradient == 0 for gradient in workload.gradients(step, rank)]
+        for step in range(4)
+        for rank in range(3)
+    ]
+    for matrix, vector in zeros:
+        assert torch.equal(matrix, zeros[0][0])
+        assert torch.equal(vector, zeros[0][1])
+        assert vector.sum() == 5
+        assert (int(matrix.all(1).sum()), int(matrix.all(0).sum())) == (5, 7)
+        assert 0.5 < matrix.float().mean() < 0.75
+    assert Workload(((1, 1),), masked=0.5).gradients(0, 0)[0] == 0
+
+
+def test_gradients_that_repeat():
+    workload = Workload(((6, 5),), steps=5, noise=1.0, drift=1.0, period=2)
+    first, second, *others = (workload.gradients(step, 1)[0] for step in range(5))
+    assert not torch.equal(first, second)
+    assert all(map(torch.equal, others, (first, second, first)))
+
+
 def test_modifiers():
     workload = Workload(((6, 5), (5,)), world_size=3, steps=2, noise=1.0)
     swapped = replace(workload, order=(2, 0, 1), log2_factor=-3, zero_steps=1, poison=(1, 0, 1, math.nan))

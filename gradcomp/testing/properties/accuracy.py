@@ -1,17 +1,17 @@
-"""Properties of a hook's outputs: their distance from the mean gradient, in one step and in expectation."""
+"""Properties of a hook's outputs in every step: their distance from the mean gradient, and from zero."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 from gradcomp.testing.claims import Claims, Tolerance
+from gradcomp.testing.properties.factor import Factor
 from gradcomp.testing.properties.failure import (
     PropertyFailure,
     place,
@@ -34,10 +34,6 @@ ROUNDINGS_OF_FACTORS = {
 # The rounding errors of a step, in unit roundoffs: M = gradient + error, the output, error = M − output, and
 # the wire.
 ROUNDINGS_OF_A_STEP = 8
-# The number of compressed steps that `unbiased` runs.
-NUM_DRAWS = 512
-# The probability that `unbiased` fails a hook that is unbiased.
-FALSE_ALARM = 1e-6
 
 
 def allowed_error(workload: Workload, step: int, index: int, tolerance: Tolerance) -> Tensor:
@@ -78,11 +74,14 @@ def averages(subject: Subject, workload: Workload) -> float | None:
     Algorithms, 2002, section 4.2); the magnitude is the largest |gradient| of the ranks (see Tolerance). A
     lossy hook is held to it in its plain steps, and for tensors of its exact shapes.
 
+    Roundings cancel in a large number of elements; a wrong factor, as of averages that are all 1 % too large,
+    does not. So all averages together are checked, too (see `Factor`).
+
     Returns the largest error over its tolerance; None if no average of the workload is claimed.
     """
     claims = subject.claims
     run = subject.run(workload)
-    worst = None
+    worst, factor = None, Factor()
     for step, rank, index, output in each_output(workload, run):
         tolerance = claims.tolerance
         is_exact = claims.exact_shapes is not None and claims.exact_shapes(workload.shapes[index])
@@ -92,14 +91,56 @@ def averages(subject: Subject, workload: Workload) -> float | None:
             continue
         if tolerance.of == "element":
             tolerance = max(tolerance, claims.exact(workload.dtype), key=lambda each: each.relative)
+        if worst is None:
+            require_finite("averages", workload, run)
         where = place(workload, step, rank, index)
         allowed = allowed_error(workload, step, index, tolerance)
-        require_finite("averages", workload, run)
         mean = workload.mean(step)[index]
         with subject.naming_multiples(workload, mean, output):
             ratio = require_close("averages", where, mean, output, allowed, "the float64 mean")
         worst = max(worst or 0.0, ratio)
+        if rank == 0:
+            factor.add(mean, output, allowed, tolerance)
+    factor.require_one("averages")
     return worst
+
+
+@property_of
+def zero_stays_zero(subject: Subject, workload: Workload) -> None:
+    """An element that has been 0 on every rank in every step so far is exactly 0 in the average.
+
+    Otherwise pruned weights, whose gradients are masked, come back. If claims.keeps_zeros is "lines", the
+    property is checked in rows and columns that have been 0 altogether, and in every element of plain steps
+    and of tensors of exact shapes.
+    """
+    claims = subject.claims
+    if claims.keeps_zeros is None:
+        return
+    run = subject.run(workload)
+    require_finite("zero_stays_zero", workload, run)
+    zero = [torch.ones(shape, dtype=torch.bool) for shape in workload.shapes]
+    for step in range(workload.num_steps):
+        zero = [z & (t == 0).all(0) for z, t in zip(zero, workload.stacked(step), strict=True)]
+        for index, shape in enumerate(workload.shapes):
+            is_exact = step < claims.start or (claims.exact_shapes is not None and claims.exact_shapes(shape))
+            kept = zero[index] if claims.keeps_zeros == "elements" or is_exact else _lines(zero[index])
+            for rank, outputs in enumerate(run.outputs[step]):
+                changed = kept & (outputs[index] != 0)
+                if changed.any():
+                    raise PropertyFailure(
+                        f"zero_stays_zero: {place(workload, step, rank, index)}, element "
+                        f"{int(changed.flatten().nonzero()[0])}: expected 0, as its gradient has been 0 "
+                        f"on every rank in every step so far; got {outputs[index][changed][0].item():.6g}; "
+                        f"{int(changed.sum())} of {int(kept.sum())} such elements are not 0"
+                    )
+
+
+def _lines(zero: Tensor) -> Tensor:
+    """Return the elements of rows and of columns that are zero altogether; none of a vector's."""
+    if zero.ndim < 2:
+        return torch.zeros_like(zero)
+    matrix = zero.flatten(1)
+    return (matrix.all(1, keepdim=True) | matrix.all(0)).view(zero.shape)
 
 
 @property_of
@@ -226,52 +267,5 @@ class BucketSteps:
         return cls(means, outputs, held, rounding)
 
 
-def joined(tensors: list[Tensor], indices: tuple[int, ...]) -> Tensor:
+def joined(tensors: list[Tensor], indices: Iterable[int]) -> Tensor:
     return torch.cat([tensors[index].double().flatten() for index in indices])
-
-
-@property_of
-def unbiased(subject: Subject, workload: Workload) -> float | None:
-    """The expectation of the output is the mean.
-
-    The gradients are the same in 512 steps, which are as many independent draws of a hook that draws anew in
-    every step. The first half yields the direction d of the outputs' deviation. For the second half, t =
-    mean(⟨output − mean, d⟩) / (their standard deviation / √n) is compared with Student's distribution of n −
-    1 degrees of freedom, one-sided: an unbiased hook fails with a probability of about 1e-6, as the mean of n
-    such sums is almost normal (the quantile is approximated by Abramowitz and Stegun 26.7.5). A bias within
-    rounding is allowed. The property doesn't apply to hooks with error feedback, whose steps depend on each
-    other.
-
-    Returns t; None unless claims.unbiased.
-    """
-    claims = subject.claims
-    if not claims.unbiased:
-        return None
-    workload = replace(workload, drift=0.0, steps=claims.start + NUM_DRAWS)
-    run = subject.run(workload)
-    require_finite("unbiased", workload, run)
-    indices = tuple(range(len(workload.shapes)))
-    mean = joined(workload.mean(0), indices)
-    # Tensors may differ by orders of magnitude: each is divided by its own rms.
-    unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in workload.mean(0)])
-    draws = torch.stack([(joined(step[0], indices) - mean) / unit for step in run.outputs[claims.start :]])
-    first, second = draws[: NUM_DRAWS // 2], draws[NUM_DRAWS // 2 :]
-    direction = first.mean(0)
-    sums = second @ (direction / direction.norm().clamp(min=1e-300))
-    bias, n = float(sums.mean()), len(sums)
-    rounding = 2 * workload.world_size * claims.unit_roundoff(workload.dtype)
-    allowed = rounding * float((mean / unit).norm()) + rounding * float(draws.abs().max())
-    if abs(bias) <= allowed:
-        return 0.0
-    t = bias / max(float(sums.std()) / math.sqrt(n), 1e-300)
-    z = NormalDist().inv_cdf(1 - FALSE_ALARM)
-    limit = z + (z**3 + z) / (4 * (n - 1))
-    if t > limit:
-        average = mean + draws.mean(0) * unit
-        i = int(draws.mean(0).abs().argmax())
-        raise PropertyFailure(
-            f"unbiased: over {NUM_DRAWS} steps with the same gradients, element {i} of all: expected "
-            f"{mean[i]:.6g} (the float64 mean) on average, got {average[i]:.6g}; all elements: t = {t:.3g}, "
-            f"allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
-        )
-    return t

@@ -102,6 +102,12 @@ def from_rank_0(state, bucket):
     return done(bucket.buffer())
 
 
+def row_0_everywhere(average, bucket):
+    for gradient in bucket.gradients():
+        gradient.copy_(gradient[:1].clone().expand_as(gradient))
+    return average
+
+
 def last_row_missing(average, bucket):
     average[-5:] = 0
     return average
@@ -183,7 +189,35 @@ FAILURES = [
         replace(LOSSY, exact_rank=2),
         r"of rank ≤ 2, of norm",
     ),
-    ("unbiased", local(torch.trunc), None, replace(LOSSY, unbiased=True), r"over 512 steps .* allowed 4.8"),
+    (
+        "unbiased",
+        local(torch.trunc),
+        None,
+        replace(LOSSY, unbiased=True),
+        r"over 512 steps with two gradients in turn, the (first|second) one, tensor \d .* allowed 4.9",
+    ),
+    (
+        "averages",
+        after(lambda m, b: m * 1.01),
+        None,
+        replace(AVERAGES, tolerance=Tolerance.rounding(torch.bfloat16), precision=torch.bfloat16),
+        r"every element is within its tolerance, but all \d+ averages together are 1.01 × the mean",
+    ),
+    (
+        "zero_stays_zero",
+        after(lambda m, b: m + 1e-6),
+        None,
+        replace(AVERAGES, keeps_zeros="elements"),
+        r"step 0, rank 0, tensor 0 \[40, 50\] .* expected 0, as its gradient has been 0 on every rank .* "
+        r"got 1e-06; \d+ of \d+ such elements",
+    ),
+    (
+        "zero_stays_zero",
+        after(row_0_everywhere),
+        None,
+        replace(LOSSY, keeps_zeros="lines"),
+        r"tensor 0 \[40, 50\] .* such elements are not 0",
+    ),
     (
         "error_feedback_identity",
         call,
@@ -227,6 +261,8 @@ FAILURES = [
 @pytest.mark.parametrize(("name", "hook", "make_state", "claims", "message"), FAILURES)
 def test_a_failure_says_where_and_what(name, hook, make_state, claims, message):
     workload = replace(WORKLOAD, zero_steps=8) if name == "held_back_comes_out" else WORKLOAD
+    if name == "zero_stays_zero" or message.startswith("every element"):
+        workload = Workload(((40, 50),), steps=2, noise=0.1, drift=1.0, masked=0.5)
     if message.startswith("got nan"):
         workload = replace(WORKLOAD, spectra=("flat", "zero"), buckets=((1,), (0, 2)))
     with pytest.raises(PropertyFailure, match=f"(?s){name}: .*{message}"):

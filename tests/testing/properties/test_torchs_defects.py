@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def test_torchs_defects_are_found_and_ours_has_none_of_them(name, hook, workload
         getattr(properties, name)(getattr(torch_powerSGD, hook), theirs, workload, claims=claims)
     claims = claims_of(getattr(powerSGD, hook), ours)
     getattr(properties, name)(getattr(powerSGD, hook), ours, workload, claims=claims)
+
+
+def test_torchs_powersgd_fills_zero_rows_and_ours_does_not():
+    workload = Workload(((13, 24),), steps=3, masked=0.5)
+    with pytest.raises(
+        PropertyFailure, match=r"(?s)zero_stays_zero: step 2, .* expected 0, .* such elements"
+    ):
+        properties.zero_stays_zero(torch_powerSGD.powerSGD_hook, partial(theirs, rank=4), workload)
+    properties.zero_stays_zero(powerSGD.powerSGD_hook, partial(ours, rank=4), workload)
 
 
 def test_torchs_fp16_hook_overflows_before_it_divides():
