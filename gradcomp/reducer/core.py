@@ -38,6 +38,7 @@ from .step import Step
 from .usage import FindUnused, StaticGraph, Usage
 
 MIB = 1 << 20
+SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"  # as torch's DDP calls it in a profiler
 
 
 class Reducer:
@@ -167,7 +168,8 @@ class Reducer:
         self.communicator.divisor = self.process_group.size() if divisor is None else divisor
         self._is_prepared = True
         if self._usage.needs_outputs:
-            self._out_of_reach = self._hooks.out_of_reach(outputs)
+            with torch.autograd.profiler.record_function(SEARCH):
+                self._out_of_reach = self._hooks.out_of_reach(outputs)
         can_tell = call_when_backward_starts(outputs, self, Reducer._on_prepared_backward, self._out_of_reach)
         # Where backwards from these outputs can't be told from others, all are taken for theirs until the
         # next call.
