@@ -19,7 +19,7 @@ class AccumulateGradHooks:
     """Hooks on the parameters' AccumulateGrad nodes.
 
     on_ready(owner, index) is called when a parameter's gradient is in its .grad, or is known to be undefined.
-    The owner is held weakly; the nodes are held, which keeps them alive.
+    The owner is held weakly; the nodes are held, which keeps them alive: nodes, one per parameter.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class AccumulateGradHooks:
         on_ready: Callable[[Owner, int], None],
     ):
         self._params, self._names = params, names
-        self._nodes = _accumulators(params)
+        self.nodes = _accumulators(params)
         living = weakref.ref(owner)
         self._handles = [
-            node.register_hook(_hook(living, on_ready, index)) for index, node in enumerate(self._nodes)
+            node.register_hook(_hook(living, on_ready, index)) for index, node in enumerate(self.nodes)
         ]
 
     def out_of_reach(self, outputs: Any) -> set[int]:
         """Return the indices of the parameters that a backward from these outputs won't reach."""
-        indices = {node: index for index, node in enumerate(self._nodes)}
-        return set(range(len(self._nodes))) - reached(outputs, indices)
+        indices = {node: index for index, node in enumerate(self.nodes)}
+        return set(range(len(self.nodes))) - reached(outputs, indices)
 
     def require_attached(self, indices: Iterable[int]) -> None:
         """Raise RuntimeError if autograd accumulates the gradient of one of these parameters past its hook.
@@ -52,7 +52,7 @@ class AccumulateGradHooks:
         lost = [
             self._names[index]
             for index, node in zip(indices, nodes, strict=True)
-            if node is not self._nodes[index]
+            if node is not self.nodes[index]
         ]
         if lost:
             raise RuntimeError(errors.converted(lost))

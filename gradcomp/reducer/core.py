@@ -34,7 +34,9 @@ from .autograd_hooks import (
 )
 from .communicator import BucketCommunicator
 from .parameters import named_parameters
+from .sharing import Sharing
 from .step import Step
+from .steps_in_backward import StepsInBackward
 from .usage import FindUnused, StaticGraph, Usage
 
 MIB = 1 << 20
@@ -90,6 +92,7 @@ class Reducer:
         self._only_prepared, self._at_end = only_prepared, at_end
         sparse = {id(param) for param in sparse_params}
         self._sparse = {index for index, param in enumerate(self._params) if id(param) in sparse}
+        self._sharing = Sharing(self._params, self._names, self.process_group)
         options = {
             "bucket_cap_mb": float(bucket_cap_mb),
             "first_bucket_cap_mb": float(first_bucket_cap_mb),
@@ -99,6 +102,7 @@ class Reducer:
             "skip_all_reduce_unused_params": bool(skip_all_reduce_unused_params),
             "sparse parameters": [self._names[index] for index in sorted(self._sparse)],
             "world size": self.process_group.size(),
+            "number of other live Reducers with some of the parameters": self._sharing.num_others,
         }
         device = self._params[0].device
         self._agreement = Agreement(options, self.process_group, device)
@@ -108,6 +112,7 @@ class Reducer:
         self.communicator = BucketCommunicator(
             self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view
         )
+        self.communicator.keep_apart(self._sharing.indices())
         self._build(range(len(self._params) - 1, -1, -1))
         regime = StaticGraph if static_graph else FindUnused if find_unused_parameters else Usage
         self._usage = regime(self._names, device, self.process_group, skip_all_reduce_unused_params)
@@ -119,6 +124,8 @@ class Reducer:
         self._step: Step | None = None
         self._tasks: set[int] = set()  # the graph tasks at whose end _finish is called
         self._hooks = AccumulateGradHooks(self._params, self._names, self, Reducer._on_gradient)
+        self._steps_in_backward = StepsInBackward(self._params, self._names, self._hooks.nodes)
+        self._sharing.open()
 
     def _build(self, order: Iterable[int]) -> None:
         self.communicator.build(index for index in order if index not in self._sparse)
@@ -134,6 +141,8 @@ class Reducer:
     def close(self) -> None:
         """Detach from the parameters: backward goes on without averaging."""
         self._hooks.remove()
+        self._steps_in_backward.remove()
+        self._sharing.close()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -170,7 +179,9 @@ class Reducer:
         if self._usage.needs_outputs:
             with torch.autograd.profiler.record_function(SEARCH):
                 self._out_of_reach = self._hooks.out_of_reach(outputs)
+        self._steps_in_backward.look()
         can_tell = call_when_backward_starts(outputs, self, Reducer._on_prepared_backward, self._out_of_reach)
+        self._steps_in_backward.expect_hooks()
         # Where backwards from these outputs can't be told from others, all are taken for theirs until the
         # next call.
         self._stays_prepared = self._is_opaque = not can_tell
@@ -217,6 +228,7 @@ class Reducer:
 
     def _begin(self) -> Step:
         """Begin a step, without the parameters that the running backward leaves out."""
+        self._steps_in_backward.look()
         unused = self._usage.unused_by_this_rank(self._out_of_reach)
         if not self._stays_prepared:
             self._out_of_reach = None
@@ -226,6 +238,10 @@ class Reducer:
     def _open(self, unused: Iterable[int]) -> Step:
         """Begin a step together with the other ranks."""
         self._agreement.require(*(self.communicator.hook or (None, None)))
+        if self._sharing.num_others:
+            self._sharing.require_same_ranks()
+            self.communicator.keep_apart(self._sharing.indices())
+        self._sharing.is_stepping = True
         self._step = Step(self.communicator, self._usage, self._sparse, unused)
         return self._step
 
@@ -236,6 +252,7 @@ class Reducer:
             step = self._step
             is_inner = is_within_another_backward()
             try:
+                self._steps_in_backward.require_none()
                 if step is not None and self._usage.is_learning:
                     self._learn(step, is_inner)
                 is_averaged = step is not None and step.is_over
@@ -295,5 +312,6 @@ class Reducer:
     def _forget_step(self) -> None:
         """Let the next step start afresh."""
         self._step, self._is_prepared = None, self._stays_prepared
+        self._sharing.is_stepping = False
         self._usage.forget_step()
         self._tasks.clear()
