@@ -17,6 +17,7 @@ from .checkpoint import (
 )
 from .compressor import Compressor
 from .process_group import joined_group
+from .rules import described
 from .state import CompressedAveraging
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -172,5 +173,5 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
         ddp_model.register_comm_hook(CompressorState(TopK, TopKOptions(density=0.01)), compress_hook)
     """
     if not isinstance(state, CompressorState):
-        raise TypeError(f"compress_hook takes a CompressorState as its state, got {state!r}")
+        raise TypeError(f"compress_hook takes a CompressorState as its state, got {described(state)}")
     return state.average("compress_hook", bucket, state._compressor, state.options)

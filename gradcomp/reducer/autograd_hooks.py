@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from torch._C import _current_graph_task_id
 
 from . import errors
 from .autograd_graph import reached, tensors_in
+from .not_compiled import not_compiled
 
 Owner = TypeVar("Owner")
 
@@ -83,6 +85,7 @@ def _hook(
     owner: weakref.ref[Owner], on_ready: Callable[[Owner, int], None], index: int
 ) -> Callable[..., None]:
     # The node must not keep the owner alive: Python's garbage collector can't see through it.
+    @not_compiled
     def hook(*_: Any) -> None:
         living = owner()
         if living is not None:
@@ -107,6 +110,7 @@ def call_when_backward_starts(
     nodes.discard(None)
     living = weakref.ref(owner)
 
+    @not_compiled
     def hook(*_: Any) -> None:
         owner = living()
         if owner is not None:
@@ -121,10 +125,13 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
     """Call function at the end of the running backward, once per graph task.
 
     tasks: the tasks that have the call already. A backward within another one (reentrant checkpointing) is a
-    task of its own.
+    task of its own. Raises RuntimeError in a compiled backward, which would not call the function.
     """
     task = _current_graph_task_id()
     if task not in tasks:
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "in_compiled_autograd_region", False):
+            raise RuntimeError(errors.COMPILED_AUTOGRAD)
         tasks.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(function)
 

@@ -33,6 +33,7 @@ from .autograd_hooks import (
     is_within_another_backward,
 )
 from .communicator import BucketCommunicator
+from .not_compiled import not_compiled
 from .parameters import named_parameters
 from .sharing import Sharing
 from .step import Step
@@ -163,6 +164,7 @@ class Reducer:
         self._forget_step()
         raise RuntimeError(self._usage.unfinished(missing))
 
+    @not_compiled
     def prepare_for_backward(self, outputs: Any, divisor: int | None = None) -> None:
         """Say what the next backward starts from; with find_unused_parameters, in every step.
 
@@ -218,8 +220,8 @@ class Reducer:
                 usage.check_unaveraged(index)
                 return
             try:
-                step = self._step or self._begin()
                 call_at_end_of_backward(self._finish, self._tasks)
+                step = self._step or self._begin()
                 if not usage.counts or usage.is_complete(index):
                     step.mark_ready(index)
             except BaseException:
@@ -246,6 +248,7 @@ class Reducer:
         return self._step
 
     @torch.no_grad()
+    @not_compiled
     def _finish(self) -> None:
         """End a backward: if the step is over, wait for the averages, and write them to the gradients."""
         with self._lock:

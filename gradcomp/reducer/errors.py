@@ -96,6 +96,13 @@ def other_group(hook: str, ranks: Sequence[int], expected: Sequence[int]) -> str
     )
 
 
+COMPILED_AUTOGRAD = (
+    "compiled autograd (torch._dynamo.config.compiled_autograd) runs this backward, and does not tell a "
+    "Reducer when it ends. Set torch._dynamo.config.compiled_autograd = False, or call backward() outside of "
+    "the function that torch.compile compiles: forwards are compiled all the same. For a compiled backward "
+    "use torch's DistributedDataParallel with torch._dynamo.config.optimize_ddp = 'python_reducer', where "
+    "allreduce_hook, fp16_compress_hook and bf16_compress_hook of gradcomp run"
+)
 STATIC_NOT_PREPARED = (
     "static_graph=True and a backward within another one (reentrant activation checkpointing), but "
     "prepare_for_backward(outputs) was not called: call it with the forward's outputs before the first "

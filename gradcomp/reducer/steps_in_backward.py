@@ -11,6 +11,7 @@ from torch._C import _current_graph_task_id
 from torch.utils.hooks import RemovableHandle
 
 from . import errors
+from .not_compiled import not_compiled
 
 
 class StepsInBackward:
@@ -75,6 +76,7 @@ class StepsInBackward:
 
 def _recorder(watcher: weakref.ref[StepsInBackward], index: int) -> Callable[[Sequence[Any]], None]:
     # The node must not keep the watcher alive, which holds the node.
+    @not_compiled
     def hook(gradients: Sequence[Any]) -> None:
         living = watcher()
         if living is not None and gradients[0] is not None:
