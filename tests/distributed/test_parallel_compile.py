@@ -127,7 +127,7 @@ def in_compiled_autograd(rank, kind, hook, state_of, optimize_ddp, options):
 
         generator = torch.Generator().manual_seed(rank)
         try:
-            for _ in range(3):
+            for _ in range(2):
                 model.zero_grad()
                 step(torch.randn(4, 32, generator=generator))
         except Exception as error:
@@ -159,7 +159,6 @@ def test_all_reduce_hooks_run_in_torchs_python_reducer():
         default_hooks.allreduce_hook: 1e-6,
         default_hooks.fp16_compress_hook: 2**-10,
         default_hooks.bf16_compress_hook: 2**-7,
-        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook): 2**-10,
     }
     cases = [("torch", hook, no_state, PYTHON_REDUCER, {}) for hook in hooks]
     first, second = run_ranks(run_cases, 2, in_compiled_autograd, cases)
