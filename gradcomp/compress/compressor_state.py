@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from .checkpoint import SETTINGS, as_dict, checked, has_errors, memories_of, to_state_dict
 from .compressor import Compressor
+from .rules import described
 from .state import CompressedAveraging
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -164,5 +165,5 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
         ddp_model.register_comm_hook(CompressorState(TopK, TopKOptions(density=0.01)), compress_hook)
     """
     if not isinstance(state, CompressorState):
-        raise TypeError(f"compress_hook takes a CompressorState as its state, got {state!r}")
+        raise TypeError(f"compress_hook takes a CompressorState as its state, got {described(state)}")
     return state.average("compress_hook", bucket, state._compressor, state.options)

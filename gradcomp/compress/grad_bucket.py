@@ -7,7 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .rules import described
+
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+
+_PYTHON_REDUCER = (
+    ". Likely cause: torch._dynamo.config.optimize_ddp is 'python_reducer', under which torch's DDP gives "
+    "hooks a gradient and its parameter. allreduce_hook, fp16_compress_hook and bf16_compress_hook average "
+    "these in a backward that compiled autograd compiles. For any other hook set "
+    "torch._dynamo.config.optimize_ddp = True before the model is wrapped, and "
+    "torch._dynamo.config.compiled_autograd = False"
+)
 
 
 def as_real(buffer: torch.Tensor) -> torch.Tensor:
@@ -73,5 +84,5 @@ def require_bucket(hook_name: str, bucket: Any) -> None:
     if not isinstance(bucket, dist.GradBucket | GradBucket):
         raise TypeError(
             f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got "
-            f"{bucket!r}"
+            f"{described(bucket)}{_PYTHON_REDUCER if isinstance(bucket, tuple) else ''}"
         )

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
+from .rules import described
+
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 
@@ -20,8 +22,8 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
     else:
         cause = "another argument came first"
     raise TypeError(
-        f"{whose} takes a process group or None as its {argument}, got {process_group!r}. Likely cause: "
-        f"{cause}"
+        f"{whose} takes a process group or None as its {argument}, got {described(process_group)}. "
+        f"Likely cause: {cause}"
     )
 
 

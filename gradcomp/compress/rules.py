@@ -22,6 +22,15 @@ def plain(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
+def described(value: Any) -> str:
+    """Return what an argument is, for a message: short, and without the values of tensors."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if value is None or isinstance(value, bool | int | float | str | type):
+        return repr(value)[:100]
+    return f"an object of type {type(value).__name__}"
+
+
 @dataclass(frozen=True)
 class Rule:
     """A requirement on a value, in words for an error message and as a test of a Python scalar.

@@ -13,6 +13,7 @@ from gradcomp import ops
 from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.hook import Hook, checked_future, require_dense_floats
 from gradcomp.compress.process_group import resolve_group
+from gradcomp.compress.python_reducer import average_traced, is_traced_gradient
 from gradcomp.compress.streams import around_all_reduce, around_hook, average_in_place
 from gradcomp.compress.wires import keep_wire, take_wire
 
@@ -40,6 +41,8 @@ def allreduce_hook(
 
         ddp_model.register_comm_hook(None, default_hooks.allreduce_hook)
     """
+    if is_traced_gradient(bucket):
+        return average_traced(bucket, resolve_group("allreduce_hook", process_group, "state"), None)  # type: ignore[no-any-return]
     require_bucket("allreduce_hook", bucket)
     group = resolve_group("allreduce_hook", process_group, "state")
     buffer = bucket.buffer()
@@ -94,6 +97,8 @@ def _compress_hook(
     name: str, dtype: torch.dtype, process_group: Any, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in this 16-bit dtype; name: the hook's name in messages."""
+    if is_traced_gradient(bucket):
+        return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)  # type: ignore[no-any-return]
     require_bucket(name, bucket)
     group = resolve_group(name, process_group, "state")
     buffer = bucket.buffer()

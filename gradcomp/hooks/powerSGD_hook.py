@@ -15,6 +15,7 @@ from gradcomp.compress.checkpoint import PROGRESS
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.powersgd import LowRankCompressor, start_compressor
+from gradcomp.compress.rules import described
 
 from . import powersgd_checkpoint, powersgd_from_torch
 from .powersgd_options import NOT_TORCHS, OPTIONS
@@ -87,7 +88,7 @@ def _low_rank_hook(
     require_bucket(name, bucket)
     if not isinstance(state, PowerSGDState):
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
-        raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {state!r}{hint}")
+        raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {described(state)}{hint}")
     make, later = (
         (start_compressor, LowRankCompressor) if state.is_quantised_start else (LowRankCompressor, None)
     )

@@ -15,7 +15,7 @@ from gradcomp.compress.hook import require_dense_floats
 from gradcomp.compress.process_group import resolve_group
 from gradcomp.compress.quantised import QuantisedCompressor, QuantisedOptions
 from gradcomp.compress.quantised_plans import BlockSize, average_in_8_bits
-from gradcomp.compress.rules import BLOCK_SIZE
+from gradcomp.compress.rules import BLOCK_SIZE, described
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -99,7 +99,7 @@ def quantization_hook(
     """
     require_bucket("quantization_hook", bucket)
     if not isinstance(state, QuantizationState):
-        raise TypeError(f"quantization_hook takes a QuantizationState as its state, got {state!r}")
+        raise TypeError(f"quantization_hook takes a QuantizationState as its state, got {described(state)}")
     return state.average("quantization_hook", bucket, QuantisedCompressor, state.options)
 
 

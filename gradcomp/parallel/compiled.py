@@ -6,17 +6,13 @@ of torch's DistributedDataParallel torch.compile therefore cuts graphs where a b
 the cap of a bucket alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._dynamo import eval_frame
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -24,23 +20,6 @@ class Wrapper:
     """What torch.compile asks of the wrapper whose forward is running."""
 
     bucket_bytes_cap: int
-
-
-def not_compiled(function: Function) -> Function:
-    """Make torch.compile leave this function alone, but not the functions that it calls.
-
-    This is torch.compiler.disable(recursive=False), which would take seconds to import what it needs. Where
-    torch has other private names for it, that import is made.
-    """
-    try:
-        action = eval_frame._FrameAction
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    except AttributeError:
-        disabled: Function = torch.compiler.disable(function, recursive=False)
-        return disabled
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.distributed.algorithms.join import Join
 
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
+from gradcomp.reducer.not_compiled import not_compiled
 
 from .arguments import check_hook, check_module, group_of, refuse, synchronises_buffers, warn_of_deprecated
-from .compiled import graphs_end_with_buckets, not_compiled
+from .compiled import graphs_end_with_buckets
 from .containers import through_sink, to_device
 from .end_of_backward import EndOfBackward
 from .join import UnevenInputs, highest_rank, will_average
@@ -169,7 +171,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
 
     # --- forward ---
 
-    @not_compiled
+    @partial(not_compiled, recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             self._before_forward()

@@ -97,9 +97,10 @@ def _name_of(function: Any) -> str:
     names."""
     if isinstance(function, partial):
         return f"partial of {_name_of(function.func)}"
-    if not hasattr(function, "__qualname__"):
+    name = getattr(function, "__qualname__", None)
+    if not isinstance(name, str):
         return f"an instance of {_name_of(type(function))}"
     # A spawned process has what its parent calls __main__ under another name.
     module = "__main__" if function.__module__ == "__mp_main__" else function.__module__
     # Around a hook without a name, that of a compress wrapper has the hook's repr, with addresses.
-    return f"{module}.{_UNNAMED.sub('...', function.__qualname__)}"
+    return f"{module}.{_UNNAMED.sub('...', name)}"

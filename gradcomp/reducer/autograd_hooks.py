@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from torch._C import _current_graph_task_id
 
 from . import errors
 from .autograd_graph import reached, tensors_in
+from .not_compiled import not_compiled
 
 Owner = TypeVar("Owner")
 
@@ -19,7 +21,7 @@ class AccumulateGradHooks:
     """Hooks on the parameters' AccumulateGrad nodes.
 
     on_ready(owner, index) is called when a parameter's gradient is in its .grad, or is known to be undefined.
-    The owner is held weakly; the nodes are held, which keeps them alive.
+    The owner is held weakly; the nodes are held, which keeps them alive: nodes, one per parameter.
     """
 
     def __init__(
@@ -30,16 +32,16 @@ class AccumulateGradHooks:
         on_ready: Callable[[Owner, int], None],
     ):
         self._params, self._names = params, names
-        self._nodes = _accumulators(params)
+        self.nodes = _accumulators(params)
         living = weakref.ref(owner)
         self._handles = [
-            node.register_hook(_hook(living, on_ready, index)) for index, node in enumerate(self._nodes)
+            node.register_hook(_hook(living, on_ready, index)) for index, node in enumerate(self.nodes)
         ]
 
     def out_of_reach(self, outputs: Any) -> set[int]:
         """Return the indices of the parameters that a backward from these outputs won't reach."""
-        indices = {node: index for index, node in enumerate(self._nodes)}
-        return set(range(len(self._nodes))) - reached(outputs, indices)
+        indices = {node: index for index, node in enumerate(self.nodes)}
+        return set(range(len(self.nodes))) - reached(outputs, indices)
 
     def require_attached(self, indices: Iterable[int]) -> None:
         """Raise RuntimeError if autograd accumulates the gradient of one of these parameters past its hook.
@@ -52,7 +54,7 @@ class AccumulateGradHooks:
         lost = [
             self._names[index]
             for index, node in zip(indices, nodes, strict=True)
-            if node is not self._nodes[index]
+            if node is not self.nodes[index]
         ]
         if lost:
             raise RuntimeError(errors.converted(lost))
@@ -83,6 +85,7 @@ def _hook(
     owner: weakref.ref[Owner], on_ready: Callable[[Owner, int], None], index: int
 ) -> Callable[..., None]:
     # The node must not keep the owner alive: Python's garbage collector can't see through it.
+    @not_compiled
     def hook(*_: Any) -> None:
         living = owner()
         if living is not None:
@@ -107,6 +110,7 @@ def call_when_backward_starts(
     nodes.discard(None)
     living = weakref.ref(owner)
 
+    @not_compiled
     def hook(*_: Any) -> None:
         owner = living()
         if owner is not None:
@@ -121,10 +125,13 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
     """Call function at the end of the running backward, once per graph task.
 
     tasks: the tasks that have the call already. A backward within another one (reentrant checkpointing) is a
-    task of its own.
+    task of its own. Raises RuntimeError in a compiled backward, which would not call the function.
     """
     task = _current_graph_task_id()
     if task not in tasks:
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "in_compiled_autograd_region", False):
+            raise RuntimeError(errors.COMPILED_AUTOGRAD)
         tasks.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(function)
 

@@ -67,8 +67,13 @@ class Bucket:
         self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]
         self._expected = expected_gradient(parameters[0])
+        self._apart: set[int] = set()  # positions of gradients that are no views all the same
         self._runs: dict[tuple[int, int], tuple[FlatLayout, torch.Tensor, list[torch.Tensor]]] = {}
         self.begin()
+
+    def keep_apart(self, indices: AbstractSet[int]) -> None:
+        """Leave the gradients of these parameters in memory of their own, whatever as_view says."""
+        self._apart = {position for position, index in enumerate(self.indices) if index in indices}
 
     def begin(self) -> None:
         """Begin a step: no parameter is ready."""
@@ -82,6 +87,8 @@ class Bucket:
         """
         gradients = [parameter.grad for parameter in self.parameters]
         self._check(gradients)
+        if self._apart:
+            gradients = self._moved_apart(gradients)
         absent = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
         outside = self._outside(range(len(gradients)), gradients)
         if absent:
@@ -96,7 +103,17 @@ class Bucket:
                 # At once: the memory of gradients that autograd has made anew is free before the next ones
                 # are made.
                 for position, view in zip(outside[run], views, strict=True):
-                    self.parameters[position].grad = view
+                    if position not in self._apart:
+                        self.parameters[position].grad = view
+
+    def _moved_apart(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Move the gradients that are in the buffer, and may not be views of it, to memory of their own."""
+        inside = self._apart.difference(self._outside(range(len(gradients)), gradients))
+        for position in inside:
+            gradient = gradients[position]
+            if gradient is not None:
+                self.parameters[position].grad = gradient.clone()
+        return [parameter.grad for parameter in self.parameters]
 
     def _scale_held(self, outside: set[int], gradients: Sequence[torch.Tensor | None], scale: float) -> None:
         """Scale the gradients that are in the buffer already, which are all but those outside and absent."""
@@ -125,9 +142,11 @@ class Bucket:
         positions = [position for position in range(len(self.parameters)) if position not in left_out]
         if self._as_view:
             for position in positions:
-                if self.parameters[position].grad is not self.views[position]:
+                if position not in self._apart and self.parameters[position].grad is not self.views[position]:
                     self.parameters[position].grad = self.views[position]
-            return
+            positions = [position for position in positions if position in self._apart]
+            if not positions:
+                return
         gradients = [self._own_gradient(position) for position in positions]
         own = dict(zip(positions, gradients, strict=True))
         outside = self._outside(positions, gradients)

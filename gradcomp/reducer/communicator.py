@@ -39,6 +39,14 @@ class BucketCommunicator:
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}
+        self._apart: set[int] = set()
+
+    def keep_apart(self, indices: set[int]) -> None:
+        """Leave these parameters' gradients in memory of their own, whatever as_view says."""
+        if indices != self._apart:
+            self._apart = indices
+            for bucket in self.buckets:
+                bucket.keep_apart(indices)
 
     @torch.no_grad()
     def build(self, order: Iterable[int]) -> None:
@@ -53,6 +61,8 @@ class BucketCommunicator:
             members = [self.params[index] for index in chosen]
             names = [self.names[index] for index in chosen]
             self.buckets.append(Bucket(chosen, members, names, self.as_view))
+        for bucket in self.buckets:
+            bucket.keep_apart(self._apart)
         self.bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
         if self.as_view:
             for bucket in self.buckets:

@@ -33,11 +33,15 @@ from .autograd_hooks import (
     is_within_another_backward,
 )
 from .communicator import BucketCommunicator
+from .not_compiled import not_compiled
 from .parameters import named_parameters
+from .sharing import Sharing
 from .step import Step
+from .steps_in_backward import StepsInBackward
 from .usage import FindUnused, StaticGraph, Usage
 
 MIB = 1 << 20
+SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"  # as torch's DDP calls it in a profiler
 
 
 class Reducer:
@@ -89,6 +93,7 @@ class Reducer:
         self._only_prepared, self._at_end = only_prepared, at_end
         sparse = {id(param) for param in sparse_params}
         self._sparse = {index for index, param in enumerate(self._params) if id(param) in sparse}
+        self._sharing = Sharing(self._params, self._names, self.process_group)
         options = {
             "bucket_cap_mb": float(bucket_cap_mb),
             "first_bucket_cap_mb": float(first_bucket_cap_mb),
@@ -98,6 +103,7 @@ class Reducer:
             "skip_all_reduce_unused_params": bool(skip_all_reduce_unused_params),
             "sparse parameters": [self._names[index] for index in sorted(self._sparse)],
             "world size": self.process_group.size(),
+            "number of other live Reducers with some of the parameters": self._sharing.num_others,
         }
         device = self._params[0].device
         self._agreement = Agreement(options, self.process_group, device)
@@ -107,6 +113,7 @@ class Reducer:
         self.communicator = BucketCommunicator(
             self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view
         )
+        self.communicator.keep_apart(self._sharing.indices())
         self._build(range(len(self._params) - 1, -1, -1))
         regime = StaticGraph if static_graph else FindUnused if find_unused_parameters else Usage
         self._usage = regime(self._names, device, self.process_group, skip_all_reduce_unused_params)
@@ -118,6 +125,8 @@ class Reducer:
         self._step: Step | None = None
         self._tasks: set[int] = set()  # the graph tasks at whose end _finish is called
         self._hooks = AccumulateGradHooks(self._params, self._names, self, Reducer._on_gradient)
+        self._steps_in_backward = StepsInBackward(self._params, self._names, self._hooks.nodes)
+        self._sharing.open()
 
     def _build(self, order: Iterable[int]) -> None:
         self.communicator.build(index for index in order if index not in self._sparse)
@@ -133,6 +142,8 @@ class Reducer:
     def close(self) -> None:
         """Detach from the parameters: backward goes on without averaging."""
         self._hooks.remove()
+        self._steps_in_backward.remove()
+        self._sharing.close()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -153,6 +164,7 @@ class Reducer:
         self._forget_step()
         raise RuntimeError(self._usage.unfinished(missing))
 
+    @not_compiled
     def prepare_for_backward(self, outputs: Any, divisor: int | None = None) -> None:
         """Say what the next backward starts from; with find_unused_parameters, in every step.
 
@@ -167,8 +179,11 @@ class Reducer:
         self.communicator.divisor = self.process_group.size() if divisor is None else divisor
         self._is_prepared = True
         if self._usage.needs_outputs:
-            self._out_of_reach = self._hooks.out_of_reach(outputs)
+            with torch.autograd.profiler.record_function(SEARCH):
+                self._out_of_reach = self._hooks.out_of_reach(outputs)
+        self._steps_in_backward.look()
         can_tell = call_when_backward_starts(outputs, self, Reducer._on_prepared_backward, self._out_of_reach)
+        self._steps_in_backward.expect_hooks()
         # Where backwards from these outputs can't be told from others, all are taken for theirs until the
         # next call.
         self._stays_prepared = self._is_opaque = not can_tell
@@ -205,8 +220,8 @@ class Reducer:
                 usage.check_unaveraged(index)
                 return
             try:
-                step = self._step or self._begin()
                 call_at_end_of_backward(self._finish, self._tasks)
+                step = self._step or self._begin()
                 if not usage.counts or usage.is_complete(index):
                     step.mark_ready(index)
             except BaseException:
@@ -215,6 +230,7 @@ class Reducer:
 
     def _begin(self) -> Step:
         """Begin a step, without the parameters that the running backward leaves out."""
+        self._steps_in_backward.look()
         unused = self._usage.unused_by_this_rank(self._out_of_reach)
         if not self._stays_prepared:
             self._out_of_reach = None
@@ -224,16 +240,22 @@ class Reducer:
     def _open(self, unused: Iterable[int]) -> Step:
         """Begin a step together with the other ranks."""
         self._agreement.require(*(self.communicator.hook or (None, None)))
+        if self._sharing.num_others:
+            self._sharing.require_same_ranks()
+            self.communicator.keep_apart(self._sharing.indices())
+        self._sharing.is_stepping = True
         self._step = Step(self.communicator, self._usage, self._sparse, unused)
         return self._step
 
     @torch.no_grad()
+    @not_compiled
     def _finish(self) -> None:
         """End a backward: if the step is over, wait for the averages, and write them to the gradients."""
         with self._lock:
             step = self._step
             is_inner = is_within_another_backward()
             try:
+                self._steps_in_backward.require_none()
                 if step is not None and self._usage.is_learning:
                     self._learn(step, is_inner)
                 is_averaged = step is not None and step.is_over
@@ -293,5 +315,6 @@ class Reducer:
     def _forget_step(self) -> None:
         """Let the next step start afresh."""
         self._step, self._is_prepared = None, self._stays_prepared
+        self._sharing.is_stepping = False
         self._usage.forget_step()
         self._tasks.clear()

@@ -65,6 +65,24 @@ def not_averaged_parameters(names: Sequence[str]) -> str:
     )
 
 
+def averaged_twice(name: str, theirs: Sequence[int], ours: Sequence[int]) -> str:
+    return (
+        f"parameter {name} is being averaged by two Reducers in one backward, over the ranks {list(theirs)} "
+        f"and {list(ours)}: its .grad can't be both means. Likely cause: an earlier Reducer or wrapper was "
+        "kept. Call close() on that Reducer (on a wrapper's reducer: ddp.reducer.close()), or delete it"
+    )
+
+
+def stepped_in_backward(names: Sequence[str]) -> str:
+    return (
+        f"{_some(names)} changed, or without a gradient, when backward ends, before the ranks' mean was "
+        "there. Likely cause: an optimizer that steps in register_post_accumulate_grad_hook or in torch's "
+        "_apply_optimizer_in_backward, with this rank's gradient. Step after backward(), when .grad is the "
+        "mean; gradcomp.DistributedDataParallel steps optimizers of _apply_optimizer_in_backward at the "
+        "right time, if they are attached before the forward"
+    )
+
+
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return f"parameters {shown} are"
@@ -78,6 +96,13 @@ def other_group(hook: str, ranks: Sequence[int], expected: Sequence[int]) -> str
     )
 
 
+COMPILED_AUTOGRAD = (
+    "compiled autograd (torch._dynamo.config.compiled_autograd) runs this backward, and does not tell a "
+    "Reducer when it ends. Set torch._dynamo.config.compiled_autograd = False, or call backward() outside of "
+    "the function that torch.compile compiles: forwards are compiled all the same. For a compiled backward "
+    "use torch's DistributedDataParallel with torch._dynamo.config.optimize_ddp = 'python_reducer', where "
+    "allreduce_hook, fp16_compress_hook and bf16_compress_hook of gradcomp run"
+)
 STATIC_NOT_PREPARED = (
     "static_graph=True and a backward within another one (reentrant activation checkpointing), but "
     "prepare_for_backward(outputs) was not called: call it with the forward's outputs before the first "

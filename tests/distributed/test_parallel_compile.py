@@ -6,13 +6,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
-from gradcomp.parallel import compiled
-from tests.distributed.beside_torch import assert_all_alike, gradients
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.reducer import not_compiled as module_of_not_compiled
+from tests.distributed.beside_torch import TorchDDP, assert_all_alike, gradients
 from tests.distributed.ranks import run_ranks
 from tests.distributed.reducer_models import run_cases
 
 BACKEND = "aot_eager"  # compiles graphs as the default does, without a C++ compiler
 NUM_LAYERS = 12
+PYTHON_REDUCER = "python_reducer"
 
 
 def chain():
@@ -93,7 +95,113 @@ def test_the_first_bucket_leaves_before_four_tenths_of_backward():
 
 
 def test_a_torch_with_other_private_names_is_asked_in_public(monkeypatch):
-    monkeypatch.setattr(compiled, "eval_frame", object())
-    function = compiled.not_compiled(lambda number: number + 1)
+    monkeypatch.setattr(module_of_not_compiled, "eval_frame", object())
+    function = module_of_not_compiled.not_compiled(lambda number: number + 1)
     assert function(1) == 2
     assert function._torchdynamo_disable
+
+
+def in_compiled_autograd(rank, kind, hook, state_of, optimize_ddp, options):
+    """Compile steps with their backwards; return the last gradients, or an error's type and message."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    forward = model
+    with torch._dynamo.config.patch(compiled_autograd=True, optimize_ddp=optimize_ddp):
+        if kind == "reducer":
+            averaging = gradcomp.Reducer(model.named_parameters(), **options)
+        else:
+            averaging = {"torch": TorchDDP, "gradcomp": gradcomp.DistributedDataParallel}[kind](
+                model, **options
+            )
+            forward = averaging
+        if hook is not None:
+            averaging.register_comm_hook(state_of(), hook)
+
+        @torch.compile(backend=BACKEND)
+        def step(inputs):
+            outputs = forward(inputs)
+            if kind == "reducer":
+                averaging.prepare_for_backward(outputs)
+            outputs.square().mean().backward()
+
+        generator = torch.Generator().manual_seed(rank)
+        try:
+            for _ in range(2):
+                model.zero_grad()
+                step(torch.randn(4, 32, generator=generator))
+        except Exception as error:
+            return type(error), str(error)
+    return gradients(model)
+
+
+def no_state():
+    return None
+
+
+def test_a_compiled_backward_is_refused_with_what_to_do():
+    cases = [
+        ("gradcomp", None, no_state, True, {}),
+        ("reducer", None, no_state, PYTHON_REDUCER, {}),
+    ]
+    for results in run_ranks(run_cases, 2, in_compiled_autograd, cases):
+        for case, (error, message) in zip(cases, results, strict=True):
+            assert error is RuntimeError, (case, message)
+            assert message.startswith("compiled autograd (torch._dynamo.config.compiled_autograd) runs"), case
+            assert "compiled_autograd = False" in message, case
+            assert "optimize_ddp = 'python_reducer'" in message, case
+
+
+def test_all_reduce_hooks_run_in_torchs_python_reducer():
+    """They give the mean of torch's DDP without a hook, rounded to the wire's dtype."""
+    hooks = {
+        None: 1e-6,
+        default_hooks.allreduce_hook: 1e-6,
+        default_hooks.fp16_compress_hook: 2**-10,
+        default_hooks.bf16_compress_hook: 2**-7,
+    }
+    cases = [("torch", hook, no_state, PYTHON_REDUCER, {}) for hook in hooks]
+    first, second = run_ranks(run_cases, 2, in_compiled_autograd, cases)
+    means = first[0]
+    for bound, ours, others in zip(hooks.values(), first, second, strict=True):
+        for mean, our, other in zip(means, ours, others, strict=True):
+            assert torch.equal(our, other)
+            assert (our - mean).abs().max() <= bound * mean.abs().max()
+    assert not torch.equal(first[2][0], means[0])  # it has been rounded
+
+
+def test_other_hooks_say_what_to_do_in_torchs_python_reducer():
+    """Their messages hold no values of a gradient."""
+    states = {
+        powerSGD_hook.powerSGD_hook: powersgd_state,
+        quantization_hooks.quantization_hook: quantization_state,
+        quantization_hooks.quantization_pertensor_hook: no_state,
+        debugging_hooks.noop_hook: no_state,
+    }
+    cases = [("torch", hook, state_of, PYTHON_REDUCER, {}) for hook, state_of in states.items()]
+    (results,) = run_ranks(run_cases, 1, in_compiled_autograd, cases)
+    for case, (error, message) in zip(cases, results, strict=True):
+        assert error is TypeError, (case, message)
+        assert "got an object of type tuple. Likely cause: torch._dynamo.config.optimize_ddp" in message, case
+        assert "optimize_ddp = True" in message, case
+        assert "tensor(" not in message, case
+
+
+def powersgd_state():
+    return powerSGD_hook.PowerSGDState(None)
+
+
+def quantization_state():
+    return quantization_hooks.QuantizationState()
+
+
+@pytest.mark.parametrize("bucket", [torch.ones(3, 4), (torch.ones(5), torch.ones(5)), {"a": torch.ones(7)}])
+def test_a_message_about_a_wrong_argument_has_no_values(bucket):
+    for hook in (default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
+        with pytest.raises(TypeError, match=r"got (a tensor of shape \(3, 4\)|an object of type)") as caught:
+            hook(None, bucket)
+        assert "1." not in str(caught.value)
+    with pytest.raises(TypeError, match=r"got (a tensor of shape \(3, 4\)|an object of type)"):
+        default_hooks.allreduce_hook(
+            bucket, gradcomp.reducer.GradBucket(0, torch.ones(2), [torch.ones(2)], True)
+        )

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import warnings
 
 import pytest
@@ -14,7 +15,7 @@ import gradcomp
 from gradcomp.hooks import default_hooks
 from tests.distributed.beside_torch import CLASSES, TorchDDP, batch_of, gradients
 from tests.distributed.ranks import run_ranks
-from tests.distributed.reducer_models import MLP, ConvNet, loss_of
+from tests.distributed.reducer_models import MLP, STATIC, UNUSED, ConvNet, loss_of
 
 # That of an older torch has no forward_sync_buffers.
 KNOWN = [*[TorchDDP] * hasattr(TorchDDP, "broadcast_buffers"), gradcomp.DistributedDataParallel]
@@ -122,6 +123,32 @@ def test_what_a_profiler_shows():
         assert broadcasts >= 1
         if name == "gradcomp":
             assert buckets == [reductions]
+
+
+def searches(rank):
+    """Count how often the search for unused parameters is recorded, by options, profiler and class."""
+    counts = {}
+    cases = {"plain": {}, "unused": UNUSED, "static": STATIC, "both": UNUSED | STATIC}
+    for (key, cls), (name, options) in itertools.product(CLASSES.items(), cases.items()):
+        ddp = cls(MLP(), **options)
+        for step in range(3):
+            loss_of(ddp(batch_of(ddp.module, rank, step))).backward()
+        for profiler in (torch.autograd.profiler.profile(), profile(activities=[ProfilerActivity.CPU])):
+            with profiler as seen:
+                loss_of(ddp(batch_of(ddp.module, rank, 3))).backward()
+            ranges = [each for each in seen.key_averages() if each.key.endswith("search_unused_parameters")]
+            counts.setdefault((name, type(profiler).__module__), {})[key] = [
+                (each.key, each.count) for each in ranges
+            ]
+    return counts
+
+
+def test_a_profiler_shows_the_search_for_unused_parameters_as_torchs():
+    (counts,) = run_ranks(searches, 1)
+    assert len(counts) == 8
+    for (name, profiler), of_class in counts.items():
+        assert of_class["gradcomp"] == of_class["torch"], (name, profiler)
+        assert len(of_class["torch"]) == (name == "unused")
 
 
 def near_misses(rank):

@@ -169,7 +169,7 @@ def test_wrong_states_and_buckets_are_refused():
     (messages,) = run_ranks(call_wrongly, 1)
     for name, own in (("powerSGD_hook", messages[:4]), ("batched_powerSGD_hook", messages[4:])):
         assert own[0] == f"{name} takes a gradcomp PowerSGDState as its state, got None"
-        assert own[1].startswith(f"{name} takes a gradcomp PowerSGDState as its state, got <")
+        assert own[1].startswith(f"{name} takes a gradcomp PowerSGDState as its state, got an object of ")
         assert own[2] == f"{name} compresses floating-point buckets, got torch.int64"
         assert own[3].endswith(": from_torch converts torch's")
 
