@@ -8,7 +8,7 @@ import pytest
 from tests.docs.code_blocks import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
-PACKAGES = ["compress", "fsdp", "hooks", "parallel", "reducer"]
+PACKAGES = ["compress", "frameworks", "fsdp", "hooks", "parallel", "reducer"]
 # In a quotation, and in what is read from the source, this stands for what is different each time.
 VARIABLE = "…"
 # Its functions return messages for raise statements of other modules.
