@@ -33,13 +33,13 @@ def train(folder, resume):
     losses = []
     for _ in range(2):
         for (x,) in data:
+            comm_hook.follow(accelerator.scaler)  # with mixed_precision="fp16"
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1))
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                comm_hook.follow(accelerator.scaler)  # with mixed_precision="fp16"
                 optimizer.zero_grad()
             losses.append(loss.item())
     accelerator.save_state(folder)

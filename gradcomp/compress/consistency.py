@@ -6,13 +6,14 @@ that are exchanged in a second one, and only where the digests differ.
 
 import hashlib
 import json
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.utils.weak import WeakIdKeyDictionary
+
+from .meeting import common_store, missing_ranks
+from .operation import ExplainedError, Operation
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -43,19 +44,21 @@ def require_same_on_all_ranks(
         return ""
     mine = json.dumps([dict(values), dict(notes or {})], default=repr).encode()
     header = hashlib.sha256(mine).digest() + len(mine).to_bytes(_LENGTH_BYTES, "little")
-    messages = _all_gather(header + mine[:_INLINE_BYTES], MESSAGE_BYTES, group, device)
+    with Operation.of(f"compare {whose}", group):
+        messages = _all_gather(header + mine[:_INLINE_BYTES], MESSAGE_BYTES, group, device)
     if all(message[:_DIGEST_BYTES] == messages[0][:_DIGEST_BYTES] for message in messages):
         return ""
     end = _DIGEST_BYTES + _LENGTH_BYTES
     lengths = [int.from_bytes(message[_DIGEST_BYTES:end], "little") for message in messages]
     texts = [message[end:] for message in messages]
     if max(lengths) > _INLINE_BYTES:
-        texts = _all_gather(mine, max(lengths), group, device)
+        with Operation.of(f"compare {whose}", group):
+            texts = _all_gather(mine, max(lengths), group, device)
     by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
     values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
     ranks = _global_ranks(group)
     if differences := _differences(values_of_ranks, ranks):
-        raise RuntimeError(f"{whose} differs between the ranks: {differences}. {advice}")
+        raise ExplainedError(f"{whose} differs between the ranks: {differences}. {advice}")
     return _differences(notes_of_ranks, ranks)
 
 
@@ -67,42 +70,28 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
         return list(range(group.size()))
 
 
-_meetings: MutableMapping[dist.ProcessGroup, int] = WeakIdKeyDictionary()
-
-
 def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError unless all ranks call this with this group within the store's time-out.
+    """Raise RuntimeError unless all ranks call this with this group within the group's time-out.
 
     Before the group's first collective, which would meet another collective, or none, where a rank has
     another group. A rank whose own group lacks the others can't be told: it goes on alone, and fails with
     them. The ranks meet in the store of the default group; without one that other processes reach, nothing is
     compared.
     """
-    try:
-        store, ranks = distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
-    except (KeyError, RuntimeError, ValueError):
+    if (found := common_store(group)) is None:
         return
-    if isinstance(store, dist.HashStore):  # within this process
-        return
+    store, ranks = found
     store.set(f"gradcomp/group of {dist.get_rank()}", json.dumps(ranks))
-    if len(ranks) == 1:
-        return
-    _meetings[group] = meeting = _meetings.get(group, 0) + 1
-    key = f"gradcomp/{hashlib.sha256(json.dumps(ranks).encode()).hexdigest()}/{meeting}"
-    store.set(f"{key}/{dist.get_rank()}", "")
-    if store.add(key, 1) == len(ranks):
-        store.set(f"{key}/all", "")
-    try:
-        store.wait([f"{key}/all"])
-    except RuntimeError as error:
-        missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-        found = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]
-        raise RuntimeError(
+    with Operation.of(f"compare {whose}", group):
+        missing = missing_ranks("group", f"the first step of {whose}", store, ranks, group)
+    if missing:
+        others = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]
+        raise ExplainedError(
             f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do "
-            f"so within the time-out: {'; '.join(found)}. Likely cause: the states have different process "
+            f"so within the time-out: {'; '.join(others)}. Likely cause: the states have different process "
             "groups; only some ranks have changed an option or loaded a checkpoint since the last step, or "
             "have this hook; or a rank has ended"
-        ) from error
+        )
 
 
 def _ranks_of(store: dist.Store, rank: int) -> str:

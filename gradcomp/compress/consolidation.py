@@ -9,9 +9,18 @@ import torch
 import torch.distributed as dist
 
 from .consistency import require_same_on_all_ranks
+from .meeting import require_all_ranks
+from .operation import Operation
 from .process_group import device_for, resolve_group
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+
+SAVE_ON_ALL_RANKS = (
+    "Saving averages the errors of all ranks. Likely cause: a save on some ranks only, under `if "
+    "is_main_process` say. Call accelerator.save_state, CommHook.state_dict or consolidated_state_dict on "
+    "every rank, and only write the file on one"
+)
 
 
 def average_errors(
@@ -65,6 +74,8 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
         state.load_state_dict(torch.load(path))
     """
     group = _group(consolidated_state_dict, state)
+    operation = Operation.of(f"save the state of {state.algorithm}", group)
+    require_all_ranks("consolidated_state_dict", operation.what, group, SAVE_ON_ALL_RANKS)
     mine = state.state_dict()
     merged: dict[str, Any] = _on_cpu(mine)
     device = device_for(group, _errors(mine))
@@ -72,7 +83,8 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
     require_same_on_all_ranks(f"{state.algorithm}'s state", _outline(merged), group, device, advice)
     for memory in _with_errors(merged):
         total = memory["error"].to(device, torch.float64, copy=True)
-        dist.all_reduce(total, group=group)
+        with operation:
+            dist.all_reduce(total, group=group)
         memory["error"] = (total / group.size()).to("cpu", memory["error"].dtype)
     return merged | {"errors_of": {"rank": None, "world_size": group.size()}}
 
@@ -110,6 +122,7 @@ def load_from_dcp(
     import torch.distributed.checkpoint as dcp  # takes half a second
 
     group = _group(load_from_dcp, state)
+    require_all_ranks("load_from_dcp", f"load the state of {state.algorithm}", group, "Call it on every rank")
     reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
     names = list(reader.read_metadata().state_dict_metadata)
     pattern = re.compile(re.escape(key) + r"\.rank \d+ of (\d+)")

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from .operation import ExplainedError
+
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 # Any: hooks that are written for torch say that they take torch.distributed.GradBucket.
@@ -26,8 +28,8 @@ def require_dense_floats(hook_name: str, buffer: torch.Tensor) -> None:
 def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:
     """Return the result of a hook. Raises RuntimeError if it isn't a Future."""
     if not isinstance(future, torch._C.Future):  # a collective's future is one, too
-        raise RuntimeError(
-            f"the communication hook {_name_of(hook)} returned {type(future).__name__}, but has to return a "
+        raise ExplainedError(
+            f"the communication hook {name_of(hook)} returned {type(future).__name__}, but has to return a "
             "torch.futures.Future that holds the averaged bucket"
         )
     return future  # type: ignore[return-value]
@@ -43,12 +45,13 @@ def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
         (result,) = result
     if not isinstance(result, torch.Tensor) or result.numel() != buffer.numel():
         found = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
-        raise RuntimeError(
-            f"the future of the communication hook {_name_of(hook)} holds {found}, but a bucket of "
+        raise ExplainedError(
+            f"the future of the communication hook {name_of(hook)} holds {found}, but a bucket of "
             f"{buffer.numel()} elements has to come back"
         )
     return result.view(-1)
 
 
-def _name_of(hook: Any) -> str:
+def name_of(hook: Any) -> str:
+    """Return a hook's name in messages."""
     return str(getattr(hook, "__qualname__", hook))

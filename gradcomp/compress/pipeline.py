@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from .operation import Operation
+
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 # Yields the collectives that are under way, or None for one that needs no waiting; returns the bucket.
@@ -30,14 +32,29 @@ T = TypeVar("T")
 
 def run_through(stages: Generator[dist.Work | None, None, T]) -> T:
     """Run all stages, waiting for each collective, and return the result."""
+    work: dist.Work | None = None
     while True:
         try:
-            work = next(stages)
+            work = _next(stages, work)
         except StopIteration as end:
             result: T = end.value
             return result
+
+
+def explained(stages: Stages, operation: Operation) -> Stages:
+    """Run stages; an error of a collective of theirs, issued here or waited for elsewhere, is explained."""
+    with operation:
+        return (yield from stages)
+
+
+def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) -> dist.Work | None:
+    """Wait for a collective and run the next stage. The stages get the error where the collective fails."""
+    try:
         if work is not None:
             work.wait()
+    except RuntimeError as error:
+        return stages.throw(error)
+    return next(stages)
 
 
 class PipelinedFuture(torch.futures.Future[torch.Tensor]):
@@ -70,6 +87,7 @@ class Pipeline:
 
     def __init__(self) -> None:
         self._running: list[tuple[Stages, dist.Work | None, PipelinedFuture]] = []
+        self._unfinished: set[PipelinedFuture] = set()
 
     def add(self, stages: Stages, *, is_first: bool, is_last: bool) -> PipelinedFuture:
         """Begin a bucket's stages, and take every bucket before it one stage further, the newest first.
@@ -80,6 +98,7 @@ class Pipeline:
             self.finish()  # what an error in backward has left; every rank has the same
         earlier, self._running = self._running, []
         future = PipelinedFuture(self.finish)
+        self._unfinished.add(future)
         begun = self._step(stages, None, future)
         self._running = [each for each in (begun, *(self._step(*each) for each in earlier)) if each]
         if is_last:
@@ -98,11 +117,19 @@ class Pipeline:
     def _step(
         self, stages: Stages, work: dist.Work | None, future: PipelinedFuture
     ) -> tuple[Stages, dist.Work | None, PipelinedFuture] | None:
-        """Wait for a bucket's collective and run its next stage; None if it was the last."""
-        if work is not None:
-            work.wait()
+        """Wait for a bucket's collective and run its next stage; None if it was the last.
+
+        After an error in it no bucket under way is averaged, and whoever waits for one gets the error.
+        """
         try:
-            return stages, next(stages), future
+            return stages, _next(stages, work), future
         except StopIteration as end:
             future.set_result(end.value)
-            return None
+        except Exception as error:
+            for each in {future, *self._unfinished}:
+                if not each.done():
+                    each.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
+            self._unfinished.clear()
+            raise
+        self._unfinished.discard(future)
+        return None

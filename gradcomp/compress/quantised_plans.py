@@ -10,7 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
 
-from .pipeline import Stages, run_through
+from .operation import Operation
+from .pipeline import Stages, explained, run_through
 from .quantised import quantised_all_reduce
 from .streams import Future, completed, in_order
 
@@ -61,7 +62,8 @@ def average_in_8_bits(
         return buffer
 
     # A plan is made in the sequence, so that on CUDA its memory is the side stream's.
-    return in_order(buffer.device, lambda: run_through(stages()))
+    operation = Operation.averaging(bucket.index(), hook_name, group)
+    return in_order(buffer.device, lambda: run_through(explained(stages(), operation)))
 
 
 def _take(hook_name: str, parameters: list[torch.Tensor], key: _Key) -> ops.QuantisedPlan:

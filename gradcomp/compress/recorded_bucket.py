@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
+from .operation import Operation
 from .sketch import LENGTH
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
@@ -149,7 +150,8 @@ def relative_errors(
     gradients, averages, errors = values[:, :, 1:].unbind(1)
     keeps = torch.tensor(has_error, device=values.device).view(-1, 1)
     owed = torch.where(keeps, errors, gradients - averages).double()
-    dist.all_reduce(owed, group=group)
+    with Operation.of("average the sketches of the recorded rows", group):
+        dist.all_reduce(owed, group=group)
     owed /= group.size()
     norms = torch.stack([owed.norm(dim=1), (averages.double() + owed).norm(dim=1)], dim=1)
     for error, whole in norms.tolist():

@@ -16,6 +16,7 @@ from . import recording_file
 from .bucket_memory import BucketPart
 from .compressor import Compressor
 from .consistency import require_same_on_all_ranks
+from .meeting import require_all_ranks
 from .pipeline import Stages
 from .process_group import device_for, resolve_group
 from .recorded_bucket import NUM_VALUES, RecordedBucket, Stopwatch, relative_errors
@@ -157,6 +158,8 @@ class Recorder:
         rows = [row for row in self._rows if row.values is not None]
         values = [row.values for row in rows if row.values is not None]
         group = resolve_group("Recorder.complete", self._state.process_group)
+        advice = "Call it on every rank, after the same step; then only one rank may save or log the rows"
+        require_all_ranks("Recorder.complete", "find the relative errors of the recorded rows", group, advice)
         require_same_on_all_ranks(
             "Recorder.complete()",
             {"recorded rows": [(row.step, row.bucket, row.has_error) for row in rows]},

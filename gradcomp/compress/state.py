@@ -20,8 +20,9 @@ from .consistency import require_same_group, require_same_on_all_ranks
 from .grad_bucket import require_bucket
 from .hook import require_dense_floats
 from .memory_assignment import BucketMemories
+from .operation import Operation
 from .owner import another_ranks_errors, owner_of
-from .pipeline import Pipeline, Stages, run_through
+from .pipeline import Pipeline, Stages, explained, run_through
 from .process_group import joined_group, require_group, resolve_group
 from .step_buckets import StepBuckets, is_waited_for_at_once
 from .streams import Future, average_in_place, in_order
@@ -242,11 +243,12 @@ class CompressedAveraging:
         is_first = self._begin_bucket(bucket, group)
         self._compare_once(hook_name, bucket, group, is_first=is_first)
         parts = self._parts_of(bucket, options)
+        operation = Operation.averaging(bucket.index(), hook_name, group)
         if self.is_plain_step:
             if self.recorder is not None:
                 self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
             self.maybe_increase_iter(bucket)
-            plain = average_in_place(buffer, group)
+            plain = average_in_place(buffer, group, operation)
             self._warm_up(parts, buffer.device, group, later or make)
             return plain
         self._warn_of_another_ranks_errors(group)
@@ -267,7 +269,7 @@ class CompressedAveraging:
                 part.scatter(flat, buffer)
             return buffer
 
-        running = stages()
+        running = explained(stages(), operation)
         if self.recorder is not None:
             named = (self.iter, bucket.index(), buffer)
             running = self.recorder.recorded(running, *named, parts, compressors, group)

@@ -17,11 +17,14 @@ no wait on the host (but for backends that work on the host, such as gloo, which
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+
+from .operation import ExplainedError, Operation
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -72,14 +75,21 @@ def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Futu
 
 
 def around_hook(
-    device: torch.device, start: Callable[[], Future], finish: Callable[[torch.Tensor], torch.Tensor]
+    device: torch.device,
+    operation: Operation,
+    start: Callable[[], Future],
+    finish: Callable[[torch.Tensor], torch.Tensor],
 ) -> Future:
-    """Return a future of `finish(result)`, where `start()` calls another hook whose future holds `result`."""
+    """Return a future of `finish(result)`, where `start()` calls another hook whose future holds `result`.
+
+    operation: what the errors of the other hook's collectives are explained with.
+    """
     if not ops.has_streams(device):
-        return start().then(lambda future: finish(future.value()))
+        return start().then(lambda future: finish(_value_of(future, operation)))
 
     def sequence() -> torch.Tensor:
-        result = start().wait()  # makes the side stream wait, not the host
+        with operation:
+            result = start().wait()  # makes the side stream wait, not the host
         # But gloo's futures know no streams: what they promise is done on the default one.
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         return finish(result)
@@ -90,43 +100,55 @@ def around_hook(
 def around_all_reduce(
     device: torch.device,
     group: dist.ProcessGroup,
+    operation: Operation,
     compress: Callable[[], torch.Tensor],
     decompress: Callable[[torch.Tensor], torch.Tensor],
 ) -> Future:
     """Sum `compress()` over the group, and complete a future with `decompress(sum)`.
 
     The sum is formed in place. Raises RuntimeError when the backend refuses the tensor; an error of
-    the communication itself surfaces from whoever waits for the future.
+    the communication itself surfaces from whoever waits for the future. operation: what it is explained with.
     """
     if not ops.has_streams(device):
-        work = _all_reduce(compress(), group, async_op=True)
-        return work.get_future().then(lambda future: decompress(future.value()[0]))
+        work = _all_reduce(compress(), group, operation, async_op=True)
+        return work.get_future().then(lambda future: decompress(_value_of(future, operation)[0]))
 
     def sequence() -> torch.Tensor:
         wire = compress()
-        _all_reduce(wire, group, async_op=False)
+        _all_reduce(wire, group, operation, async_op=False)
         return decompress(wire)
 
     return in_order(device, sequence)
 
 
-def average_in_place(buffer: torch.Tensor, group: dist.ProcessGroup) -> Future:
+def average_in_place(buffer: torch.Tensor, group: dist.ProcessGroup, operation: Operation) -> Future:
     """Average a bucket in its own dtype: divide it by the world size, then all-reduce it (sum)."""
     return around_all_reduce(
         buffer.device,
         group,
+        operation,
         compress=lambda: buffer.div_(group.size()),
         # In place; gloo's result for a complex bucket is its view as real numbers.
         decompress=lambda _: buffer,
     )
 
 
-def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work:
+def _value_of(future: Any, operation: Operation) -> Any:
+    with operation:
+        return future.value()
+
+
+def _all_reduce(
+    wire: torch.Tensor, group: dist.ProcessGroup, operation: Operation, *, async_op: bool
+) -> dist.Work:
     try:
         work: dist.Work = dist.all_reduce(wire, group=group, async_op=async_op)
         return work
     except (RuntimeError, TypeError, ValueError) as error:
-        raise RuntimeError(
+        # gloo waits here for an all-reduce of a device's tensors; its own errors name its source files.
+        if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            raise operation.explained(error) from error
+        raise ExplainedError(
             f"backend {dist.get_backend(group)!r} did not all-reduce a {wire.dtype} tensor on "
             f"{wire.device}: {error}. If it has no all-reduce for {wire.dtype}, register a hook that "
             "sends another dtype"

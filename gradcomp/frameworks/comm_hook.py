@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 from gradcomp.compress import consolidated_state_dict
 from gradcomp.compress.state import CompressedAveraging
 from gradcomp.parallel import DistributedDataParallel
+
+SCALE = "gradient_scale"  # its key in a CommHook's state_dict
 
 
 class Scaler(Protocol):
@@ -42,6 +45,7 @@ class CommHook:
             raise TypeError(f"CommHook takes a state and a hook, in this order; its hook is {hook!r}")
         self.state, self.hook = state, hook
         self._registered_on: weakref.ref[nn.Module] | None = None
+        # The scale of the gradients that the errors were left of; None until follow() or a checkpoint tells.
         self._scale: float | None = None
 
     def register(self, model: nn.Module) -> None:
@@ -64,45 +68,66 @@ class CommHook:
                 "yet, or a strategy other than DDP wraps it (for FSDP2 see gradcomp.fsdp)"
             )
         if self._registered_on is None or self._registered_on() is not found[0]:
-            if self._has_memory:
+            if self.has_memory:
                 self.state.number_parameters(found[0].module.named_parameters())
             found[0].register_comm_hook(self.state, self.hook)
             self._registered_on = weakref.ref(found[0])
 
     @property
-    def _has_memory(self) -> bool:
+    def has_memory(self) -> bool:
+        """True if the state is one that compresses, with errors to save and to rescale."""
         return isinstance(self.state, CompressedAveraging)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a file that all ranks load: consolidated_state_dict of it. A collective.
 
-        Empty for a state without memory, and where there is no process group.
+        Beside that it has "gradient_scale", the scale of the errors, as far as follow() has been told. Empty
+        for a state without memory, and where there is no process group.
         """
-        if self._has_memory and dist.is_initialized():
-            return consolidated_state_dict(self.state)
-        return {}
+        if not (self.has_memory and dist.is_initialized()):
+            return {}
+        scale = {} if self._scale is None else {SCALE: self._scale}
+        return consolidated_state_dict(self.state) | scale
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from state_dict(), before the model's first step. An empty one leaves the state as it is.
 
-        Raises what the state's load_state_dict raises; ValueError where the state is one without memory.
+        Raises what the state's load_state_dict raises; ValueError where the state is one without memory, and
+        for a gradient_scale that is not finite and positive.
         """
         if not state_dict:
             return
-        if not self._has_memory:
+        if not self.has_memory:
             raise ValueError(
                 f"the checkpoint has a compressing hook's state ({', '.join(state_dict)}), but this hook's "
                 f"state is {self.state!r}"
             )
-        self.state.load_state_dict(state_dict)
+        scale = state_dict.get(SCALE)
+        if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+            raise ValueError(f"{SCALE} is {scale!r}, but must be finite and positive")
+        self.state.load_state_dict({name: value for name, value in state_dict.items() if name != SCALE})
+        self._scale = scale
 
     def follow(self, scaler: Scaler | None) -> None:
-        """Rescale the errors if a GradScaler has changed its scale since the last call.
+        """Bring the errors to a GradScaler's scale, the scale of the gradients in the coming backward.
 
-        Call it after every update. scaler: None where there is none. See rescale_errors of the states.
+        Call it at the beginning of every step, from the first one on; after a checkpoint is loaded. Then
+        errors and gradients have one scale in every step, whatever has changed the scaler: an update, a
+        checkpoint, the program. scaler: None where gradients have no scale. Errors that were loaded without
+        their scale, by the state's own load_state_dict, count as of the scaler's scale in the first call.
+
+        Raises RuntimeError if steps have been averaged before the first call: the scale of their errors is
+        unknown.
         """
-        if scaler is None or not self._has_memory:
+        if not self.has_memory:
             return
-        before, self._scale = self._scale, scaler.get_scale()
+        scale, before = 1.0 if scaler is None else scaler.get_scale(), self._scale
         if before is not None:
-            self.state.rescale_errors(self._scale / before)
+            self.state.rescale_errors(scale / before)
+        elif scaler is not None and self.state.is_compared:
+            raise RuntimeError(
+                f"CommHook.follow is called for the first time after {self.state.iter} steps, so the scale "
+                "of the errors is unknown. Likely cause: it is called after the scaler's update "
+                "only. Call comm_hook.follow(scaler) at the beginning of every step, before backward"
+            )
+        self._scale = scale

@@ -30,14 +30,22 @@ class CommHookCallback(pl.Callback):
 
     def __init__(self, state: Any, hook: Callable[..., Any]):
         self._comm_hook = CommHook(state, hook)
+        self._scale_may_differ = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = trainer.strategy.model
         self._comm_hook.register(pl_module if model is None else model)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        # Not when fitting starts: the scaler's checkpoint is loaded after that.
         self._follow(trainer)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._follow(trainer)
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._scale_may_differ = True
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._scale_may_differ:  # several optimizer steps in a batch: each updates the scaler
+            self._follow(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return self._comm_hook.state_dict()
@@ -46,4 +54,5 @@ class CommHookCallback(pl.Callback):
         self._comm_hook.load_state_dict(state_dict)
 
     def _follow(self, trainer: pl.Trainer) -> None:
+        self._scale_may_differ = False
         self._comm_hook.follow(getattr(trainer.precision_plugin, "scaler", None))

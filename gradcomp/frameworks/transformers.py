@@ -52,12 +52,11 @@ class CommHookCallback(TrainerCallback):
         if state.global_step > 0:
             self._resume(self._folder(args, state) if self._resume_from is None else Path(self._resume_from))
         self._comm_hook.register(self._trainer.model_wrapped)
-        self._follow()
 
-    def on_step_end(
+    def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._follow()
+        self._comm_hook.follow(self._trainer.accelerator.scaler)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -74,12 +73,9 @@ class CommHookCallback(TrainerCallback):
         path = folder / FILE_NAME
         if path.exists():
             self._comm_hook.load_state_dict(torch.load(path, map_location="cpu"))
-        elif self._comm_hook.state_dict():
+        elif self._comm_hook.has_memory:
             _logger.warning(
                 "the run resumes, but there is no %s: the hook's state starts afresh. If it resumes from "
                 "another folder, give CommHookCallback that as resume_from.",
                 path,
             )
-
-    def _follow(self) -> None:
-        self._comm_hook.follow(self._trainer.accelerator.scaler)

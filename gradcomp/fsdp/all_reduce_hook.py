@@ -9,6 +9,7 @@ from gradcomp import ops
 from gradcomp.compress import CompressorState, compress_hook
 from gradcomp.compress.consistency import require_same_on_all_ranks
 from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.compress.operation import Operation
 from gradcomp.compress.streams import average_in_place
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -58,12 +59,14 @@ class ReplicaAverage:
             raise failure
 
     def _average(self, bucket: Any) -> None:
-        if self._state is None:
-            average_in_place(bucket.buffer(), self.group).wait()
-        elif isinstance(self._state, PowerSGDState):
-            powerSGD_hook(self._state, bucket).wait()
-        else:
-            compress_hook(self._state, bucket).wait()
+        operation = Operation.averaging(bucket.index(), "compress_replicas", self.group)
+        with operation:
+            if self._state is None:
+                average_in_place(bucket.buffer(), self.group, operation).wait()
+            elif isinstance(self._state, PowerSGDState):
+                powerSGD_hook(self._state, bucket).wait()
+            else:
+                compress_hook(self._state, bucket).wait()
 
     def end_of_backward(self) -> None:
         """Count a step if this backward has averaged anything."""

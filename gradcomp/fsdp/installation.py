@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from gradcomp.compress import CompressorState
 from gradcomp.compress.consistency import require_same_group, require_same_on_all_ranks
+from gradcomp.compress.operation import Operation
 from gradcomp.compress.process_group import require_group
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 
@@ -179,6 +180,7 @@ def _copy_from_first_rank(
             continue
         wire = local.to(device).contiguous()
         # As bytes: backends lack some dtypes.
-        dist.broadcast(wire.view(-1).view(torch.uint8), source, group=group)
+        with Operation.of("copy the weights of the first replica", group):
+            dist.broadcast(wire.view(-1).view(torch.uint8), source, group=group)
         if wire.data_ptr() != local.data_ptr():
             local.copy_(wire)

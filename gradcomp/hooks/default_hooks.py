@@ -12,7 +12,8 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.hook import Hook, checked_future, require_dense_floats
-from gradcomp.compress.process_group import resolve_group
+from gradcomp.compress.operation import Operation
+from gradcomp.compress.process_group import joined_group, resolve_group
 from gradcomp.compress.python_reducer import average_traced, is_traced_gradient
 from gradcomp.compress.streams import around_all_reduce, around_hook, average_in_place
 from gradcomp.compress.wires import keep_wire, take_wire
@@ -48,7 +49,7 @@ def allreduce_hook(
     buffer = bucket.buffer()
     if not (buffer.is_floating_point() or buffer.is_complex()):
         raise TypeError(f"allreduce_hook averages floating-point buckets, got {buffer.dtype}")
-    return average_in_place(buffer, group)
+    return average_in_place(buffer, group, Operation.averaging(bucket.index(), "allreduce_hook", group))
 
 
 def fp16_compress_hook(
@@ -115,7 +116,9 @@ def _compress_hook(
         keep_wire(first, name, wire)
         return buffer
 
-    return around_all_reduce(buffer.device, group, compress, decompress)
+    return around_all_reduce(
+        buffer.device, group, Operation.averaging(bucket.index(), name, group), compress, decompress
+    )
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -185,7 +188,11 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             keep_wire(first, name, wire)
             return buffer
 
-        return around_hook(buffer.device, start, finish)
+        is_group = isinstance(hook_state, dist.ProcessGroup)
+        group = joined_group(hook_state if is_group else getattr(hook_state, "process_group", None))
+        operation = Operation.averaging(bucket.index(), full_name, group)
+        return around_hook(buffer.device, operation, start, finish)
 
-    compress_wrapper_hook.__qualname__ = f"{name}({getattr(hook, '__qualname__', hook)})"
+    full_name = f"{name}({getattr(hook, '__qualname__', hook)})"
+    compress_wrapper_hook.__qualname__ = full_name
     return compress_wrapper_hook

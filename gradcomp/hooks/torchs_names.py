@@ -2,10 +2,11 @@
 
 import importlib
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 # No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
@@ -21,35 +22,105 @@ def apply_to_torch() -> Iterator[None]:
     For code that looks hooks up there by name when it needs them, such as Accelerate's
     ``DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)``. Every public name that
     both have is replaced, and DDPCommHookType and register_ddp_comm_hook with them; names that were imported
-    before are not. At the end of the with block what was there before is put back. Both are logged.
+    before are not. What has been registered stays.
 
-    It changes torch for the whole process: not while other threads register hooks. What has been registered
-    stays.
+    It changes torch for the whole process. Blocks may be nested, and may overlap in several threads: the
+    names are replaced when the first block begins, and put back when the last one ends. Both are logged. A
+    name that other code has changed meanwhile keeps the value of that code, and a warning is logged.
 
     Example::
 
         with gradcomp.apply_to_torch():
             model = accelerator.prepare(model)
     """
-    replaced: list[tuple[ModuleType, str, Any]] = []
+    _begin_block()
     try:
-        for torchs, ours, names in _pairs():
-            for name in names:
-                replaced.append((torchs, name, getattr(torchs, name)))
-                setattr(torchs, name, getattr(ours, name))
-        _logger.info("%s has gradcomp's %s.", TORCHS_PACKAGE, ", ".join(name for _, name, _ in replaced))
         yield
     finally:
-        for torchs, name, value in reversed(replaced):
-            setattr(torchs, name, value)
-        _logger.info("%s has its own hooks again.", TORCHS_PACKAGE)
+        _end_block()
 
 
-def _pairs() -> Iterator[tuple[ModuleType, ModuleType, list[str]]]:
-    """Yield (a module of torch's, ours, the public names that both have)."""
-    for name in _MODULES:
-        torchs = importlib.import_module(f"{TORCHS_PACKAGE}.{name}")
-        ours = importlib.import_module(f"gradcomp.hooks.{name}")
-        yield torchs, ours, [each for each in ours.__all__ if hasattr(torchs, each)]
-    package, own_package = map(importlib.import_module, (TORCHS_PACKAGE, "gradcomp.hooks"))
-    yield package, own_package, ["DDPCommHookType", "register_ddp_comm_hook"]
+class _Name(NamedTuple):
+    """A name that is replaced in a module of torch's."""
+
+    module: ModuleType
+    name: str
+    theirs: Any
+    ours: Any
+
+    @property
+    def is_ours(self) -> bool:
+        return getattr(self.module, self.name, None) is self.ours
+
+    def __str__(self) -> str:
+        return f"{self.module.__name__}.{self.name}"
+
+
+# Reentrant: a block's generator may be collected, and the block ended, in the middle of _begin_block.
+_lock = threading.RLock()
+_num_blocks = 0
+_replaced: list[_Name] = []
+
+
+def _begin_block() -> None:
+    global _num_blocks
+    with _lock:
+        if not _num_blocks:
+            _replace()
+        elif others := [name for name in _replaced if not name.is_ours]:
+            _logger.warning(
+                "apply_to_torch does not replace %s: other code has changed the value since another block of "
+                "apply_to_torch began.",
+                ", ".join(map(str, others)),
+            )
+        _num_blocks += 1
+
+
+def _end_block() -> None:
+    global _num_blocks
+    with _lock:
+        _num_blocks -= 1
+        if not _num_blocks:
+            _put_back()
+            _logger.info("%s has its own hooks again.", TORCHS_PACKAGE)
+
+
+def _replace() -> None:
+    """Replace every name, or none: an error puts back what has been replaced before it."""
+    names = list(_names())
+    try:
+        for name in names:
+            _replaced.append(name)
+            setattr(name.module, name.name, name.ours)
+    except BaseException:
+        _put_back()
+        raise
+    _logger.info("%s has gradcomp's %s.", TORCHS_PACKAGE, ", ".join(name.name for name in names))
+
+
+def _put_back() -> None:
+    """Put back the values of torch's names, except where other code has put another value."""
+    while _replaced:
+        name = _replaced.pop()
+        value = getattr(name.module, name.name, None)
+        if value is name.ours:
+            setattr(name.module, name.name, name.theirs)
+        elif value is not name.theirs:
+            _logger.warning(
+                "%s stays %r, which other code has put there in a block of apply_to_torch; before the block "
+                "it was %r.",
+                *(name, value, name.theirs),
+            )
+
+
+def _names() -> Iterator[_Name]:
+    """Yield the public names that a module of torch's and one of ours both have."""
+    for module in _MODULES:
+        torchs = importlib.import_module(f"{TORCHS_PACKAGE}.{module}")
+        ours = importlib.import_module(f"gradcomp.hooks.{module}")
+        for name in ours.__all__:
+            if hasattr(torchs, name):
+                yield _Name(torchs, name, getattr(torchs, name), getattr(ours, name))
+    torchs, ours = map(importlib.import_module, (TORCHS_PACKAGE, "gradcomp.hooks"))
+    for name in ("DDPCommHookType", "register_ddp_comm_hook"):
+        yield _Name(torchs, name, getattr(torchs, name), getattr(ours, name))

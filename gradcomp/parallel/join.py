@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from gradcomp.compress.operation import Operation
+
 if TYPE_CHECKING:
     from .distributed import DistributedDataParallel
 
@@ -65,12 +67,14 @@ class DDPJoinHook(JoinHook):
 def highest_rank(group: dist.ProcessGroup, device: torch.device, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate, on every rank. The host waits."""
     rank = torch.tensor([group.rank() if is_candidate else -1], device=device)
-    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
+    with Operation.of("find a rank that has input", group):
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
     return int(rank.item())
 
 
 def will_average(group: dist.ProcessGroup, device: torch.device, mine: bool) -> torch.Tensor:
     """Return a tensor, more than zero if any rank averages its next backward. The host does not wait."""
     flag = torch.full((1,), int(mine), device=device)
-    dist.all_reduce(flag, group=group)
+    with Operation.of("tell the other ranks whether this one averages its next backward", group):
+        dist.all_reduce(flag, group=group)
     return flag

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress.consistency import require_same_on_all_ranks
+from gradcomp.compress.operation import Operation
 
 from . import errors
 from .parameters import shapes_of
@@ -24,7 +25,8 @@ _UNNAMED = re.compile(r"(functools\.partial\(|<[\w.]+ object at ).*(?=\))")
 def agree_on_order(order: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[int]:
     """Return rank 0's order, on every rank."""
     agreed = torch.tensor(order, dtype=torch.int64, device=device)
-    dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
+    with Operation.of("get rank 0's order of buckets", group):
+        dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
     # Waits for the device, once in a Reducer's life: the host cuts the buckets.
     result: list[int] = agreed.tolist()
     return result

@@ -12,8 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
 from gradcomp.compress.grad_bucket import GradBucket, as_real
-from gradcomp.compress.hook import Hook, result_of
-from gradcomp.compress.process_group import resolve_group
+from gradcomp.compress.hook import Hook, name_of, result_of
+from gradcomp.compress.operation import Operation
+from gradcomp.compress.process_group import joined_group, resolve_group
 from gradcomp.hooks import default_hooks
 from gradcomp.layout import FlatLayout
 
@@ -51,6 +52,8 @@ def average_(
         state = resolve_group("average_", process_group)
     elif process_group is not None:
         raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
+    is_group = isinstance(state, dist.ProcessGroup)
+    group = joined_group(state if is_group else getattr(state, "process_group", None))
     buckets: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for parameter, tensor in _with_parameters(tensors, state, keys):
         buckets.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
@@ -60,7 +63,8 @@ def average_(
         buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
         ops.flatten(members, layout, out=buffer)
         bucket = GradBucket(index, buffer, parameters, is_last=index == len(buckets) - 1)
-        result = result_of(chosen(state, bucket), chosen, as_real(buffer))
+        with Operation.averaging(index, f"{name_of(chosen)} in average_", group):
+            result = result_of(chosen(state, bucket), chosen, as_real(buffer))
         if buffer.is_complex():
             as_real(buffer).copy_(result)
             result = buffer

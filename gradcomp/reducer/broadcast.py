@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from gradcomp.compress.operation import Operation
+
 BROADCAST_BYTES = 250 << 20
 ALIGNMENT_BYTES = 16  # of a dtype's part: the largest element's size
 
@@ -86,7 +88,8 @@ class _Chunk:
         if is_source:
             for dtype, indices in self._indices.items():
                 torch._foreach_copy_(self._views[dtype], [tensors[index] for index in indices])
-        dist.broadcast(self._wire, dist.get_global_rank(group, src), group=group)
+        with Operation.of(f"copy the parameters or buffers of rank {src} to all ranks", group):
+            dist.broadcast(self._wire, dist.get_global_rank(group, src), group=group)
         if not is_source:
             for dtype, indices in self._indices.items():
                 torch._foreach_copy_([tensors[index] for index in indices], self._views[dtype])

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress.grad_bucket import GradBucket, as_real
-from gradcomp.compress.hook import Hook, checked_future, result_of
+from gradcomp.compress.hook import Hook, checked_future, name_of, result_of
+from gradcomp.compress.operation import Operation
 
-from . import errors
 from .bucket import Bucket, assign_buckets
 
 Pending = torch.futures.Future[torch.Tensor] | dist.Work  # what a hook returns; what an all-reduce returns
@@ -88,18 +88,24 @@ class BucketCommunicator:
 
     @torch.no_grad()
     def start(self, index: int) -> Pending:
-        """Fill a bucket and start its averaging. Raises RuntimeError for a gradient that doesn't fit it."""
+        """Fill a bucket and start its averaging.
+
+        Raises RuntimeError for a gradient that doesn't fit it, and if the averaging can't start.
+        """
         bucket = self.buckets[index]
         if self.hook is None:
             # The division comes first: the sum may not fit the dtype where the mean does.
             bucket.fill(1 / self.divisor)
             # Not dist.all_reduce: after a large copy its Python, cold by then, takes longer than the rest of
             # this.
-            return self._group.allreduce([bucket.buffer])
+            with self._averaging(index):
+                return self._group.allreduce([bucket.buffer])
         bucket.fill(1.0)
         state, hook = self.hook
         is_last = index == len(self.buckets) - 1
-        return checked_future(hook(state, GradBucket(index, bucket.buffer, bucket.parameters, is_last)), hook)
+        with self._averaging(index):
+            future = hook(state, GradBucket(index, bucket.buffer, bucket.parameters, is_last))
+        return checked_future(future, hook)
 
     def finish(
         self, index: int, pending: Pending, kept: set[int], gradients_before: Mapping[int, torch.Tensor]
@@ -111,10 +117,8 @@ class BucketCommunicator:
         memory. Raises RuntimeError if the bucket could not be averaged.
         """
         bucket = self.buckets[index]
-        try:
+        with self._averaging(index):
             self._wait(bucket, pending)
-        except RuntimeError as error:
-            raise RuntimeError(errors.not_averaged(index, self._group.rank(), error)) from error
         left_out = {position for position, member in enumerate(bucket.indices) if member in kept}
         take_back = getattr(self.hook[0], "take_back", None) if self.hook else None
         if take_back is not None:
@@ -124,6 +128,11 @@ class BucketCommunicator:
                 before = gradients_before.get(bucket.indices[position], before)
                 take_back(parameter, bucket.average_beyond(position, before))
         bucket.write_back(left_out)
+
+    def _averaging(self, index: int) -> Operation:
+        return Operation.averaging(
+            index, "an all-reduce" if self.hook is None else name_of(self.hook[1]), self._group
+        )
 
     def _wait(self, bucket: Bucket, pending: Pending) -> None:
         """Wait for the average, and copy it into the bucket's buffer where it is elsewhere."""

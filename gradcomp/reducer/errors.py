@@ -41,13 +41,6 @@ def unfinished(names: Sequence[str], missing: Sequence[int], rank: int) -> str:
     )
 
 
-def not_averaged(index: int, rank: int, error: Exception) -> str:
-    return (
-        f"rank {rank} could not average bucket {index}: {error}. If nothing is wrong on this rank, another "
-        "one has ended, raised an error, or left this backward out"
-    )
-
-
 def converted(names: Sequence[str]) -> str:
     return (
         f"{_some(names)} no longer where gradients are averaged: autograd accumulates theirs elsewhere since "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from gradcomp.compress.operation import Operation
+
 
 def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the mean over the ranks of a parameter's sparse gradient, coalesced; None counts as zeros.
@@ -16,11 +18,12 @@ def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     rows, values = _rows(parameter)
     count = torch.tensor([len(rows)], device=parameter.device)
     counts = [torch.empty_like(count) for _ in range(group.size())]
-    dist.all_gather(counts, count, group=group)
-    lengths = [int(each) for each in counts]
-    longest = max(lengths)
-    all_rows = _gather(rows, longest, lengths, group)
-    all_values = _gather(values, longest, lengths, group)
+    with Operation.of(f"average a sparse gradient of shape {list(parameter.shape)}", group):
+        dist.all_gather(counts, count, group=group)
+        lengths = [int(each) for each in counts]
+        longest = max(lengths)
+        all_rows = _gather(rows, longest, lengths, group)
+        all_values = _gather(values, longest, lengths, group)
     values, shape = all_values / group.size(), parameter.shape
     mean = torch.sparse_coo_tensor(all_rows[None], values, shape, check_invariants=False)
     return mean.coalesce()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.compress.operation import Operation
 
 from . import errors
 
@@ -205,11 +206,14 @@ class UsedMap:
         mine[sorted(used)] = 1
         self._uses_all = len(used) == num_params
         self._counts = ops.send(mine, device)
-        self._work: Any = dist.all_reduce(self._counts, group=group, async_op=True)
+        self._operation = Operation.of("exchange which parameters the step has used", group)
+        with self._operation:
+            self._work: Any = dist.all_reduce(self._counts, group=group, async_op=True)
 
     def unused(self) -> set[int]:
         """Wait, and return the parameters that no rank used."""
-        self._work.wait()
+        with self._operation:
+            self._work.wait()
         if self._uses_all:
             return set()
         # The only place where the host waits for the device, and only on a rank that left parameters out:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gradcomp.compress.pipeline import Pipeline, run_through
+from gradcomp.compress.operation import ExplainedError, Operation
+from gradcomp.compress.pipeline import Pipeline, explained, run_through
 
 
 class Work:
@@ -84,6 +85,38 @@ def test_an_error_is_raised_in_the_hook():
         pipeline.add(bucket(1, log), is_first=False, is_last=True)
     # The next step begins afresh.
     assert pipeline.add(bucket(0, log), is_first=True, is_last=True).value() == 0
+
+
+def test_whoever_waits_after_an_error_gets_it():
+    class Lost(Work):
+        def wait(self):
+            raise RuntimeError("connection lost")
+
+    def lost(log):
+        yield Lost("A0", log)
+        raise AssertionError("the stage after a collective that failed must not run")
+
+    log, pipeline = [], Pipeline()
+    operation = Operation("average bucket 0 with a hook", 1, 2)
+    future = pipeline.add(explained(lost(log), operation), is_first=True, is_last=False)
+    with pytest.raises(
+        ExplainedError, match="rank 1 of 2 could not average bucket 0 with a hook: connection"
+    ):
+        pipeline.add(bucket(1, log), is_first=False, is_last=False)
+    for waited_for in (future, future.then(lambda done: done.value())):
+        with pytest.raises(RuntimeError, match="connection lost"):
+            waited_for.wait()
+    assert pipeline.add(bucket(0, log), is_first=True, is_last=True).value() == 0
+
+
+def test_other_errors_of_stages_stay_what_they_are():
+    def failing():
+        yield None
+        raise torch.OutOfMemoryError("lacks memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="lacks memory") as raised:
+        run_through(explained(failing(), Operation("average bucket 0 with a hook", 0, 2)))
+    assert str(raised.value) == "lacks memory"
 
 
 def test_a_step_that_backward_broke_off_is_finished_by_the_next():

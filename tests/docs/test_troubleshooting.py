@@ -8,13 +8,13 @@ import pytest
 from tests.docs.code_blocks import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
-PACKAGES = ["compress", "fsdp", "hooks", "parallel", "reducer"]
+PACKAGES = ["compress", "frameworks", "fsdp", "hooks", "parallel", "reducer"]
 # In a quotation, and in what is read from the source, this stands for what is different each time.
 VARIABLE = "…"
-# Its functions return messages for raise statements of other modules.
-MESSAGE_MODULE = ROOT / "gradcomp" / "reducer" / "errors.py"
+# Their functions return messages for raise statements.
+MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/errors.py", "compress/operation.py")]
 # Strings that only join others to a message, or are a part of one.
-PARTS = {"… …", "parameters … are"}
+PARTS = {"… …", "parameters … are", "ranks … have", "rank … has"}
 
 
 def texts_in(tree):
@@ -39,7 +39,7 @@ def raised_texts():
         raises = (each for each in ast.walk(tree) if isinstance(each, ast.Raise))
         for call in (each.exc for each in raises if isinstance(each.exc, ast.Call)):
             texts += [text for message in call.args for text in texts_in(message) if is_message(message)]
-        if path == MESSAGE_MODULE:
+        if path in MESSAGE_MODULES:
             texts += [text for node in ast.walk(tree) for text in returned_texts(node) if " " in text]
     return [text for text in texts if text not in PARTS]
 

@@ -117,23 +117,107 @@ def test_states_without_memory():
         comm_hook.load_state_dict({"version": 1})
 
 
-def test_the_errors_follow_a_scaler():
-    class Scaler:
-        scale = 8.0
+HOOKS = {
+    "int4": (lambda: QuantizationState(bits=4, block_size=16), quantization_hook),
+    "PowerSGD": (lambda: PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook),
+    "quantized start": (lambda: PowerSGDState(None, 1, start_powerSGD_iter=3, start_bits=4), powerSGD_hook),
+}
+SIZE = 32
 
-        def get_scale(self):
-            return self.scale
 
-    factors = []
-    state = QuantizationState()
-    state.rescale_errors = factors.append
-    comm_hook, scaler = CommHook(state, quantization_hook), Scaler()
-    comm_hook.follow(None)
-    for scale in (8.0, 8.0, 4.0, 16.0):
-        scaler.scale = scale
-        comm_hook.follow(scaler)
-    assert factors == [1.0, 0.5, 4.0]
-    CommHook(None, bf16_compress_hook).follow(scaler)
+class Run:
+    """Training with a scaler whose scale doubles in every update: what the averages still owe, in the end."""
+
+    def __init__(self, rank, name):
+        make, hook = HOOKS[name]
+        self.rank, self.comm_hook = rank, CommHook(make(), hook)
+        self.module = nn.Linear(SIZE, SIZE, bias=False)
+        self.model = DistributedDataParallel(self.module)
+        self.comm_hook.register(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
+        self.owed = torch.zeros(SIZE, SIZE, dtype=torch.float64)
+
+    def step(self, seed):
+        """Take a step with other random gradients on every rank."""
+        gradients = [
+            torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(100 * seed + rank))
+            for rank in range(2)
+        ]
+        self.optimizer.zero_grad()
+        loss = (self.model(torch.eye(SIZE)) * gradients[self.rank].t()).sum()
+        self.scaler.scale(loss).backward()
+        self.owed += sum(gradients).double() / 2 - self.module.weight.grad.double() / self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def lost(self):
+        """Return the norm of what neither the averages nor the errors have, relative to a step's gradient."""
+        self.comm_hook.follow(self.scaler)
+        error = self.comm_hook.state_dict()["buckets"][0]["error"].view(SIZE, SIZE).double()
+        return ((self.owed - error / self.scaler.get_scale()).norm() / SIZE).item()
+
+
+def followed(rank, name):
+    run = Run(rank, name)
+    for seed in range(6):
+        run.comm_hook.follow(run.scaler)
+        run.step(seed)
+    return run.lost()
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_errors_follow_a_scaler_from_its_first_change_on(name):
+    assert max(run_ranks(followed, 2, name)) < 1e-5
+
+
+def followed_after_a_resume(rank, name, scale):
+    """Resume with the checkpoint's scaler, or with a new one, which has another scale (None: no scaler)."""
+    first, second = Run(rank, name), Run(rank, name)
+    for seed in range(4):
+        first.comm_hook.follow(first.scaler)
+        first.step(seed)
+    # After the scaler's update, before the next call of follow.
+    second.comm_hook.load_state_dict(first.comm_hook.state_dict())
+    second.owed = first.owed
+    if scale == "of the checkpoint":
+        second.scaler.load_state_dict(first.scaler.state_dict())
+    elif scale is None:
+        second.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for seed in range(4, 7):
+        second.comm_hook.follow(second.scaler if scale else None)
+        second.step(seed)
+    return second.lost()
+
+
+@pytest.mark.parametrize("scale", ["of the checkpoint", "new", None])
+@pytest.mark.parametrize("name", HOOKS)
+def test_errors_follow_the_scaler_of_a_resumed_run(name, scale):
+    assert max(run_ranks(followed_after_a_resume, 2, name, scale)) < 1e-5
+
+
+def followed_too_late(rank):
+    run = Run(rank, "int4")
+    run.step(0)
+    with pytest.raises(RuntimeError, match=r"for the first time after 1 steps, so .* unknown\. Likely cause"):
+        run.comm_hook.follow(run.scaler)
+    run.comm_hook.follow(None)  # nothing to follow: gradients have no scale
+
+
+def test_a_first_call_after_a_step_is_an_error():
+    run_ranks(followed_too_late, 2)
+
+
+def test_states_without_errors_follow_nothing():
+    CommHook(None, bf16_compress_hook).follow(torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan"), "2"])
+def test_a_scale_that_is_none_is_refused(scale):
+    comm_hook = CommHook(QuantizationState(), quantization_hook)
+    with pytest.raises(ValueError, match=r"gradient_scale is .*, but must be finite and positive"):
+        comm_hook.load_state_dict(comm_hook.state_dict() | {"gradient_scale": scale})
 
 
 def test_a_hook_in_the_place_of_the_state():

@@ -82,3 +82,9 @@ def test_mixed_precision(tmp_path):
 def test_local_steps(tmp_path):
     _, [(steps, first, last, rate)] = run(*TORCHRUN, EXAMPLES / "local_steps.py", folder=tmp_path)
     assert (steps, rate > 140, last < 0.9 * first) == (120, True, True)
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_callbacks_know_the_scale_of_every_backward(framework, tmp_path):
+    printed, _ = run(ROOT / "tests/frameworks/followed_scale.py", framework, tmp_path, folder=tmp_path)
+    assert printed.endswith("every scale was known\n")

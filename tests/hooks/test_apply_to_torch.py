@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from types import ModuleType
 
 import pytest
 from torch.distributed.algorithms import ddp_comm_hooks
@@ -67,3 +68,61 @@ def test_other_threads_see_it_too():
         thread.start()
         thread.join()
     assert seen == [hooks.powerSGD_hook.powerSGD_hook]
+
+
+def test_blocks_of_two_threads_that_overlap_without_nesting():
+    """The first block ends within the second."""
+    before = present()
+    seen = []
+    first, second = gradcomp.apply_to_torch(), gradcomp.apply_to_torch()
+
+    def in_a_thread(function, *arguments):
+        thread = threading.Thread(target=function, args=arguments)
+        thread.start()
+        thread.join()
+        seen.append(powerSGD_hook.PowerSGDState is hooks.powerSGD_hook.PowerSGDState)
+
+    in_a_thread(first.__enter__)
+    in_a_thread(second.__enter__)
+    in_a_thread(first.__exit__, None, None, None)
+    in_a_thread(second.__exit__, None, None, None)
+    assert seen == [True, True, True, False]
+    assert present() == before
+
+
+def test_an_error_half_way_puts_everything_back(monkeypatch):
+    class Refusing(ModuleType):
+        def __setattr__(self, name, value):
+            if value is hooks.debugging_hooks.noop_hook:
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    before = present()
+    monkeypatch.setattr(debugging_hooks, "__class__", Refusing)
+    with pytest.raises(AttributeError, match="noop_hook"), gradcomp.apply_to_torch():
+        raise AssertionError("the block must not begin")
+    assert present() == before
+    monkeypatch.undo()
+    with gradcomp.apply_to_torch():
+        assert debugging_hooks.noop_hook is hooks.debugging_hooks.noop_hook
+    assert present() == before
+
+
+def test_what_other_code_puts_there_meanwhile_stays(caplog):
+    def users_hook(state, bucket):
+        raise AssertionError
+
+    before = present()
+    torchs = default_hooks.fp16_compress_hook
+    with gradcomp.apply_to_torch():
+        default_hooks.fp16_compress_hook = users_hook
+        with gradcomp.apply_to_torch():  # the second block doesn't overwrite it either
+            assert default_hooks.fp16_compress_hook is users_hook
+        default_hooks.allreduce_hook = before[default_hooks.__name__, "allreduce_hook"]
+    assert default_hooks.fp16_compress_hook is users_hook
+    default_hooks.fp16_compress_hook = torchs
+    assert present() == before
+    warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert "default_hooks.fp16_compress_hook: other code has changed the value" in warned[0]
+    assert "default_hooks.fp16_compress_hook stays <function" in warned[1]
