@@ -10,8 +10,6 @@ ends in one of three ways:
     a bucket brings a parameter for the second time: the step before has ended, and another one begins
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -45,7 +43,7 @@ class StepBuckets:
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):
             self._backward = backward
-            call_after_backward(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def end(self) -> None:
         """Begin the next step."""
@@ -55,11 +53,6 @@ class StepBuckets:
     def _end_backward(self) -> None:
         self._backward = -1
         self.is_over = not self.is_empty
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the current backward has ended, in the order of these calls."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def is_waited_for_at_once(bucket: dist.GradBucket) -> bool:
