@@ -1,9 +1,9 @@
 """Print the versions, devices and backends that gradcomp finds, and what computes on which tensors.
 
-python -m gradcomp [info]    that
+python -m gradcomp [info]    print the versions, the devices and the backends
 python -m gradcomp plan      predict which hook is fastest on a network, and when not to compress
-    python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
-    python -m gradcomp report    show what a Recorder has written, as an HTML page
+python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
+python -m gradcomp report    show what a Recorder has written, as an HTML page
 """
 
 import argparse

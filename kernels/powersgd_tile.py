@@ -111,8 +111,7 @@ def gradient_tile(
     """Return (pointers, mask) of a tile of a matrix in the bucket, which is a result of gradient_matrix.
 
     ALIGNED: the result of is_16_byte_aligned; if true, every access is 128 bits wide. Kernels branch on it
-    around
-    their loops: a branch around each access would make the compiler keep tiles in two layouts at once.
+    around their loops: a branch around each access would make the compiler keep tiles in two layouts.
     """
     start_ptr, rows, cols, numel = matrix
     TYPE: tl.constexpr = start_ptr.dtype.element_ty

@@ -23,8 +23,8 @@ from .workloads import BUILT_IN_WORKLOADS, Workload, load_workload
 
 DEFAULT_HOOKS = "bf16,int8,int4,powersgd:4,powersgd:8:int8,powersgd:16:int8"
 HOW_TO_START = (
-    "start it on every machine with torchrun: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
-    "--rdzv-endpoint HOST:29400 -m gradcomp bench; or with --ranks N for N processes on this machine"
+    "start it with torchrun on every machine (torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
+    "--rdzv-endpoint HOST:29400 -m gradcomp bench), or with --ranks N for N processes on this machine"
 )
 
 
@@ -62,7 +62,7 @@ def bench_parser() -> BenchParser:
         prog="python -m gradcomp bench",
         description="Measure the links between ranks, a training step with every hook, and each hook's own "
         "work. Print a table, and which hook to use.",
-        epilog=f"To start it: {HOW_TO_START}.",
+        epilog=f"{HOW_TO_START[0].upper()}{HOW_TO_START[1:]}.",
     )
     text = "start N processes on this machine, without torchrun"
     parser.add_argument("--ranks", type=positive_int, metavar="N", help=text)

@@ -70,9 +70,8 @@ def _gram_schmidt(gram: torch.Tensor, epsilon: float) -> torch.Tensor:
     for i in range(gram.shape[-1]):
         earlier, column = transform[:, :, :i], transform[:, :, i : i + 1]
         column[:, i] = 1.0
-        # Earlier columns are subtracted one after another, as in torch. With epsilon they are shorter than 1,
-        # so each
-        # leaves a component for the next ones to remove: the coefficients solve a triangular system.
+        # Earlier columns are subtracted one after another, as in torch. With epsilon they are shorter than 1:
+        # each leaves a component for the next ones to remove. The coefficients solve a triangular system.
         overlap, products = earlier.mT @ gram @ earlier, earlier.mT @ gram[:, :, i : i + 1]
         column -= earlier @ torch.linalg.solve_triangular(overlap, products, upper=False, unitriangular=True)
         left = column.mT @ gram @ column

@@ -1,9 +1,8 @@
 """Gradient averaging without torch's DDP: buckets that fill during backward, averaged through any hook."""
 
-# Its functions keep the default process group that there is when they are first imported, which constructing
-# an
-# optimizer does. There is none yet: so destroy_process_group() can end the group's threads. One that is alive
-# while Python shuts down may abort the process.
+# These functions keep the default process group that exists when they are first imported, as the constructor
+# of an optimizer does. No group exists yet, so destroy_process_group() can end its group's threads later. A
+# thread that is alive while Python shuts down may abort the process.
 import torch.distributed.nn.functional  # noqa: F401
 
 from gradcomp.compress.grad_bucket import GradBucket

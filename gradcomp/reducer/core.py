@@ -2,10 +2,10 @@
 
 What happens in a step, with three buckets:
 
-    backward    ──grad 7──grad 6──┬─grad 5──grad 4──┬─grad 3── … ──grad 0──┬──────────── callback ──▶ backward
-    returns bucket 0                      └ fill ─ average ─────▶                  │             wait, write
-    back bucket 1                                        └ fill ─ average ──────┼───▶ bucket 2
-    └ fill ─ average ─▶
+    backward  ──grad 7──grad 6──┬─grad 5──grad 4──┬─grad 3── … ──grad 0──┬────────── callback ─▶ returns
+    bucket 0                    └ fill ─ average ─┼────▶                 │           wait, write back
+    bucket 1                                      └ fill ─ average ──────┼──▶
+    bucket 2                                                             └ fill ─ average ─▶
 
 Buckets are averaged strictly in the order of their index, whichever is full first: all ranks issue the same
 collectives in the same order.

@@ -1,7 +1,9 @@
 """Property-test gradient compression: check a DDP communication hook with one call (docs/testing.md).
 
-report = check_hook(my_hook, make_state)
-report.raise_if_failed()
+Example::
+
+    report = check_hook(my_hook, make_state)
+    report.raise_if_failed()
 """
 
 from __future__ import annotations
