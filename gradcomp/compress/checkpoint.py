@@ -264,7 +264,7 @@ def checked_identity(parameters: Any, buckets: Mapping[int, Any]) -> dict[str, A
             f"the buckets have the parameters {sorted(used)}, but names and first_buckets identify "
             f"{sorted(known)}: each has to be there once"
         )
-    return {"names": names, "first_buckets": first_buckets}
+    return {"names": names, "first_buckets": tuple(first_buckets)}
 
 
 def as_list(what: str, given: Any) -> list[Any]:

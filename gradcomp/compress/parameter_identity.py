@@ -138,7 +138,8 @@ class ParameterIdentity:
             kept = [pair for pair in pairs if pair[0] in chosen and pair[0] not in names]
             if kept:
                 buckets.append({"parameters": [index for index, _ in kept], "shapes": [s for _, s in kept]})
-        return {"names": dict(sorted(names.items())), "first_buckets": buckets}
+        # A tuple: torch.distributed.checkpoint takes lists apart.
+        return {"names": dict(sorted(names.items())), "first_buckets": tuple(buckets)}
 
     def load(self, saved: dict[str, Any]) -> None:
         """Take a checkpoint's indices. A model that has trained with this state keeps its own if they fit."""

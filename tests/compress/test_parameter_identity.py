@@ -129,7 +129,7 @@ def test_names_may_come_after_the_first_step_unless_a_checkpoint_has_them():
     identity, parameters = ParameterIdentity(), tensors([(2,)])
     brought(identity, parameters, [0])
     identity.name([("a", parameters[0])])
-    assert identity.of([0]) == {"names": {0: "a"}, "first_buckets": []}
+    assert identity.of([0]) == {"names": {0: "a"}, "first_buckets": ()}
     resumed, now = saved_and_loaded(identity), tensors([(2,)])
     brought(resumed, now, [0])
     with pytest.raises(ValueError, match="a bucket has brought a already, without its name"):

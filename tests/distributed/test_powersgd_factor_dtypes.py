@@ -187,16 +187,6 @@ def test_a_resumed_run_has_the_same_bits(dtype):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_checkpoint_from_before_these_options_is_loaded():
-    state = new_state()
-    saved = state.state_dict()
-    for name in ("factor_dtype", "uncompressed_dtype", "start_bits"):
-        del saved[name]
-    loaded = new_state(factor_dtype=torch.int8)
-    loaded.load_state_dict(saved)
-    assert loaded.factor_dtype is None
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

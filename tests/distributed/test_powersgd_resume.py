@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook
 from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import (
@@ -22,6 +23,7 @@ from tests.distributed.powersgd_runs import (
     RESUMED,
     START,
     Messages,
+    error_of,
     new_state,
     run_steps,
 )
@@ -172,21 +174,36 @@ def test_a_changed_layout_starts_that_bucket_afresh():
         assert errors[1].any()
 
 
-def load_another_layout(rank):
-    state = new_state()
-    run_steps(state, rank, range(START + 2))
-    other = new_state()
+def load_another_layout(rank, is_named):
+    """Load a checkpoint of another layout; return (log lines, outputs, this rank's error)."""
+
+    def average(state, shapes, steps):
+        parameters = [torch.zeros(shape) for shape in shapes]
+        if is_named:
+            state.number_parameters((f"parameter {i}", each) for i, each in enumerate(parameters))
+        buffers = [random_gradient(shapes, rank, step) for step in steps]
+        buckets = [GradBucket(0, buffer, parameters, is_last=True) for buffer in buffers]
+        return [powerSGD_hook.powerSGD_hook(state, bucket).wait() for bucket in buckets]
+
+    state, other = new_state(), new_state()
+    average(state, FEW_SHAPES, range(START + 2))
     other.load_state_dict(state.state_dict())
     with Messages() as said:
-        outputs = run_steps(other, rank, [50, 51], OTHER_SHAPES)
-    return said, outputs, random_gradient(OTHER_SHAPES, rank, 50), other.state_dict()["buckets"][0]["error"]
+        outputs = average(other, OTHER_SHAPES, [50, 51])
+    return said, outputs, error_of(other)
 
 
-def test_a_checkpoint_of_another_layout_starts_afresh():
-    for said, outputs, _, error in run_ranks(load_another_layout, 2):
-        assert said == [
-            "WARNING PowerSGD: bucket 0 has another layout than its checkpoint: its memory starts afresh."
-        ]
+@pytest.mark.parametrize(
+    ("is_named", "message"),
+    [
+        (True, "bucket 0 has another layout than its checkpoint: its memory starts afresh."),
+        (False, "this run's first step has other buckets: the memory of 5 parameters starts afresh"),
+    ],
+)
+def test_a_checkpoint_of_another_layout_starts_afresh(is_named, message):
+    for said, outputs, error in run_ranks(load_another_layout, 2, is_named):
+        (line,) = said
+        assert message in line
         assert all(output.any() and output.isfinite().all() for output in outputs)
         assert error.numel() == outputs[0].numel()
 
