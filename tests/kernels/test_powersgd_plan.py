@@ -10,6 +10,7 @@ from gradcomp.kernels.powersgd_back_project import back_project
 from gradcomp.kernels.powersgd_plan import LowRankPlan
 from gradcomp.kernels.powersgd_project import project
 from gradcomp.kernels.powersgd_reconstruct import reconstruct
+from gradcomp.kernels.powersgd_tile import SHRINK
 from gradcomp.kernels.powersgd_work import TILES, LowRankWork
 from gradcomp.layout import BlockLayout, LowRankLayout, Matrix
 from tests.kernels.compiled import is_kernel, kernel_modules
@@ -245,13 +246,15 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     q[work.q_panel_numel // 2 :][:m] = 1.0
     project(grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, unit=False, **blocks)
     rows, cols = n - first_row, m - first_col
-    assert partial[:rows].tolist() == [3.0 * cols] * rows
+    shrink = SHRINK.value
+    assert partial[:rows].tolist() == [3.0 * cols * shrink] * rows
     assert (memory[: n * m].view(n, m)[first_row:, first_col:] == 3).all()
 
     p[:n] = 1.0
     back_project(memory, p, matrices, tables[1], out=partial, feedback=True, **blocks)
     # project turned the last rows into 3; those before them still hold 2.
-    assert partial[: m - back_col].tolist() == [3.0 * rows + 2.0 * (first_row - back_row)] * (m - back_col)
+    total = 3.0 * rows + 2.0 * (first_row - back_row)
+    assert partial[: m - back_col].tolist() == [total * shrink] * (m - back_col)
 
     wire = torch.full((m * r,), 0.5, dtype=FP16, device=device)
     options = {"q": q, "norms": norms, "seed": 0, "warm_start": True}
