@@ -97,7 +97,7 @@ class MatrixGroup:
         first = matrices[0]
         k, rows, cols, rank = len(matrices), first.rows, first.cols, first.rank
         self.matrices, self.shape, self.p, self.qt = matrices, (k, rows, cols), p, qt
-        self.shrunk = shrunk
+        self.shrunk, self._is_p_shrunk = shrunk, False
         wide, device = p.dtype, p.device
         self.is_wide = dtype == wide
         self.is_complete = first.numel == rows * cols
@@ -147,6 +147,7 @@ class MatrixGroup:
     def back_project(self, buffer: torch.Tensor) -> None:
         """Compute SHRINK · Qᵀ = SHRINK · Pᵀ M."""
         self.p.mul_(SHRINK)
+        self._is_p_shrunk = True
         # Backwards: project read the last chunk last, so it is still in a cache; so will the first be in
         # reconstruct.
         for chunk in reversed(self._chunks):
@@ -161,7 +162,9 @@ class MatrixGroup:
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
         """Compute gradient = P Qᵀ, and error = M − P Qᵀ in M's place, now or when it is needed."""
-        self.p.mul_(1 / (SHRINK * self.shrunk))
+        if self._is_p_shrunk:  # no longer where the stage is repeated, as benchmarks do
+            self.p.mul_(1 / (SHRINK * self.shrunk))
+            self._is_p_shrunk = False
         if self.is_wide and self.is_complete:
             self._is_unsettled = self.memory is not None and self.p.shape[-1] <= MAX_DEFERRED_TERMS
             for which, product in self._views(buffer):
