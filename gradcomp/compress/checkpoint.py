@@ -262,7 +262,7 @@ def checked_identity(parameters: Any, buckets: Mapping[int, Any]) -> dict[str, A
     if len(set(known)) < len(known) or not set(used) <= set(known):
         raise ValueError(
             f"the buckets have the parameters {sorted(used)}, but names and first_buckets identify "
-            f"{sorted(known)}: each has to be there once"
+            f"{sorted(known)}: each must be there once"
         )
     return {"names": names, "first_buckets": tuple(first_buckets)}
 

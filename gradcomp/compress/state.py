@@ -290,7 +290,8 @@ class CompressedAveraging:
 
     def _begin_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> bool:
         """Note a bucket and its group. Returns whether the bucket is its step's first."""
-        if self._step.has_any_of(bucket):
+        parameters = bucket.parameters()  # torch makes a list of them in every call
+        if self._step.has_any_of(parameters):
             self.end_step()
         if self._group is not None and self._group() is not group:
             # Compressors were made for the number of ranks, and this rank's place among them.
@@ -298,7 +299,7 @@ class CompressedAveraging:
             self._is_compared = False
         self._group = weakref.ref(group)
         is_first = self._step.is_empty
-        self._step.add(bucket)
+        self._step.add(parameters)
         return is_first
 
     def _compare_once(

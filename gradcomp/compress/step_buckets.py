@@ -10,6 +10,8 @@ ends in one of three ways:
     a bucket brings a parameter for the second time: the step before has ended, and another one begins
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
@@ -32,13 +34,13 @@ class StepBuckets:
         """True if no bucket has come yet."""
         return not self._parameters
 
-    def has_any_of(self, bucket: dist.GradBucket) -> bool:
-        """Return whether one of the bucket's parameters has come in this step."""
-        return not self._parameters.isdisjoint(map(id, bucket.parameters()))
+    def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether one of a bucket's parameters has come in this step."""
+        return not self._parameters.isdisjoint(map(id, parameters))
 
-    def add(self, bucket: dist.GradBucket) -> None:
-        """Note a bucket, and when the backward that brings it ends."""
-        self._parameters.update(map(id, bucket.parameters()))
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note a bucket by its parameters, and when the backward that brings it ends."""
+        self._parameters.update(map(id, parameters))
         self.is_over = False
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):

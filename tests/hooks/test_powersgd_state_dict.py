@@ -127,7 +127,7 @@ MISFITS = {
         of_parameters(first_buckets=[]),
         r"the buckets have the parameters \[0, 1, 2, 3, 4\], but names and first_buckets identify \[\]",
     ),
-    "a parameter known twice": (of_parameters(names={3: "a"}), "identify .* each has to be there once"),
+    "a parameter known twice": (of_parameters(names={3: "a"}), "identify .* each must be there once"),
     "a name given twice": (of_parameters(names={7: "a", 8: "a"}), r"names has \['a', 'a'\], but must"),
     "a name of ints": (of_parameters(names={7: 1}), r"names has \[1\], but must have a different str"),
     "first buckets as a dict": (of_parameters(first_buckets={}), "first_buckets is a dict, but must be"),
