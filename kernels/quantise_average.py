@@ -177,7 +177,8 @@ def _average_kernel(
         own = shard_error_ptr + first * SIZE
         block = rank * second + first
         error = error_ptr + block * SIZE
-        if FEEDBACK:
+        LATE: tl.constexpr = BITS == 4 and WORLD_SIZE > 2  # the loop over ranks leaves no registers for it
+        if FEEDBACK and not LATE:
             kept = tl.load(own + offs, mask=mask, other=0.0)
         total, is_sent = _sum_of_ranks(
             received_ptr.to(tl.pointer_type(tl.uint8)),
@@ -195,6 +196,8 @@ def _average_kernel(
             BLOCKS,
         )
         if FEEDBACK:
+            if LATE:
+                kept = tl.load(own + offs, mask=mask, other=0.0)
             total = tl.where(is_sent[:, None], total + kept * SHRINK, 0.0)
             total = saturated(total, LARGEST * (WORLD_SIZE * SHRINK))
             if ACC != tl.float64:
