@@ -5,9 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.hook import Hook
-
-# No `from __future__ import annotations`: DDP compares a hook's annotations with types.
+from gradcomp.comm.bucket import Hook
 
 
 def compressed_all_gather(compressor: Any) -> Hook:

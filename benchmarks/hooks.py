@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Case, Setup, elementwise_error, frobenius_error, rounding_error
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import default_hooks
 
 # A 25 MiB bucket of a transformer with 1024 features.

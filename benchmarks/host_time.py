@@ -91,9 +91,10 @@ def clocked() -> Iterator[Parts]:
     import torch
     import torch.distributed as dist
 
-    from gradcomp.compress import state, streams
+    from gradcomp.comm import streams
+    from gradcomp.compress import state
     from gradcomp.hooks import powerSGD_hook as powersgd
-    from gradcomp.kernels.powersgd_plan import LowRankPlan
+    from gradcomp.kernels.powersgd.plan import LowRankPlan
 
     parts = Parts()
     for stage in ("project", "back_project", "reconstruct"):

@@ -21,7 +21,7 @@ import torch
 from benchmarks.environment import describe
 from benchmarks.hivemind_hook import compressed_all_gather
 from benchmarks.records import RESULTS, Row
-from gradcomp.compress.hook import Hook
+from gradcomp.comm.bucket import Hook
 from gradcomp.testing import Report, check_hook
 from gradcomp.testing.__main__ import MARKS
 from gradcomp.testing.run import MakeState

@@ -29,7 +29,7 @@ from benchmarks import models
 from benchmarks.harness import Case, Setup
 from benchmarks.hooks import call, join_group_of_one
 from benchmarks.powersgd_problem import PASSES, Problem, float64_steps, problems
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
 
 # The Frobenius norm of the error over that of the result. torch also orthonormalises in bf16, and its hook

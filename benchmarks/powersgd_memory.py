@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import models
-from gradcomp.kernels.powersgd_launches import LowRankStages, LowRankTensors
-from gradcomp.kernels.powersgd_work import LowRankWork
+from gradcomp.kernels.powersgd.plan import LowRankStages, LowRankTensors
+from gradcomp.kernels.powersgd.work import LowRankWork
 from gradcomp.kernels.scratch import num_bytes_of
 from gradcomp.layout import LowRankLayout
 

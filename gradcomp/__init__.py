@@ -3,7 +3,7 @@
 from importlib import metadata
 
 from . import hooks
-from .hooks.torchs_names import apply_to_torch
+from .hooks.apply_to_torch import apply_to_torch
 from .parallel import DistributedDataParallel
 from .reducer import Reducer, average_
 

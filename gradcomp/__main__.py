@@ -16,10 +16,10 @@ import torch.distributed as dist
 import triton
 
 from . import __version__, ops
-from .bench import bench_command
-from .plan import plan_command
-from .plan.plan_command import OneLineParser
-from .recordings import report_command
+from .bench import command as bench_command
+from .plan import command as plan_command
+from .plan.command import OneLineParser
+from .recordings import command as report_command
 
 
 def versions() -> dict[str, str]:

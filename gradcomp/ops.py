@@ -16,13 +16,14 @@ import triton
 
 from .checks import check_cast, check_list
 from .cpu import copy as cpu
-from .cpu import low_rank as cpu_low_rank
-from .cpu import quantise as cpu_quantise
-from .cpu import quantised_plan as cpu_quantised_plan
+from .cpu import powersgd_plan as cpu_low_rank
+from .cpu import quantize as cpu_quantise
+from .cpu import quantize_plan as cpu_quantised_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
-from .kernels import powersgd_launches, powersgd_plan, quantise_plan
 from .kernels.device import has_streams, processor, send
+from .kernels.powersgd import plan as powersgd_plan
+from .kernels.quantize import plan as quantise_plan
 
 if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, LowRankLayout
@@ -254,7 +255,7 @@ def compile_low_rank(
         if "codes" in arithmetic:
             cap = cpu_quantise.largest_scale(8, torch.promote_types(dtype, torch.float32))
             arithmetic["codes"] = (*arithmetic["codes"], cap)
-        powersgd_launches.compile_kernels(layout, dtype, device, **arithmetic)
+        powersgd_plan.compile_kernels(layout, dtype, device, **arithmetic)
 
 
 def quantised_plan(

@@ -1,6 +1,6 @@
 """Devices: which have streams or slow fp64, how kernels are launched there, how the host sends tables.
 
-Support for another kind of device begins here. compress/streams.py holds what hooks do on streams.
+Support for another kind of device begins here. comm/streams.py holds what hooks do on streams.
 """
 
 import functools

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradcomp.compress.consistency import require_same_on_all_ranks
+from gradcomp.comm.consistency import require_same_on_all_ranks
 
 WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, and allocators and caches fill
 LAST_STEPS = 10  # the steps over which the reported training loss is averaged

@@ -24,7 +24,7 @@ from benchmarks.harness import (
     rounding_error,
 )
 from gradcomp import ops
-from gradcomp.cpu.quantise import THRESHOLDS, levels
+from gradcomp.cpu.quantize import THRESHOLDS, levels
 from gradcomp.layout import BlockLayout
 
 WORLD_SIZE, RANK, BLOCK_SIZE = 8, 0, 128

@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.prediction.gpus import Gpu
 from benchmarks.prediction.trace import Counts, Thread
-from gradcomp.kernels import powersgd_plan
 from gradcomp.kernels.device import FAST_FP64
+from gradcomp.kernels.powersgd import plan as powersgd_plan
 from gradcomp.layout import LowRankLayout
 from tests.kernels.compiled import Variant, is_kernel, kernel_modules
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradcomp.plan.model_loading import called, load_callable
+from gradcomp.plan.models import called, load_callable
 
 VOCABULARY, SEQUENCE, BATCH = 256, 64, 4
 

@@ -6,7 +6,7 @@ docs/new_compressor.md describes that interface.
 from .compressor import BucketSpec, Compressor
 from .compressor_state import CompressorState, compress_hook
 from .consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
-from .recorder import Recorder
+from .recording.recorder import Recorder
 
 __all__ = [
     "BucketSpec",

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
-
 LOGGER = "gradcomp"
 QUIET = "GRADCOMP_QUIET"
 _num_silencers = 0

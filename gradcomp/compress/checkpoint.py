@@ -1,4 +1,4 @@
-"""What a state's checkpoint holds, and the checks that a given one may be loaded.
+"""The content of a checkpoint, the rank whose errors it holds, and the checks that it may be loaded.
 
 A state_dict is checked as a whole before anything of it is used. It may come from an untrusted file, from
 another version, or from a container that has changed it: torch.distributed.checkpoint makes strings of
@@ -11,12 +11,37 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from .bucket_memory import Memory
+from ..comm.process_group import joined_group
+from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule
 from .compressor import errors_in
-from .rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule
+from .memories import Memory
 
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+
+def owner_of(process_group: Any) -> dict[str, Any] | None:
+    """Return whose errors a state in this process group has, {"rank", "world_size"}; None without a group.
+
+    A rank of None stands for the mean of all ranks' errors.
+    """
+    group = joined_group(process_group)
+    return None if group is None else {"rank": group.rank(), "world_size": group.size()}
+
+
+def another_ranks_errors(
+    algorithm: str, errors_of: dict[str, Any] | None, group: dist.ProcessGroup
+) -> str | None:
+    """Return a warning if this rank is about to use errors that another rank saved, else None."""
+    here = owner_of(group)
+    if here is None or errors_of is None or errors_of["rank"] is None or errors_of == here:
+        return None
+    saved, now = (f"rank {each['rank']} of {each['world_size']}" for each in (errors_of, here))
+    return (
+        f"{algorithm}: the errors loaded on {now} are those of {saved}. Given to several ranks, they count "
+        "several times, and what the other ranks hold back is lost. Save one checkpoint per rank; or one for "
+        "all, or for another world size, with consolidated_state_dict(state)."
+    )
+
 
 VERSION = 1
 PROGRESS = dict.fromkeys(

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
-
 # A dict by name. A value is a 1-D tensor with one element per element of the bucket, which follows its
 # parameters into other buckets; or a list with a tensor (or None) per tensor of the bucket, which follows
 # them, too; or any other tensor, which is lost when buckets change. 1-D tensors of the first sort are this

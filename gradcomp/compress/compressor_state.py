@@ -6,12 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..rules import described
 from .checkpoint import SETTINGS, as_dict, checked, has_errors, memories_of, to_state_dict
 from .compressor import Compressor
-from .rules import described
 from .state import CompressedAveraging
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 
 class CompressorState(CompressedAveraging):

@@ -8,13 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .consistency import require_same_on_all_ranks
-from .meeting import require_all_ranks
-from .operation import Operation
-from .process_group import device_for, resolve_group
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
-
+from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
+from ..comm.operation import Operation
+from ..comm.process_group import device_for, resolve_group
 
 SAVE_ON_ALL_RANKS = (
     "Saving averages the errors of all ranks. Likely cause: a save on some ranks only, under `if "

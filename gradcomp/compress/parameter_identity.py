@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
-
 Shape = tuple[int, ...]
 # What wrappers add to a parameter's name. The last one stands at the beginning.
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")

@@ -12,11 +12,9 @@ from gradcomp import ops
 from gradcomp.layout import BlockLayout, LowRankLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
+from ..comm.pipeline import run_through
 from .compressor import BucketSpec, Compressor, State, Works
-from .pipeline import run_through
-from .quantised import QuantisedCompressor, QuantisedOptions, average_payload
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+from .quantized import QuantisedCompressor, QuantisedOptions, average_payload
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,17 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
+from ..comm.bucket import require_bucket, require_dense_floats
+from ..comm.consistency import require_same_group, require_same_on_all_ranks
+from ..comm.operation import Operation
+from ..comm.pipeline import Pipeline, Stages, explained, run_through
+from ..comm.process_group import joined_group, require_group, resolve_group
+from ..comm.streams import Future, average_in_place, in_order
 from .announcement import StartAnnouncement
-from .bucket_memory import BucketPart
-from .checkpoint import PROGRESS
+from .checkpoint import PROGRESS, another_ranks_errors, owner_of
 from .compressor import BucketSpec, Compressor, errors_in
-from .consistency import require_same_group, require_same_on_all_ranks
-from .grad_bucket import require_bucket
-from .hook import require_dense_floats
-from .memory_assignment import BucketMemories
-from .operation import Operation
-from .owner import another_ranks_errors, owner_of
-from .pipeline import Pipeline, Stages, explained, run_through
-from .process_group import joined_group, require_group, resolve_group
+from .memories import BucketMemories, BucketPart
 from .step_buckets import StepBuckets, is_waited_for_at_once
-from .streams import Future, average_in_place, in_order
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 MakeCompressor = Callable[[BucketSpec, Any], Compressor]
 

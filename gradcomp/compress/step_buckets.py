@@ -15,8 +15,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
-
 
 class StepBuckets:
     """The buckets of the current step, known by their parameters.

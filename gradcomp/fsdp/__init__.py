@@ -1,5 +1,5 @@
 """Compression between the replicas of a model that is sharded with torch's FSDP2: see docs/fsdp.md."""
 
-from .installation import compress_replicas
+from .replicas import compress_replicas
 
 __all__ = ["compress_replicas"]

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.grad_bucket import require_bucket
-from gradcomp.compress.streams import completed
+from gradcomp.comm.bucket import require_bucket
+from gradcomp.comm.streams import completed
 
 __all__ = ["noop_hook"]
 

@@ -2,6 +2,10 @@
 
 Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``: same names, signatures and
 results (the 16-bit hooks round once, after dividing, where torch rounds twice and overflows first).
+
+The hooks also run in torch's python_reducer, which calls them while compiled autograd traces a backward.
+There is no bucket then: torch's DDP gives a hook (gradient, parameter), and does not look at the result.
+Inductor combines the collectives of several gradients.
 """
 
 from typing import Any
@@ -10,13 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.compress.grad_bucket import require_bucket
-from gradcomp.compress.hook import Hook, checked_future, require_dense_floats
-from gradcomp.compress.operation import Operation
-from gradcomp.compress.process_group import joined_group, resolve_group
-from gradcomp.compress.python_reducer import average_traced, is_traced_gradient
-from gradcomp.compress.streams import around_all_reduce, around_hook, average_in_place
-from gradcomp.compress.wires import keep_wire, take_wire
+from gradcomp.comm.bucket import Hook, checked_future, require_bucket, require_dense_floats
+from gradcomp.comm.kept_buffers import keep_wire, take_wire
+from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import joined_group, resolve_group
+from gradcomp.comm.streams import around_all_reduce, around_hook, average_in_place
 
 __all__ = [
     "allreduce_hook",
@@ -25,6 +27,24 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
 ]
+
+
+def is_traced_gradient(bucket: Any) -> bool:
+    """Return whether a hook is being traced with a gradient and its parameter in a bucket's place.
+
+    Only then: a file that torch.load reads may call hooks with tuples of its choice.
+    """
+    return isinstance(bucket, tuple) and torch.compiler.is_compiling()
+
+
+def average_traced(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Any:
+    """Average the gradient in place, on the wire in this dtype or its own; of traceable operations alone."""
+    # Imported late, as torch does: it takes long.
+    from torch.distributed._functional_collectives import all_reduce
+
+    gradient: torch.Tensor = bucket[0]
+    wire = gradient * (1 / group.size())
+    return gradient.copy_(all_reduce(wire if dtype is None else wire.to(dtype), "sum", group))
 
 
 def allreduce_hook(

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.comm.bucket import require_bucket
 from gradcomp.compress import consolidation
 from gradcomp.compress.checkpoint import PROGRESS
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
-from gradcomp.compress.grad_bucket import require_bucket
 from gradcomp.compress.powersgd import LowRankCompressor, start_compressor
-from gradcomp.compress.rules import described
+from gradcomp.rules import described
 
 from . import powersgd_checkpoint, powersgd_from_torch
 from .powersgd_options import NOT_TORCHS, OPTIONS

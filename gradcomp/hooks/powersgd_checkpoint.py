@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from gradcomp.compress.bucket_memory import Memory
 from gradcomp.compress.checkpoint import (
     DTYPE,
     PROGRESS,
@@ -29,12 +28,11 @@ from gradcomp.compress.checkpoint import (
     require_keys,
     require_version,
 )
+from gradcomp.compress.memories import Memory
 from gradcomp.compress.powersgd import LowRankOptions
-from gradcomp.compress.rules import BITS, EPSILON, FACTOR_DTYPE, FLAG, RANK, RATE, UNCOMPRESSED_DTYPE
+from gradcomp.rules import BITS, EPSILON, FACTOR_DTYPE, FLAG, RANK, RATE, UNCOMPRESSED_DTYPE
 
 from .powersgd_options import OPTIONS, checked_options, options_of
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 _PARTS = ("buckets", "from_torch")
 _KEYS = ("version", *OPTIONS, *PROGRESS, "errors_of", "parameters", "contents", *_PARTS)

@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from gradcomp.compress.bucket_memory import Memory
+from gradcomp.compress.memories import Memory
 from gradcomp.layout.matrices import is_compressed
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 
 def memories_of(state: Any) -> dict[int, dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradcomp.compress.rules import (
+from gradcomp.rules import (
     BITS,
     EPSILON,
     FACTOR_DTYPE,
@@ -21,8 +21,6 @@ from gradcomp.compress.rules import (
     UNCOMPRESSED_DTYPE,
     WHOLE,
 )
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 OPTIONS = {
     "matrix_approximation_rank": RANK,

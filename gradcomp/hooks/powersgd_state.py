@@ -6,16 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.bucket_memory import BucketPart
 from gradcomp.compress.checkpoint import has_errors
 from gradcomp.compress.compressor import Compressor
+from gradcomp.compress.memories import BucketPart
 from gradcomp.compress.powersgd import LowRankOptions
 from gradcomp.compress.state import CompressedAveraging, MakeCompressor
 
 from . import powersgd_checkpoint, powersgd_from_torch
 from .powersgd_options import OPTIONS, checked_options, options_of
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
 
 PUBLIC_MODULE = "gradcomp.hooks.powerSGD_hook"  # where users import the state from, and files look for it
 logger = logging.getLogger(PUBLIC_MODULE)

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.comm.bucket import require_bucket, require_dense_floats
+from gradcomp.comm.process_group import resolve_group
 from gradcomp.compress.compressor_state import CompressorState
-from gradcomp.compress.grad_bucket import require_bucket
-from gradcomp.compress.hook import require_dense_floats
-from gradcomp.compress.process_group import resolve_group
-from gradcomp.compress.quantised import QuantisedCompressor, QuantisedOptions
-from gradcomp.compress.quantised_plans import BlockSize, average_in_8_bits
-from gradcomp.compress.rules import BLOCK_SIZE, described
-
-# No `from __future__ import annotations` in this package: DDP compares a hook's annotations with types.
+from gradcomp.compress.kept_plans import BlockSize, average_in_8_bits
+from gradcomp.compress.quantized import QuantisedCompressor, QuantisedOptions
+from gradcomp.rules import BLOCK_SIZE, described
 
 __all__ = [
     "QuantizationState",

@@ -47,7 +47,7 @@ class LowRankLayout:
     uncompressed: (offset, numel) of every other tensor.
     p_numel, q_numel: the number of elements of all P and of all Q, in the order of `matrices`.
     wire_numel: the number of elements of all P and the uncompressed tensors, which cross the wire together.
-    The kernels' wires hold padding besides (kernels/powersgd_work.py).
+    The kernels' wires hold padding besides (kernels/powersgd/work.py).
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], rank: int, min_compression_rate: float):

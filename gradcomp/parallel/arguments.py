@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradcomp.compress.grad_bucket import GradBucket
-from gradcomp.reducer.communicator import require_callable
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.reducer.averaging import require_callable
 from gradcomp.reducer.parameters import require_plain
 
 _OWN_REDUCER = "a gradcomp.Reducer of your own for those parameters"

@@ -14,14 +14,20 @@ from torch.distributed.algorithms.join import Join
 
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
-from gradcomp.reducer.not_compiled import not_compiled
+from gradcomp.reducer.autograd import not_compiled
 
 from .arguments import check_hook, check_module, group_of, refuse, synchronises_buffers, warn_of_deprecated
 from .compiled import graphs_end_with_buckets
-from .containers import through_sink, to_device
 from .end_of_backward import EndOfBackward
 from .join import UnevenInputs, highest_rank, will_average
-from .module_state import buffers_of, named_parameters, require_same_buffers, sparse_weights
+from .module import (
+    buffers_of,
+    named_parameters,
+    require_same_buffers,
+    sparse_weights,
+    through_sink,
+    to_device,
+)
 
 
 class DistributedDataParallel(nn.Module, UnevenInputs):

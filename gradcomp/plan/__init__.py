@@ -1,8 +1,7 @@
 """Predict from constants which hook is fastest for a model on a network, and when not to compress."""
 
 from .candidates import CANDIDATES, Candidate, candidate_named
-from .devices import CPU, GPUS, Gpu, MeasuredDevice
-from .link import Link, Rate, fitted_rate
+from .hardware import CPU, GPUS, Gpu, Link, MeasuredDevice, Rate, fitted_rate
 from .measurements import Measurements
 from .models import Bucket, buckets_of, built_in_model
 from .prediction import Compute, StepPrediction, predict_step

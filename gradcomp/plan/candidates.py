@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from gradcomp.compress.powersgd import LowRankOptions
-from gradcomp.compress.quantised import QuantisedOptions
+from gradcomp.compress.quantized import QuantisedOptions
 from gradcomp.layout import BlockLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 

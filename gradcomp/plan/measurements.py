@@ -16,8 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 
 from .candidates import CollectiveKind, candidate_named
-from .devices import MeasuredDevice
-from .link import Link, Rate, fitted_rate
+from .hardware import Link, MeasuredDevice, Rate, fitted_rate
 from .models import Bucket, Shape, buckets_of, ddp_assignment, num_elements
 from .prediction import Compute
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .candidates import Candidate
-from .devices import Device
-from .link import Link
+from .hardware import Device, Link
 from .models import Bucket
 from .prediction import Compute, StepPrediction, StepWork, step_work
 from .recommendation import Recommendation, eligible, recommend

@@ -5,7 +5,7 @@
 # thread that is alive while Python shuts down may abort the process.
 import torch.distributed.nn.functional  # noqa: F401
 
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 
 from .average import average_
 from .broadcast import RepeatedBroadcast, broadcast_coalesced

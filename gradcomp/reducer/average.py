@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
-from gradcomp.compress.grad_bucket import GradBucket, as_real
-from gradcomp.compress.hook import Hook, name_of, result_of
-from gradcomp.compress.operation import Operation
-from gradcomp.compress.process_group import joined_group, resolve_group
+from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
+from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import joined_group, resolve_group
 from gradcomp.hooks import default_hooks
 from gradcomp.layout import FlatLayout
 

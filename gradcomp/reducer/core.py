@@ -21,22 +21,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.hook import Hook
-from gradcomp.compress.process_group import resolve_group
+from gradcomp.comm.bucket import Hook
+from gradcomp.comm.process_group import resolve_group
 
 from . import errors
-from .agreement import Agreement, agree_on_order
-from .autograd_hooks import (
+from .autograd import (
     AccumulateGradHooks,
     call_at_end_of_backward,
     call_when_backward_starts,
     is_within_another_backward,
+    not_compiled,
 )
-from .communicator import BucketCommunicator
-from .not_compiled import not_compiled
-from .parameters import named_parameters
+from .averaging import BucketCommunicator, Step
+from .parameters import Agreement, agree_on_order, named_parameters
 from .sharing import Sharing
-from .step import Step
 from .steps_in_backward import StepsInBackward
 from .usage import FindUnused, StaticGraph, Usage
 

@@ -11,7 +11,7 @@ from torch._C import _current_graph_task_id
 from torch.utils.hooks import RemovableHandle
 
 from . import errors
-from .not_compiled import not_compiled
+from .autograd import not_compiled
 
 
 class StepsInBackward:

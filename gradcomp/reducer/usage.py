@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.compress.operation import Operation
+from gradcomp.comm.operation import Operation
 
 from . import errors
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks as torch_quantization,
 )
 
-from gradcomp.compress.hook import Hook
+from gradcomp.comm.bucket import Hook
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.hooks import quantization_hooks as quantization
@@ -25,8 +25,6 @@ from gradcomp.testing.cases import CASES
 from gradcomp.testing.check import check_hook
 from gradcomp.testing.report import Report
 from gradcomp.testing.run import MakeState
-
-# No `from __future__ import annotations`: DDP compares a hook's annotations with types.
 
 MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?"}
 

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky, NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
-from gradcomp.compress.hook import Hook
-from gradcomp.testing.cases import CASES, Case
+from gradcomp.comm.bucket import Hook
+from gradcomp.testing.cases import CASES, Case, Drawn
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.drawn import Drawn
 from gradcomp.testing.inference import PROBED_STEPS, claims_of
-from gradcomp.testing.progress import Progress
 from gradcomp.testing.properties.failure import PropertyFailure
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.report import Failure, Report, Verdict
+from gradcomp.testing.report import Failure, Progress, Report, Verdict
 from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import workloads
 from gradcomp.testing.workload import Workload

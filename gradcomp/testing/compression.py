@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.compress.hook import Hook
+from gradcomp.comm.bucket import Hook
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.testing.oracle import matrix_shape
 from gradcomp.testing.ranks import run_ranks

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
-from gradcomp.compress.hook import Hook
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.layout.matrices import is_compressed
 from gradcomp.testing.claims import (

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradcomp.comm.bucket import GradBucket, Hook, result_of
 from gradcomp.compress.announcement import silenced
-from gradcomp.compress.grad_bucket import GradBucket
-from gradcomp.compress.hook import Hook, result_of
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
 from gradcomp.testing.workload import Workload

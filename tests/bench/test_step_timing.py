@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradcomp.bench import step_timing
+from gradcomp.bench import steps as step_timing
 from gradcomp.bench.workloads import load_workload
 
 HOST_S, DEVICE_S, LIMIT_S = 0.001, 0.1, 1.0

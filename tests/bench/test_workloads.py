@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.bench.bench_run import dtype_name
+from gradcomp.bench.run import dtype_name
 from gradcomp.bench.workloads import BUILT_IN_WORKLOADS, default_loss, load_workload
 
 CPU = torch.device("cpu")

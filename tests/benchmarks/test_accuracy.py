@@ -17,7 +17,7 @@ pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp
 from benchmarks.accuracy import comparison
 from benchmarks.accuracy.__main__ import parse
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
-from gradcomp.compress.consistency import MESSAGE_BYTES
+from gradcomp.comm.consistency import MESSAGE_BYTES
 from tests.programs import ROOT, run_python
 
 TINY = Namespace(width=16, layers=1, heads=2, batch=2, sequence=16)

@@ -25,7 +25,7 @@ from benchmarks.harness import (
 from benchmarks.powersgd_problem import PASSES
 from benchmarks.records import RESULTS, summary
 from gradcomp import ops
-from gradcomp.cpu.quantised_plan import QuantisedPlan
+from gradcomp.cpu.quantize_plan import QuantisedPlan
 from tests.programs import run_module
 
 CPU = torch.device("cpu")

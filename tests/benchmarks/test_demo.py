@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from benchmarks.demo.__main__ import descendants, is_running, parse
 from benchmarks.demo.measure import WireMeter, check_replicas
-from gradcomp.compress.consistency import MESSAGE_BYTES
-from gradcomp.compress.exchange import all_gather, all_to_all
+from gradcomp.comm.consistency import MESSAGE_BYTES
+from gradcomp.comm.exchange import all_gather, all_to_all
 from tests.distributed.ranks import run_ranks
 from tests.programs import ROOT, users_environment
 

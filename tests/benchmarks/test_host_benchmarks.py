@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import models, powersgd_memory
-from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.kernels.powersgd.plan import LowRankPlan
 from gradcomp.layout import LowRankLayout
 from tests.programs import run_module
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import gradcomp
 from benchmarks import reducer_scenarios, state_scenarios
 from gradcomp.parallel.distributed import DistributedDataParallel
-from gradcomp.reducer import bucket, sparse, usage
+from gradcomp.reducer import averaging, bucket, usage
 
 def scaled(device, rank, world_size):
     fill = bucket.Bucket.fill
@@ -55,8 +55,8 @@ def other_strides(device, rank, world_size):
         return reducer_scenarios.channels_last(device, rank, world_size, "Reducer")
 
 def loses_rows(device, rank, world_size):
-    gather = sparse._gather
-    with patch.object(sparse, "_gather", lambda mine, longest, lengths, group: gather(
+    gather = averaging._gather
+    with patch.object(averaging, "_gather", lambda mine, longest, lengths, group: gather(
             mine[: min(lengths)], min(lengths), [min(lengths)] * world_size, group)):
         return reducer_scenarios.sparse_gradients(device, rank, world_size, "wrapper")
 

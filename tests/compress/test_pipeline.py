@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gradcomp.compress.operation import ExplainedError, Operation
-from gradcomp.compress.pipeline import Pipeline, explained, run_through
+from gradcomp.comm.operation import ExplainedError, Operation
+from gradcomp.comm.pipeline import Pipeline, explained, run_through
 
 
 class Work:

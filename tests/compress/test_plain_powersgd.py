@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gradcomp.cpu import matrix_group
-from gradcomp.cpu.low_rank import LowRankPlan
+from gradcomp.cpu import powersgd_matrices as matrix_group
+from gradcomp.cpu.powersgd_plan import LowRankPlan
 from gradcomp.layout import LowRankLayout
 
 SHAPES = [(24, 16), (24, 16), (5,), (40, 7), (24, 16)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gradcomp.compress import BucketSpec
-from gradcomp.compress.quantised import QuantisedCompressor, QuantisedOptions
-from gradcomp.cpu import quantise as plain
+from gradcomp.compress.quantized import QuantisedCompressor, QuantisedOptions
+from gradcomp.cpu import quantize as plain
 from gradcomp.layout import BlockLayout
 
 BOTH = pytest.mark.parametrize("bits", [4, 8])

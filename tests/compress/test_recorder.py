@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from gradcomp.compress import CompressorState, Recorder, compress_hook, recorder
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.compress import CompressorState, Recorder, compress_hook
+from gradcomp.compress.recording import recorder
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import RankError, compression_report

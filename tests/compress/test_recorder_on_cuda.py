@@ -14,9 +14,10 @@ from benchmarks import stub_cuda
 stub_cuda.install()
 import torch
 import torch.distributed as dist
-from gradcomp.compress import Compressor, CompressorState, Recorder, compress_hook, recorder
-from gradcomp.compress.streams import side_stream
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.compress import Compressor, CompressorState, Recorder, compress_hook
+from gradcomp.compress.recording import recorder
+from gradcomp.comm.streams import side_stream
+from gradcomp.comm.bucket import GradBucket
 
 log, waits = [], []
 is_over = False

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.distributed.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from benchmarks import stub_cuda
 
 stub_cuda.install()
 import torch
-from gradcomp.compress.streams import in_order, side_stream
+from gradcomp.comm.streams import in_order, side_stream
 
 device = torch.device("cuda", 0)
 side = side_stream(device)

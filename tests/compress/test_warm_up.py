@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.compress import Compressor, CompressorState, compress_hook, quantised
+from gradcomp.compress import Compressor, CompressorState, compress_hook
+from gradcomp.compress import quantized as quantised
 from gradcomp.hooks import powerSGD_hook as powersgd
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.distributed.powersgd_oracle import Bucket

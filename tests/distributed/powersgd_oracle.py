@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.testing.oracle import PowerSGDOracle, split
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.compress import (
     CompressorState,
     compress_hook,
@@ -14,7 +15,6 @@ from gradcomp.compress import (
     load_from_dcp,
     per_rank_state_dict,
 )
-from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.frameworks import CommHook
 from gradcomp.hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook

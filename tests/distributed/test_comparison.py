@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.consistency import MESSAGE_BYTES, require_same_on_all_ranks
+from gradcomp.comm.consistency import MESSAGE_BYTES, require_same_on_all_ranks
 from tests.distributed.ranks import run_ranks
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import debugging_hooks, default_hooks
 from tests.devices import device_of_rank
 from tests.distributed.ranks import run_ranks

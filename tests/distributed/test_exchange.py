@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.exchange import all_gather, all_to_all
+from gradcomp.comm.exchange import all_gather, all_to_all
 from tests.distributed.ranks import run_ranks
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp import ops
 from gradcomp.compress import CompressorState
 from gradcomp.fsdp import compress_replicas
-from gradcomp.fsdp.all_reduce_hook import AllReduceHook
+from gradcomp.fsdp.replicas import AllReduceHook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from tests.distributed.fsdp_models import (
     RANKS,

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.compress import CompressorState
-from gradcomp.compress.grad_bucket import GradBucket
 from gradcomp.fsdp import compress_replicas
 from gradcomp.fsdp.param_groups import ParamGroup
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
+from gradcomp.comm.operation import ExplainedError
 from gradcomp.compress import CompressorState, compress_hook
-from gradcomp.compress.operation import ExplainedError
 from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.default_hooks import (
     allreduce_hook,

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
-from gradcomp.reducer import not_compiled as module_of_not_compiled
+from gradcomp.reducer import autograd as module_of_not_compiled
 from tests.distributed.beside_torch import TorchDDP, assert_all_alike, gradients
 from tests.distributed.ranks import run_ranks
 from tests.distributed.reducer_models import run_cases

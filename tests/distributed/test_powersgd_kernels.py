@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
-from gradcomp.kernels import powersgd_plan
+from gradcomp.kernels.powersgd import plan as powersgd_plan
 from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import Bucket, compressed, powersgd_step, random_gradient, relative
 from tests.distributed.powersgd_runs import FEW_SHAPES, HOOKS, START, equal, new_state, reload

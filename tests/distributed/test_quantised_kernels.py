@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradcomp.kernels import quantise_plan
+from gradcomp.kernels.quantize import plan as quantise_plan
 from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import Bucket, random_gradient, relative
 from tests.distributed.powersgd_runs import reload

@@ -8,7 +8,7 @@ from torch import nn
 import gradcomp
 from gradcomp.compress import BucketSpec
 from gradcomp.compress.consolidation import average_errors
-from gradcomp.compress.quantised import QuantisedCompressor, QuantisedOptions
+from gradcomp.compress.quantized import QuantisedCompressor, QuantisedOptions
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import check_hook

@@ -8,7 +8,7 @@ from torch import nn
 
 import gradcomp
 from gradcomp.compress import Recorder
-from gradcomp.compress.recording_file import read
+from gradcomp.compress.recording.file import read
 from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook

@@ -7,8 +7,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as to
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
-from gradcomp.compress import quantised_plans
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.compress import kept_plans as quantised_plans
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.quantization_hooks import (
     LARGEST_BLOCK,

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.compress.grad_bucket import GradBucket
-from gradcomp.compress.wires import _wires, keep_wire, take_wire
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.kept_buffers import _wires, keep_wire, take_wire
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradcomp.testing import run_ranks as run_simulated_ranks

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradcomp.bench.bench_command import bench_parser
-from gradcomp.plan.plan_command import plan_parser
+from gradcomp.bench.command import bench_parser
+from gradcomp.plan.command import plan_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {"plan": plan_parser, "bench": bench_parser}

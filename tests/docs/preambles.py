@@ -116,7 +116,7 @@ OPTIONS = "a list of options, with their defaults"
 NOT_RUN = [
     ("docs/accuracy.md", "gpt: 136,960 parameters", PRINTED),
     ("docs/accuracy.md", "--task gpt,digits", OPTIONS),
-    ("docs/architecture.md", "kernels/              Triton kernels", PICTURE),
+    ("docs/architecture.md", "kernels/       Triton kernels", PICTURE),
     ("docs/architecture.md", "__init__ ──▶ parallel", PICTURE),
     ("docs/demo.md", "reducer: torch", PRINTED),
     ("docs/demo.md", "--hook none,fp16", OPTIONS),

@@ -8,11 +8,11 @@ import pytest
 from tests.docs.code_blocks import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
-PACKAGES = ["compress", "frameworks", "fsdp", "hooks", "parallel", "reducer"]
+PACKAGES = ["comm", "compress", "frameworks", "fsdp", "hooks", "parallel", "reducer"]
 # In a quotation, and in what is read from the source, this stands for what is different each time.
 VARIABLE = "…"
 # Their functions return messages for raise statements.
-MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/errors.py", "compress/operation.py")]
+MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/errors.py", "comm/operation.py")]
 # Strings that only join others to a message, or are a part of one.
 PARTS = {"… …", "parameters … are", "ranks … have", "rank … has"}
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks as torch_hooks
 
 from gradcomp import hooks
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import (
     DDPCommHookType,
     debugging_hooks,

@@ -10,14 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress import wires as kept
-from gradcomp.hooks import (
-    debugging_hooks,
-    default_hooks,
-    powerSGD_hook,
-    powersgd_state,
-    quantization_hooks,
-)
+from gradcomp.comm import kept_buffers as kept
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, powersgd_state, quantization_hooks
 
 HOOKS = [
     default_hooks.allreduce_hook,

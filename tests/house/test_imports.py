@@ -1,5 +1,6 @@
 """Check that imports follow the arrows of docs/architecture.md, and that they form no circle."""
 
+import ast
 import re
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ SOURCES = sources_of(PACKAGE)
 # Packages below those on the page that import nothing of gradcomp but themselves.
 SELF_CONTAINED = {"gradcomp.testing.ranks"}
 MAY_USE_DISTRIBUTED = {
-    *("__main__", "bench", "compress", "frameworks", "fsdp", "hooks", "parallel", "reducer", "testing"),
+    *("__main__", "bench", "comm", "compress", "frameworks", "fsdp", "hooks", "parallel", "reducer"),
+    "testing",
 }
 
 
@@ -145,6 +147,20 @@ def test_an_intrusion_is_found():
         expected = [f"{package} imports {name}" for name in found]
         assert intrusions(f"{package}.collectives", source) == expected
         assert intrusions("gradcomp.testing.check", source) == []
+
+
+def defines_hooks(source: str) -> bool:
+    """Return whether a function of the module takes a bucket, as hooks do."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return any(argument.arg == "bucket" for each in functions for argument in each.args.args)
+
+
+def test_annotations_of_hooks_are_types():
+    """DDP compares a hook's annotations with types; `from __future__ import annotations` makes them text."""
+    hooks = {module: source for module, source in SOURCES.items() if defines_hooks(source)}
+    assert {"gradcomp.hooks.default_hooks", "gradcomp.compress.compressor_state"} <= set(hooks)
+    names = {module: imported_names(source, module) for module, source in hooks.items()}
+    assert [module for module, imports in names.items() if "__future__.annotations" in imports] == []
 
 
 def test_a_circle_is_found():

@@ -35,7 +35,7 @@ def test_the_citation_has_what_the_format_requires():
 
 def test_the_citation_lists_what_the_project_builds_on():
     """The first author and the year of each paper stand in a docstring or on a page."""
-    files = [*ROOT.glob("gradcomp/**/*.py"), *ROOT.glob("kernels/*.py"), *ROOT.glob("docs/*.md")]
+    files = [*ROOT.glob("gradcomp/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("docs/*.md")]
     text = "\n".join(path.read_text() for path in files)
     references = parsed("CITATION.cff")["references"]
     cited = [(reference["authors"][0]["family-names"], reference["year"]) for reference in references]

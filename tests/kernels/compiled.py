@@ -29,12 +29,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gradcomp.kernels
-from gradcomp.cpu.quantise import largest_scale, quantiser
+from gradcomp.cpu.quantize import largest_scale, quantiser
 from gradcomp.kernels import cast, flatten
-from gradcomp.kernels.powersgd_pack_codes import FactorCodes, pack_codes
-from gradcomp.kernels.powersgd_plan import LowRankPlan
-from gradcomp.kernels.powersgd_work import block_shape
-from gradcomp.kernels.quantise_plan import QuantisedPlan
+from gradcomp.kernels.powersgd.pack_codes import FactorCodes, pack_codes
+from gradcomp.kernels.powersgd.plan import LowRankPlan
+from gradcomp.kernels.powersgd.work import block_shape
+from gradcomp.kernels.quantize.plan import QuantisedPlan
 from gradcomp.layout import BlockLayout, LowRankLayout
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
@@ -192,8 +192,8 @@ def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> li
 
 
 def kernel_modules() -> list[Any]:
-    names = [module.name for module in pkgutil.iter_modules(gradcomp.kernels.__path__)]
-    return [importlib.import_module(f"gradcomp.kernels.{name}") for name in names]
+    found = pkgutil.walk_packages(gradcomp.kernels.__path__, "gradcomp.kernels.")
+    return [importlib.import_module(module.name) for module in found]
 
 
 def is_kernel(name: str) -> bool:

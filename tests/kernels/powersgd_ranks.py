@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from gradcomp.kernels.powersgd_launches import wire_factor
-from gradcomp.kernels.powersgd_plan import LowRankPlan
-from gradcomp.kernels.powersgd_tile import SHRINK
-from gradcomp.kernels.powersgd_work import wire_stride
+from gradcomp.kernels.powersgd.plan import LowRankPlan, wire_factor
+from gradcomp.kernels.powersgd.tile import SHRINK
+from gradcomp.kernels.powersgd.work import wire_stride
 from gradcomp.layout import LowRankLayout
 from tests.tolerances import POWERSGD_STAGE as STAGE
 from tests.tolerances import POWERSGD_STEP as STEP

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from gradcomp import ops
-from gradcomp.cpu import quantise as plain
-from gradcomp.cpu.quantised_plan import QuantisedPlan as PlainPlan
-from gradcomp.kernels.quantise_plan import QuantisedPlan
+from gradcomp.cpu import quantize as plain
+from gradcomp.cpu.quantize_plan import QuantisedPlan as PlainPlan
+from gradcomp.kernels.quantize.plan import QuantisedPlan
 from gradcomp.layout import BlockLayout
 from tests.tolerances import QUANTISED_SCALE, QUANTISED_THRESHOLD
 

@@ -22,7 +22,7 @@ stub_cuda.install()
 import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
-from gradcomp.kernels import powersgd_launches, powersgd_plan
+from gradcomp.kernels.powersgd import plan as powersgd_plan
 from gradcomp.layout import LowRankLayout
 
 launched, compiled, hooked, ordinary = [], [], [], []
@@ -37,7 +37,7 @@ def record(launcher, x, y, z, stream, function, metadata, data, enter, leave, *a
 
 CudaLauncher.__call__ = record
 triton.knobs.runtime.jit_post_compile_hook = lambda **_: compiled.append(1)
-powersgd_launches.compile_kernels(LAYOUT, torch.float32, DEVICE, **OPTIONS)
+powersgd_plan.compile_kernels(LAYOUT, torch.float32, DEVICE, **OPTIONS)
 found = {"compiled by warm-up": len(compiled)}
 run = triton.runtime.JITFunction.run
 

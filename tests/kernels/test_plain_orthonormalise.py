@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.cpu.orthonormalise import orthonormalise
+from gradcomp.cpu.orthonormalize import orthonormalise
 
 RANK = 5
 

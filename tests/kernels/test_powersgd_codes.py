@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.kernels.powersgd_codes_work import FactorCodesWork, is_packed_as_codes
-from gradcomp.kernels.quantise_work import BLOCKS
+from gradcomp.kernels.powersgd.codes_work import FactorCodesWork, is_packed_as_codes
+from gradcomp.kernels.quantize.work import BLOCKS
 from gradcomp.layout import BlockLayout
 from tests.kernels.powersgd_ranks import plans_of, random_grads
 from tests.kernels.quantised_ranks import all_gather, all_to_all

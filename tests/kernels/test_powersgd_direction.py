@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gradcomp.kernels.powersgd_direction import SHORTEST_SQUARED, direction, is_kept, scale_of
-from gradcomp.kernels.powersgd_tile import SHRINK
-from gradcomp.kernels.powersgd_work import LowRankWork
+from gradcomp.kernels.powersgd.random import SHORTEST_SQUARED, direction, is_kept, scale_of
+from gradcomp.kernels.powersgd.tile import SHRINK
+from gradcomp.kernels.powersgd.work import LowRankWork
 from gradcomp.layout import Matrix
 from tests.kernels.powersgd_ranks import MIXED, plans_of, random_grads, step
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
-from gradcomp.kernels import powersgd_work
-from gradcomp.kernels.powersgd_orthonormalise import orthonormalise
-from gradcomp.kernels.powersgd_work import LowRankWork, wire_stride
+from gradcomp.kernels.powersgd import work as powersgd_work
+from gradcomp.kernels.powersgd.orthonormalize import orthonormalise
+from gradcomp.kernels.powersgd.work import LowRankWork, wire_stride
 from gradcomp.layout import Matrix
 from tests.tolerances import ORTHONORMAL, SPAN
 

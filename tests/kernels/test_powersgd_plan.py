@@ -5,13 +5,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradcomp import ops
-from gradcomp.cpu import low_rank as cpu
-from gradcomp.kernels.powersgd_back_project import back_project
-from gradcomp.kernels.powersgd_plan import LowRankPlan
-from gradcomp.kernels.powersgd_project import project
-from gradcomp.kernels.powersgd_reconstruct import reconstruct
-from gradcomp.kernels.powersgd_tile import SHRINK
-from gradcomp.kernels.powersgd_work import TILES, LowRankWork
+from gradcomp.cpu import powersgd_plan as cpu
+from gradcomp.kernels.powersgd.back_project import back_project
+from gradcomp.kernels.powersgd.plan import LowRankPlan
+from gradcomp.kernels.powersgd.project import project
+from gradcomp.kernels.powersgd.reconstruct import reconstruct
+from gradcomp.kernels.powersgd.tile import SHRINK
+from gradcomp.kernels.powersgd.work import TILES, LowRankWork
 from gradcomp.layout import BlockLayout, LowRankLayout, Matrix
 from tests.kernels.compiled import is_kernel, kernel_modules
 from tests.kernels.powersgd_ranks import COMPRESS_ALL, plans_of, random_grads, relative, step

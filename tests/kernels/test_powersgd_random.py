@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from gradcomp.kernels.powersgd_random import random_q
-from gradcomp.kernels.powersgd_work import LowRankWork
+from gradcomp.kernels.powersgd.random import random_q
+from gradcomp.kernels.powersgd.work import LowRankWork
 from gradcomp.layout import Matrix
 
 # Of seed 3, row 100.

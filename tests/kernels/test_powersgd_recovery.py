@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradcomp.kernels import powersgd_work
+from gradcomp.kernels.powersgd import work as powersgd_work
 from tests.kernels.powersgd_ranks import (
     MIXED,
     check_step,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.cpu.low_rank import LowRankPlan as PlainPlan
+from gradcomp.cpu.powersgd_plan import LowRankPlan as PlainPlan
 from tests.kernels.powersgd_ranks import (
     MIXED,
     assert_padding_is_zero,

@@ -4,15 +4,8 @@ from collections import Counter
 
 import pytest
 
-from gradcomp.kernels import powersgd_work
-from gradcomp.kernels.powersgd_work import (
-    MAX_NORMS,
-    REDUCE,
-    TILES,
-    LowRankWork,
-    padded_rank,
-    wire_stride,
-)
+from gradcomp.kernels.powersgd import work as powersgd_work
+from gradcomp.kernels.powersgd.work import MAX_NORMS, REDUCE, TILES, LowRankWork, padded_rank, wire_stride
 from gradcomp.layout import LowRankLayout, Matrix
 
 SHAPES = [(1, 300), (300, 1), (31, 33), (32, 64), (33, 65), (10, 5000), (5000, 10), (257, 129)]

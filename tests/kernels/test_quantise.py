@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.kernels import quantise_plan
+from gradcomp.kernels.quantize import plan as quantise_plan
 from gradcomp.layout import BlockLayout
 from tests.kernels.copies import FLOATS
 from tests.kernels.quantised_ranks import (

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from gradcomp.kernels import quantise_work
-from gradcomp.kernels.quantise_work import BLOCKS, COPY, WORK_FIELDS, QuantisedWork, padded_size, tile_shape
+from gradcomp.kernels.quantize import work as quantise_work
+from gradcomp.kernels.quantize.work import BLOCKS, COPY, WORK_FIELDS, QuantisedWork, padded_size, tile_shape
 from gradcomp.layout import BlockLayout
 
 SHAPES = [(3,), (7, 13), (5,), (4, 4), (1, 17), (40, 9), (33,), (2, 8), (64, 70)]

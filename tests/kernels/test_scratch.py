@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from gradcomp.kernels.powersgd_plan import LowRankPlan
+from gradcomp.kernels.powersgd.plan import LowRankPlan
 from gradcomp.kernels.scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
 from gradcomp.layout import LowRankLayout
 from tests.kernels.powersgd_ranks import COMPRESS_ALL, random_grads, step

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gradcomp.plan.candidates import Collective
-from gradcomp.plan.link import Link
+from gradcomp.plan.hardware import Link
 from gradcomp.plan.measurements import FORMAT, KINDS
 
 LINK = Link(bytes_per_s=1.25e8, latency_s=100e-6)

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.measure import WireMeter
 from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
-from gradcomp.plan.accuracy_costs import MEASURED, accuracy_cost
 from gradcomp.plan.candidates import CANDIDATES, Candidate, candidate_named
 from gradcomp.plan.models import buckets_of, built_in_model
+from gradcomp.plan.recommendation import MEASURED, accuracy_cost
 from tests.distributed.ranks import run_ranks
 from tests.programs import ROOT
 

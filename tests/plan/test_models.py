@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.plan.model_loading import load_model
 from gradcomp.plan.models import (
     BUCKET_CAP_BYTES,
     BUILT_IN_MODELS,
@@ -16,6 +15,7 @@ from gradcomp.plan.models import (
     buckets_of,
     built_in_model,
     ddp_assignment,
+    load_model,
 )
 
 

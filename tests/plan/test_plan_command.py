@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gradcomp.__main__ import main
-from gradcomp.plan.plan_table import seconds, with_prefix
+from gradcomp.plan.show import seconds, with_prefix
 from tests.plan.measured import as_written
 from tests.programs import run_python
 

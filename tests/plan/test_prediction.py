@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from gradcomp.plan.candidates import CANDIDATES, Collective, Payload
-from gradcomp.plan.devices import CPU, GPUS, LAUNCH_S, MeasuredDevice
-from gradcomp.plan.link import Link, Rate, fitted_rate, sent_bytes
+from gradcomp.plan.hardware import CPU, GPUS, LAUNCH_S, Link, MeasuredDevice, Rate, fitted_rate, sent_bytes
 from gradcomp.plan.models import Bucket, buckets_of, built_in_model
-from gradcomp.plan.prediction import Compute, predict_step
-from gradcomp.plan.timeline import BucketTimes, end_of_backward
+from gradcomp.plan.prediction import BucketTimes, Compute, end_of_backward, predict_step
 
 H200 = GPUS[0]
 INFINITE = Link(math.inf, 0.0)

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from gradcomp.__main__ import main
-from gradcomp.compress import recording_file
-from gradcomp.recordings.recorded_run import runs_of
+from gradcomp.compress.recording import file as recording_file
+from gradcomp.recordings.run import runs_of
 from tests.programs import run_module
 
 OPTIONS = {"matrix_approximation_rank": 4, "factor_dtype": "torch.int8"}

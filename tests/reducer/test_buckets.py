@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.reducer.bucket import Bucket, assign_buckets, is_same_memory
 
 

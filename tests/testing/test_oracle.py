@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradcomp.ops
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing.oracle import (
     BatchedPowerSGDOracle,

@@ -15,8 +15,13 @@ processes. A property can be used alone in a test::
 
 from __future__ import annotations
 
-from gradcomp.testing.properties.accuracy import averages, contraction, exact_up_to_rank, zero_stays_zero
-from gradcomp.testing.properties.expectation import unbiased
+from gradcomp.testing.properties.accuracy import (
+    averages,
+    contraction,
+    exact_up_to_rank,
+    unbiased,
+    zero_stays_zero,
+)
 from gradcomp.testing.properties.failure import NonFiniteFailure, PropertyFailure
 from gradcomp.testing.properties.invariance import (
     bucket_insensitive,

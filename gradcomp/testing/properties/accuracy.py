@@ -1,4 +1,4 @@
-"""Properties of a hook's outputs in every step: their distance from the mean gradient, and from zero."""
+"""Properties of a hook's outputs: their distance from the mean gradient, in each step and on average."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 from gradcomp.testing.claims import Claims, Tolerance
-from gradcomp.testing.properties.factor import Factor
 from gradcomp.testing.properties.failure import (
     PropertyFailure,
     place,
@@ -22,6 +22,58 @@ from gradcomp.testing.properties.failure import (
 from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Workload
+
+__all__ = ["Factor"]
+
+# The standard deviations of a sum of independent roundings, each as large as allowed.
+DEVIATIONS = 5.0
+
+
+class Factor:
+    """⟨output, mean⟩ / ‖mean‖² over many tensors; it is 1 for averages with errors that cancel.
+
+    It may differ from 1 by one rounding, as a hook may round towards zero, and by five standard deviations of
+    a sum of independent errors that are as large as allowed. Equal means may have equal errors, so the
+    deviation counts different means only. A tensor's elements are divided by the largest error allowed in it,
+    as tensors may differ by orders of magnitude.
+    """
+
+    def __init__(self) -> None:
+        self._means: list[Tensor] = []
+        self._errors: list[Tensor] = []
+        self._allowed: list[Tensor] = []
+        self._roundings: list[Tensor] = []
+
+    def add(self, mean: Tensor, output: Tensor, allowed: Tensor, tolerance: Tolerance) -> None:
+        """Add a tensor. allowed: the error that the tolerance allows, by element."""
+        chosen = (mean != 0) & (allowed > 0)
+        if not chosen.any():
+            return
+        unit = float(allowed.max())
+        means = mean[chosen] / unit
+        self._means.append(means)
+        self._errors.append(output[chosen].double() / unit - means)
+        self._allowed.append(allowed[chosen] / unit)
+        self._roundings.append(tolerance.relative * means.abs() + tolerance.absolute / unit)
+
+    def require_one(self, name: str) -> None:
+        """Raise PropertyFailure if the factor differs from 1 by more than roundings explain."""
+        if not self._means:
+            return
+        means, errors, allowed, roundings = map(
+            torch.cat, (self._means, self._errors, self._allowed, self._roundings)
+        )
+        off, square = float(means @ errors), float(means.square().sum())
+        repetitions = len(means) / len(means.abs().unique())
+        deviation = math.sqrt(float((means * allowed).square().sum()) * repetitions)
+        limit = float(means.abs() @ roundings) + DEVIATIONS * deviation
+        if abs(off) > limit:
+            raise PropertyFailure(
+                f"{name}: every element is within its tolerance, but all {len(means)} averages together are "
+                f"{1 + off / square:.6g} × the mean; rounding explains {1 - limit / square:.6g} to "
+                f"{1 + limit / square:.6g}"
+            )
+
 
 # The rounding errors allowed in a gradient of rank r recovered from factors, in unit roundoffs: P's condition
 # number, up to 1000 for a random projection. In 16 bits that would allow any output, so less is allowed.
@@ -269,3 +321,72 @@ class BucketSteps:
 
 def joined(tensors: list[Tensor], indices: Iterable[int]) -> Tensor:
     return torch.cat([tensors[index].double().flatten() for index in indices])
+
+
+# The number of compressed steps that `unbiased` runs.
+NUM_STEPS = 512
+# The probability that `unbiased` fails a hook that is unbiased.
+FALSE_ALARM = 1e-6
+
+
+@property_of
+def unbiased(subject: Subject, workload: Workload) -> float | None:
+    """The expectation of the output is the mean.
+
+    Two gradients take turns in 512 steps, so that an output of the step before is a deviation, too. Each pair
+    of steps is an independent draw of a hook that draws anew in every step. One half of the draws, chosen at
+    random, yields the direction d of the outputs' deviation. For the other half, t = mean(⟨output − mean, d⟩)
+    / (their standard deviation / √n) is compared with Student's distribution of n − 1 degrees of freedom,
+    one-sided: an unbiased hook fails with a probability of about 1e-6, as the mean of n such sums is almost
+    normal (the quantile is approximated by Abramowitz and Stegun 26.7.5). A bias within rounding is allowed.
+    The property doesn't apply to hooks with error feedback, whose steps depend on each other.
+
+    Returns t; None unless claims.unbiased.
+    """
+    claims = subject.claims
+    if not claims.unbiased:
+        return None
+    workload = replace(workload, drift=1.0, period=2, steps=claims.start + NUM_STEPS, zero_steps=0)
+    run = subject.run(workload)
+    require_finite("unbiased", workload, run)
+    indices = tuple(range(len(workload.shapes)))
+    steps = range(claims.start, workload.steps)
+    means = [tensor for step in steps[:2] for tensor in workload.mean(step)]
+    mean = joined(means, range(len(means)))
+    # Tensors may differ by orders of magnitude: each is divided by its own rms.
+    unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in means])
+    outputs = torch.stack([joined(run.outputs[step][0], indices) for step in steps])
+    draws = (outputs.view(NUM_STEPS // 2, -1) - mean) / unit
+    shuffled = torch.randperm(len(draws), generator=torch.Generator().manual_seed(0))
+    first, second = draws[shuffled].chunk(2)
+    direction = first.mean(0)
+    sums = second @ (direction / direction.norm().clamp(min=1e-300))
+    bias, n = float(sums.mean()), len(sums)
+    rounding = 2 * workload.world_size * claims.unit_roundoff(workload.dtype)
+    allowed = rounding * float((mean / unit).norm()) + rounding * float(draws.abs().max())
+    if abs(bias) <= allowed:
+        return 0.0
+    t = bias / max(float(sums.std()) / math.sqrt(n), 1e-300)
+    z = NormalDist().inv_cdf(1 - FALSE_ALARM)
+    limit = z + (z**3 + z) / (4 * (n - 1))
+    if t > limit:
+        average = mean + draws.mean(0) * unit
+        worst = int(draws.mean(0).abs().argmax())
+        step, index, element = _located(workload, worst)
+        where = f"the {('first', 'second')[step]} one, {workload.where(index)}, element {element}"
+        raise PropertyFailure(
+            f"unbiased: over {NUM_STEPS} steps with two gradients in turn, {where}: expected "
+            f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
+            f"{t:.3g}, allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
+        )
+    return t
+
+
+def _located(workload: Workload, position: int) -> tuple[int, int, int]:
+    """Return (step, tensor index, element) of a position in all tensors of two steps, one after another."""
+    step, left = divmod(position, sum(map(math.prod, workload.shapes)))
+    for index, shape in enumerate(workload.shapes):
+        if left < math.prod(shape):
+            return step, index, left
+        left -= math.prod(shape)
+    raise IndexError(position)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress.hook import Hook
+from gradcomp.comm.bucket import Hook
 from gradcomp.testing.properties.accuracy import each_output
 from gradcomp.testing.properties.failure import (
     NonFiniteFailure,

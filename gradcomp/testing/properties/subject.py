@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gradcomp.compress.hook import Hook
+from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import Claims
 from gradcomp.testing.inference import AVERAGES_WITHIN, claims_of
 from gradcomp.testing.properties.failure import PropertyFailure

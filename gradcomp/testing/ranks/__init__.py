@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from gradcomp.testing.ranks.processes import Pool
-from gradcomp.testing.ranks.rank_errors import CollectiveMismatch, RankError
+from gradcomp.testing.ranks.scheduler import CollectiveMismatch, RankError
 from gradcomp.testing.ranks.simulation import Simulation
 
 __all__ = ["CollectiveMismatch", "RankError", "run_ranks"]

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.testing.ranks.tensor_checks import check_alike, overlap, reduction_name, traits
-from gradcomp.testing.ranks.transfer import Call
+from gradcomp.testing.ranks.transfer import Call, check_alike, overlap, reduction_name, traits
 from gradcomp.testing.ranks.work import SimulatedWork
 
 if TYPE_CHECKING:

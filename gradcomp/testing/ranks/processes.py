@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.testing.ranks.rank_errors import RankError
+from gradcomp.testing.ranks.scheduler import RankError
 
 _START_TIMEOUT_S = 120.0
 # The time that the peers of a failed rank, which may wait for it, have to report their own errors.

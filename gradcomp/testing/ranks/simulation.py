@@ -37,10 +37,17 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.testing.ranks import c10d
-from gradcomp.testing.ranks.call_site import CallSite, call_site, shown
 from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
-from gradcomp.testing.ranks.rank_errors import CollectiveMismatch, RankError
-from gradcomp.testing.ranks.scheduler import Scheduler, Task, is_scheduled
+from gradcomp.testing.ranks.scheduler import (
+    CallSite,
+    CollectiveMismatch,
+    RankError,
+    Scheduler,
+    Task,
+    call_site,
+    is_scheduled,
+    shown,
+)
 from gradcomp.testing.ranks.transfer import Call, shape_mismatch, transfer
 from gradcomp.testing.ranks.work import SimulatedWork
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as lo
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
 
 from gradcomp import ops
-from gradcomp.compress.grad_bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
 from gradcomp.testing.ranks import CollectiveMismatch, RankError, run_ranks
 

@@ -1,0 +1,201 @@
+"""The command `python -m gradcomp bench`: measure a cluster and a model with every hook, on its own ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gradcomp.plan.candidates import candidate_named
+from gradcomp.plan.command import OneLineParser, not_negative, positive, positive_int
+
+from .group import STORE_VARIABLE, end_with_parent, is_first_rank, is_rank, join
+from .run import BenchOptions, dtype_name, measure
+from .steps import NOOP
+from .table import table
+from .workloads import BUILT_IN_WORKLOADS, Workload, load_workload
+
+POLL_S = 0.05
+# The time that the others have to end by themselves once one has failed: they may print the reason.
+GRACE_S = 5.0
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def run_locally(arguments: Sequence[str], num_ranks: int) -> int:
+    """Run `python -m gradcomp bench arguments` in num_ranks processes; return the exit status.
+
+    It is 0 if all end so, else that of the first to end otherwise. Whatever ends this process ends them: they
+    are killed when it returns, and when it dies they read the end of their standard input.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks: list[subprocess.Popen[bytes]] = []
+        previous = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            for rank in range(num_ranks):
+                ranks.append(_start(arguments, rank, num_ranks, Path(folder) / "store"))
+            return _wait(ranks)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+            for each in ranks:
+                each.kill()
+            for each in ranks:
+                each.wait()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _start(arguments: Sequence[str], rank: int, num_ranks: int, store: Path) -> subprocess.Popen[bytes]:
+    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        **{name: str(value) for name, value in places.items()},
+        STORE_VARIABLE: str(store),
+    }
+    # In a session of its own, so that Ctrl-C reaches this process alone, which kills it.
+    return subprocess.Popen(
+        [sys.executable, "-m", "gradcomp", "bench", *arguments],
+        env=environment,
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all have ended, or GRACE_S after one has failed; return the exit status."""
+    failed, deadline = 0, float("inf")
+    while time.monotonic() < deadline:
+        ended = [status for each in ranks if (status := each.poll()) is not None]
+        if not failed and (failed := next((status for status in ended if status), 0)):
+            deadline = time.monotonic() + GRACE_S
+        if len(ended) == len(ranks):
+            break
+        time.sleep(POLL_S)
+    # A process that a signal ended has its negative number.
+    return failed if failed >= 0 else 128 - failed
+
+
+DEFAULT_HOOKS = "bf16,int8,int4,powersgd:4,powersgd:8:int8,powersgd:16:int8"
+HOW_TO_START = (
+    "start it with torchrun on every machine (torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
+    "--rdzv-endpoint HOST:29400 -m gradcomp bench), or with --ranks N for N processes on this machine"
+)
+
+
+class BenchParser(OneLineParser):
+    """A parser whose messages rank 0 alone prints."""
+
+    def error(self, message: str) -> Any:
+        if is_first_rank():
+            super().error(message)
+        self.exit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = bench_parser()
+    options = parser.parse_args(given)
+    options.hooks = _hooks(parser, options.hook)
+    if options.out is not None and not os.access(options.out.absolute().parent, os.W_OK):
+        parser.error(
+            f"argument --out: {options.out} can't be written: {options.out.parent} is no such folder"
+        )
+    if not is_rank():
+        if options.ranks is None:
+            parser.error(f"there is one process only; {HOW_TO_START}")
+        sys.exit(run_locally(given, options.ranks))
+    if STORE_VARIABLE in os.environ:
+        end_with_parent()
+    elif options.ranks is not None:
+        parser.error("--ranks starts processes itself: leave it out under torchrun")
+    _run_rank(parser, options)
+
+
+def bench_parser() -> BenchParser:
+    parser = BenchParser(
+        prog="python -m gradcomp bench",
+        description="Measure the links between ranks, a training step with every hook, and each hook's own "
+        "work. Print a table, and which hook to use.",
+        epilog=f"{HOW_TO_START[0].upper()}{HOW_TO_START[1:]}.",
+    )
+    text = "start N processes on this machine, without torchrun"
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help=text)
+    text = "module:callable, returning (module, inputs) or (module, inputs, loss function) (default: gpt)"
+    parser.add_argument("--model", default="gpt", help=f"{', '.join(BUILT_IN_WORKLOADS)}, or {text}")
+    parser.add_argument(
+        "--hook", default=DEFAULT_HOOKS, metavar="NAMES", help="separated by commas (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=positive, default=5.0, metavar="S", help="of steps with each hook (default: 5)"
+    )
+    parser.add_argument(
+        "--bucket-cap-mb", type=positive, default=25.0, metavar="MB", help="DDP's option (default: 25)"
+    )
+    parser.add_argument("--cpu", action="store_true", help="on the CPU and gloo, though there are GPUs")
+    parser.add_argument(
+        "--max-loss",
+        type=not_negative,
+        default=0.02,
+        metavar="NATS",
+        help="what a recommended hook may cost on docs/accuracy.md's small GPT (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write JSON that `python -m gradcomp plan --from` reads"
+    )
+    return parser
+
+
+def _hooks(parser: BenchParser, names: str) -> tuple[str, ...]:
+    """Return the hooks to measure, "none" first; noop comes by itself."""
+    given = [name.strip() for name in names.split(",")]
+    try:
+        found = [candidate_named(name).name for name in given if name != NOOP]
+    except ValueError as error:
+        parser.error(f"argument --hook: {error}")
+    return tuple(dict.fromkeys(["none", *found]))
+
+
+def _run_rank(parser: BenchParser, options: Any) -> None:
+    """Measure as one of the ranks."""
+    # The table says how much every hook sends.
+    logging.getLogger("gradcomp").setLevel(logging.WARNING)
+    workloads: list[Workload] = []
+
+    def prepare(device: Any) -> None:
+        workload = load_workload(options.model, device)
+        dtype_name(workload)
+        workloads.append(workload)
+
+    try:
+        group = join(options.cpu, prepare)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        if group.world_size < 2:
+            parser.error("one rank has nobody to communicate with: start two at least")
+        chosen = BenchOptions(options.hooks, options.seconds, options.bucket_cap_mb)
+        found = measure(workloads[0], group, chosen)
+        if group.rank == 0:
+            print(table(found, options.max_loss))
+            if options.out is not None:
+                found.write(options.out)
+                print(f"\nFor other networks: python -m gradcomp plan --from {options.out}")
+    except KeyboardInterrupt:
+        os._exit(INTERRUPTED)  # collectives under way would wait for the other ranks
+    finally:
+        dist.destroy_process_group()

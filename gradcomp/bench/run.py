@@ -1,0 +1,136 @@
+"""Measure a cluster on its ranks: links, a model's step with every hook, and each hook's own work."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from gradcomp import ops
+from gradcomp.plan.candidates import candidate_named
+from gradcomp.plan.measurements import DTYPES, FORMAT, Measurements
+from gradcomp.plan.models import Shape, buckets_of
+
+from .group import Group
+from .links import link_samples
+from .local_work import median_s
+from .steps import NOOP, NUM_ROUNDS, Trainer, hook_time, hook_times, step_parts
+from .workloads import Workload
+
+# Parts of a hook's time that go to the link, and to each hook's own work, beside its steps.
+LINK_PART, LOCAL_PART = 2.0, 0.3
+
+
+class Progress:
+    """What is being measured, on standard error, by rank 0: one line that is rewritten, or a line each."""
+
+    def __init__(self, is_shown: bool):
+        self._is_shown, self._is_terminal = is_shown, sys.stderr.isatty()
+        self._start = time.monotonic()
+
+    def show(self, text: str) -> None:
+        if self._is_shown:
+            line = f"[{time.monotonic() - self._start:4.0f} s] {text}"
+            print(
+                f"\r{line}\x1b[K" if self._is_terminal else line,
+                end="" if self._is_terminal else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def done(self) -> None:
+        if self._is_shown and self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure: hooks by name, without noop; seconds for each; DDP's bucket cap."""
+
+    hooks: tuple[str, ...]
+    seconds: float
+    bucket_cap_mb: float
+
+
+def dtype_name(workload: Workload) -> str:
+    """Return the name of the gradients' dtype. Raises ValueError for several, or one that no hook takes."""
+    dtypes = {each.dtype for each in workload.parameters}
+    names = [name for name, dtype in DTYPES.items() if dtype in dtypes]
+    if len(dtypes) > 1 or not names:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(
+            f"model {workload.name!r} has parameters in {found}; they have to be in one of "
+            f"{', '.join(DTYPES)}"
+        )
+    return names[0]
+
+
+def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurements:
+    """Measure everything. A collective."""
+    progress = Progress(group.rank == 0)
+    progress.show(f"{group.world_size} ranks, {group.backend}: links")
+    link = []
+    for sample in link_samples(group, LINK_PART * options.seconds):
+        progress.show(
+            f"links: {sample.kind} of {sample.num_bytes:,} bytes took {sample.seconds * 1e3:.3f} ms"
+        )
+        link.append(sample)
+    trainer = Trainer(workload, group, options.bucket_cap_mb)
+    progress.show("forward, backward and optimizer")
+    parts = step_parts(trainer, options.seconds / NUM_ROUNDS)
+    samples = hook_times(trainer, (NOOP, *options.hooks), options.seconds, progress.show)
+    dtype = DTYPES[dtype_name(workload)]
+    shapes: list[Shape] = [tuple(each.shape) for each in workload.parameters]
+    buckets = buckets_of(shapes, dtype.itemsize, options.bucket_cap_mb * 2**20)
+    local_s: dict[str, float | None] = dict.fromkeys((NOOP, *options.hooks))
+    for name in options.hooks:
+        if not candidate_named(name).is_compressing:
+            continue
+        progress.show(f"own work of {name}")
+        own_s = median_s(
+            candidate_named(name),
+            [bucket.shapes for bucket in buckets],
+            dtype,
+            group.device,
+            group.world_size,
+            LOCAL_PART * options.seconds,
+        )
+        (local_s[name],) = group.slowest([own_s])
+    progress.done()
+    return Measurements(
+        format=FORMAT,
+        date_utc=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        device=device_name(group.device),
+        device_type=group.device.type,
+        backend=group.backend,
+        world_size=group.world_size,
+        num_threads=torch.get_num_threads(),
+        versions={
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        },
+        model=workload.name,
+        dtype=dtype_name(workload),
+        shapes=[list(shape) for shape in shapes],
+        bucket_cap_mb=options.bucket_cap_mb,
+        # DDP's buckets may be others than the plan's where gradients are ready in another order.
+        ready_at=parts.ready_at if len(parts.ready_at) == len(buckets) else [],
+        forward_s=parts.forward_s,
+        backward_s=parts.backward_s,
+        optimizer_s=parts.optimizer_s,
+        link=link,
+        hooks=[hook_time(name, each, local_s[name]) for name, each in samples.items()],
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Describe a device."""
+    if ops.has_streams(device):
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"

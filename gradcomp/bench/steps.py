@@ -1,0 +1,228 @@
+"""Time training steps with every hook, in rounds, each time with a DDP model of its own."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp import ops
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.plan.candidates import Candidate, candidate_named
+from gradcomp.plan.measurements import HookTime
+
+from .group import Group, synchronise
+from .workloads import Workload
+
+NOOP = "noop"
+# The step from which states compress: the earliest that PowerSGD takes.
+FIRST_COMPRESSED_STEP = 2
+
+
+def register(model: DistributedDataParallel, name: str) -> None:
+    """Register the hook of this name; nothing for "none"."""
+    if name == NOOP:
+        model.register_comm_hook(None, debugging_hooks.noop_hook)
+    elif name != "none":
+        model.register_comm_hook(*state_and_hook(candidate_named(name)))
+
+
+def state_and_hook(candidate: Candidate) -> tuple[Any, Any]:
+    """Return the state and the hook that a candidate stands for; in the default group."""
+    if candidate.rank is not None:
+        options = candidate.low_rank_options
+        state = powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=options.rank,
+            start_powerSGD_iter=FIRST_COMPRESSED_STEP,
+            min_compression_rate=options.min_compression_rate,
+            factor_dtype=options.factor_dtype,
+            uncompressed_dtype=options.uncompressed_dtype,
+        )
+        return state, powerSGD_hook.powerSGD_hook
+    if candidate.bits is not None:
+        quantised = quantization_hooks.QuantizationState(
+            bits=candidate.bits, start_iter=FIRST_COMPRESSED_STEP
+        )
+        return quantised, quantization_hooks.quantization_hook
+    hooks = {
+        None: default_hooks.allreduce_hook,
+        torch.bfloat16: default_hooks.bf16_compress_hook,
+        torch.float16: default_hooks.fp16_compress_hook,
+    }
+    return None, hooks[candidate.wire_dtype]
+
+
+class ReadyTimes:
+    """When each bucket of the last backward was ready, after the begin() before it, by the device's clock."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._times: list[tuple[int, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Note the current time as the one that the next buckets' are counted from."""
+        self._start = self._now()
+
+    def add(self, index: int) -> None:
+        """Note that the bucket of this index is ready. The first one begins a new backward."""
+        if index == 0:
+            self._times = []
+        self._times.append((index, self._start, self._now()))
+
+    def seconds(self) -> list[float]:
+        """Return the last backward's times, by bucket; the device has to have done its work."""
+        ordered = sorted(self._times, key=lambda each: each[0])
+        return [_between(start, end) for _, start, end in ordered]
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not ops.has_streams(self._device):
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def recording_hook(state: ReadyTimes, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return the bucket as it is, and note the time."""
+    state.add(bucket.index())
+    return debugging_hooks.noop_hook(None, bucket)
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    return float(start.elapsed_time(end)) / 1e3
+
+
+# Before steps are timed: DDP rebuilds its buckets after the first, states compress from the third on, and the
+# fourth finds everything compiled and allocated. The last one is timed for the number of steps.
+WARM_UP_STEPS = FIRST_COMPRESSED_STEP + 3
+NUM_ROUNDS = 3
+MIN_STEPS, MAX_STEPS = 3, 200
+
+
+@dataclass
+class Trainer:
+    """Runs steps of a workload. Its optimizer changes no weight, so that all steps compute the same."""
+
+    workload: Workload
+    group: Group
+    bucket_cap_mb: float
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.workload.parameters, lr=0.0, weight_decay=0.0)
+
+    @contextmanager
+    def model(
+        self, register_on: Callable[[DistributedDataParallel], None]
+    ) -> Iterator[DistributedDataParallel]:
+        """Yield a new DDP model with a hook, which is warm and gone afterwards."""
+        model = DistributedDataParallel(self.workload.module, bucket_cap_mb=self.bucket_cap_mb)
+        register_on(model)
+        try:
+            yield model
+        finally:
+            del model
+            self.optimizer.zero_grad(set_to_none=True)
+            gc.collect()  # frees DDP models, whose hooks on the parameters go with them
+
+    def step(self, model: DistributedDataParallel, mark: Callable[[], None] = lambda: None) -> None:
+        """Run one step; mark is called before and after each part."""
+        workload = self.workload
+        mark()
+        loss = workload.loss(model(*workload.arguments, **workload.keywords))
+        mark()
+        loss.backward()
+        mark()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark()
+
+    def timed_steps(self, model: DistributedDataParallel, limit_s: float) -> list[float]:
+        """Return the times of some steps, of the slowest rank each. A collective."""
+        num_steps = self.warm_up(model, limit_s)
+        return self.group.slowest([self._timed(model) for _ in range(num_steps)])
+
+    def warm_up(self, model: DistributedDataParallel, limit_s: float) -> int:
+        """Run the first steps, and return how many more there is time for. A collective."""
+        for _ in range(WARM_UP_STEPS - 1):
+            self.step(model)
+        usual_s = self._timed(model)
+        return self.group.agree(min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s))))
+
+    def _timed(self, model: DistributedDataParallel) -> float:
+        synchronise(self.group.device)
+        start = time.perf_counter()
+        self.step(model)
+        synchronise(self.group.device)
+        return time.perf_counter() - start
+
+
+def hook_times(
+    trainer: Trainer, names: Sequence[str], limit_s: float, progress: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Return step times by hook, with the hooks interleaved in rounds. A collective.
+
+    limit_s: of each hook's steps, all rounds together.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(NUM_ROUNDS):
+        for name in names if index % 2 == 0 else reversed(names):
+            progress(f"round {index + 1} of {NUM_ROUNDS}: steps with {name}")
+            with trainer.model(partial(register, name=name)) as model:
+                samples[name] += trainer.timed_steps(model, limit_s / NUM_ROUNDS)
+    return samples
+
+
+def hook_time(name: str, samples_s: Sequence[float], local_s: float | None) -> HookTime:
+    """Return the quantiles of a hook's step times."""
+    p20, _, _, p80 = statistics.quantiles(samples_s, n=5, method="inclusive")
+    return HookTime(name, p20, statistics.median(samples_s), p80, len(samples_s), local_s)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The median times of a step's parts without communication, and when buckets are ready in backward."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    ready_at: list[float]
+
+
+def step_parts(trainer: Trainer, limit_s: float) -> Parts:
+    """Time a step's parts, without communication. A collective."""
+    marks: list[float] = []
+    ready = ReadyTimes(trainer.group.device)
+
+    def mark() -> None:
+        synchronise(trainer.group.device)
+        marks.append(time.perf_counter())
+        ready.begin()
+
+    samples: list[list[float]] = []
+    ready_s: list[list[float]] = []
+    with trainer.model(lambda model: model.register_comm_hook(ready, recording_hook)) as model:
+        for _ in range(trainer.warm_up(model, limit_s)):
+            marks.clear()
+            trainer.step(model, mark)
+            samples.append([after - before for before, after in pairwise(marks)])
+            ready_s.append(ready.seconds())
+    slowest = [trainer.group.slowest(part) for part in zip(*samples, strict=True)]
+    forward_s, backward_s, optimizer_s = map(statistics.median, slowest)
+    medians = [statistics.median(times) for times in zip(*ready_s, strict=True)]
+    ready_at = [min(1.0, max(medians[: index + 1]) / backward_s) for index in range(len(medians))]
+    return Parts(forward_s, backward_s, optimizer_s, ready_at)

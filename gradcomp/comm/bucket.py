@@ -1,0 +1,134 @@
+"""A bucket as a communication hook sees it, the type of a hook, and the checks of both."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..rules import described
+from .operation import ExplainedError
+
+_PYTHON_REDUCER = (
+    ". Likely cause: torch._dynamo.config.optimize_ddp is 'python_reducer', under which torch's DDP gives "
+    "hooks a gradient and its parameter. allreduce_hook, fp16_compress_hook and bf16_compress_hook average "
+    "these in a backward that compiled autograd compiles. For any other hook set "
+    "torch._dynamo.config.optimize_ddp = True before the model is wrapped, and "
+    "torch._dynamo.config.compiled_autograd = False"
+)
+
+
+def as_real(buffer: torch.Tensor) -> torch.Tensor:
+    """View a flat complex buffer as twice as many real elements; return any other buffer as it is."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+
+
+def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter's gradient in hooks: a complex one has a last dimension of 2."""
+    return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
+class GradBucket:
+    """A bucket as communication hooks see it, with the methods of ``torch.distributed.GradBucket``.
+
+    buffer: the gradients one after another, 1-D, undivided. The hook's result, of as many elements, takes its
+    place. Hooks see complex gradients as real ones, with a last dimension of 2.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        is_last: bool,
+    ):
+        self._index, self._buffer = index, as_real(buffer)
+        self._parameters, self._is_last = parameters, is_last
+
+    def index(self) -> int:
+        """Return its index in the order in which buckets are averaged, from 0."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """Return the flat buffer."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Put another tensor of as many elements in the buffer's place (of another dtype, say)."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the parts of the current buffer in the parameters' shapes."""
+        shapes = list(map(real_shape, self._parameters))
+        parts = self._buffer.split(list(map(math.prod, shapes)))
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients are in the bucket, in its order."""
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        """Return whether this is the step's last bucket."""
+        return self._is_last
+
+
+def require_bucket(hook_name: str, bucket: Any) -> None:
+    """Raise TypeError for anything but torch's GradBucket and gradcomp's.
+
+    Under torch.load's safe default a file may call hooks with arguments of its choice. It can make neither
+    bucket, so it can't start a collective.
+    """
+    if not isinstance(bucket, dist.GradBucket | GradBucket):
+        raise TypeError(
+            f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got "
+            f"{described(bucket)}{_PYTHON_REDUCER if isinstance(bucket, tuple) else ''}"
+        )
+
+
+# Any: hooks that are written for torch say that they take torch.distributed.GradBucket.
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+def require_dense_floats(hook_name: str, buffer: torch.Tensor) -> None:
+    """Raise TypeError for a bucket that is not floating-point, or not dense."""
+    if not buffer.is_floating_point():
+        raise TypeError(f"{hook_name} compresses floating-point buckets, got {buffer.dtype}")
+    if buffer.layout != torch.strided:
+        raise TypeError(
+            f"{hook_name} compresses dense buckets, got {buffer.layout}. Likely cause: "
+            "nn.Embedding(sparse=True), for which torch's DDP makes a sparse bucket; gradcomp's averages it "
+            "apart from the hook"
+        )
+
+
+def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:
+    """Return the result of a hook. Raises RuntimeError if it isn't a Future."""
+    if not isinstance(future, torch._C.Future):  # a collective's future is one, too
+        raise ExplainedError(
+            f"the communication hook {name_of(hook)} returned {type(future).__name__}, but has to return a "
+            "torch.futures.Future that holds the averaged bucket"
+        )
+    return future  # type: ignore[return-value]
+
+
+def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
+    """Wait for a hook's future. Returns the averaged bucket, 1-D.
+
+    Raises RuntimeError if the future doesn't hold one tensor of as many elements as the buffer.
+    """
+    result: Any = checked_future(future, hook).wait()
+    if isinstance(result, list | tuple) and len(result) == 1:
+        (result,) = result
+    if not isinstance(result, torch.Tensor) or result.numel() != buffer.numel():
+        found = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+        raise ExplainedError(
+            f"the future of the communication hook {name_of(hook)} holds {found}, but a bucket of "
+            f"{buffer.numel()} elements has to come back"
+        )
+    return result.view(-1)
+
+
+def name_of(hook: Any) -> str:
+    """Return a hook's name in messages."""
+    return str(getattr(hook, "__qualname__", hook))

@@ -1,0 +1,230 @@
+"""Checks that all ranks come to a collective, and agree on its contents, before it starts.
+
+A collective that one rank issues alone meets another collective, or none: it ends with the time-out, without
+a word of the cause. In the store a rank finds out who has not come, and leaves word of what it waits for.
+
+To compare values, the ranks exchange a digest and the values in one all-gather of MESSAGE_BYTES per rank.
+Values too long for that are exchanged in a second one, and only where the digests differ.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .operation import WAITING, ExplainedError, Operation
+from .process_group import device_for
+
+# How many meetings of a name the ranks of a group have had.
+_num_meetings: MutableMapping[dist.ProcessGroup, Counter[str]] = WeakIdKeyDictionary()
+
+
+def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: str) -> None:
+    """Raise ExplainedError unless every rank of the group comes here within the group's time-out.
+
+    call: what all ranks have to call. what: what this rank does by it, after "could not". advice: the
+    message's last sentence. Without a store that other processes reach, nothing is required.
+    """
+    if (found := common_store(group)) is None:
+        return
+    store, ranks = found
+    with Operation.of(what, group):
+        missing = missing_ranks(call, f"{call}, which all ranks have to call. {advice}", store, ranks, group)
+    if missing:
+        raise ExplainedError(
+            f"rank {group.rank()} of {group.size()} could not {what}: {_named(missing)} not come to {call} "
+            f"within the time-out. {advice}"
+        )
+
+
+def common_store(group: dist.ProcessGroup) -> tuple[dist.Store, list[int]] | None:
+    """Return the default group's store, and the group's global ranks; None without a store of processes."""
+    try:
+        store, ranks = distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return None
+    return None if isinstance(store, dist.HashStore) else (store, ranks)
+
+
+def missing_ranks(
+    name: str, waits_for: str, store: dist.Store, ranks: Sequence[int], group: dist.ProcessGroup
+) -> list[int]:
+    """Wait for all ranks of a group. Return the global ranks that have not come within its time-out.
+
+    name: all ranks give the same one. waits_for: what the others read that fail elsewhere meanwhile.
+    """
+    if len(ranks) == 1:
+        return []
+    rank, counts = dist.get_rank(), _num_meetings.setdefault(group, Counter())
+    counts[name] += 1
+    digest = hashlib.sha256(json.dumps([name, *ranks]).encode()).hexdigest()
+    key = f"gradcomp/{digest}/{counts[name]}"
+    note = {"rank": rank, "ranks": list(ranks), "text": f"rank {rank} has come to {waits_for}"}
+    store.set(WAITING, json.dumps(note))
+    store.set(f"{key}/{rank}", "")
+    if store.add(key, 1) == len(ranks):
+        store.set(WAITING, json.dumps({**note, "ranks": []}))
+        store.set(f"{key}/all", "")
+    try:
+        store.wait([f"{key}/all"], _timeout(store, group))
+    except RuntimeError:
+        missing = [each for each in ranks if not store.check([f"{key}/{each}"])]
+        if not missing:
+            return []
+        # This rank leaves, so that all ranks may still meet here.
+        counts[name] -= 1
+        store.add(key, -1)
+        store.delete_key(f"{key}/{rank}")
+        return missing
+    return []
+
+
+def _timeout(store: dist.Store, group: dist.ProcessGroup) -> timedelta:
+    """Return how long the group's collectives wait, at most as long as the store does."""
+    limit: timedelta = store.timeout  # type: ignore[attr-defined]  # the stubs lack it
+    try:
+        options = group._get_backend(device_for(group, ())).options
+    except (AttributeError, RuntimeError):  # a backend that has no options
+        return limit
+    timeout = getattr(options, "_timeout", None)
+    return min(timeout, limit) if isinstance(timeout, timedelta) else limit
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"ranks {shown} have" if len(ranks) > 1 else f"rank {shown} has"
+
+
+MESSAGE_BYTES = 1024
+_DIGEST_BYTES, _LENGTH_BYTES = 32, 8
+_INLINE_BYTES = MESSAGE_BYTES - _DIGEST_BYTES - _LENGTH_BYTES
+
+
+def require_same_on_all_ranks(
+    whose: str,
+    values: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    advice: str,
+    notes: Mapping[str, Any] | None = None,
+) -> str:
+    """Raise RuntimeError on every rank of the group unless all ranks give equal values.
+
+    whose: the owner of the values, the message's subject. values: by name, anything that JSON can hold
+    (tuples count as lists), or that has the same repr on every rank, such as a dtype. device: where the
+    group's backend takes tensors. advice: the message's last sentence. notes: values that may differ; returns
+    how they do, "" if they don't.
+
+    Every rank of the group has to call it, in the same place among its collectives. Waits for the host. Uses
+    neither pickle nor numpy.
+    """
+    if group.size() == 1:
+        return ""
+    mine = json.dumps([dict(values), dict(notes or {})], default=repr).encode()
+    header = hashlib.sha256(mine).digest() + len(mine).to_bytes(_LENGTH_BYTES, "little")
+    with Operation.of(f"compare {whose}", group):
+        messages = _all_gather(header + mine[:_INLINE_BYTES], MESSAGE_BYTES, group, device)
+    if all(message[:_DIGEST_BYTES] == messages[0][:_DIGEST_BYTES] for message in messages):
+        return ""
+    end = _DIGEST_BYTES + _LENGTH_BYTES
+    lengths = [int.from_bytes(message[_DIGEST_BYTES:end], "little") for message in messages]
+    texts = [message[end:] for message in messages]
+    if max(lengths) > _INLINE_BYTES:
+        with Operation.of(f"compare {whose}", group):
+            texts = _all_gather(mine, max(lengths), group, device)
+    by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+    values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
+    ranks = _global_ranks(group)
+    if differences := _differences(values_of_ranks, ranks):
+        raise ExplainedError(f"{whose} differs between the ranks: {differences}. {advice}")
+    return _differences(notes_of_ranks, ranks)
+
+
+def _global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The global rank of each of the group's ranks, in their order."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):  # a group that c10d does not know
+        return list(range(group.size()))
+
+
+def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError unless all ranks call this with this group within the group's time-out.
+
+    Before the group's first collective, which would meet another collective, or none, where a rank has
+    another group. A rank whose own group lacks the others can't be told: it goes on alone, and fails with
+    them. The ranks meet in the store of the default group; without one that other processes reach, nothing is
+    compared.
+    """
+    if (found := common_store(group)) is None:
+        return
+    store, ranks = found
+    store.set(f"gradcomp/group of {dist.get_rank()}", json.dumps(ranks))
+    with Operation.of(f"compare {whose}", group):
+        missing = missing_ranks("group", f"the first step of {whose}", store, ranks, group)
+    if missing:
+        others = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]
+        raise ExplainedError(
+            f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do "
+            f"so within the time-out: {'; '.join(others)}. Likely cause: the states have different process "
+            "groups; only some ranks have changed an option or loaded a checkpoint since the last step, or "
+            "have this hook; or a rank has ended"
+        )
+
+
+def _ranks_of(store: dist.Store, rank: int) -> str:
+    """Say which ranks a rank averages over, as far as it has told the store."""
+    key = f"gradcomp/group of {rank}"
+    return f"ranks {store.get(key).decode()}" if store.check([key]) else "none yet"
+
+
+def _all_gather(
+    message: bytes, num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> list[bytes]:
+    """Return every rank's message, padded with zeros."""
+    mine = torch.frombuffer(bytearray(message.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    return [bytes(each.tolist()) for each in torch.stack(gathered).cpu()]
+
+
+def _differences(by_rank: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Say how the ranks' values differ, name by name; "" if they don't."""
+    names = list(dict.fromkeys(name for values in by_rank for name in values))
+    found = [_difference(name, [values.get(name) for values in by_rank], ranks) for name in names]
+    return "; ".join(text for text in found if text)
+
+
+def _difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
+    """Say how the ranks' values of this name (for lists, their lengths or first items) differ; "" if not."""
+    if all(value == values[0] for value in values):
+        return ""
+    if all(isinstance(value, list) for value in values):
+        lengths = [len(value) for value in values]
+        if len(set(lengths)) > 1:
+            return _difference(f"the number of {name}", lengths, ranks)
+        items = list(zip(*values, strict=True))
+        index = next(i for i, by_rank in enumerate(items) if any(item != by_rank[0] for item in by_rank))
+        return f"{name}[{index}] is " + _by_value(items[index], ranks)
+    return f"{name} is " + _by_value(values, ranks)
+
+
+def _by_value(values: Sequence[Any], ranks: Sequence[int]) -> str:
+    """Say which ranks have which value: '4 on ranks 0, 2 and 8 on rank 1'."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        ranks_of.setdefault(json.dumps(value), []).append(rank)
+    return " and ".join(f"{value} on {_ranks(having)}" for value, having in ranks_of.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Name at most eight ranks: 'ranks 0, 2'."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -1,0 +1,99 @@
+"""The collectives of a quantised all-reduce: each rank's shard to its owner, and the owners' means to all.
+
+gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
+sends first: the rank that starts later, whose peer is ready, hands its whole message to the connection, and
+says only after it that it is ready itself. So the two directions of a link take turns, and on a slow link the
+collective takes up to twice as long. On gloo's CPU tensors, therefore, each rank exchanges messages with all
+others at once, and posts every receive before any send.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from gradcomp import ops
+
+# torch 2.13 gave it a new name.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# The tags of these messages: large ones, as a program's own messages on the same group hardly have.
+_FIRST_TAG, _NUM_TAGS = 2**30, 2**30
+
+
+def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Give row r of ``sent`` [ranks, n] to rank r; get row r of ``received`` from it.
+
+    Returns what to wait for before either is used again; None where the current stream waits by itself.
+    """
+    if _takes_messages(sent, group):
+        return _Messages(received, sent.unbind(), group, kind=0)
+    work: dist.Work | None = dist.all_to_all_single(
+        received.view(-1), sent.view(-1), group=group, async_op=not ops.has_streams(sent.device)
+    )
+    return work
+
+
+def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Give ``sent`` [n] to every rank; get row r of ``received`` [ranks, n] from rank r.
+
+    Returns what to wait for before either is used again; None where the current stream waits by itself.
+    """
+    if _takes_messages(sent, group):
+        return _Messages(received, [sent] * group.size(), group, kind=1)
+    work: dist.Work | None = _all_gather_single(
+        received.view(-1), sent, group=group, async_op=not ops.has_streams(sent.device)
+    )
+    return work
+
+
+def _takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+class _Messages(dist.Work):
+    """One exchange: a message to and from every other rank. kind: 0 for all-to-all, 1 for all-gather."""
+
+    def __init__(
+        self, received: torch.Tensor, sent: Sequence[torch.Tensor], group: dist.ProcessGroup, kind: int
+    ):
+        super().__init__()
+        self._of_group = _of_groups.setdefault(group, _GroupExchanges())
+        tag = _FIRST_TAG + (2 * self._of_group.num_exchanges + kind) % _NUM_TAGS
+        self._of_group.num_exchanges += 1
+        rank, size = group.rank(), group.size()
+        # No two ranks begin with the same one.
+        others = [(rank + distance) % size for distance in range(1, size)]
+        self._works = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in others]
+        self._works += [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
+        self._of_group.under_way.add(self)
+        received[rank].copy_(sent[rank])
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for every message. Raises RuntimeError if a rank has ended, or doesn't answer in time."""
+        for work in self._works:
+            assert work is not None  # irecv and isend return None on ranks outside the group only
+            work.wait()
+        self._works = []
+        self._of_group.under_way.discard(self)
+        return True
+
+
+@dataclass
+class _GroupExchanges:
+    """The exchanges of a process group.
+
+    num_exchanges: how many have begun; it numbers them, so that a rank that has left one out doesn't take
+    another exchange's messages. under_way: those that nobody has waited for yet. They are kept until the
+    group ends, because an error in another bucket may end a step early, and gloo stops reading a connection
+    when a message comes whose receive has been freed.
+    """
+
+    num_exchanges: int = 0
+    under_way: set[_Messages] = field(default_factory=set)
+
+
+_of_groups: WeakKeyDictionary[dist.ProcessGroup, _GroupExchanges] = WeakKeyDictionary()

@@ -1,0 +1,133 @@
+"""Several collectives per bucket on a CPU, while later buckets are computed and compressed.
+
+A bucket's average is a sequence of stages with a collective between each two. A stage waits for its
+collective, so on one thread a bucket's stages are spread over the calls of the hook:
+
+    hook of bucket 0   stage 1 ─ A₀ ▷
+    backward, and A₀ is under way
+    hook of bucket 1   stage 1 ─ A₁ ▷ ─ wait for A₀ ─ stage 2 of bucket 0 ─ B₀ ▷
+    backward, and A₁ and B₀ are under way
+    hook of bucket 2   stage 1 ─ A₂ ▷ ─ wait for A₁ ─ stage 2 of bucket 1 ─ B₁ ▷ ─ wait for B₀ ─ …
+    the last bucket's hook goes on until all are done
+
+The newest bucket comes first: its collective was issued before the others', and its stage issues another.
+
+So every rank issues A₀ A₁ B₀ A₂ B₁ …: an order that depends on the buckets alone, with no thread or callback.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .operation import Operation
+
+# Yields the collectives that are under way, or None for one that needs no waiting; returns the bucket.
+Stages = Generator[dist.Work | None, None, torch.Tensor]
+T = TypeVar("T")
+
+
+def run_through(stages: Generator[dist.Work | None, None, T]) -> T:
+    """Run all stages, waiting for each collective, and return the result."""
+    work: dist.Work | None = None
+    while True:
+        try:
+            work = _next(stages, work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def explained(stages: Stages, operation: Operation) -> Stages:
+    """Run stages; an error of a collective of theirs, issued here or waited for elsewhere, is explained."""
+    with operation:
+        return (yield from stages)
+
+
+def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) -> dist.Work | None:
+    """Wait for a collective and run the next stage. The stages get the error where the collective fails."""
+    try:
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        return stages.throw(error)
+    return next(stages)
+
+
+class PipelinedFuture(torch.futures.Future[torch.Tensor]):
+    """A future that whoever waits for it completes: there may be no later bucket whose hook would."""
+
+    def __init__(self, complete: Callable[[], None]):
+        super().__init__()
+        self._complete = complete
+
+    def wait(self) -> Any:
+        if not self.done():
+            self._complete()
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        chained = PipelinedFuture(self._complete)
+
+        def follow(done: Any) -> None:
+            try:
+                chained.set_result(callback(done))
+            except Exception as error:
+                chained.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
+
+        self.add_done_callback(follow)
+        return chained
+
+
+class Pipeline:
+    """The buckets of a step whose stages are under way, the newest first."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[Stages, dist.Work | None, PipelinedFuture]] = []
+        self._unfinished: set[PipelinedFuture] = set()
+
+    def add(self, stages: Stages, *, is_first: bool, is_last: bool) -> PipelinedFuture:
+        """Begin a bucket's stages, and take every bucket before it one stage further, the newest first.
+
+        An error of any bucket's is raised here, on the thread that calls the hooks.
+        """
+        if is_first:
+            self.finish()  # what an error in backward has left; every rank has the same
+        earlier, self._running = self._running, []
+        future = PipelinedFuture(self.finish)
+        self._unfinished.add(future)
+        begun = self._step(stages, None, future)
+        self._running = [each for each in (begun, *(self._step(*each) for each in earlier)) if each]
+        if is_last:
+            self.finish()
+        elif self._running and not earlier and torch._C._current_graph_task_id() != -1:
+            # In case the last bucket is another hook's; before DDP waits for futures, at the end of backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        return future
+
+    def finish(self) -> None:
+        """Take all buckets to their end, one stage each in turn."""
+        while self._running:
+            earlier, self._running = self._running, []
+            self._running = [each for each in [self._step(*each) for each in earlier] if each]
+
+    def _step(
+        self, stages: Stages, work: dist.Work | None, future: PipelinedFuture
+    ) -> tuple[Stages, dist.Work | None, PipelinedFuture] | None:
+        """Wait for a bucket's collective and run its next stage; None if it was the last.
+
+        After an error in it no bucket under way is averaged, and whoever waits for one gets the error.
+        """
+        try:
+            return stages, _next(stages, work), future
+        except StopIteration as end:
+            future.set_result(end.value)
+        except Exception as error:
+            for each in {future, *self._unfinished}:
+                if not each.done():
+                    each.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
+            self._unfinished.clear()
+            raise
+        self._unfinished.discard(future)
+        return None

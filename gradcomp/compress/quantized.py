@@ -1,0 +1,169 @@
+"""Quantised all-reduce as a compressor: two collectives of codes and scales in place of one of the bucket.
+
+    rank r    bucket + error ──quantise──▶ shard 0 │ shard 1 │ … │ shard W−1
+    all-to-all: every rank gets its own shard of all ranks
+    owner     Σ dequantised + its error ──quantise──▶ the shard's mean
+    all-gather: every rank gets all shards, and dequantises the same bytes
+
+A rank sends and receives about two buckets of codes, whatever the number of ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradcomp import ops
+from gradcomp.layout.blocks import BlockLayout, Part
+
+from ..comm.exchange import all_gather, all_to_all
+from ..comm.pipeline import run_through
+from ..rules import BLOCK_SIZE, UNCOMPRESSED_DTYPE
+from .compressor import BucketSpec, Compressor, State, Works
+
+
+@dataclass(frozen=True)
+class QuantisedOptions:
+    """The options of a quantised all-reduce.
+
+    bits: 4 or 8 for an element. block_size: elements that have one scale; even, at most 4096.
+    error_feedback: add what a step's rounding loses to the next step's gradients. uncompressed_dtype: what
+    vectors and small tensors are rounded to, torch.bfloat16 or torch.float16; None to send them exactly.
+
+    Raises ValueError for other values.
+    """
+
+    bits: int = 4
+    block_size: int = 128
+    error_feedback: bool = True
+    uncompressed_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or isinstance(self.bits, bool):
+            raise ValueError(f"bits is {self.bits!r}; it has to be 4 or 8")
+        object.__setattr__(self, "block_size", BLOCK_SIZE("block_size", self.block_size))
+        if not isinstance(self.error_feedback, bool):
+            raise ValueError(f"error_feedback is {self.error_feedback!r}; it has to be True or False")
+        UNCOMPRESSED_DTYPE("uncompressed_dtype", self.uncompressed_dtype)
+
+
+class QuantisedCompressor(Compressor):
+    """The quantised all-reduce of one bucket, with error feedback on the sender and on the owner of a shard.
+
+    Its state: "error", what the mean still lacks of this rank's gradients: the sender's error, plus the
+    owner's in its shard, times the number of ranks. "shard_error": the owner's, which is part of "error"
+    already. On a new shard, what lies outside it stays in "error", and nothing is lost.
+    """
+
+    is_same_on_all_processors = True
+
+    def __init__(self, bucket: BucketSpec, options: QuantisedOptions):
+        layout = BlockLayout(bucket.shapes, options.block_size, bucket.world_size)
+        self._plan = ops.quantised_plan(
+            layout,
+            bucket.dtype,
+            bucket.device,
+            bits=options.bits,
+            error_feedback=options.error_feedback,
+            exact_dtype=options.uncompressed_dtype,
+        )
+        self._layout = layout
+        self._unused: list[Part] = []
+        self._own: slice | None = None  # this rank's shard, once its rank is known
+        self._loaded_shard_error: torch.Tensor | None = None
+        # An all-reduce of as many bytes would have as many elements.
+        self.sent_numel = -(-self._plan.payload.numel() // bucket.dtype.itemsize)
+
+    @classmethod
+    def warm_up(cls, bucket: BucketSpec, options: QuantisedOptions) -> None:
+        """Compile the kernels that the bucket's steps will launch."""
+        ops.compile_quantised(
+            BlockLayout(bucket.shapes, options.block_size, bucket.world_size),
+            bucket.dtype,
+            bucket.device,
+            bits=options.bits,
+            error_feedback=options.error_feedback,
+            exact_dtype=options.uncompressed_dtype,
+        )
+
+    def leave_out(self, unused: Sequence[int]) -> None:
+        """Send nothing of these tensors, so that their errors stay."""
+        self._unused = [part for part in self._layout.quantised if part.position in unused]
+
+    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
+        """Replace the bucket by its mean over the ranks, quantised twice, but for what is sent exactly."""
+        run_through(self.stages(flat, group, seed))
+
+    def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
+        """Do what average does, in three stages."""
+        self._own = self._layout.shard(group.rank())
+        if self._loaded_shard_error is not None and self._plan.shard_error is not None:
+            self._plan.shard_error.copy_(self._padded(self._loaded_shard_error)[self._own])
+            self._loaded_shard_error = None
+        yield from quantised_all_reduce(self._plan, flat, group, self._unused)
+
+    # --- memory ---
+
+    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+        for part in self._layout.quantised:
+            start = offset - part.in_bucket.start
+            if self._plan.error is not None and 0 <= start < part.in_bucket.stop - part.in_bucket.start:
+                self._plan.error[part.stored][start : start + len(values)] += values
+
+    def current_error(self) -> torch.Tensor | None:
+        return None if self._plan.error is None else self._unpadded(self._plan.error)
+
+    def state(self) -> State:
+        error, own, shard_error = self._plan.error, self._own, self._plan.shard_error
+        if error is None or shard_error is None:
+            return {}
+        if self._loaded_shard_error is not None:
+            return {"error": self._unpadded(error), "shard_error": self._loaded_shard_error.clone()}
+        padded = torch.zeros_like(error)
+        if own is not None:
+            padded[own] = shard_error
+        return {"error": self._unpadded(error), "shard_error": self._unpadded(padded)}
+
+    def load(self, state: State) -> None:
+        error, shard_error = self._plan.error, self._plan.shard_error
+        if error is not None and shard_error is not None and "error" in state:
+            error.copy_(self._padded(state["error"]))
+            shard_error.zero_()
+            self._loaded_shard_error = state.get("shard_error")
+
+    def _padded(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return values by element of the bucket as the blocks have them."""
+        assert self._plan.error is not None
+        padded = torch.zeros_like(self._plan.error)
+        for run in self._layout.runs:
+            padded[run.stored] = flat[run.in_bucket]
+        return padded
+
+    def _unpadded(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the blocks' values by element of the bucket, zeros for what is sent exactly."""
+        flat = blocks.new_zeros(self._layout.numel)
+        for run in self._layout.runs:
+            flat[run.in_bucket] = blocks[run.stored]
+        return flat
+
+
+def quantised_all_reduce(
+    plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
+) -> Works:
+    """Replace a bucket by its mean over the ranks; yield each of the two collectives when it is under way.
+
+    unused: see ops.quantised_plan.
+    """
+    if plan.payload.numel():
+        plan.quantise(flat, group.rank(), unused)
+        yield from average_payload(plan, flat, group)
+
+
+def average_payload(plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Do the rest of quantised_all_reduce, once plan.payload has what this rank sends."""
+    if plan.payload.numel():
+        yield all_to_all(plan.received, plan.payload, group)
+        plan.average(group.rank())
+        yield all_gather(plan.payload, plan.mean, group)
+        plan.dequantise(flat)

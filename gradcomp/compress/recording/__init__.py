@@ -1,0 +1,1 @@
+"""Record what compression does, bucket by bucket and step by step."""

@@ -1,0 +1,262 @@
+"""The row of a bucket in one step, parts of which may still be on a device; and the values of a step.
+
+The norm of the mean of the ranks' errors can't be told from the norms of the errors, but from a sketch, a
+short summary of a long vector. A sketch is linear: the mean of the ranks' sketches is the sketch of the mean.
+Elements get signs that are random but the same on every rank, and are summed in LENGTH places (Charikar, Chen
+and Farach-Colton, "Finding frequent items in data streams", ICALP 2002). The norm of a sketch is the norm of
+the vector up to a relative standard deviation of about 1 / sqrt(2 · LENGTH), 4.5 %, where the vector's energy
+is spread over many elements.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradcomp import ops
+
+from ...comm.operation import Operation
+
+# A prime, so that neither the rows nor the columns of a matrix all fall into a few of the places.
+LENGTH = 251
+_NUM_SHIFTS = 1 << 16
+
+
+def chunk_numel(device: torch.device) -> int:
+    """Return how many elements are summed at a time: 1 MB in fp32, which a processor's cache holds.
+
+    On CUDA 16 MB: few launches matter more there.
+    """
+    return LENGTH << (14 if ops.has_streams(device) else 10)
+
+
+@cache
+def _signs(device: torch.device) -> torch.Tensor:
+    """Return random signs, fp32 [chunk_numel + _NUM_SHIFTS], the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    numel = chunk_numel(device) + _NUM_SHIFTS
+    signs = torch.randint(0, 2, (numel,), generator=generator, dtype=torch.float32, device="cpu")
+    return ops.send(signs * 2 - 1, device)
+
+
+@torch.no_grad()
+def measure(values: torch.Tensor, shift: int, *, out: torch.Tensor) -> None:
+    """Write a vector's Euclidean norm and its sketch to out, without a wait for the host.
+
+    values: [numel], floating-point. shift: chooses the signs; the same for all vectors that are added. out:
+    fp32 [1 + LENGTH] on the same device; inf or NaN where the values are, or where their squares don't fit.
+    """
+    wide = torch.promote_types(values.dtype, torch.float32)
+    square = torch.zeros((), dtype=torch.float64, device=values.device)
+    sketch = torch.zeros(LENGTH, dtype=wide, device=values.device)
+    signs, size = _signs(values.device), chunk_numel(values.device)
+    scratch = torch.empty(min(size, values.numel()), dtype=wide, device=values.device)
+    for index, chunk in enumerate(values.split(size) if values.numel() else ()):
+        chunk = chunk.to(wide)
+        square += torch.linalg.vector_norm(chunk).double().square()
+        start = (shift + 7919 * index) % _NUM_SHIFTS
+        signed = torch.mul(chunk, signs[start : start + len(chunk)], out=scratch[: len(chunk)])
+        num_whole = len(chunk) // LENGTH * LENGTH
+        sketch += signed[:num_whole].view(-1, LENGTH).sum(0)
+        rest = signed[num_whole:]
+        sketch[: len(rest)] += rest
+    out[0] = square.sqrt()
+    out[1:] = sketch
+
+
+# A norm, and a sketch.
+NUM_VALUES = 1 + LENGTH
+
+
+class Stopwatch:
+    """Measures a bucket's time: on CUDA by events on the stream that runs the hook's work, else by the clock.
+
+    It starts when it is made.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_stream = ops.has_streams(device)
+        self._marks = [self._mark()]
+        self._elapsed_ms: float | None = None
+
+    def _mark(self) -> Any:
+        if not self._on_stream:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        """Note that the bucket is averaged."""
+        self._marks.append(self._mark())
+
+    def end_of_measuring(self) -> None:
+        """Note that the row's values have been computed, too."""
+        self._marks.append(self._mark())
+
+    @property
+    def is_read(self) -> bool:
+        """True once the time is known on the host."""
+        return self._elapsed_ms is not None
+
+    def read_if_over(self) -> bool:
+        """Read the time if everything is over; return whether it is. Doesn't wait."""
+        if not self.is_read and (not self._on_stream or self._marks[-1].query()):
+            self._read()
+        return self.is_read
+
+    def wait(self) -> None:
+        """Wait until the bucket is averaged and measured."""
+        if not self.is_read:
+            if self._on_stream:
+                self._marks[-1].synchronize()
+            self._read()
+
+    def _read(self) -> None:
+        start, stop, _ = self._marks
+        self._elapsed_ms = start.elapsed_time(stop) if self._on_stream else (stop - start) * 1e3
+        self._marks.clear()
+
+    @property
+    def elapsed_ms(self) -> float:
+        """The time in ms. Waits for it."""
+        self.wait()
+        assert self._elapsed_ms is not None
+        return self._elapsed_ms
+
+
+@dataclass(eq=False)
+class RecordedBucket:
+    """One row of a recorder.
+
+    values: norms and sketches [3, NUM_VALUES] of this rank's gradients, of their average, and of this rank's
+    error, which has none without error feedback. None in a plain step, as is stopwatch, and once all ranks
+    have exchanged their sketches, from when on relative_error and mean_norm are known.
+    """
+
+    step: int
+    bucket: int
+    rank: int
+    numel: int
+    gradient_bytes: int
+    sent_bytes: int
+    is_compressed: bool = False
+    values: torch.Tensor | None = None
+    has_error: bool = False
+    stopwatch: Stopwatch | None = None
+    relative_error: float | None = None
+    mean_norm: float | None = None
+    _norms: list[float] | None = None
+
+    def wait(self) -> None:
+        """Wait until its values are there."""
+        if self.stopwatch is not None:
+            self.stopwatch.wait()
+
+    def read_norms(self) -> None:
+        """Bring the norms to the host. Waits for them."""
+        self.wait()
+        if self._norms is None and self.values is not None:
+            self._norms = self.values[:, 0].tolist()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as Recorder.rows() describes it. Waits for its values."""
+        self.read_norms()
+        gradient, average, error = self._norms or (None, None, None)
+        relative_error = self.relative_error if self.is_compressed else 0.0
+        sent = self.sent_bytes
+        return {
+            "step": self.step,
+            "bucket": self.bucket,
+            "rank": self.rank,
+            "compressed": self.is_compressed,
+            "numel": self.numel,
+            "gradient_bytes": self.gradient_bytes,
+            "sent_bytes": sent,
+            "rate": self.gradient_bytes / sent if sent else (math.inf if self.gradient_bytes else 1.0),
+            "time_ms": None if self.stopwatch is None else self.stopwatch.elapsed_ms,
+            "gradient_norm": gradient,
+            "average_norm": average,
+            "error_norm": error if self.has_error else None,
+            "relative_error": relative_error,
+            "energy_kept": None if relative_error is None else 1.0 - relative_error * relative_error,
+            "mean_norm": self.mean_norm,
+        }
+
+
+def relative_errors(
+    values: torch.Tensor, has_error: Sequence[bool], group: dist.ProcessGroup
+) -> Iterator[tuple[float, float]]:
+    """Yield (relative error of the average, norm of the mean of gradients plus errors) of every row.
+
+    values: [rows, 3, NUM_VALUES], as RecordedBucket has them. A collective.
+
+    The mean of gradients plus errors, M, is the average C and the mean E of the new errors, because that is
+    what error feedback keeps; without it, M is the mean of the gradients, and E = M − C. So the sketches of
+    each rank's errors are averaged, and the ratio is ‖E‖ / ‖C + E‖.
+    """
+    gradients, averages, errors = values[:, :, 1:].unbind(1)
+    keeps = torch.tensor(has_error, device=values.device).view(-1, 1)
+    owed = torch.where(keeps, errors, gradients - averages).double()
+    with Operation.of("average the sketches of the recorded rows", group):
+        dist.all_reduce(owed, group=group)
+    owed /= group.size()
+    norms = torch.stack([owed.norm(dim=1), (averages.double() + owed).norm(dim=1)], dim=1)
+    for error, whole in norms.tolist():
+        yield (error / whole if whole else (math.inf if error else 0.0)), whole
+
+
+PREFIX = "gradcomp"
+_OF_BUCKETS = (
+    *("rate", "relative_error", "energy_kept", "time_ms"),
+    *("gradient_norm", "average_norm", "error_norm"),
+)
+_OF_STEP = ("gradient_norm", "average_norm", "error_norm")
+
+
+def step_values(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield (step, values by name) of every step in the rows, which are in order."""
+    for step, of_step in groupby(rows, key=lambda row: int(row["step"])):
+        buckets = list(of_step)
+        values = {f"{PREFIX}/{name}": value for name, value in whole_step(buckets).items()}
+        for row in buckets:
+            values |= {f"{PREFIX}/bucket {row['bucket']}/{name}": row[name] for name in _OF_BUCKETS}
+        yield step, {name: value for name, value in values.items() if value is not None}
+
+
+def whole_step(buckets: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a step's bytes, rate, norms and relative error, all of its buckets taken as one vector."""
+    gradient_bytes = sum(row["gradient_bytes"] for row in buckets)
+    sent_bytes = sum(row["sent_bytes"] for row in buckets)
+    relative_error = _of_all_buckets(buckets)
+    return {
+        "gradient_bytes": gradient_bytes,
+        "sent_bytes": sent_bytes,
+        "rate": gradient_bytes / sent_bytes if sent_bytes else None,
+        "relative_error": relative_error,
+        "energy_kept": None if relative_error is None else 1.0 - relative_error * relative_error,
+        **{name: _length([row[name] for row in buckets]) for name in _OF_STEP},
+    }
+
+
+def _of_all_buckets(buckets: Sequence[dict[str, Any]]) -> float | None:
+    """Return the relative error of all buckets as one vector; None if one of them isn't known."""
+    if not any(row["compressed"] for row in buckets):
+        return 0.0
+    whole = _length([row["mean_norm"] for row in buckets])
+    if whole is None:
+        return None
+    error = math.hypot(*(row["relative_error"] * row["mean_norm"] for row in buckets if row["mean_norm"]))
+    return error / whole if whole else 0.0
+
+
+def _length(norms: Sequence[float | None]) -> float | None:
+    """Return the norm of a vector whose parts have these norms; None if one isn't known."""
+    known = [norm for norm in norms if norm is not None]
+    return math.hypot(*known) if len(known) == len(norms) else None

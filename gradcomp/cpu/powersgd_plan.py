@@ -1,0 +1,210 @@
+"""PowerSGD's local arithmetic in plain torch: the reference, and what runs on CPU tensors.
+
+A plan is the working set of one bucket. It consists of matrix groups (powersgd_matrices.py), one per shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .copy import cast
+from .orthonormalize import orthonormalise
+from .powersgd_matrices import SHRINK, MatrixGroup
+from .quantize_plan import QuantisedPlan
+
+if TYPE_CHECKING:
+    from gradcomp.layout import LowRankLayout
+
+# Columns of Q that are shorter are replaced: the inverse of their length nears the end of fp32.
+MIN_LENGTH = 1e-30
+
+
+class LowRankPlan:
+    """One bucket's working set for PowerSGD, and the local stages between its two all-reduces.
+
+    p_wire: all P, then the uncompressed tensors. q_wire: all Qᵀ. Both are flat, in the bucket's dtype, or in
+    wire_dtype with all Pᵀ in place of P. But in float16, which has few small numbers, they hold P and Q times
+    SHRINK.
+    """
+
+    def __init__(
+        self,
+        layout: LowRankLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        error_feedback: bool,
+        warm_start: bool,
+        epsilon: float,
+        seed: int,
+        wire_dtype: torch.dtype | None = None,
+    ):
+        self.layout, self._dtype = layout, dtype
+        self.p_wire = torch.empty(layout.wire_numel, dtype=wire_dtype or dtype, device=device)
+        self.q_wire = torch.empty(layout.q_numel, dtype=wire_dtype or dtype, device=device)
+        # The wires hold P and Q times this.
+        self._shrunk = 1.0 if self.p_wire.dtype == torch.float16 else SHRINK
+        self.wire_numels = (layout.p_numel, layout.wire_numel - layout.p_numel, layout.q_numel)
+        # The factors are in the wide dtype: on the wire itself where it has them so, else copied there.
+        wide = torch.promote_types(dtype, torch.float32)
+        self._p_part = self.p_wire[: layout.p_numel]
+        is_alike = self.p_wire.dtype == wide
+        self._by_column = wire_dtype is not None
+        self._p = (
+            self._p_part if is_alike and not self._by_column else torch.empty_like(self._p_part, dtype=wide)
+        )
+        self._q = self.q_wire if is_alike else torch.empty_like(self.q_wire, dtype=wide)
+        # For one matrix at a time: a 16-bit one, or a square view's, some of whose elements the bucket lacks.
+        sizes = [m.rows * m.cols for m in layout.matrices if dtype != wide or m.numel < m.rows * m.cols]
+        scratch = torch.zeros(max(sizes, default=0), dtype=wide, device=device)
+        self.groups = []
+        # The panels of one rank are orthonormalised together.
+        self._groups_by_rank: dict[int, list[MatrixGroup]] = {}
+        p_begin = q_begin = 0
+        for matrices in layout.groups:
+            k, rows, cols, rank = len(matrices), matrices[0].rows, matrices[0].cols, matrices[0].rank
+            p = self._p[p_begin : (p_begin := p_begin + k * rows * rank)].view(k, rows, rank)
+            qt = self._q[q_begin : (q_begin := q_begin + k * rank * cols)].view(k, rank, cols)
+            self.groups.append(MatrixGroup(matrices, p, qt, scratch, dtype, error_feedback, self._shrunk))
+            self._groups_by_rank.setdefault(rank, []).append(self.groups[-1])
+        self._error_feedback, self._warm_start = error_feedback, warm_start
+        self._epsilon = epsilon * self._shrunk
+        self._quantised: tuple[QuantisedPlan, QuantisedPlan] | None = None
+        for group, direction in zip(self.groups, self._random(seed), strict=True):
+            group.direction.copy_(direction)
+
+    def send_in_codes(self, p: Any, q: Any) -> None:
+        """Leave P and Q in these QuantisedPlans' payloads, too, from the next step on."""
+        self._quantised = (p, q)
+
+    def sent_p(self, index: int) -> torch.Tensor:
+        """Return the part of p_wire that holds P of the matrix with this index."""
+        return self.p_wire[self.layout.p_slice(index)]
+
+    def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
+        """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors).
+
+        left_out: indices of the matrices whose P is zero on the wire.
+        """
+        for group in self.groups:
+            group.project(buffer)
+        if self._by_column:
+            for group, sent in self._sent_groups():
+                cast(group.p.mT, out=sent, scale=scale * self._shrunk / SHRINK)
+        else:
+            cast(self._p, out=self._p_part, scale=scale * self._shrunk / SHRINK)
+        for (offset, numel), wire in self._uncompressed():
+            cast(buffer[offset : offset + numel], out=wire, scale=scale)
+        for index in left_out:
+            self.sent_p(index).zero_()
+        if self._quantised and self.p_wire.numel():
+            self._quantised[0].quantise(self.p_wire, 0)
+
+    def orthonormalise(self) -> None:
+        """Set P to orthonormal bases of the panels in p_wire."""
+        if self._by_column:
+            for group, sent in self._sent_groups():
+                group.p.copy_(sent.mT)
+        else:
+            self._p.copy_(self._p_part)
+        for groups in self._groups_by_rank.values():
+            orthonormalise([group.p for group in groups], self._epsilon, [group.scratch for group in groups])
+
+    def back_project(self, buffer: torch.Tensor, scale: float) -> None:
+        """Orthonormalise P, and compute q_wire = scale · (all Qᵀ = Pᵀ M)."""
+        self.orthonormalise()
+        for group in reversed(self.groups):  # as each group does with its chunks
+            group.back_project(buffer)
+        cast(self._q, out=self.q_wire, scale=scale * self._shrunk / SHRINK)
+        if self._quantised and self.q_wire.numel():
+            self._quantised[1].quantise(self.q_wire, 0)
+
+    def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
+        """Write P Qᵀ and the uncompressed averages to the buffer; choose the next step's directions.
+
+        A matrix whose factors aren't finite becomes NaN in this step, and starts afresh in the next.
+        """
+        self._q.copy_(self.q_wire)
+        for group in self.groups:
+            group.reconstruct(buffer)
+        for (offset, numel), wire in self._uncompressed():
+            buffer[offset : offset + numel].copy_(wire)
+        if not self.groups:
+            return
+        lengths = [group.normalise_directions() for group in self.groups]
+        length = torch.cat(lengths) / self._shrunk
+        is_finite = length < torch.inf
+        # A zero direction would stay zero in every later step.
+        kept = (length > MIN_LENGTH) & is_finite
+        if not self._warm_start:
+            kept.fill_(False)
+        if not kept.all():
+            lost = (~kept).split([len(each) for each in lengths])
+            for group, lost_directions, random in zip(self.groups, lost, self._random(seed), strict=True):
+                group.replace(lost_directions, random)
+        if not is_finite.all():
+            for group in self.groups:
+                group.clear_error()
+
+    def error(self) -> torch.Tensor:
+        """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
+        flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self.p_wire.device)
+        for group in self.groups:
+            errors = group.settle()
+            if errors is not None:
+                for error, part in zip(errors.flatten(1), group.parts(flat), strict=True):
+                    part.copy_(error[: part.numel()])
+        # As the next step does: an error that isn't finite counts as zero.
+        return flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+        """Add values to this rank's error, if one is kept, from this offset in the bucket on."""
+        for group in self.groups:
+            errors = group.settle()
+            if errors is None:
+                continue
+            for matrix, error in zip(group.matrices, errors.flatten(1), strict=True):
+                start = offset - matrix.offset
+                if 0 <= start < matrix.numel:
+                    error[start : start + len(values)].add_(values)
+
+    def directions(self) -> list[torch.Tensor]:
+        """Return what the next step projects on: Q [cols, rank] of every matrix, in the layout's order."""
+        return [qt.mT.clone() for group in self.groups for qt in group.direction]
+
+    def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
+        """Continue from another plan's error and directions, which may be any basis."""
+        remaining = iter(directions)
+        for group in self.groups:
+            errors = group.settle()
+            if errors is not None:
+                for memory, part in zip(errors.flatten(1), group.parts(error), strict=True):
+                    memory[: part.numel()].copy_(part)
+            given = torch.stack([next(remaining) for _ in group.matrices]).mT.to(group.qt)
+            length = torch.linalg.vector_norm(given, dim=-1, keepdim=True)
+            # Directions of this plan are loaded bit for bit.
+            is_normal = bool(((length - 1).abs() < 1e-5).all())
+            kept = (length > MIN_LENGTH) & (length < torch.inf)
+            normal = given if is_normal else given / length
+            torch.where(kept, normal, group.direction, out=group.direction)
+
+    def _random(self, seed: int) -> Iterator[torch.Tensor]:
+        """Yield random orthonormal directions for every matrix group, the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        for group in self.groups:
+            panel = torch.randn(group.qt.mT.shape, generator=generator, device="cpu").to(group.direction)
+            orthonormalise([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
+            yield panel.mT
+
+    def _sent_groups(self) -> Iterator[tuple[MatrixGroup, torch.Tensor]]:
+        """Return (a matrix group, its Pᵀ [k, r, rows] as a view of the wire) for each group."""
+        parts = self._p_part.split([group.p.numel() for group in self.groups])
+        return ((group, part.view(group.p.mT.shape)) for group, part in zip(self.groups, parts, strict=True))
+
+    def _uncompressed(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """Return ((offset, numel) in the bucket, view of the wire) for each uncompressed tensor."""
+        wires = self.p_wire[self.layout.p_numel :].split([numel for _, numel in self.layout.uncompressed])
+        return zip(self.layout.uncompressed, wires, strict=True)

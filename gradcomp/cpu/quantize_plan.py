@@ -1,0 +1,240 @@
+"""The arithmetic of a quantised all-reduce in plain torch: the reference, and what runs on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from .quantize import dequantise, largest_scale, quantise, rows_at_a_time
+
+if TYPE_CHECKING:
+    from gradcomp.layout.blocks import BlockLayout, Part
+
+
+# Sums of codes at scales up to this, and of errors, are far from the end of fp32.
+SMALL_SCALE = 1e30
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Blocks of a shard that are quantised together.
+
+    rows: which of the shard's. codes [blocks, bytes], scales [blocks]: where they are in a payload. copies:
+    (elements of the chunk, where they are in the bucket).
+    """
+
+    rows: slice
+    codes: torch.Tensor
+    scales: torch.Tensor
+    copies: Sequence[tuple[slice, slice]] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.scales)
+
+    def adjacent(self, flat: torch.Tensor, block_size: int) -> torch.Tensor | None:
+        """Return its blocks in the bucket [blocks, size], if they are there without padding or gaps."""
+        if len(self.copies) != 1:
+            return None
+        stored, in_bucket = self.copies[0]
+        is_whole = stored.stop - stored.start == self.num_blocks * block_size
+        return flat[in_bucket].view(-1, block_size) if is_whole else None
+
+
+class QuantisedPlan:
+    """The plan that ops.quantised_plan describes, in plain torch.
+
+    Blocks are quantised in chunks, so that each stage reads and writes memory once; all other passes are in
+    the processor's caches.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        *,
+        bits: int,
+        error_feedback: bool,
+        exact_dtype: torch.dtype | None = None,
+    ):
+        self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
+        self._wide = wide = torch.promote_types(dtype, torch.float32)
+        self._cap = largest_scale(bits, dtype)
+        # Sums are formed of values times this, a power of two that changes no bits: they can't overflow. Over
+        # the divisor they are means.
+        self._shrink = 0.5 ** (layout.world_size - 1).bit_length()
+        self._divisor = layout.world_size * self._shrink
+        self._sections, num_bytes = layout.sections(bits, self._exact_dtype.itemsize)
+        self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
+        self.received = torch.empty_like(self.payload)
+        self.mean = torch.zeros(num_bytes, dtype=torch.uint8)
+
+        def chunks(payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
+            if not self._rows:
+                return []
+            codes = payload[self._sections[0]].view(-1, layout.code_bytes(bits))
+            scales = payload[self._sections[1]].view(torch.bfloat16)
+            return [
+                Chunk(rows, codes[rows], scales[rows], () if shard is None else self._copies(shard, rows))
+                for rows in self._rows
+            ]
+
+        step = rows_at_a_time(layout.block_size)
+        self._rows = [slice(i, min(i + step, layout.num_blocks)) for i in range(0, layout.num_blocks, step)]
+        self._sent = [chunks(row, shard) for shard, row in enumerate(self.payload)]
+        self._received = [chunks(row) for row in self.received]
+        self._mean = chunks(self.mean)
+        self._scratch = torch.zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
+        self.error: torch.Tensor | None = None
+        self.shard_error: torch.Tensor | None = None
+        if error_feedback:
+            self.error = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
+            self.shard_error = torch.zeros(layout.shard_numel, dtype=wide)
+
+    def _copies(self, shard: int, rows: slice) -> list[tuple[slice, slice]]:
+        """Return where a chunk's elements are in the bucket."""
+        first, size = shard * self.layout.num_blocks, self.layout.block_size
+        start, stop = (first + rows.start) * size, (first + rows.stop) * size
+        copies = []
+        for run in self.layout.runs_between(start, stop):
+            low, high = max(run.stored.start, start), min(run.stored.stop, stop)
+            offset = run.in_bucket.start - run.stored.start
+            copies.append((slice(low - start, high - start), slice(low + offset, high + offset)))
+        return copies
+
+    def quantise(self, flat: torch.Tensor, rank: int, unused: Sequence[Part] = ()) -> None:
+        """Quantise gradients plus errors into payload; what is lost becomes this rank's error."""
+        error, owners, kept = self.error, self.shard_error, []
+        if error is not None and owners is not None and unused:
+            error[self.layout.shard(rank)] -= owners
+            owners = None
+            kept = [error[part.stored].clone() for part in unused]
+            for part in unused:
+                error[part.stored] = flat[part.in_bucket] = 0.0
+        for shard, chunks in enumerate(self._sent):
+            for chunk in chunks:
+                values = self._values_of(chunk, shard, owners if shard == rank else None, flat)
+                gradients = None if error is None else partial(self._gradients_of, chunk, flat)
+                self._quantise(values, chunk, gradients)
+        if error is not None:
+            for part, before in zip(unused, kept, strict=True):
+                error[part.stored] = before
+        exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._exact_dtype)
+        for each in self.layout.exact:
+            exact[each.stored] = flat[each.in_bucket]
+        self._exact_of(self.payload).copy_(exact.view(torch.uint8).view(len(self.payload), -1))
+
+    def _values_of(
+        self, chunk: Chunk, shard: int, owners: torch.Tensor | None, flat: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a chunk's gradients plus its sender's errors, in the memory of these.
+
+        owners: the owner's error in the shard, where the sender's error is still to be freed of it.
+        """
+        size = self.layout.block_size
+        if self.error is not None:
+            values = self.error.view(len(self._sent), -1, size)[shard, chunk.rows]
+            if owners is not None:
+                values -= owners.view(-1, size)[chunk.rows]
+        else:
+            values = self._scratch[: chunk.num_blocks]
+            gradients = chunk.adjacent(flat, size)
+            if gradients is not None:
+                return values.copy_(gradients)
+            values.zero_()
+        for stored, in_bucket in chunk.copies:
+            values.view(-1)[stored].add_(flat[in_bucket])
+        return values
+
+    def _gradients_of(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
+        """Return a chunk's gradients alone."""
+        gradients = torch.zeros(chunk.num_blocks * self.layout.block_size, dtype=self._wide)
+        for stored, in_bucket in chunk.copies:
+            gradients[stored] = flat[in_bucket].to(self._wide)
+        return gradients.view(-1, self.layout.block_size)
+
+    def _quantise(
+        self, values: torch.Tensor, chunk: Chunk, gradients: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        codes, scales, cap = chunk.codes, chunk.scales, self._cap
+        quantise(values, codes=codes, scales=scales, bits=self._bits, cap=cap, gradients=gradients)
+
+    def average(self, rank: int) -> None:
+        """Average this rank's shard from received into mean; what is lost becomes the owner's error."""
+        if not self.mean.numel():
+            return
+        scales = self.received[:, self._sections[1]].contiguous().view(torch.bfloat16)
+        unsent = (scales == 0).all(0)
+        size, own = self.layout.block_size, self.layout.shard(rank)
+        for index, mean in enumerate(self._mean):
+            # Not if one is NaN.
+            is_small = bool(scales[:, mean.rows].amax() <= SMALL_SCALE)
+            if self.error is None or self.shard_error is None:
+                self._quantise_mean(self._sum_of_ranks(index), mean, is_small)
+                continue
+            error = self.shard_error.view(-1, size)[mean.rows]
+            # Where no rank has sent anything, a layer that all of them skip, the error stays.
+            left_out = unsent[mean.rows].nonzero()[:, 0]
+            kept = error.index_select(0, left_out)
+            error.index_fill_(0, left_out, 0.0)
+            self._add_sum_of_ranks(index, error)
+            self._quantise_mean(error, mean, is_small)
+            if self.layout.world_size > 1:
+                error *= self.layout.world_size
+            if not is_small:
+                # The sender's error, a quarter of the range at most, is added to it.
+                half = torch.finfo(error.dtype).max / 2
+                error.clamp_(-half, half)
+            error.index_copy_(0, left_out, kept)
+            self.error[own].view(-1, size)[mean.rows].add_(error)
+        exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
+        mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
+        self._exact_of(self.mean).copy_(mean_of_exact.to(self._exact_dtype).view(torch.uint8))
+
+    def _sum_of_ranks(self, index: int) -> torch.Tensor:
+        """Return the shrunk sum of what all ranks have sent of a chunk, in their order."""
+        total = self._scratch[: self._mean[index].num_blocks]
+        for sender, chunks in enumerate(self._received):
+            codes, scales = chunks[index].codes, chunks[index].scales
+            dequantise(codes, scales, out=total, bits=self._bits, factor=self._shrink, add=sender > 0)
+        return total
+
+    def _add_sum_of_ranks(self, index: int, error: torch.Tensor) -> None:
+        """Shrink a chunk of the owner's error, and add the shrunk sum of what all ranks have sent of it."""
+        if self.layout.world_size > 1:
+            torch.add(self._sum_of_ranks(index), error, alpha=self._shrink, out=error)
+        else:
+            codes, scales = self._received[0][index].codes, self._received[0][index].scales
+            dequantise(codes, scales, out=error, bits=self._bits, add=True)
+
+    def _quantise_mean(self, total: torch.Tensor, mean: Chunk, is_small: bool) -> None:
+        """Quantise a chunk of a shrunk sum over the ranks as their mean; leave what is lost of the mean."""
+        if not is_small:
+            largest = torch.finfo(total.dtype).max * self._divisor
+            total.clamp_(-largest, largest)
+        if self._divisor != 1.0:
+            total /= self._divisor
+        self._quantise(total, mean)
+
+    def dequantise(self, flat: torch.Tensor) -> None:
+        """Write the means in payload, one per shard, to the bucket."""
+        for chunks in self._sent:
+            for chunk in chunks:
+                gradients = chunk.adjacent(flat, self.layout.block_size)
+                if gradients is not None and flat.dtype == self._wide:
+                    dequantise(chunk.codes, chunk.scales, out=gradients, bits=self._bits)
+                    continue
+                values = self._scratch[: chunk.num_blocks]
+                dequantise(chunk.codes, chunk.scales, out=values, bits=self._bits)
+                for stored, in_bucket in chunk.copies:
+                    flat[in_bucket] = values.view(-1)[stored]
+        exact = self._exact_of(self.payload).contiguous().view(-1).view(self._exact_dtype)
+        for each in self.layout.exact:
+            flat[each.in_bucket] = exact[each.stored]
+
+    def _exact_of(self, payload: torch.Tensor) -> torch.Tensor:
+        return payload[..., self._sections[2]]

@@ -1,0 +1,297 @@
+"""Compression between the replicas of a sharded model, in the all-reduce hooks of its parameter groups."""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from gradcomp import ops
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.consistency import require_same_group, require_same_on_all_ranks
+from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import require_group
+from gradcomp.comm.streams import average_in_place
+from gradcomp.compress import CompressorState, compress_hook
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from .param_groups import ParamGroup, call_after_backward, param_groups_of
+
+AnyState = CompressorState | PowerSGDState
+
+
+class ReplicaAverage:
+    """Averages a model's buckets over its replicas, and counts its state's steps.
+
+    state: None for an exact average in the bucket's dtype.
+    """
+
+    def __init__(self, replicate_group: dist.ProcessGroup, state: AnyState | None):
+        self.group, self._state = replicate_group, state
+        self._is_in_step = False
+
+    def average(self, bucket: GradBucket, shard_group: dist.ProcessGroup) -> None:
+        """Average a bucket in place; on CUDA, for what the current stream does next.
+
+        Raises what the state's hook raises. In a state's first step an error of one rank is raised on every
+        rank; after that the others learn of it when the process ends, or by their time-out.
+        """
+        self._is_in_step = True
+        if self._state is None or self._state.is_compared:
+            self._average(bucket)
+            return
+        # An error that all ranks of this replicate group have, or this one alone, reaches the other shards.
+        failure: Exception | None = None
+        try:
+            self._average(bucket)
+        except Exception as error:
+            failure = error
+        try:
+            require_same_on_all_ranks(
+                "the first step of compress_replicas",
+                {"error": failure and str(failure)},
+                shard_group,
+                bucket.buffer().device,
+                "The error is that of the ranks which have one",
+            )
+        except RuntimeError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+
+    def _average(self, bucket: Any) -> None:
+        operation = Operation.averaging(bucket.index(), "compress_replicas", self.group)
+        with operation:
+            if self._state is None:
+                average_in_place(bucket.buffer(), self.group, operation).wait()
+            elif isinstance(self._state, PowerSGDState):
+                powerSGD_hook(self._state, bucket).wait()
+            else:
+                compress_hook(self._state, bucket).wait()
+
+    def end_of_backward(self) -> None:
+        """Count a step if this backward has averaged anything."""
+        if self._is_in_step and self._state is not None:
+            self._state.end_step()
+        self._is_in_step = False
+
+
+class AllReduceHook:
+    """The hook of one parameter group. FSDP2 calls it with the output of the reduce-scatter.
+
+    index: the group's index in the model: its bucket's.
+    """
+
+    def __init__(self, index: int, param_group: ParamGroup, replicas: ReplicaAverage):
+        self._index, self._param_group, self._replicas = index, param_group, replicas
+        # What set_requires_all_reduce(False) has left to a later backward, and its parameters.
+        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    @torch.no_grad()
+    def __call__(self, output: torch.Tensor) -> None:
+        """Average a reduced tensor over the replicas, in place.
+
+        output: [numel], the padded local gradients of the parameters that have one, one after another, in the
+        dtype in which FSDP2 reduces.
+        """
+        group, parameters = self._param_group, self._param_group.reduced(output)
+        shard_group = group.shard_group
+        assert shard_group is not None
+        if self._kept is not None:
+            self._add_kept(output, parameters)
+        if not group.averages_now:
+            # FSDP2 adds zeros to .grad now, and to those the average of all in a later backward.
+            self._kept = output.clone(), parameters
+            output.zero_()
+            return
+        self._replicas.average(GradBucket(self._index, output, parameters, is_last=False), shard_group)
+        if group.divide_factor is not None:
+            # It divides the sum over all ranks, replicas included.
+            output.mul_(self._replicas.group.size())
+        if ops.has_streams(output.device):
+            # It belongs to the reduce-scatter's stream. FSDP2 casts it, and before torch 2.15 frees it then.
+            output.record_stream(torch.cuda.current_stream(output.device))
+
+    def _add_kept(self, output: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        """Add what earlier backwards have kept. Raises RuntimeError if those had other gradients."""
+        assert self._kept is not None
+        (kept, of_parameters), self._kept = self._kept, None
+        if list(map(id, of_parameters)) != list(map(id, parameters)):
+            raise RuntimeError(
+                f"{self._param_group.name} has gradients of {len(parameters)} parameters now, but of "
+                f"{len(of_parameters)} in the last backward, which set_requires_all_reduce(False) kept from "
+                "being averaged: use the same parameters in both, or set_requires_gradient_sync(False)"
+            )
+        output.add_(kept)
+
+
+_WHOSE = "compress_replicas"
+_ADVICE = "Give every rank the same model, mesh and state"
+
+
+def compress_replicas(
+    model: nn.Module, replicate_group: dist.ProcessGroup, state: AnyState | None = None
+) -> None:
+    """Average a sharded model's gradients over its replicas, compressed.
+
+    FSDP2 averages over the shards, as without it. Every FSDP module's part is a bucket, of the local shards'
+    shapes: PowerSGD compresses each rank's rows of a matrix.
+
+    model: after fully_shard over a 1-D mesh, the model itself included; a mesh of size 1 makes it DDP.
+    replicate_group: the ranks that hold the same shards, one of every replica.
+    state: a PowerSGDState, a QuantizationState, or any other CompressorState, for this model alone; its
+        process group, where it has none, becomes replicate_group. None averages exactly.
+
+    Replaces the parameters and buffers of all replicas by those of the group's first rank. A collective:
+    every rank calls it before training.
+
+    Raises TypeError for arguments of other types, ValueError for a model that is not sharded, or over a 2-D
+    mesh, or for a second call, and for a group or state that doesn't fit; RuntimeError, on every rank, where
+    the ranks differ.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (num_nodes, 8), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        state = PowerSGDState(mesh["replicate"].get_group(), matrix_approximation_rank=8)
+        compress_replicas(model, mesh["replicate"].get_group(), state)
+    """
+    if replicate_group is None:
+        raise TypeError(f"{_WHOSE} takes the replicas' process group as its replicate_group, got None")
+    require_group(_WHOSE, replicate_group, "replicate_group")
+    groups = _checked_groups(model, replicate_group)
+    _check_state(state, replicate_group)
+    _require_agreement(groups, replicate_group, state)
+    if state is not None:
+        state.number_parameters(chain.from_iterable(group.named_placeholders(model) for group in groups))
+        state.process_group = replicate_group
+    for group in groups:
+        group.module.reshard()
+    _copy_from_first_rank(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
+    replicas = ReplicaAverage(replicate_group, state)
+    for index, group in enumerate(groups):
+        group.install(AllReduceHook(index, group, replicas))
+    call_after_backward(model, replicas.end_of_backward)
+
+
+def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[ParamGroup]:
+    """Return the model's parameter groups. Raises TypeError or ValueError for a model that doesn't fit."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_WHOSE} takes a module, got {model!r}")
+    if not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"{_WHOSE} takes a model sharded with torch.distributed.fsdp.fully_shard, but "
+            f"{type(model).__name__} is not: call fully_shard on the model itself after its parts"
+        )
+    groups = param_groups_of(model)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no sharded parameters")
+    for group in groups:
+        if group.has_hook:
+            raise ValueError(
+                f"{group.name} has an all-reduce hook already. Likely cause: a second call of {_WHOSE}"
+            )
+        if group.is_replicated or group.shard_group is None:
+            raise ValueError(
+                f"{group.name} is replicated by torch, which averages over the replicas by itself. Give "
+                'fully_shard a 1-D mesh, mesh["shard"], and the replicas\' group to compress_replicas'
+            )
+        _check_ranks(group.name, group.shard_group, replicate_group)
+    unready = [name for name, each in model.named_parameters() if each.is_meta]
+    if unready:
+        raise ValueError(f"{_WHOSE} needs the parameters' values, but {unready[0]} is a meta tensor")
+    return groups
+
+
+def _check_ranks(name: str, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup) -> None:
+    """Raise ValueError if the replicas' group has two ranks of one replica."""
+    shards, replicas = map(dist.get_process_group_ranks, (shard_group, replicate_group))
+    if len(common := set(shards) & set(replicas)) > 1:
+        raise ValueError(
+            f"replicate_group has ranks {replicas}, of which {sorted(common)} hold different shards of "
+            f"{name} (sharded over ranks {shards}), but has to have one rank of every replica: "
+            'mesh["replicate"].get_group() of the 2-D mesh'
+        )
+
+
+def _check_state(state: Any, replicate_group: dist.ProcessGroup) -> None:
+    if state is None:
+        return
+    if not isinstance(state, CompressorState | PowerSGDState):
+        raise TypeError(
+            f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as its "
+            f"state, got {state!r}"
+        )
+    if state.has_model:
+        raise ValueError(
+            f"{_WHOSE}: the state averages the gradients of a model already: make one state per model"
+        )
+    group = replicate_group if state.process_group is None else state.process_group
+    ranks, given = map(dist.get_process_group_ranks, (group, replicate_group))
+    if ranks != given:
+        raise ValueError(
+            f"the state's process group has ranks {ranks}, but replicate_group has {given}: set "
+            "state.process_group = replicate_group"
+        )
+
+
+def _require_agreement(
+    groups: list[ParamGroup], replicate_group: dist.ProcessGroup, state: AnyState | None
+) -> None:
+    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and options.
+
+    The ranks of each shard mesh are compared first, then the replicas, which also exchange what the first
+    comparison has found: any two ranks of the grid differ in one of the two.
+    """
+    require_same_group(_WHOSE, replicate_group)
+    device = groups[0].device
+    values: dict[str, Any] = {
+        "state": None if state is None else {"algorithm": state.algorithm, **state.compared_options()},
+        "number of replicas": replicate_group.size(),
+        "FSDP modules": [group.name for group in groups],
+        "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],
+    }
+    failure: RuntimeError | None = None
+    for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
+        assert shard_group is not None
+        try:
+            require_same_on_all_ranks(_WHOSE, values, shard_group, device, _ADVICE)
+        except RuntimeError as error:
+            failure = error
+    places = [group.shard_group and group.shard_group.rank() for group in groups]
+    values |= {"rank in the shard mesh": places, "error": failure and str(failure)}
+    try:
+        require_same_on_all_ranks(_WHOSE, values, replicate_group, device, _ADVICE)
+    except RuntimeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+
+
+@torch.no_grad()
+def _copy_from_first_rank(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Copy the local parts of tensors from the group's first rank to all its ranks, in place.
+
+    device: one whose tensors the group's backend takes; parameters may be offloaded to the CPU.
+    """
+    source = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        local = tensor.detach()
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        if not local.numel():
+            continue
+        wire = local.to(device).contiguous()
+        # As bytes: backends lack some dtypes.
+        with Operation.of("copy the weights of the first replica", group):
+            dist.broadcast(wire.view(-1).view(torch.uint8), source, group=group)
+        if wire.data_ptr() != local.data_ptr():
+            local.copy_(wire)

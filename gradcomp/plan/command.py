@@ -1,0 +1,239 @@
+"""The command `python -m gradcomp plan`: which hook to use, and when not to compress, from constants."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .candidates import CANDIDATES, Candidate, candidate_named
+from .hardware import BANDWIDTH_UTILISATION, CPU, GPUS, LAUNCH_S, Device, Gpu, Link
+from .measurements import DTYPES, Measurements
+from .models import BUCKET_CAP_BYTES, BUILT_IN_MODELS, Model, buckets_of, load_model
+from .prediction import Compute
+from .scenario import Scenario
+from .show import as_json, draw_map, table, text_map
+
+DEVICES: dict[str, Device] = {device.name: device for device in (*GPUS, CPU)}
+LATENCIES_US = {"nccl": 10.0, "gloo": 50.0}
+MIB = 2**20
+# Options that say what a file of measurements has already.
+REPLACED_BY_FILE = (
+    *("model", "device", "backend", "batch", "forward_ms", "backward_ms", "optimizer_ms", "dtype"),
+    "bucket_cap_mb",
+)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that reports an error in one line, and exits with status 2."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = plan_parser()
+    options = parser.parse_args(arguments)
+    try:
+        scenario, link, world_size, measured = _from_file(options) if options.file else _from_options(options)
+        for each in scenario.hooks:  # refuses hooks that this device can't tell about
+            scenario.device.local_s(each, each.payload((), scenario.dtype, 1), 0)
+        if options.picture:
+            draw_map(scenario, link, options.picture)
+    except ImportError:
+        parser.error("--picture needs matplotlib, which isn't installed: pip install matplotlib")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if options.json:
+        print(json.dumps(as_json(scenario, link, world_size), indent=1))
+    elif options.map:
+        print(text_map(scenario, link))
+    else:
+        print(table(scenario, link, world_size, measured))
+
+
+def plan_parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="python -m gradcomp plan",
+        description="Predict a training step's time with every hook, and say which to use. Nothing is "
+        "measured: docs/plan.md has the formulas.",
+    )
+    model = parser.add_argument_group("what is trained")
+    text = "module:callable, which returns an nn.Module or a list of shapes (default: bert-large)"
+    model.add_argument("--model", help=f"{', '.join(BUILT_IN_MODELS)}, or {text}")
+    model.add_argument("--device", choices=DEVICES, help="default: H200")
+    model.add_argument("--batch", type=positive_int, metavar="N", help="images or sequences per rank")
+    for part in ("forward", "backward", "optimizer"):
+        text = f"{part}'s time, in place of the one from operations and the device's rate"
+        model.add_argument(f"--{part}-ms", type=not_negative, metavar="MS", help=text)
+    model.add_argument("--dtype", choices=DTYPES, help="of the gradients (default: float32)")
+    model.add_argument("--bucket-cap-mb", type=positive, metavar="MB", help="DDP's option (default: 25)")
+    text = "all of that, as `python -m gradcomp bench` wrote it"
+    model.add_argument("--from", dest="file", type=Path, metavar="FILE", help=text)
+    network = parser.add_argument_group("the network")
+    network.add_argument("--ranks", type=positive_int, metavar="N", help="default: 64, or FILE's")
+    text = "of each rank's link, such as 200Mbit or 10Gbit (default: 10Gbit, or FILE's)"
+    network.add_argument("--bandwidth", type=bits_per_s, metavar="RATE", help=text)
+    text = "per message between two ranks (default: 10 for nccl, 50 for gloo, or FILE's)"
+    network.add_argument("--latency-us", type=not_negative, metavar="US", help=text)
+    network.add_argument("--backend", choices=LATENCIES_US, help="default: nccl, gloo on the CPU")
+    output = parser.add_argument_group("what is shown")
+    text = f"hooks, separated by commas (default: {','.join(CANDIDATES)})"
+    output.add_argument("--hook", type=_hooks, metavar="NAMES", help=text)
+    text = "nats that a recommended hook may cost on the small GPT (default: %(default)s)"
+    output.add_argument("--max-loss", type=not_negative, default=0.02, metavar="NATS", help=text)
+    text = "the hook to use by bandwidth and ranks, as a table"
+    output.add_argument("--map", action="store_true", help=text)
+    output.add_argument("--picture", type=Path, metavar="FILE", help="draw that map (needs matplotlib)")
+    output.add_argument("--json", action="store_true", help="the table as JSON")
+    return parser
+
+
+def _from_options(
+    options: argparse.Namespace,
+) -> tuple[Scenario, Link, int, dict[str, float] | None]:
+    """Return scenario, link and number of ranks. Raises ValueError for a model that there isn't."""
+    device = DEVICES[options.device or "H200"]
+    backend = options.backend or ("nccl" if isinstance(device, Gpu) else "gloo")
+    dtype = DTYPES[options.dtype or "float32"]
+    cap_bytes = BUCKET_CAP_BYTES if options.bucket_cap_mb is None else options.bucket_cap_mb * MIB
+    model = load_model(options.model or "bert-large")
+    compute, source = _compute(options, model, device)
+    scenario = Scenario(
+        model=model.name,
+        buckets=tuple(buckets_of(model.parameters, dtype.itemsize, cap_bytes)),
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        compute=compute,
+        hooks=options.hook or tuple(CANDIDATES.values()),
+        max_loss=options.max_loss,
+        compute_source=source,
+        cost_source=_cost_source(device),
+    )
+    bits = 10e9 if options.bandwidth is None else options.bandwidth
+    latency_us = LATENCIES_US[backend] if options.latency_us is None else options.latency_us
+    link = Link(bits / 8, latency_us / 1e6, has_tree=backend == "nccl")
+    return scenario, link, options.ranks or 64, None
+
+
+def _compute(options: argparse.Namespace, model: Model, device: Device) -> tuple[Compute, str]:
+    """Return the times of forward, backward and optimizer, and where they come from."""
+    batch = options.batch or model.batch
+    flops = model.forward_flops(batch)
+    if flops:
+        forward_s = device.compute_s(flops, model.utilisation)
+        backward_s = 2 * forward_s
+        samples = f"{batch * model.samples_per_item:,} {model.sample}s"
+        source = f"from {samples} per rank, {3 * flops / 1e12:.3g} TFLOP at {_rate(device, model)}"
+    elif options.backward_ms is None:
+        raise ValueError(
+            f"nothing is known of the computing time of {model.name!r}: give --backward-ms (and "
+            "--forward-ms), or measure it: python -m gradcomp bench"
+        )
+    else:
+        backward_s = options.backward_ms / 1e3
+        forward_s = backward_s / 2
+        source = "as given; forward half of backward, unless given"
+    parts = {"forward": forward_s, "backward": backward_s, "optimizer": device.optimizer_s(model.numel)}
+    given = {name: getattr(options, f"{name}_ms") for name in parts}
+    changed = {name: value / 1e3 for name, value in given.items() if value is not None}
+    if flops and changed:
+        source += f"; {', '.join(changed)} as given"
+    return Compute(*(parts | changed).values()), source
+
+
+def _rate(device: Device, model: Model) -> str:
+    if isinstance(device, Gpu):
+        return f"{model.utilisation:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s in bf16 (assumed)"
+    return f"{device.flops / 1e9:.0f} GFLOP/s (assumed)"
+
+
+def _cost_source(device: Device) -> str:
+    if isinstance(device, Gpu):
+        memory = f"{BANDWIDTH_UTILISATION:.0%} of {device.memory_bytes_per_s / 1e9:,.0f} GB/s"
+        return (
+            f"own work from bytes moved at {memory}, and {LAUNCH_S * 1e6:g} µs a launch (no run on a GPU has "
+            "been made)"
+        )
+    return "own work as measured on one x86-64 core with AVX-512; another CPU differs"
+
+
+def _from_file(
+    options: argparse.Namespace,
+) -> tuple[Scenario, Link, int, dict[str, float] | None]:
+    """Return the same from measurements. Raises ValueError for a file that has none."""
+    for name in REPLACED_BY_FILE:
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} and --from exclude each other: what {option} says is in the file")
+    read = Measurements.read(options.file)
+    device = read.measured_device()
+    timed = [candidate_named(name) for name in device.local_ns]
+    scenario = Scenario(
+        model=read.model,
+        buckets=tuple(read.buckets()),
+        dtype=read.torch_dtype,
+        device=device,
+        backend=read.backend,
+        compute=read.compute(),
+        hooks=options.hook or tuple(timed),
+        max_loss=options.max_loss,
+        compute_source=f"measured on {read.world_size} ranks, {read.date_utc}",
+        cost_source=f"own work measured for {read.world_size} ranks; for another number the same is assumed",
+    )
+    fitted = read.fitted_link()
+    link = fitted
+    if options.bandwidth is not None or options.latency_us is not None:
+        link = Link(
+            fitted.bytes_per_s if options.bandwidth is None else options.bandwidth / 8,
+            fitted.latency_s if options.latency_us is None else options.latency_us / 1e6,
+            has_tree=fitted.has_tree,
+        )
+    world_size = options.ranks or read.world_size
+    is_as_measured = link is fitted and world_size == read.world_size
+    measured = {hook.name: hook.step_p50_s for hook in read.hooks} if is_as_measured else None
+    return scenario, link, world_size, measured
+
+
+def bits_per_s(text: str) -> float:
+    """Parse a bandwidth such as 200Mbit or 2.5Gbit/s, for argparse."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth; write it as 200Mbit or 10Gbit")
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()]
+
+
+def _hooks(text: str) -> tuple[Candidate, ...]:
+    """Parse names of hooks; "none", with which all are compared, is among them even if it isn't named."""
+    try:
+        named = [candidate_named(name.strip()) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return tuple(dict.fromkeys([CANDIDATES["none"], *named]))
+
+
+def _number(accepts: Callable[[float], bool], described: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (accepts(value) and value < float("inf")):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {described}")
+        return value
+
+    return parse
+
+
+positive = _number(lambda value: value > 0, "a number above 0")
+not_negative = _number(lambda value: value >= 0, "a number of at least 0")
+
+
+def positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

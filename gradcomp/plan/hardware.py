@@ -1,0 +1,194 @@
+"""Links and devices: how long a collective takes, and how fast a GPU or a CPU computes and copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from .candidates import Candidate, Collective, CollectiveKind, Payload
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A link as one kind of collective sees it."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """The network between ranks: every rank has one such link, in both directions at once.
+
+    bytes_per_s, latency_s: of a message from one rank to another. has_tree: the backend may all-reduce along
+    a tree, as NCCL does with small buffers. measured: other rates for some kinds of collectives.
+
+    Raises ValueError for a bandwidth that isn't positive and a latency that is negative.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    has_tree: bool = False
+    measured: Mapping[CollectiveKind, Rate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"a link's bandwidth is {self.bytes_per_s!r} bytes/s; it has to be positive")
+        if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
+            raise ValueError(f"a link's latency is {self.latency_s!r} s; it must not be negative")
+
+    def rate(self, kind: CollectiveKind) -> Rate:
+        return self.measured.get(kind) or Rate(self.bytes_per_s, self.latency_s)
+
+    def seconds(self, collective: Collective, world_size: int) -> float:
+        """Return the time of one collective between world_size ranks."""
+        rate = self.rate(collective.kind)
+        time = ring_steps(collective.kind, world_size) * rate.latency_s
+        time += sent_bytes(collective, world_size) / rate.bytes_per_s
+        if collective.kind == "all-reduce" and self.has_tree and world_size > 1:
+            along_tree = 2 * math.ceil(math.log2(world_size)) * rate.latency_s
+            return min(time, along_tree + 2 * collective.num_bytes / rate.bytes_per_s)
+        return time
+
+
+def ring_steps(kind: CollectiveKind, world_size: int) -> int:
+    """Return the messages that follow one another: around a ring, or to one rank after another."""
+    return (2 if kind == "all-reduce" else 1) * (world_size - 1)
+
+
+def sent_bytes(collective: Collective, world_size: int) -> float:
+    """Return the bytes that a rank sends in a ring, or to every other rank."""
+    return ring_steps(collective.kind, world_size) / world_size * collective.num_bytes
+
+
+def fitted_rate(kind: CollectiveKind, world_size: int, samples: Iterable[tuple[int, float]]) -> Rate:
+    """Return the rate with the least relative errors on (bytes, seconds) of a kind of collective.
+
+    A latency or a transfer time that would be negative is taken as zero; then the bandwidth is infinite.
+    Raises ValueError for fewer than two different sizes, where the two can't be told apart.
+    """
+    steps = ring_steps(kind, world_size)
+    rows = [
+        (steps / seconds, sent_bytes(Collective(kind, num_bytes), world_size) / seconds)
+        for num_bytes, seconds in samples
+    ]
+    if steps < 1 or len({sent / latency for latency, sent in rows}) < 2:
+        raise ValueError(
+            f"{kind} has to be measured with two different sizes at least, on 2 ranks at least, to tell "
+            f"latency from bandwidth; there are {len(rows)} measurements on {world_size} ranks"
+        )
+    # Least squares of latency · a + seconds per byte · b = 1.
+    aa = sum(a * a for a, _ in rows)
+    ab = sum(a * b for a, b in rows)
+    bb = sum(b * b for _, b in rows)
+    sum_a, sum_b = sum(a for a, _ in rows), sum(b for _, b in rows)
+    determinant = aa * bb - ab * ab
+    latency = (sum_a * bb - sum_b * ab) / determinant
+    per_byte = (sum_b * aa - sum_a * ab) / determinant
+    if latency < 0:
+        latency, per_byte = 0.0, sum_b / bb
+    elif per_byte < 0:
+        latency, per_byte = sum_a / aa, 0.0
+    return Rate(1 / per_byte if per_byte else math.inf, latency)
+
+
+# The parts of a data sheet's numbers that kernels reach: assumptions, not measurements.
+BANDWIDTH_UTILISATION = 0.8
+LAUNCH_S = 2e-6  # from the end of one launch on a stream to the work of the next
+ADAM_BYTES = 28  # per parameter: weight, gradient and two moments are read, all but the gradient written
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: its memory's bandwidth, and the dense bf16 rate of its tensor cores."""
+
+    name: str
+    memory_bytes_per_s: float
+    peak_flops: float
+    is_inline: bool = False
+
+    def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
+        """Return the time of the hook's own kernels for one bucket, from the bytes that they move."""
+        moved_s = payload.moved_bytes / (BANDWIDTH_UTILISATION * self.memory_bytes_per_s)
+        return moved_s + payload.num_launches * LAUNCH_S
+
+    def compute_s(self, flops: float, utilisation: float) -> float:
+        """Return the time of a forward pass, say, of so many operations."""
+        return flops / (utilisation * self.peak_flops)
+
+    def optimizer_s(self, numel: int) -> float:
+        return ADAM_BYTES * numel / (BANDWIDTH_UTILISATION * self.memory_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class MeasuredDevice:
+    """A device whose hooks have been timed.
+
+    local_ns: the hook's own work, in nanoseconds per element of the gradients, by its name.
+    is_inline: whether hooks compress on backward's thread, as on a CPU, with only collectives beside it.
+    flops: operations per second in training. optimizer_ns: per parameter.
+    """
+
+    name: str
+    local_ns: Mapping[str, float]
+    is_inline: bool = True
+    flops: float = 0.0
+    optimizer_ns: float = 0.0
+
+    def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
+        """Return the time of the hook's own work on one bucket.
+
+        Raises ValueError for a hook that hasn't been timed.
+        """
+        if hook.name not in self.local_ns:
+            raise ValueError(
+                f"hook {hook.name} has not been timed on {self.name}; there are {', '.join(self.local_ns)}"
+            )
+        return self.local_ns[hook.name] * numel / 1e9
+
+    def compute_s(self, flops: float, utilisation: float) -> float:
+        """Return the time of so many operations at the measured rate, which includes the utilisation."""
+        return flops / self.flops
+
+    def optimizer_s(self, numel: int) -> float:
+        return self.optimizer_ns * numel / 1e9
+
+
+Device = Gpu | MeasuredDevice
+
+GPUS = (
+    Gpu("H200", 4.8e12, 989e12),
+    Gpu("H100", 3.35e12, 989e12),
+    Gpu("A100", 2.039e12, 312e12),
+    Gpu("L40S", 0.864e12, 362e12),
+    Gpu("RTX4090", 1.008e12, 165e12),
+)
+
+# Measured with `python -m gradcomp.bench.local_work` on an x86-64 core with AVX-512, one thread, torch 2.13,
+# in ns per element of two transformer blocks of width 512, as on 4 ranks, on a quiet machine. The optimizer's
+# is an assumption.
+CPU = MeasuredDevice(
+    "cpu",
+    {
+        "none": 0.0,
+        "bf16": 0.7,
+        "fp16": 0.7,
+        "int8": 2.4,
+        "int4": 5.5,
+        "powersgd:16": 3.1,
+        "powersgd:16:bf16": 3.2,
+        "powersgd:16:int8": 3.6,
+        "powersgd:8": 2.6,
+        "powersgd:8:bf16": 2.7,
+        "powersgd:8:int8": 2.9,
+        "powersgd:4": 2.1,
+        "powersgd:4:bf16": 2.2,
+        "powersgd:4:int8": 2.5,
+        "powersgd:1": 1.4,
+        "powersgd:1:bf16": 1.4,
+        "powersgd:1:int8": 1.6,
+    },
+    flops=95e9,
+    optimizer_ns=2.0,
+)

@@ -1,0 +1,248 @@
+"""A plan as text, a table of the hooks; and as a picture, which needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .hardware import Link
+from .recommendation import LEAST_HEADROOM, SOURCE, Recommendation, accuracy_cost, sentences
+from .scenario import Scenario
+
+WIDTH = 120  # of sentences
+# Bits per second, and ranks, of the map in text.
+MAP_BANDWIDTHS = (5e7, 1e8, 2e8, 5e8, 1e9, 2.5e9, 1e10, 2.5e10, 5e10, 1e11, 2e11, 4e11)
+MAP_WORLD_SIZES = (2, 8, 64, 512, 2048, 10_000)
+TESTED = "Hooks whose cost in accuracy was measured at as many bytes saved as here"
+UNTESTED = "The same if they cost no more accuracy when they save more bytes than there, which is not tested"
+
+
+def seconds(value: float) -> str:
+    """Format a time with its unit, in three digits."""
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (10, 1e3, "ms")):
+        if value < limit:
+            return f"{value * factor:.{1 if value * factor < 99.95 else 0}f} {unit}"
+    return f"{value:.1f} s"
+
+
+def with_prefix(value: float, unit: str) -> str:
+    """Format a number of bytes or bits with a decimal prefix."""
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def factor(value: float) -> str:
+    """Format how many times as much, or as fast."""
+    return f"{value:,.{0 if value >= 99.95 else 1}f}×"
+
+
+def bandwidth(bytes_per_s: float) -> str:
+    return with_prefix(8 * bytes_per_s, "bit/s") if math.isfinite(bytes_per_s) else "no limit"
+
+
+def heading(scenario: Scenario, link: Link, world_size: int) -> list[str]:
+    """Return lines on what is predicted, and from which constants."""
+    compute = scenario.compute
+    dtype = str(scenario.dtype).removeprefix("torch.")
+    return [
+        "Times are PREDICTED from the constants below; nothing is run.",
+        f"model    {scenario.model}: {scenario.numel:,} parameters, gradients in {dtype}, "
+        f"{len(scenario.buckets)} buckets",
+        f"ranks    {world_size} on {scenario.device.name}, {scenario.backend}",
+        f"link     {bandwidth(link.bytes_per_s)} per rank, {link.latency_s * 1e6:.3g} µs per message",
+        f"compute  {seconds(compute.step_s)} without communication: forward {seconds(compute.forward_s)}, "
+        f"backward {seconds(compute.backward_s)}, optimizer {seconds(compute.optimizer_s)}",
+        f"         {scenario.compute_source}",
+        f"hooks    {scenario.cost_source}",
+    ]
+
+
+def table(
+    scenario: Scenario,
+    link: Link,
+    world_size: int,
+    measured_step_s: Mapping[str, float] | None = None,
+) -> str:
+    """Return the whole plan in lines of text. measured_step_s: step times to be shown beside, by hook."""
+    predictions = scenario.predict(link, world_size)
+    none, has_measured = predictions["none"], bool(measured_step_s)
+    rows = [["hook", "sent/step", "fewer", "own work", "collectives", "hidden", "step", "× none"]]
+    rows[0] += [*(["measured"] if measured_step_s else []), "loss, nats"]
+    for hook in scenario.hooks:
+        found, cost = predictions[hook.name], accuracy_cost(hook)
+        row = [
+            hook.name,
+            with_prefix(found.sent_bytes, "B"),
+            factor(none.handed_bytes / found.handed_bytes) if found.handed_bytes else "",
+            seconds(found.local_s),
+            seconds(found.communication_s),
+            seconds(found.hidden_s),
+            seconds(found.step_s),
+            f"{none.step_s / found.step_s:.2f}",
+        ]
+        if measured_step_s:
+            row.append(seconds(measured_step_s[hook.name]) if hook.name in measured_step_s else "")
+        rows.append([*row, "not measured" if cost is None else str(cost)])
+    recommendation = scenario.recommend(link, world_size)
+    return "\n".join(
+        [
+            *heading(scenario, link, world_size),
+            "",
+            *aligned(rows),
+            "",
+            "own work: the hook's compression. hidden: what of it and of the collectives backward hides.",
+            *(["measured: the step that bench has timed; all other columns are predicted."] * has_measured),
+            textwrap.fill(f"loss: {SOURCE}", WIDTH),
+            "",
+            textwrap.fill(sentences(recommendation, predictions, scenario.hooks, scenario.max_loss), WIDTH),
+        ]
+    )
+
+
+def text_map(scenario: Scenario, link: Link) -> str:
+    """Return which hook to use by bandwidth and number of ranks, and how many times as fast it is."""
+    found = scenario.sweep(link, [each / 8 for each in MAP_BANDWIDTHS], MAP_WORLD_SIZES)
+    lines = [
+        f"PREDICTED: {scenario.model} on {scenario.device.name}, {scenario.backend}. The hook to use, and "
+        "how many times as fast a step is as with none;",
+        f"–: don't compress. Of hooks that cost up to {scenario.max_loss:g} nats on the small GPT of "
+        "docs/accuracy.md.",
+    ]
+    for title, names in (
+        (TESTED, ("hook", "speedup")),
+        (UNTESTED, ("untested", "untested_speedup")),
+    ):
+        rows = [["", *(f"{world_size:,} ranks" for world_size in MAP_WORLD_SIZES)]]
+        for bits_per_s, row in zip(MAP_BANDWIDTHS, zip(*found, strict=True), strict=True):
+            pairs = [[getattr(each, name) for name in names] for each in row]
+            cells = ["–" if hook == "none" else f"{hook} {factor(gain)}" for hook, gain in pairs]
+            rows.append([bandwidth(bits_per_s / 8), *cells])
+        lines += ["", title, *aligned(rows)]
+    return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines, the first and last columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *middle, last in rows:
+        cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
+    return lines
+
+
+def as_json(scenario: Scenario, link: Link, world_size: int) -> dict[str, Any]:
+    """Return the plan in plain types; everything in it is predicted."""
+    predictions = scenario.predict(link, world_size)
+    found = scenario.recommend(link, world_size)
+    hooks = []
+    for hook in scenario.hooks:
+        cost = accuracy_cost(hook)
+        fields = asdict(predictions[hook.name])
+        fields["times_none"] = predictions["none"].step_s / predictions[hook.name].step_s
+        fields["accuracy_cost"] = None if cost is None else asdict(cost)
+        hooks.append(fields)
+    return {
+        "predicted": True,
+        "model": scenario.model,
+        "device": scenario.device.name,
+        "backend": scenario.backend,
+        "world_size": world_size,
+        "bits_per_s": 8 * link.bytes_per_s if math.isfinite(link.bytes_per_s) else None,
+        "latency_s": link.latency_s,
+        "compute": {**asdict(scenario.compute), "step_s": scenario.compute.step_s},
+        "compute_source": scenario.compute_source,
+        "cost_source": scenario.cost_source,
+        "accuracy_source": SOURCE,
+        "max_loss": scenario.max_loss,
+        "hooks": hooks,
+        "recommendation": {
+            **asdict(found),
+            "text": sentences(found, predictions, scenario.hooks, scenario.max_loss),
+        },
+    }
+
+
+NUM_POINTS = 32  # of each axis
+BITS_PER_S = (5e7, 4e11)
+WORLD_SIZES = (2, 10_000)
+SPEEDUPS = (1.5, 3, 10, 30, 100)
+# Okabe and Ito's palette, which colour-blind readers can distinguish too; grey is no compression.
+COLOURS = ("#56B4E9", "#0072B2", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#000000")
+NO_COMPRESSION = "#DDDDDD"
+
+
+def draw_map(scenario: Scenario, link: Link, path: Path) -> None:
+    """Write the picture to a file whose format its suffix tells.
+
+    Raises ImportError without matplotlib, ValueError for a suffix that it doesn't know, OSError for a file
+    that can't be written.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.patches import Patch
+
+    bits_per_s, world_sizes = _axis(*BITS_PER_S), sorted({round(each) for each in _axis(*WORLD_SIZES)})
+    found = scenario.sweep(link, [each / 8 for each in bits_per_s], world_sizes)
+    names = _names(scenario, found)
+    colours = [NO_COMPRESSION, *(COLOURS[index % len(COLOURS)] for index in range(len(names) - 1))]
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 5), layout="constrained", sharey=True)
+    for axes, hook, speedup, title in (
+        (panels[0], "hook", "speedup", "cost in accuracy known for as many bytes saved"),
+        (panels[1], "untested", "untested_speedup", "if it costs no more when it saves more (not tested)"),
+    ):
+        axes.pcolormesh(
+            bits_per_s,
+            world_sizes,
+            [[names.index(getattr(each, hook)) for each in row] for row in found],
+            cmap=ListedColormap(colours),
+            norm=BoundaryNorm([each - 0.5 for each in range(len(names) + 1)], len(names)),
+            shading="nearest",
+        )
+        gains = [[getattr(each, speedup) for each in row] for row in found]
+        levels = [level for level in SPEEDUPS if level < max(map(max, gains))]
+        if levels:
+            lines = axes.contour(
+                bits_per_s, world_sizes, gains, levels=levels, colors="black", linewidths=0.7
+            )
+            axes.clabel(lines, fmt=lambda value: f"{value:g}×", fontsize=8)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks((1e8, 1e9, 1e10, 1e11), ("100 M", "1 G", "10 G", "100 G"))
+        axes.set_xlabel("bandwidth of each rank's link, bit/s")
+        axes.set_title(title, fontsize=9)
+    panels[0].set_ylabel("ranks")
+    figure.suptitle(
+        f"PREDICTED, not measured: {scenario.model} on {scenario.device.name}, {scenario.backend}, "
+        f"{link.latency_s * 1e6:g} µs per message; the hook to use, and times as fast as with none (lines).\n"
+        f"Of hooks that cost up to {scenario.max_loss:g} nats on one small GPT (docs/accuracy.md). "
+        f"Don't compress: less than {LEAST_HEADROOM:.0%} to gain, or no such hook is faster.",
+        fontsize=9,
+    )
+    patches = [Patch(color=colour, label=_label(name)) for colour, name in zip(colours, names, strict=True)]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _axis(first: float, last: float) -> list[float]:
+    return [first * (last / first) ** (index / (NUM_POINTS - 1)) for index in range(NUM_POINTS)]
+
+
+def _names(scenario: Scenario, found: Sequence[Sequence[Recommendation]]) -> list[str]:
+    """Return the hooks on the map, no compression first, in the scenario's order."""
+    on_map = {hook for row in found for each in row for hook in (each.hook, each.untested)}
+    return ["none", *(hook.name for hook in scenario.hooks if hook.name in on_map and hook.name != "none")]
+
+
+def _label(name: str) -> str:
+    return "don't compress" if name == "none" else name

@@ -1,0 +1,1 @@
+"""The kernels of PowerSGD, and their plan for a bucket."""

@@ -1,0 +1,148 @@
+"""Gram matrices of factor panels and their products with a triangle, in fp64.
+
+gram_schmidt_pairs.py does the same in pairs of fp32. Both take panels of whole columns, stride
+elements from one to the next. length: how many rows of a column may be loaded, those behind the last being
+zeros: visibly a multiple of 16 bytes, as the pointer and stride are, so that loads are 128 bits wide.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_panel(panel_ptr, stride, first, length, r, BLOCK: tl.constexpr, COLS: tl.constexpr):
+    """Load [BLOCK, COLS] rows of a panel of r columns in fp64, with zeros outside."""
+    row = (first + tl.arange(0, BLOCK))[:, None]
+    col = tl.arange(0, COLS)[None, :]
+    p = tl.load(panel_ptr + row + col * stride, mask=(row < length) & (col < r), other=0.0)
+    if panel_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        # A product in fp64 of values loaded in 16 bits doesn't compile. Triton looks for the load through
+        # conversions, but not through a sum, which here has one term.
+        p = tl.sum(p.to(tl.float32)[:, :, None], axis=2)
+    return p.to(tl.float64)
+
+
+@triton.jit
+def gram(panel_ptr, stride, length, r, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute PᵀP of a panel of r columns, [RANK, RANK] in fp64, with zeros outside."""
+    if RANK <= 8:
+        acc = tl.zeros((BLOCK, RANK, RANK), tl.float64)
+        offs_row = tl.arange(0, BLOCK)[:, None, None]
+        offs_i = tl.arange(0, RANK)[None, :, None]
+        offs_j = tl.arange(0, RANK)[None, None, :]
+        for first in tl.range(0, length, BLOCK, num_stages=2):
+            row = first + offs_row
+            ptrs = panel_ptr + row
+            left = tl.load(ptrs + offs_i * stride, mask=(row < length) & (offs_i < r), other=0.0)
+            right = tl.load(ptrs + offs_j * stride, mask=(row < length) & (offs_j < r), other=0.0)
+            acc += left.to(tl.float64) * right.to(tl.float64)
+        result = tl.sum(acc, axis=0)
+    else:
+        result = tl.zeros((RANK, RANK), tl.float64)
+        for first in tl.range(0, length, BLOCK, num_stages=1):  # see multiply
+            p = load_panel(panel_ptr, stride, first, length, r, BLOCK, RANK)
+            result = tl.dot(tl.trans(p), p, result, input_precision="ieee", out_dtype=tl.float64)
+    return result
+
+
+@triton.jit
+def sum_chunks(slots_ptr, count, RANK: tl.constexpr):
+    """Return the sum of a matrix's partial Gram matrices, in the order of their chunks."""
+    GROUP: tl.constexpr = 4 if RANK == 32 else 8
+    offs = tl.arange(0, RANK)[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    total = tl.zeros((RANK, RANK), tl.float64)
+    for first in range(0, count, GROUP):
+        slot = (first + tl.arange(0, GROUP))[:, None, None]
+        ptrs = slots_ptr + slot * (RANK * (RANK + 1)) + offs[None, :, :]
+        total += tl.sum(tl.load(ptrs, mask=slot < count, other=0.0), axis=0)
+    return total
+
+
+@triton.jit
+def multiply_block(
+    source_ptr, stride, first, length, n, r, transform, RANK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute rows first .. first + BLOCK of source · transformᵀ, with zeros from row n on."""
+    if RANK <= 8:
+        row = (first + tl.arange(0, BLOCK))[:, None, None]
+        offs_j = tl.arange(0, RANK)[None, None, :]
+        ptrs = source_ptr + row + offs_j * stride
+        p = tl.load(ptrs, mask=(row < length) & (offs_j < r), other=0.0).to(tl.float64)
+        result = tl.sum(p * transform[None, :, :], axis=2)
+    else:
+        p = load_panel(source_ptr, stride, first, length, r, BLOCK, RANK)
+        result = tl.dot(p, tl.trans(transform), input_precision="ieee", out_dtype=tl.float64)
+    # Where the transform is NaN, the padding must stay zero.
+    return tl.where((first + tl.arange(0, BLOCK))[:, None] < n, result, 0.0)
+
+
+@triton.jit
+def multiply(
+    source_ptr, stride, out_ptr, out_stride, start, stop, length, n, r, transform,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Write rows start .. stop of source · transformᵀ to out, a panel of whole columns with padding.
+
+    IN_PLACE: source is out.
+    """
+    # Loads ahead of products in fp64 spill on sm_100 (Triton 3.6): larger blocks hide the latency instead.
+    NUM_STAGES: tl.constexpr = 3 if RANK <= 8 and not IN_PLACE else 1
+    out_type: tl.constexpr = out_ptr.dtype.element_ty
+    offs_row = tl.arange(0, BLOCK)[:, None]
+    offs = offs_row + tl.arange(0, RANK)[None, :] * out_stride
+    for first in tl.range(start, stop, BLOCK, num_stages=NUM_STAGES):
+        result = multiply_block(source_ptr, stride, first, length, n, r, transform, RANK, BLOCK)
+        if IN_PLACE:
+            tl.debug_barrier()  # everyone has to have read before anyone writes
+        tl.store(out_ptr + first + offs, result.to(out_type), mask=first + offs_row < stop)
+
+
+@triton.jit
+def gram_of_product(
+    source_ptr, stride, length, n, r, transform, TYPE: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute WᵀW, [RANK, RANK] in fp64, for W = source · transformᵀ, n×r, rounded to TYPE."""
+    result = tl.zeros((RANK, RANK), tl.float64)
+    for first in tl.range(0, n, BLOCK, num_stages=1):
+        w = multiply_block(source_ptr, stride, first, length, n, r, transform, RANK, BLOCK)
+        w = w.to(TYPE).to(tl.float64)
+        if RANK <= 8:
+            result += tl.sum(w[:, :, None] * w[:, None, :], axis=0)
+        else:
+            result = tl.dot(tl.trans(w), w, result, input_precision="ieee", out_dtype=tl.float64)
+    return result
+
+
+@triton.jit
+def copy_panel(source_ptr, stride, out_ptr, out_stride, length, r, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a panel of r columns from source to out, in whole columns padded with zeros."""
+    offs_row = tl.arange(0, BLOCK)[:, None]
+    offs = offs_row + tl.arange(0, RANK)[None, :] * out_stride
+    for first in tl.range(0, out_stride, BLOCK, num_stages=1):
+        values = load_panel(source_ptr, stride, first, length, r, BLOCK, RANK)
+        tl.store(
+            out_ptr + first + offs, values.to(out_ptr.dtype.element_ty), mask=first + offs_row < out_stride
+        )
+
+
+@triton.jit
+def subtract_projection(block_ptr, done_ptr, stride, n, cols, RANK_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    """Subtract done (doneᵀ block) from block, panels of n rows and zeros behind, done orthonormal or zero."""
+    common = tl.zeros((RANK_BLOCK, RANK_BLOCK), tl.float64)
+    for first in tl.range(0, n, BLOCK, num_stages=1):
+        done = load_panel(done_ptr, stride, first, stride, RANK_BLOCK, BLOCK, RANK_BLOCK)
+        block = load_panel(block_ptr, stride, first, stride, cols, BLOCK, RANK_BLOCK)
+        common = tl.dot(tl.trans(done), block, common, input_precision="ieee", out_dtype=tl.float64)
+    tl.debug_barrier()
+    offs = tl.arange(0, RANK_BLOCK)[None, :]
+    for first in tl.range(0, n, BLOCK, num_stages=1):
+        done = load_panel(done_ptr, stride, first, stride, RANK_BLOCK, BLOCK, RANK_BLOCK)
+        block = load_panel(block_ptr, stride, first, stride, cols, BLOCK, RANK_BLOCK)
+        block -= tl.dot(done, common, input_precision="ieee", out_dtype=tl.float64)
+        tl.debug_barrier()  # everyone has to have read before anyone writes
+        row = first + tl.arange(0, BLOCK)[:, None]
+        # By the row alone, so that the padding stays zero where done is NaN. 128 bits wide, and with zeros
+        # chosen there, fp64 spills on sm_100.
+        values = block.to(block_ptr.dtype.element_ty)
+        tl.store(block_ptr + row + offs * stride, values, mask=(row < n) & (offs < cols))
+    tl.debug_barrier()

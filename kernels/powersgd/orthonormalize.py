@@ -1,0 +1,344 @@
+"""Orthonormalise all P panels of a bucket in two launches.
+
+This is Gram–Schmidt in the Gram matrix's inner product: every panel is read twice, whatever its rank.
+
+Beyond rank 32, by block Gram–Schmidt: 32 columns at a time, one program per matrix.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..device import is_fp64_slow
+from ..launch import MAX_REGISTERS, launch
+from . import gram_schmidt as in_fp64
+from . import gram_schmidt_pairs as in_pairs
+from .gram_schmidt import copy_panel, gram, multiply, subtract_projection
+from .tile import (
+    MATRIX_FIELDS,
+    MATRIX_RANK,
+    MIN_BLOCK_ROWS,
+    P_PANEL,
+    P_STRIDE,
+    P_WIRE,
+    ROWS,
+    WORK_FIELDS,
+    panel,
+    wire_start,
+    wire_stride,
+)
+from .triangle import DEPENDENT, DEPENDENT_FP64, diagonal, triangle
+
+BLOCKS_NUM_WARPS = 8
+
+
+@triton.jit
+def _orthonormalise_blocks_kernel(
+    wire_ptr,
+    p_ptr,
+    matrices_ptr,
+    epsilon: tl.float64,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute what _orthonormalise_kernel does, for any RANK, RANK_BLOCK columns at a time, in fp64.
+
+    This is block Gram–Schmidt: each block against the blocks before it, then within, twice (with epsilon
+    once).
+    Grid: one program per matrix, however long it is: ranks beyond 32 are rare. Each time it reads a block
+    about 5 times, and 5 times more per block before it.
+    """
+    TOLERANCE: tl.constexpr = DEPENDENT_FP64 if p_ptr.dtype.element_ty == tl.float64 else DEPENDENT
+    matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
+    n = tl.load(matrix_ptr + ROWS).to(tl.int32)
+    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
+    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
+    wire_length = wire_stride(n, wire_ptr.dtype.element_ty)
+    out_ptr, stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
+    stride = stride.to(tl.int32)
+    added = tl.zeros((RANK_BLOCK,), tl.float64) + epsilon
+
+    for rank_start in range(0, RANK, RANK_BLOCK):
+        block_ptr = out_ptr + rank_start * stride
+        cols = tl.minimum(r - rank_start, RANK_BLOCK)
+        from_ptr = source_ptr + rank_start * wire_length
+        copy_panel(from_ptr, wire_length, block_ptr, stride, wire_length, cols, RANK_BLOCK, BLOCK)
+        tl.debug_barrier()
+        for _ in range(tl.where(epsilon == 0.0, 2, 1)):
+            own = diagonal(gram(block_ptr, stride, stride, cols, RANK_BLOCK, BLOCK), RANK_BLOCK)
+            for done in range(0, rank_start, RANK_BLOCK):
+                subtract_projection(block_ptr, out_ptr + done * stride, stride, n, cols, RANK_BLOCK, BLOCK)
+            products = gram(block_ptr, stride, stride, cols, RANK_BLOCK, BLOCK)
+            transform, _, _ = triangle(products, products, own, added, TOLERANCE, RANK_BLOCK)
+            multiply(
+                block_ptr, stride, block_ptr, stride, 0, stride, stride, n, cols, transform,
+                RANK_BLOCK, BLOCK, True,
+            )  # fmt: skip
+            tl.debug_barrier()
+
+
+def orthonormalise_blocks(
+    wire: torch.Tensor, matrices: torch.Tensor, *, out: torch.Tensor, rank: int, epsilon: float, block: int
+) -> None:
+    """Do what orthonormalize.py's orthonormalise does, for a rank that is a multiple of 32."""
+    launch(_orthonormalise_blocks_kernel, len(matrices))(
+        wire,
+        out,
+        matrices,
+        epsilon,
+        RANK=rank,
+        RANK_BLOCK=32,
+        BLOCK=block,
+        num_warps=BLOCKS_NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=True,
+    )
+
+
+# The r×r part repeats its numbers in every warp: more warps would take longer for it. A long panel has more
+# programs instead.
+NUM_WARPS = 4
+
+
+@triton.jit
+def chunk_on_wire(wire_ptr, matrices_ptr, work):
+    """Return (pointer to a program's panel, its stride, n, r, first row, one past the last, matrix_ptr).
+
+    Rows from n to the stride are zeros. The last program's rows include the padding of P's panel, which is
+    longer.
+    """
+    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
+    n = tl.load(matrix_ptr + ROWS).to(tl.int32)
+    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
+    panel_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
+    # They are multiples already; dividing shows the compiler that they are.
+    start = tl.load(work + 1).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
+    stop = tl.load(work + 2).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
+    return panel_ptr, wire_stride(n, wire_ptr.dtype.element_ty), n, r, start, stop, matrix_ptr
+
+
+@triton.jit
+def _gram_kernel(
+    wire_ptr,
+    scratch_ptr,
+    matrices_ptr,
+    work_ptr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOG2_BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Compute PᵀP over a chunk of a panel's rows, in fp64, or with PAIRS in pairs of fp32.
+
+    wire_ptr: the panels, all-reduced. scratch_ptr: the first slots are the programs' results.
+    Grid: one program per row of work_ptr (_orthonormalise_work). Reads the panels once, with PAIRS once more
+    for the scale and, from the cache, once per pair of column blocks.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    work = work_ptr + program * WORK_FIELDS
+    panel_ptr, stride, _n, r, start, stop, _ = chunk_on_wire(wire_ptr, matrices_ptr, work)
+    panel_ptr += start
+    length = tl.minimum(stop, stride) - start
+    if PAIRS:
+        slot_ptr = scratch_ptr + program * (2 * RANK * (RANK + 1))
+        in_pairs.store_scale(panel_ptr, stride, length, r, slot_ptr, RANK, BLOCK)
+        tl.debug_barrier()
+        in_pairs.store_gram(
+            panel_ptr, stride, length, length, r, slot_ptr, slot_ptr,
+            RANK, BLOCK, LOG2_BLOCK, COLS, False,
+        )  # fmt: skip
+    else:
+        products = in_fp64.gram(panel_ptr, stride, length, r, RANK, BLOCK)
+        offs = tl.arange(0, RANK)[:, None] * RANK + tl.arange(0, RANK)[None, :]
+        tl.store(scratch_ptr + program * (RANK * (RANK + 1)) + offs, products)
+
+
+@triton.jit
+def chunk_in_fp64(
+    panel_ptr, stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count, epsilon,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Do one program's work of _orthonormalise_kernel in fp64."""
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    TOLERANCE: tl.constexpr = DEPENDENT_FP64 if TYPE == tl.float64 else DEPENDENT
+    last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
+    products = in_fp64.sum_chunks(slots_ptr, count, RANK)
+    own = diagonal(products, RANK)
+    transform, _lo, again = triangle(products, products, own, epsilon, TOLERANCE, RANK)
+    in_fp64.multiply(
+        panel_ptr, stride, out_ptr, out_stride, start, stop, stride, n, r, transform, RANK, BLOCK, False
+    )
+    if (again != 0) & (epsilon == 0.0):
+        products = in_fp64.gram_of_product(panel_ptr, stride, stride, n, r, transform, TYPE, RANK, BLOCK)
+        own = diagonal(products, RANK)
+        second, _lo, again = triangle(products, products, own, epsilon, TOLERANCE, RANK)
+        tl.debug_barrier()
+        in_fp64.multiply(
+            out_ptr, out_stride, out_ptr, out_stride, start, stop, stop, last, r, second, RANK, BLOCK, True
+        )
+
+
+@triton.jit
+def chunk_in_pairs(
+    panel_ptr, stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count,
+    triangle_ptr, gram_ptr, epsilon, RANK: tl.constexpr, BLOCK: tl.constexpr, GRAM_BLOCK: tl.constexpr,
+    LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Do one program's work of _orthonormalise_kernel in pairs. triangle_ptr, gram_ptr: its own scratch."""
+    last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
+    hi, lo, scale = in_pairs.sum_chunks(slots_ptr, count, triangle_ptr, RANK)
+    epsilon = (tl.full((), 1.0, tl.float64) * epsilon).to(tl.float32)
+    added = scale * epsilon
+    hi, lo, again = triangle(hi, lo, diagonal(hi, RANK), added, DEPENDENT, RANK)
+    in_pairs.store_transpose(triangle_ptr, hi, lo, RANK)
+    tl.debug_barrier()
+    in_pairs.multiply(
+        panel_ptr, stride, out_ptr, out_stride, start, stop, stride, last, r, triangle_ptr,
+        RANK, BLOCK, COLS, False,
+    )  # fmt: skip
+    if (again != 0) & (epsilon == 0.0):
+        in_pairs.store_gram(
+            panel_ptr, stride, stride, n, r, triangle_ptr, gram_ptr,
+            RANK, GRAM_BLOCK, LOG2_BLOCK, COLS, True,
+        )  # fmt: skip
+        tl.debug_barrier()
+        hi, lo = in_pairs.load_square(gram_ptr, RANK)
+        hi, lo, again = triangle(hi, lo, diagonal(hi, RANK), added, DEPENDENT, RANK)
+        in_pairs.store_transpose(triangle_ptr, hi, lo, RANK)
+        tl.store(triangle_ptr + 2 * RANK * RANK + tl.arange(0, RANK), tl.full((RANK,), 1.0, tl.float32))
+        tl.debug_barrier()
+        in_pairs.multiply(
+            out_ptr, out_stride, out_ptr, out_stride, start, stop, stop, last, r, triangle_ptr,
+            RANK, BLOCK, COLS, True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _orthonormalise_kernel(
+    wire_ptr,
+    scratch_ptr,
+    p_ptr,
+    matrices_ptr,
+    work_ptr,
+    epsilon: tl.float64,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GRAM_BLOCK: tl.constexpr,
+    LOG2_BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for a chunk of a panel's rows.
+
+    wire_ptr, scratch_ptr: as _gram_kernel leaves them. p_ptr: the padded panels, written whole. Zero and
+    dependent columns become zeros; a panel with anything not finite becomes NaN. Grid: as _gram_kernel's.
+    Every program adds up its matrix's partial Gram matrices and computes T, from the same bits with the same
+    result. Reads the panel once and writes it once. If P is ill-conditioned, every program computes the Gram
+    matrix of P T too, over the whole panel, instead of waiting for the others.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    work = work_ptr + program * WORK_FIELDS
+    panel_ptr, stride, n, r, start, stop, matrix_ptr = chunk_on_wire(wire_ptr, matrices_ptr, work)
+    first_slot = tl.load(work + 3)
+    count = tl.load(work + 4).to(tl.int32)
+    out_ptr, out_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
+    out_stride = out_stride.to(tl.int32)
+    if PAIRS:
+        SIZE: tl.constexpr = 2 * RANK * (RANK + 1)
+        own_ptr = scratch_ptr + (tl.num_programs(0) + 2 * program) * SIZE
+        chunk_in_pairs(
+            panel_ptr, stride, out_ptr, out_stride, start, stop, n, r,
+            scratch_ptr + first_slot * SIZE, count, own_ptr, own_ptr + SIZE, epsilon,
+            RANK, BLOCK, GRAM_BLOCK, LOG2_BLOCK, COLS,
+        )  # fmt: skip
+    else:
+        chunk_in_fp64(
+            panel_ptr, stride, out_ptr, out_stride, start, stop, n, r,
+            scratch_ptr + first_slot * (RANK * (RANK + 1)), count, epsilon, RANK, BLOCK,
+        )  # fmt: skip
+
+
+def launch_shape(rank: int, itemsize: int) -> int:
+    """Return BLOCK for a padded rank in fp64: BLOCK rows at a time are as many as the registers hold.
+
+    itemsize: bytes per element of the panels.
+    """
+    if rank <= 4:
+        return min(8192 // (rank * rank), 1024)
+    if rank == 32:
+        return 32  # 64 rows spill where products in fp64 are FMAs (sm_100, Triton 3.7)
+    return 16384 // itemsize // rank if rank == 16 else 64
+
+
+def orthonormalise(
+    wire: torch.Tensor,
+    matrices: torch.Tensor,
+    work: torch.Tensor,
+    *,
+    scratch: torch.Tensor,
+    out: torch.Tensor,
+    rank: int,
+    epsilon: float = 0.0,
+    pairs: bool | None = None,
+) -> None:
+    """Step 4 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, two launches.
+
+    Beyond rank 32, one launch of orthonormalize.py, in fp64.
+
+    wire: the all-reduced wire buffer, which begins with all P. matrices, work: int64 tables of LowRankWork
+    (matrix_table, orthonormalise_work). scratch: fp64, LowRankWork's orthonormalise_numel.
+    out: the padded panels, fp32 (fp64 for an fp64 bucket). epsilon: as torch's orthogonalization_epsilon,
+    added to the length by which a column is divided (beyond rank 32 up to a relative difference of epsilon /
+    length). With epsilon there is no second pass over ill-conditioned panels, because it would undo what
+    epsilon does. pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
+    An fp64 bucket is always computed in fp64.
+    """
+    if not len(matrices):
+        return
+    if rank > 32:
+        block = launch_shape(rank, out.itemsize)
+        orthonormalise_blocks(wire, matrices, out=out, rank=rank, epsilon=epsilon, block=block)
+        return
+    pairs = is_fp64_slow(wire.device) if pairs is None else pairs
+    launch_both(wire, scratch, out, matrices, work, epsilon, rank, pairs=pairs and out.dtype == torch.float32)
+
+
+def launch_both(
+    wire: torch.Tensor,
+    scratch: torch.Tensor,
+    out: torch.Tensor,
+    matrices: torch.Tensor,
+    work: torch.Tensor,
+    epsilon: float,
+    rank: int,
+    *,
+    pairs: bool,
+) -> None:
+    """Launch both kernels.
+
+    Scratch has three slots per program: the partial Gram matrices of all programs, and then, for pairs, two
+    of each program's own, for its triangle and for the Gram matrix of its second pass.
+    """
+    columns = min(rank, 8)
+    block = launch_shape(rank, out.itemsize)
+    gram_block = 4096 // (columns * columns) if pairs else block
+    constants = {"RANK": rank, "LOG2_BLOCK": gram_block.bit_length() - 1, "COLS": columns, "PAIRS": pairs}
+    # In pairs a fused product would be wrong. Up to rank 8, several lanes compute and store the same element:
+    # with different fusing they would differ in the last bit.
+    options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": rank > 8 and not pairs}
+    scratch = scratch.view(torch.float32) if pairs else scratch
+    launch(_gram_kernel, len(work))(wire, scratch, matrices, work, BLOCK=gram_block, **constants, **options)
+    launch(_orthonormalise_kernel, len(work))(
+        wire,
+        scratch,
+        out,
+        matrices,
+        work,
+        epsilon,
+        BLOCK=512 if pairs else block,
+        GRAM_BLOCK=gram_block,
+        **constants,
+        **options,
+    )

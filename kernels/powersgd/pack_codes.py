@@ -1,0 +1,178 @@
+"""Fill the payload of a factor's quantised all-reduce: add up partial factors, and quantise the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..device import send
+from ..launch import launch, registers
+from ..quantize.tile import WORK_FIELDS, codes_at, element_type, encode, store_codes, store_scales
+from ..quantize.work import BLOCKS as _BLOCKS
+from ..quantize.work import tile_shape
+from ..tile import copy_tile
+from .codes_work import BITS, FactorCodesWork
+from .codes_work import FACTOR_FIELDS as _FACTOR_FIELDS
+from .work import COPY_BLOCK, LowRankWork
+
+BLOCKS_WORK = tl.constexpr(_BLOCKS)
+FACTOR_FIELDS = tl.constexpr(_FACTOR_FIELDS)
+CODE_BITS = tl.constexpr(BITS)
+RESIDENT_WARPS = 16  # of a multiprocessor, which its registers have to hold
+
+
+@dataclass(frozen=True)
+class FactorCodes:
+    """The place of a factor's codes, and the tables by which the kernel packs them.
+
+    payload: uint8, the payloads of all shards. factors, work: int64, FactorCodesWork's. exact_dtype: that of
+    exact elements in the payload. block_size: elements with one scale, a power of two. largest_scale: of a
+    block.
+    """
+
+    payload: torch.Tensor
+    factors: torch.Tensor
+    work: torch.Tensor
+    exact_dtype: torch.dtype
+    block_size: int
+    largest_scale: float
+
+    @classmethod
+    def of(cls, work: LowRankWork, factor: str, plan: Any, itemsize: int) -> FactorCodes:
+        """Make those of one factor, "p" or "q". plan: the QuantisedPlan of its wire. itemsize: the wire's."""
+        tables = FactorCodesWork(work, factor, plan.layout, itemsize, plan.exact_dtype.itemsize)
+        device = plan.payload.device
+        factors, programs = (_table(rows, device) for rows in (tables.factors, tables.work))
+        size, cap = plan.layout.block_size, plan.largest_scale
+        return cls(plan.payload, factors, programs, plan.exact_dtype, size, cap)
+
+    @classmethod
+    def on_meta(cls, exact_dtype: torch.dtype, block_size: int, largest_scale: float) -> FactorCodes:
+        """Make what the kernel is compiled with, without memory."""
+        meta = torch.device("meta")
+        table = torch.empty(1, WORK_FIELDS.value, dtype=torch.int64, device=meta)
+        payload = torch.empty(0, dtype=torch.uint8, device=meta)
+        return cls(payload, table, table, exact_dtype, block_size, largest_scale)
+
+
+def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    return send(torch.tensor(rows, dtype=torch.int64), device)
+
+
+@triton.jit
+def sums_on_wire(
+    partial_ptr, factors_ptr, first, first_factor, last_factor,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, NUMEL: tl.constexpr,
+):  # fmt: skip
+    """Return NUMEL elements of a wire from its first-th on, in the partial sums' dtype [NUMEL / V, V].
+
+    V: elements of 16 bytes. Beyond the rows of a column, and beyond the factors, there are zeros.
+    """
+    TYPE: tl.constexpr = partial_ptr.dtype.element_ty
+    VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
+    # Columns begin on 16 bytes, so V elements lie in one column, and in one partial sum.
+    starts = tl.arange(0, NUMEL // VECTOR) * VECTOR
+    offs = tl.arange(0, VECTOR)[None, :]
+    values = tl.zeros((NUMEL // VECTOR, VECTOR), TYPE)
+    for index in range(first_factor.to(tl.int32), last_factor.to(tl.int32)):
+        factor = factors_ptr + index * FACTOR_FIELDS
+        offs_factor = (first - tl.load(factor)).to(tl.int32) + starts
+        exists = (offs_factor >= 0) & (offs_factor < tl.load(factor + 1).to(tl.int32))
+        stride = tl.load(factor + 2).to(tl.int32)
+        num_rows = tl.load(factor + 3).to(tl.int32)
+        num_partial = tl.load(factor + 5)
+        column = offs_factor // stride
+        row = offs_factor - column * stride
+        offs_sum = (row // BLOCK) * (num_partial * (RANK * BLOCK)) + column * BLOCK + row % BLOCK
+        # They are multiples already; dividing shows the compiler that they are.
+        partial = partial_ptr + tl.load(factor + 4) * (RANK * BLOCK)
+        partial += (offs_sum // VECTOR * VECTOR)[:, None] + offs
+        total = tl.zeros((NUMEL // VECTOR, VECTOR), TYPE)
+        for i in range(num_partial.to(tl.int32)):
+            total += tl.load(partial + i * (RANK * BLOCK), mask=exists[:, None], other=0.0)
+        # Beyond the last row there may be NaN, if there is in P.
+        values = tl.where(exists[:, None] & (row[:, None] + offs < num_rows), total, values)
+    return values
+
+
+@triton.jit
+def _pack_codes_kernel(
+    partial_ptr,
+    grad_ptr,
+    payload_ptr,
+    factors_ptr,
+    work_ptr,
+    scale: tl.float64,
+    EXACT: tl.constexpr,
+    CAP: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+):
+    """Write the codes and scales of scale · (sums of the partial panels), or scale · gradient.
+
+    The sums are in the order of the partial panels' indices. partial_ptr: [partial sums, RANK, BLOCK], panels
+    column after column. grad_ptr: the bucket. payload_ptr: see QuantisedWork. EXACT: the dtype of exact
+    elements there. CAP: the largest scale. factors_ptr, work_ptr: see FactorCodesWork. Grid: one program per
+    row of work_ptr, a tile of BLOCKS blocks of SIZE elements or a copy of exact elements.
+    Moves each partial sum once, 4 B, per element of the factor a byte of code and 2 / SIZE of scale, and each
+    uncompressed element twice.
+    """
+    work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
+    first = tl.load(work + 1)
+    third = tl.load(work + 3)
+    if tl.load(work) == BLOCKS_WORK:
+        values = sums_on_wire(
+            partial_ptr, factors_ptr, first, tl.load(work + 4), tl.load(work + 7), RANK, BLOCK, BLOCKS * SIZE
+        )
+        values *= (tl.full((), 1.0, tl.float64) * scale).to(values.dtype)
+        codes, scales, _ = encode(tl.reshape(values, (BLOCKS, SIZE)), None, SIZE, CODE_BITS, CAP)
+        first_code = codes_at(payload_ptr, tl.load(work + 5), SIZE, CODE_BITS)
+        store_codes(first_code, codes, third, BLOCKS, SIZE, SIZE, CODE_BITS)
+        store_scales(payload_ptr, tl.load(work + 6), scales, third, BLOCKS)
+    else:
+        exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
+        copy_tile(grad_ptr + first, exact, tl.load(work + 2), scale, COPY_BLOCK)
+
+
+def pack_codes(
+    partial: torch.Tensor,
+    grad: torch.Tensor,
+    codes: FactorCodes,
+    *,
+    rank: int,
+    block: int,
+    scale: float,
+) -> None:
+    """Sum the partial P (or Q), quantise it in 8 bits, and copy the uncompressed tensors, in one launch.
+
+    It leaves in codes.payload what pack and quantise (blocks.py) would, bit for bit. partial, grad,
+    rank, block, scale: as in pack.
+    """
+    if len(codes.work):
+        tile_blocks, num_warps = tile_shape(codes.block_size, partial.itemsize)
+        launch(_pack_codes_kernel, len(codes.work))(
+            partial,
+            grad,
+            codes.payload,
+            codes.factors,
+            codes.work,
+            scale,
+            EXACT=element_type(codes.exact_dtype),
+            CAP=codes.largest_scale,
+            RANK=rank,
+            BLOCK=block,
+            SIZE=codes.block_size,
+            BLOCKS=tile_blocks,
+            COPY_BLOCK=COPY_BLOCK,
+            num_warps=num_warps,
+            maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,427 @@
+"""PowerSGD's working set for one bucket on the kernels: tables, memory and wires; seven launches a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..device import has_streams, is_fp64_slow, launching_on, send
+from ..launch import Stage
+from ..quantize.plan import QuantisedPlan
+from ..scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
+from .back_project import back_project
+from .codes_work import is_packed_as_codes
+from .orthonormalize import orthonormalise
+from .pack import pack
+from .pack_codes import FactorCodes, pack_codes
+from .project import project
+from .random import is_kept, random_q, scale_of
+from .reconstruct import reconstruct
+from .tile import SHRINK
+from .work import LowRankWork, wire_stride
+
+
+@dataclass(frozen=True)
+class LowRankArithmetic:
+    """What a plan's kernels depend on beside the bucket: ops.low_rank_plan's options."""
+
+    error_feedback: bool
+    warm_start: bool
+    epsilon: float
+    in_pairs: bool  # whether the device's fp64 is so slow that pairs of fp32 take its place
+
+
+def wire_factor(dtype: torch.dtype) -> float:
+    """Return what P and Q are multiplied by on a wire of this dtype: see powersgd_tile.SHRINK."""
+    return 1.0 if dtype == torch.float16 else SHRINK.value
+
+
+class LowRankTensors:
+    """The tensors of a plan that last from step to step.
+
+    Zero lengths of Q's columns make the first step project on the random Q.
+    """
+
+    def __init__(self, work: LowRankWork, dtype: torch.dtype, device: torch.device, error_feedback: bool):
+        wide = torch.promote_types(dtype, torch.float32)
+
+        def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+        self.memory = zeros(work.memory_numel if error_feedback else 0, dtype)
+        self.p = zeros(work.p_panel_numel, wide)
+        self.q = zeros(work.q_panel_numel, wide)
+        self.norms = zeros(work.num_norms * work.rank, torch.float64).view(-1, work.rank)
+        self.matrices = send(torch.tensor(work.matrix_table, dtype=torch.int64), device)
+        self.tables = {
+            name: send(torch.tensor(getattr(work, f"{name}_work"), dtype=torch.int64), device)
+            for name in ("project", "pack", "orthonormalise", "back_project", "reduce", "reconstruct")
+        }
+
+    def randomise(self, work: LowRankWork, seed: int) -> None:
+        """Make the random Q. One launch."""
+        random_q(
+            self.matrices,
+            self.tables["reconstruct"],
+            out=self.q,
+            num_programs=work.num_norms,
+            seed=seed,
+            rank=work.rank,
+            block_cols=work.block_cols,
+        )
+
+
+class LowRankStages:
+    """The launches of a plan's stages, on given tensors.
+
+    codes: where P and Q are packed in 8 bits instead of on the wires; None for the wires. pack_p: the last
+    launch of project, for codes.
+    """
+
+    def __init__(
+        self,
+        work: LowRankWork,
+        tensors: LowRankTensors,
+        scratch: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        arithmetic: LowRankArithmetic,
+        codes: tuple[FactorCodes, FactorCodes] | None = None,
+    ):
+        self._work, self._tensors, self._arithmetic = work, tensors, arithmetic
+        self.partial, self.p_wire, self.q_wire, self._grams = scratch
+        self._blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
+        self._codes = {"pack": codes[0], "reduce": codes[1]} if codes else {}
+        self.project = Stage(self._project, dtype, float)
+        self.pack_p = Stage(self._pack_p, dtype, float)
+        self.orthonormalise = Stage(self._orthonormalise, dtype, float)
+        self.back_project = Stage(self._back_project, dtype, float)
+        self.reconstruct = Stage(self._reconstruct, dtype, int)
+
+    @staticmethod
+    def scratch_parts(
+        work: LowRankWork, dtype: torch.dtype, wire_dtype: torch.dtype
+    ) -> list[tuple[int, torch.dtype]]:
+        """Return the (elements, dtype) of partial sums, wires and Gram matrices, not kept for long."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return [
+            (work.partial_numel, wide),
+            (work.p_wire_numel, wire_dtype),
+            (work.q_wire_numel, wire_dtype),
+            (work.orthonormalise_numel, torch.float64),
+        ]
+
+    def compile(self) -> None:
+        """Compile every kernel for the current device."""
+        for stage in (self.project, self.back_project, self.orthonormalise, self.reconstruct):
+            stage.compile()
+        if self._codes:
+            self.pack_p.compile()
+
+    def _project(self, buffer: torch.Tensor, scale: float) -> None:
+        own = self._tensors
+        project(
+            buffer,
+            own.memory,
+            own.p,
+            own.q,
+            own.norms,
+            own.matrices,
+            own.tables["project"],
+            out=self.partial,
+            feedback=self._arithmetic.error_feedback,
+            unit=self._arithmetic.epsilon > 0,
+            **self._blocks,
+        )
+        self._pack_p(buffer, scale)
+
+    def _pack_p(self, buffer: torch.Tensor, scale: float) -> None:
+        self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
+
+    def _orthonormalise(self, buffer: torch.Tensor, scale: float) -> None:
+        self.orthonormalise_in(self._arithmetic.in_pairs)
+
+    def orthonormalise_in(self, pairs: bool) -> None:
+        """Orthonormalise P in pairs of fp32, or in fp64."""
+        own = self._tensors
+        orthonormalise(
+            self.p_wire,
+            own.matrices,
+            own.tables["orthonormalise"],
+            scratch=self._grams,
+            out=own.p,
+            rank=self._work.rank,
+            epsilon=self._arithmetic.epsilon * wire_factor(self.p_wire.dtype),
+            pairs=pairs,
+        )
+
+    def _back_project(self, buffer: torch.Tensor, scale: float) -> None:
+        own, feedback = self._tensors, self._arithmetic.error_feedback
+        self._orthonormalise(buffer, scale)
+        back_project(
+            own.memory if feedback else buffer,
+            own.p,
+            own.matrices,
+            own.tables["back_project"],
+            out=self.partial,
+            feedback=feedback,
+            **self._blocks,
+        )
+        self._pack(buffer, "reduce", self.q_wire, self._work.block_cols, scale)
+
+    def _reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
+        own = self._tensors
+        reconstruct(
+            self.p_wire,
+            self.q_wire,
+            own.p,
+            own.matrices,
+            own.tables["reconstruct"],
+            out=buffer,
+            q=own.q,
+            norms=own.norms,
+            seed=seed,
+            warm_start=self._arithmetic.warm_start,
+            **self._blocks,
+        )
+
+    def _pack(self, buffer: torch.Tensor, table: str, out: torch.Tensor, block: int, scale: float) -> None:
+        rank, codes, work = self._work.rank, self._codes.get(table), self._tensors.tables[table]
+        if codes is not None:
+            pack_codes(self.partial, buffer, codes, rank=rank, block=block, scale=scale)
+        else:
+            pack(self.partial, buffer, work, out=out, rank=rank, block=block, scale=scale)
+
+
+def compile_kernels(
+    layout: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    error_feedback: bool,
+    warm_start: bool,
+    epsilon: float,
+    wire_dtype: torch.dtype | None = None,
+    codes: tuple[torch.dtype, int, float] | None = None,
+) -> None:
+    """Compile every kernel that a LowRankPlan with these arguments launches. Its tensors are "meta" here.
+
+    codes: for a plan that sends codes, the dtype of what is sent exactly, the elements with one scale, and
+    the largest scale.
+    """
+    wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
+    work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
+    tensors = LowRankTensors(work, dtype, meta, error_feedback)
+    parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
+    memory = torch.empty(num_bytes_of(parts), dtype=torch.uint8, device=meta)
+    arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
+    of_factors = None
+    if codes and is_packed_as_codes(work, codes[1]):
+        of_factors = (FactorCodes.on_meta(*codes), FactorCodes.on_meta(*codes))
+    stages = LowRankStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic, of_factors)
+    first_q = Stage(lambda _, seed: tensors.randomise(work, seed), dtype, int)
+    with launching_on(device):
+        stages.compile()
+        first_q.compile()
+
+
+class LowRankPlan:
+    """The plan that ops.low_rank_plan describes, on a device that runs Triton.
+
+    layout: a LowRankLayout. Everything is allocated here: the memory of M (as large as the compressed
+    gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing. shares_scratch:
+    partial sums and wires are the thread's shared_scratch instead, from the first step on.
+    """
+
+    def __init__(
+        self,
+        layout: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        error_feedback: bool,
+        warm_start: bool,
+        epsilon: float,
+        seed: int,
+        wire_dtype: torch.dtype | None = None,
+        shares_scratch: bool = False,
+    ):
+        self.layout = layout
+        self._dtype, self._device, self._feedback = dtype, device, error_feedback
+        self._arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
+        wire_dtype = wire_dtype or dtype
+        self._work = work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
+        first = work.uncompressed_start
+        self.wire_numels = (first, work.p_wire_numel - first, work.q_wire_numel)
+        self._tensors = own = LowRankTensors(work, dtype, device, error_feedback)
+        self._memory, self._p, self._q, self._norms = own.memory, own.p, own.q, own.norms
+        self._scratch_parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
+        self._scratch: Scratch | None = None
+        self._quantised: tuple[QuantisedPlan, QuantisedPlan] | None = None
+        self._codes: tuple[FactorCodes, FactorCodes] | None = None
+        self._shares_scratch = shares_scratch
+        with launching_on(device):
+            own.randomise(work, seed)
+        if not shares_scratch:
+            self._use(Scratch(device))
+
+    def _use(self, scratch: Scratch) -> None:
+        """Take partial sums and wires from a scratch, and prepare the launches on them."""
+        scratch.reserve(num_bytes_of(self._scratch_parts))
+        self._scratch, self._scratch_memory = scratch, scratch.memory
+        parts = parts_of_scratch(scratch.memory, self._scratch_parts)
+        self._partial, self.p_wire, self.q_wire, _ = parts
+        self._stages = LowRankStages(
+            self._work, self._tensors, parts, self._dtype, self._arithmetic, self._codes
+        )
+        if has_streams(self._device):
+            with launching_on(self._device):
+                self._stages.compile()
+
+    def send_in_codes(self, p: Any, q: Any) -> None:
+        """Leave P and Q in these QuantisedPlans' payloads, instead of on the wires, from the next step on."""
+        self._quantised = (p, q)
+        if is_packed_as_codes(self._work, p.layout.block_size):
+            itemsize = torch.promote_types(self._dtype, torch.float32).itemsize
+            self._codes = (
+                FactorCodes.of(self._work, "p", p, itemsize),
+                FactorCodes.of(self._work, "q", q, itemsize),
+            )
+        if self._scratch is not None:
+            self._use(self._scratch)
+
+    def sent_p(self, index: int) -> torch.Tensor:
+        """Return the part of p_wire that holds P of the matrix with this index."""
+        matrix, start = self.layout.matrices[index], self._field(index, "p_wire")
+        return self.p_wire[start : start + matrix.rank * wire_stride(matrix.rows, self.p_wire.itemsize)]
+
+    def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
+        """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches.
+
+        left_out: indices of the matrices whose P is zero on the wire.
+        """
+        if self._shares_scratch:
+            scratch = shared_scratch(self._device)
+            if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
+                self._use(scratch)
+        with launching_on(self._device):
+            self._stages.project(buffer, scale)
+            if left_out and self._codes:
+                for index in left_out:
+                    self._partial_p(index).zero_()
+                self._stages.pack_p(buffer, scale)
+        if not self._codes:
+            for index in left_out:
+                self.sent_p(index).zero_()
+            if self._quantised:
+                self._quantised[0].quantise(self.p_wire, 0)
+
+    def orthonormalise(self, pairs: bool | None = None) -> None:
+        """Set P to orthonormal bases of the panels in p_wire. Two launches.
+
+        pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
+        """
+        with launching_on(self._device):
+            if pairs is None:
+                self._stages.orthonormalise(self.p_wire, 1.0)
+            else:
+                self._stages.orthonormalise_in(pairs)
+
+    def back_project(self, buffer: torch.Tensor, scale: float) -> None:
+        """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Four launches."""
+        with launching_on(self._device):
+            self._stages.back_project(buffer, scale)
+        if self._quantised and not self._codes:
+            self._quantised[1].quantise(self.q_wire, 0)
+
+    def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
+        """Write P Qᵀ and the uncompressed averages to the buffer; keep Q for the next step. One launch."""
+        with launching_on(self._device):
+            self._stages.reconstruct(buffer, seed)
+
+    # For checkpoints, where time doesn't matter: plain torch, matrix after matrix.
+
+    def error(self) -> torch.Tensor:
+        """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
+        flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self._device)
+        if self._feedback:
+            for index, matrix in enumerate(self.layout.matrices):
+                p, q = self._panel(self._p, index, "p"), self._panel(self._q, index, "q")
+                # In fp64, which no setting of the user (TF32, autocast) makes less precise.
+                product = (p.double() @ q.double().mT / SHRINK.value).to(flat.dtype)
+                error = (self._matrix(index).to(p.dtype) - product.to(p.dtype)).to(flat.dtype)
+                # As project does: an error that isn't finite counts as zero.
+                error = torch.where(error.isfinite(), error, 0.0).flatten()
+                flat[matrix.offset : matrix.offset + matrix.numel] = error[: matrix.numel]
+        return flat
+
+    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+        """Add values to this rank's error, if one is kept, from this offset in the bucket on."""
+        for index, matrix in enumerate(self.layout.matrices if self._feedback else ()):
+            start = offset - matrix.offset
+            if 0 <= start < matrix.numel:
+                added = self._memory.new_zeros(matrix.rows * matrix.cols)
+                added[start : start + len(values)] = values
+                self._matrix(index).add_(added.view(matrix.rows, matrix.cols))
+
+    def directions(self) -> list[torch.Tensor]:
+        """Return what the next step projects on: Q [cols, rank] of every matrix, in the layout's order."""
+        directions = []
+        for index in range(len(self.layout.matrices)):
+            q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
+            squared = self._squared_lengths(index)[: q.shape[1]]
+            scaled = q * scale_of(squared, self._arithmetic.epsilon > 0).to(q.dtype)
+            directions.append(torch.where(is_kept(squared), scaled, random))
+        return directions
+
+    def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
+        """Continue from another plan's error and directions, which may be any basis."""
+        self._p.zero_()
+        for index, (matrix, direction) in enumerate(zip(self.layout.matrices, directions, strict=True)):
+            if self._feedback:
+                whole = torch.zeros(matrix.rows * matrix.cols, dtype=error.dtype, device=error.device)
+                whole[: matrix.numel] = error[matrix.offset : matrix.offset + matrix.numel]
+                self._matrix(index).copy_(whole.view(matrix.rows, matrix.cols))
+            q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
+            q.copy_(direction)
+            squared = q.double().square().sum(0)
+            # What directions() returned isn't scaled again, so that the next step computes the same bits: Q's
+            # scaled columns, whose lengths lie between these up to rounding, and random ones.
+            is_unit = self._arithmetic.epsilon > 0 and self._arithmetic.warm_start
+            shortest, longest = (1.0 - 1e-6, 1.0 + 1e-6) if is_unit else (0.25 - 1e-6, 4.0)
+            squared[(squared > shortest) & (squared < longest)] = 1.0
+            squared[(q == random).all(0)] = 0.0
+            first, count = (self._field(index, name) for name in ("first_norm", "num_norms"))
+            self._norms[first : first + count].zero_()
+            self._norms[first, : matrix.rank] = squared
+
+    def _partial_p(self, index: int) -> torch.Tensor:
+        """Return the partial sums of a matrix's P."""
+        programs = [row[0] == index for row in self._work.project_work]
+        first, numel = programs.index(True), self._work.rank * self._work.block_rows
+        return self._partial[first * numel : (first + sum(programs)) * numel]
+
+    def _field(self, index: int, name: str) -> int:
+        value: int = self._work.fields(index)[name]
+        return value
+
+    def _panel(self, panels: torch.Tensor, index: int, name: str) -> torch.Tensor:
+        """Return a matrix's factor [rows or cols, rank] as a view of its panel."""
+        matrix = self.layout.matrices[index]
+        start = self._field(index, f"{name}_panel")
+        stride = self._field(index, "p_stride" if name == "p" else "q_stride")
+        length = matrix.rows if name == "p" else matrix.cols
+        return panels[start : start + self._work.rank * stride].view(-1, stride).mT[:length, : matrix.rank]
+
+    def _squared_lengths(self, index: int) -> torch.Tensor:
+        first, count = (self._field(index, name) for name in ("first_norm", "num_norms"))
+        return self._norms[first : first + count].sum(0)
+
+    def _matrix(self, index: int) -> torch.Tensor:
+        """Return M [rows, cols] of a matrix as a view of the memory."""
+        start, rows, cols, stride = (
+            self._field(index, name) for name in ("memory", "rows", "cols", "memory_cols")
+        )
+        return self._memory[start : start + rows * stride].view(rows, stride)[:, :cols]

@@ -1,0 +1,166 @@
+"""The columns that PowerSGD projects on: Q's, scaled by a power of two, or random ones in their place.
+
+The random Q of the first projection is the same on every rank, and independent of all generators.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch
+from .tile import (
+    COLS,
+    FIRST_NORM,
+    FIRST_RANDOM,
+    MATRIX_FIELDS,
+    MATRIX_RANK,
+    MAX_NORMS,
+    NUM_NORMS,
+    Q_PANEL,
+    Q_STRIDE,
+    RANDOM_PANEL,
+    SHRINK,
+    WORK_FIELDS,
+    panel,
+)
+
+NUM_WARPS = 4
+
+
+@triton.jit
+def upper_23_bits(x):
+    """Return the upper 23 of 32 bits."""
+    return (x.to(tl.uint32, bitcast=True) >> 9).to(tl.int32)
+
+
+@triton.jit
+def randomise(
+    q_ptr,
+    matrix_ptr,
+    first,
+    last,
+    seed,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill blocks first .. last of the random Q with numbers of variance 1/m, and its padding with zeros.
+
+    An element depends only on the seed and on its position among all Q of the bucket, row-major. It is a sum
+    of four uniform numbers, which is close to normal, added as integers. Only one division and one square
+    root round, both to nearest, so that no two devices differ, whatever their compiler fuses.
+    """
+    random_panel, stride = panel(q_ptr, matrix_ptr, RANDOM_PANEL, Q_STRIDE, BLOCK)
+    m = tl.load(matrix_ptr + COLS)
+    r = tl.load(matrix_ptr + MATRIX_RANK)
+    first_random = tl.load(matrix_ptr + FIRST_RANDOM)
+    # The sum of four uniform numbers has variance 1/3. They are integers below 2²³, whose sum fp32 holds
+    # exactly.
+    spread = tl.sqrt_rn(tl.div_rn(m.to(tl.float32), tl.full((), 3.0, tl.float32))) * 8388608.0
+    for block in range(first, last):
+        offs_row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
+        for rank_start in range(0, RANK, RANK_BLOCK):
+            offs_rank = (rank_start + tl.arange(0, RANK_BLOCK))[None, :]
+            a, b, c, d = tl.randint4x(seed, (first_random + offs_row * r + offs_rank).to(tl.int32))
+            total = upper_23_bits(a) + upper_23_bits(b) + upper_23_bits(c) + upper_23_bits(d)
+            value = tl.div_rn((total - 16777216).to(tl.float32), spread)
+            value = tl.where((offs_row < m) & (offs_rank < r), value, 0.0)
+            tl.store(random_panel + offs_rank * stride + offs_row, value.to(q_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _random_q_kernel(
+    q_ptr,
+    matrices_ptr,
+    work_ptr,
+    seed: tl.int64,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill all random panels. Grid: one program per NEXT_Q row of work_ptr, which are the first rows."""
+    work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
+    matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
+    first = tl.load(work + 3).to(tl.int32)
+    last = tl.load(work + 4).to(tl.int32)
+    randomise(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK)
+
+
+def random_q(
+    matrices: torch.Tensor,
+    work: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    num_programs: int,
+    seed: int,
+    rank: int,
+    block_cols: int,
+) -> None:
+    """Fill the random panels of out, which stand in for columns of Q that are zero or not finite.
+
+    Needed once, before the first step. matrices, work: int64 tables of LowRankWork (matrix_table,
+    reconstruct_work), of which the first num_programs (num_norms) rows are used. out: q of project.
+    """
+    if num_programs:
+        launch(_random_q_kernel, num_programs)(
+            out,
+            matrices,
+            work,
+            seed,
+            RANK=rank,
+            RANK_BLOCK=min(rank, 32),
+            BLOCK=block_cols,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+# A column of Q is replaced if it is shorter than 1e-30: the inverse of its length nears the end of fp32. The
+# panels have SHRINK · Q.
+SHORTEST_SQUARED = tl.constexpr(1e-60 * SHRINK.value**2)
+# fp64 numbers have 52 bits of fraction below an exponent, which is biased by 1023.
+FRACTION = tl.constexpr(52)
+BIAS = tl.constexpr(1023)
+
+
+@triton.jit
+def direction(
+    q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """Return (start in q_ptr, SHRINK · factor in fp64) of the columns offs_rank of the Q to project on.
+
+    A column is Q's own, or a random one where Q's is zero or not finite, with factor 1. If UNIT, Q's own is
+    scaled to length 1; else to a length over 1/2 and up to 1, by the power of two that the bits of its
+    squared length give: fp64 divisions and roots take most GPUs much longer.
+    """
+    offs_norm = tl.arange(0, MAX_NORMS)[:, None]
+    mask = offs_norm < tl.load(matrix_ptr + NUM_NORMS)
+    offs = (tl.load(matrix_ptr + FIRST_NORM) + offs_norm) * RANK + offs_rank[None, :]
+    squared = tl.sum(tl.load(norms_ptr + offs, mask=mask, other=0.0), axis=0)
+    alive = (squared >= SHORTEST_SQUARED) & (squared < float("inf"))
+    start = tl.where(alive, tl.load(matrix_ptr + Q_PANEL), tl.load(matrix_ptr + RANDOM_PANEL))
+    squared = tl.where(alive, squared, 1.0)
+    if UNIT:
+        factor = 1.0 / tl.sqrt(squared)
+    else:
+        # k with 4ᵏ⁻¹ < squared <= 4ᵏ: of a power of two the next smaller number has the lower exponent.
+        exponent = ((squared.to(tl.int64, bitcast=True) - 1) >> FRACTION) - BIAS
+        k = (exponent >> 1) + 1
+        factor = ((-k + BIAS) << FRACTION).to(tl.float64, bitcast=True)
+    return start // BLOCK_COLS * BLOCK_COLS, factor * SHRINK
+
+
+def is_kept(squared: torch.Tensor) -> torch.Tensor:
+    """Return which columns of these squared lengths (fp64) direction takes from Q, not at random."""
+    return torch.ge(squared, SHORTEST_SQUARED.value) & torch.lt(squared, torch.inf)
+
+
+def scale_of(squared: torch.Tensor, unit: bool) -> torch.Tensor:
+    """Return what direction multiplies columns of these squared lengths (fp64) by, as fp64."""
+    squared = torch.where(is_kept(squared), squared, 1.0)
+    if unit:
+        return 1.0 / squared.sqrt()
+    k = ((((squared.view(torch.int64) - 1) >> FRACTION.value) - BIAS.value) >> 1) + 1
+    scale: torch.Tensor = ((BIAS.value - k) << FRACTION.value).view(torch.float64)
+    return scale

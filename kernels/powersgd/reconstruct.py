@@ -1,0 +1,229 @@
+"""PowerSGD's last pass over a bucket: write P Qᵀ, unpack the averages, and keep Q for the next step."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch, registers
+from ..tile import copy_tile, round_to
+from .random import randomise
+from .tile import (
+    COLS,
+    MATRIX_FIELDS,
+    MATRIX_RANK,
+    MAX_FMA_RANK,
+    NEXT_Q,
+    P_PANEL,
+    P_STRIDE,
+    Q_PANEL,
+    Q_STRIDE,
+    Q_WIRE,
+    SHRINK,
+    UNPACK,
+    WORK_FIELDS,
+    dot_rank_block,
+    gradient_matrix,
+    gradient_tile,
+    is_16_byte_aligned,
+    panel,
+    wire_start,
+    wire_stride,
+)
+from .work import COPY_BLOCK, factor_tile
+
+NUM_WARPS = 4
+# Programs on a multiprocessor by padded rank: as many as their registers allow.
+PROGRAMS = {1: 5, 2: 5, 4: 4, 8: 3}
+
+
+@triton.jit
+def next_q(
+    wire_ptr, q_ptr, norms_ptr, matrix_ptr, norm, first, last, RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WARM_START: tl.constexpr,
+):  # fmt: skip
+    """Keep blocks first .. last of the averaged SHRINK · Q in a panel, and its columns' squared lengths.
+
+    ROWS: rows of Q at a time, so many that every access is 128 bits wide. Without warm start the lengths are
+    0, which makes project take the random Q.
+    """
+    q_panel, stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK)
+    m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), wire_ptr.dtype.element_ty)
+    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
+    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + Q_WIRE))
+    for rank_start in range(0, RANK, RANK_BLOCK):
+        offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
+        squares = tl.zeros((RANK_BLOCK, ROWS), tl.float64)
+        for first_row in range(first * BLOCK, last * BLOCK, ROWS):
+            offs_row = (first_row + tl.arange(0, ROWS))[None, :]
+            mask = (offs_row < tl.minimum(m, last * BLOCK)) & (offs_rank < r)[:, None]
+            value = tl.load(source_ptr + offs_rank[:, None] * m + offs_row, mask=mask, other=0.0)
+            value = value.to(q_ptr.dtype.element_ty)
+            if wire_ptr.dtype.element_ty == tl.float16:
+                value *= SHRINK
+            tl.store(q_panel + offs_rank[:, None] * stride + offs_row, value, mask=offs_row < last * BLOCK)
+            squares += value.to(tl.float64) * value.to(tl.float64)
+        squared = tl.sum(squares, axis=1)
+        if not WARM_START:
+            squared = tl.zeros((RANK_BLOCK,), tl.float64)
+        tl.store(norms_ptr + norm * RANK + offs_rank, squared)
+
+
+@triton.jit
+def reconstruct_tiles(
+    grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, row_block, first, last,
+    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Compute gradient = P Qᵀ for column blocks first .. last of one block of rows."""
+    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
+    GROW: tl.constexpr = 1.0 if q_wire_ptr.dtype.element_ty == tl.float16 else 1.0 / SHRINK
+    # Beyond Q's last row the wire holds zeros.
+    m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), q_wire_ptr.dtype.element_ty)
+    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+    p_panel += row_block * BLOCK_ROWS
+    q_panel = wire_start(q_wire_ptr, tl.load(matrix_ptr + Q_WIRE))
+    bucket = gradient_matrix(grad_ptr, matrix_ptr)
+    # FMAs take a few rows at a time, so that only the columns of Q stay in registers.
+    SLICE: tl.constexpr = 16 if RANK <= MAX_FMA_RANK else BLOCK_ROWS
+    offs_row = tl.arange(0, SLICE)
+    for col_block in range(first, last):
+        offs_col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        if RANK <= MAX_FMA_RANK:
+            q = ()
+            for j in tl.static_range(RANK):
+                mask = offs_col < tl.where(r > j, m, 0)
+                q = q + (tl.load(q_panel + j * m + offs_col, mask=mask, other=0.0).to(COMPUTE),)
+        for i in tl.static_range(BLOCK_ROWS // SLICE):
+            tile = tl.zeros((SLICE, BLOCK_COLS), COMPUTE)
+            if RANK <= MAX_FMA_RANK:
+                for j in tl.static_range(RANK):
+                    p = tl.load(p_panel + j * p_stride + i * SLICE + offs_row) * GROW
+                    tile += p[:, None] * q[j][None, :]
+            else:
+                for rank_start in range(0, RANK, RANK_BLOCK):
+                    offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
+                    p = tl.load(p_panel + offs_rank[None, :] * p_stride + offs_row[:, None])
+                    mask = (offs_rank < r)[:, None] & (offs_col < m)[None, :]
+                    offs_q = offs_rank[:, None] * m + offs_col[None, :]
+                    columns = tl.load(q_panel + offs_q, mask=mask, other=0.0).to(COMPUTE)
+                    tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
+                tile *= GROW
+                # Known before the loop, its offsets would take registers throughout.
+                bucket = gradient_matrix(grad_ptr, matrix_ptr)
+            row_slice = row_block * (BLOCK_ROWS // SLICE) + i
+            ptrs, mask = gradient_tile(bucket, row_slice, col_block, SLICE, BLOCK_COLS, ALIGNED)
+            tl.store(ptrs, round_to(tile, TYPE), mask=mask)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _reconstruct_kernel(
+    grad_ptr,
+    p_wire_ptr,
+    q_wire_ptr,
+    p_ptr,
+    q_ptr,
+    norms_ptr,
+    matrices_ptr,
+    work_ptr,
+    seed: tl.int64,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    NEXT_ROWS: tl.constexpr,
+    NEXT_COLS: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+    WARM_START: tl.constexpr,
+):
+    """Write P Qᵀ and the uncompressed averages to the gradient; keep Q and its lengths for the next step.
+
+    p_ptr: orthonormal panels. q_wire_ptr: the averaged Q, column after column. p_wire_ptr: ends with the
+    uncompressed averages. q_ptr, norms_ptr: written. Grid: one program per row of work_ptr,
+    (NEXT_Q, matrix, index of the norms, first column block, one past the last),
+    (TILES, matrix, row block, first column block, one past the last) or
+    (UNPACK, first bucket element, first wire element, number of elements).
+    Writes 4 B per matrix element in fp32, plus the factors.
+    """
+    work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
+    work_type = tl.load(work)
+    index = tl.load(work + 1)
+    second = tl.load(work + 2)
+    third = tl.load(work + 3)
+    last = tl.load(work + 4).to(tl.int32)
+    if work_type == UNPACK:
+        copy_tile(p_wire_ptr + second, grad_ptr + index, third, 1.0, COPY_BLOCK)
+    elif work_type == NEXT_Q:
+        matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
+        first = third.to(tl.int32)
+        next_q(
+            q_wire_ptr, q_ptr, norms_ptr, matrix_ptr, second, first, last,
+            RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
+        )  # fmt: skip
+        if not WARM_START:
+            randomise(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
+    else:
+        matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
+        first = third.to(tl.int32)
+        if is_16_byte_aligned(grad_ptr, matrix_ptr, (second + 1) * BLOCK_ROWS):
+            reconstruct_tiles(
+                grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
+                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, True,
+            )  # fmt: skip
+        else:
+            reconstruct_tiles(
+                grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
+                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, False,
+            )  # fmt: skip
+
+
+def reconstruct(
+    p_wire: torch.Tensor,
+    q_wire: torch.Tensor,
+    p: torch.Tensor,
+    matrices: torch.Tensor,
+    work: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    q: torch.Tensor,
+    norms: torch.Tensor,
+    seed: int,
+    rank: int,
+    block_rows: int,
+    block_cols: int,
+    warm_start: bool,
+) -> None:
+    """Step 7 of PowerSGD (Vogels et al. 2019, algorithm 1) for a whole bucket, one launch.
+
+    p_wire, q_wire: both wire buffers after their all-reduce. p: the orthonormal panels.
+    matrices, work: int64 tables of LowRankWork (matrix_table, reconstruct_work).
+    out: the bucket's flat buffer. q: gets the averaged Q (first half of the tensor) and, without warm start,
+    a random one made from seed (second half). norms: [num_norms, rank], fp64: gets the sums of squares of Q's
+    columns over some of its rows. rank, block_rows, block_cols: LowRankWork's.
+    """
+    if len(work):
+        rows, cols = factor_tile(rank, block_cols, q.itemsize)
+        launch(_reconstruct_kernel, len(work))(
+            out,
+            p_wire,
+            q_wire,
+            p,
+            q,
+            norms,
+            matrices,
+            work,
+            seed,
+            RANK=rank,
+            RANK_BLOCK=dot_rank_block(rank),
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLS=block_cols,
+            NEXT_ROWS=rows,
+            NEXT_COLS=cols,
+            COPY_BLOCK=COPY_BLOCK,
+            WARM_START=warm_start,
+            num_warps=NUM_WARPS,
+            maxnreg=registers(NUM_WARPS, PROGRAMS.get(rank, 2)),
+            enable_fp_fusion=True,
+        )

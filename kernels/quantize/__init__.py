@@ -1,0 +1,1 @@
+"""The kernels of the quantized all-reduce, and their plan for a bucket."""

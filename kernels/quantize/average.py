@@ -1,0 +1,270 @@
+"""Average a shard from the payloads of all ranks, and quantise the mean."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch, registers
+from ..tile import round_to
+from .tile import (
+    WORK_FIELDS,
+    codes_at,
+    decode,
+    encode,
+    load_codes,
+    load_scales,
+    saturated,
+    store_codes,
+    store_scales,
+    tile_of,
+)
+from .work import BLOCKS as _BLOCKS
+from .work import COPY_BLOCK, padded_size
+
+BLOCKS_WORK = tl.constexpr(_BLOCKS)
+# Of a multiprocessor, which its registers have to hold: where tiles are whole, and where they are masked or
+# a row's sums pass through all warps.
+RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8
+WIDEST_BLOCK = 1024  # of RESIDENT_WARPS; with 2048, some spill on sm_100 and sm_120
+
+
+def shrinking(world_size: int) -> float:
+    """Return the power of two, 1 / world size or less, by which addends are multiplied: no sum overflows.
+
+    It changes no bits.
+    """
+    return 0.5 ** (world_size - 1).bit_length()
+
+
+@triton.jit
+def _mean_of(total, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr):
+    """Return the mean of the ranks, rounded once. total: their sum times SHRINK."""
+    DIVISOR: tl.constexpr = WORLD_SIZE * SHRINK
+    if DIVISOR == 1:
+        mean = total
+    elif total.dtype == tl.float64:
+        mean = total / DIVISOR
+    else:
+        mean = tl.div_rn(total, tl.full((1,) * len(total.shape), DIVISOR, tl.float32))
+    return mean
+
+
+@triton.jit
+def _sent_by(
+    received_ptr, payload_bytes, code_at, scale_at, num_blocks, index,
+    WORLD_SIZE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return the packed codes and the scales of a tile that a rank has sent; zeros beyond the last rank."""
+    num_blocks = tl.where(index < WORLD_SIZE, num_blocks, 0)
+    payload = received_ptr + index * payload_bytes
+    packed = load_codes(codes_at(payload, code_at, SIZE, BITS), num_blocks, BLOCKS, COLS, SIZE, BITS)
+    return packed, load_scales(payload, scale_at, num_blocks, BLOCKS)
+
+
+@triton.jit
+def _sum_of_ranks(
+    received_ptr, payload_bytes, code_at, scale_at, num_blocks, quantiser_ptr,
+    ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr,
+    SIZE: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return SHRINK · Σ dequantised tiles in the order of the ranks, and where a scale was not zero.
+
+    Loads of AHEAD ranks are in flight at a time.
+    """
+    AHEAD: tl.constexpr = 4 if WORLD_SIZE > 2 else WORLD_SIZE
+    total = tl.zeros((BLOCKS, COLS), ACC)
+    is_sent = tl.zeros((BLOCKS,), tl.int32)
+    for start in range(0, WORLD_SIZE, AHEAD):
+        packed, scale = _sent_by(
+            received_ptr, payload_bytes, code_at, scale_at, num_blocks, start,
+            WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+        )  # fmt: skip
+        if AHEAD > 1:
+            packed_1, scale_1 = _sent_by(
+                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 1,
+                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+            )  # fmt: skip
+        if AHEAD > 2:
+            packed_2, scale_2 = _sent_by(
+                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 2,
+                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+            )  # fmt: skip
+            packed_3, scale_3 = _sent_by(
+                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 3,
+                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+            )  # fmt: skip
+        total += decode(packed, scale.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
+        is_sent |= (scale != 0.0).to(tl.int32)
+        if AHEAD > 1:
+            total += decode(packed_1, scale_1.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
+            is_sent |= (scale_1 != 0.0).to(tl.int32)
+        if AHEAD > 2:
+            total += decode(packed_2, scale_2.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
+            total += decode(packed_3, scale_3.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
+            is_sent |= ((scale_2 != 0.0) | (scale_3 != 0.0)).to(tl.int32)
+    return total, is_sent != 0
+
+
+@triton.jit
+def _average_exact(
+    received_ptr,
+    mean_ptr,
+    payload_bytes,
+    length,
+    at,
+    ACC: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    SHRINK: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+):
+    """Average exact elements, the sum in the order of the ranks. at: their byte in a payload."""
+    TYPE: tl.constexpr = mean_ptr.dtype.element_ty
+    offs = tl.arange(0, COPY_BLOCK)
+    mask = offs < length
+    # Both are multiples of 16.
+    at = at // 16 * 16
+    payload_bytes = payload_bytes // 16 * 16
+    received = received_ptr.to(tl.pointer_type(tl.uint8)) + at
+    total = tl.zeros((COPY_BLOCK,), ACC)
+    for index in range(WORLD_SIZE):
+        sent = (received + index * payload_bytes).to(tl.pointer_type(TYPE))
+        total += tl.load(sent + offs, mask=mask, other=0.0).to(ACC) * SHRINK
+    mean = (mean_ptr.to(tl.pointer_type(tl.uint8)) + at).to(tl.pointer_type(TYPE))
+    tl.store(mean + offs, round_to(_mean_of(total, WORLD_SIZE, SHRINK), TYPE), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _average_kernel(
+    received_ptr,
+    mean_ptr,
+    error_ptr,
+    shard_error_ptr,
+    quantiser_ptr,
+    work_ptr,
+    rank: tl.int64,
+    WORLD_SIZE: tl.constexpr,
+    SHRINK: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BITS: tl.constexpr,
+    CAP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+):
+    """Compute mean = quantised((Σ dequantised + E) / W); E = W · what is lost there; error += E.
+
+    E: shard_error, which stays in a block of which no rank sent anything. The sum is in the order of the W
+    ranks. Neither it nor E overflows: its addends are multiplied by SHRINK, the mean is at most LARGEST, the
+    error's largest finite number, and E at most half of that. received_ptr: the ranks' payloads, mean_ptr:
+    one payload, as elements of the bucket's dtype. error_ptr, shard_error_ptr: see quantise; of error, this
+    rank's shard is changed. work_ptr: shard_work of QuantisedWork. Grid: one program per row of that.
+    Moves per fp32 element of the shard: BITS / 8 B of codes for each of W + 1 payloads, 8 of either error.
+    """
+    work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
+    # The payloads begin on 16 bytes.
+    payload_bytes = tl.load(work + 1) // 16 * 16
+    second = tl.load(work + 2)
+    third = tl.load(work + 3)
+    ACC: tl.constexpr = error_ptr.dtype.element_ty
+    if tl.load(work) == BLOCKS_WORK:
+        first = tl.load(work + 4)
+        code_at = tl.load(work + 5)
+        scale_at = tl.load(work + 6)
+        mask, offs = tile_of(third, BLOCKS, COLS, SIZE)
+        own = shard_error_ptr + first * SIZE
+        block = rank * second + first
+        error = error_ptr + block * SIZE
+        LATE: tl.constexpr = BITS == 4 and WORLD_SIZE > 2  # the loop over ranks leaves no registers for it
+        if FEEDBACK and not LATE:
+            kept = tl.load(own + offs, mask=mask, other=0.0)
+        total, is_sent = _sum_of_ranks(
+            received_ptr.to(tl.pointer_type(tl.uint8)),
+            payload_bytes,
+            code_at,
+            scale_at,
+            third,
+            quantiser_ptr,
+            ACC,
+            WORLD_SIZE,
+            SHRINK,
+            BITS,
+            SIZE,
+            COLS,
+            BLOCKS,
+        )
+        if FEEDBACK:
+            if LATE:
+                kept = tl.load(own + offs, mask=mask, other=0.0)
+            total = tl.where(is_sent[:, None], total + kept * SHRINK, 0.0)
+            total = saturated(total, LARGEST * (WORLD_SIZE * SHRINK))
+            if ACC != tl.float64:
+                senders = tl.load(error + offs, mask=mask, other=0.0)
+        mean = _mean_of(total, WORLD_SIZE, SHRINK)
+        codes, scale, lost = encode(mean, quantiser_ptr, SIZE, BITS, CAP)
+        payload = mean_ptr.to(tl.pointer_type(tl.uint8))
+        store_codes(codes_at(payload, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
+        store_scales(payload, scale_at, scale, third, BLOCKS)
+        if FEEDBACK:
+            kept = tl.where(is_sent[:, None], saturated(lost * WORLD_SIZE, LARGEST / 2), kept)
+            tl.store(own + offs, kept, mask=mask)
+            if ACC == tl.float64:
+                # Only now: the 16 warps of a block of 4096 have no registers for it before.
+                senders = tl.load(error + offs, mask=mask, other=0.0)
+            tl.store(error + offs, senders + kept, mask=mask)
+    else:
+        _average_exact(
+            received_ptr, mean_ptr, payload_bytes, second, third, ACC, WORLD_SIZE, SHRINK, COPY_BLOCK
+        )
+
+
+def average(
+    received: torch.Tensor,
+    quantiser: torch.Tensor,
+    work: torch.Tensor,
+    rank: int,
+    *,
+    error: torch.Tensor,
+    shard_error: torch.Tensor,
+    out: torch.Tensor,
+    world_size: int,
+    feedback: bool,
+    bits: int,
+    cap: float,
+    block_size: int,
+    tile_blocks: int,
+    num_warps: int,
+) -> None:
+    """Average one shard of all ranks, quantise the mean, and keep what is lost, in one launch.
+
+    received: [world size, payload], out: [payload], in the dtype of exact elements. work:
+    shard_work of QuantisedWork. rank: the owner's. The other arguments are those of quantise.
+    """
+    if len(work):
+        columns = padded_size(block_size)
+        warps = RESIDENT_WARPS if columns == block_size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
+        launch(_average_kernel, len(work))(
+            received,
+            out,
+            error,
+            shard_error,
+            quantiser,
+            work,
+            rank,
+            WORLD_SIZE=world_size,
+            SHRINK=shrinking(world_size),
+            FEEDBACK=feedback,
+            BITS=bits,
+            CAP=cap,
+            LARGEST=torch.finfo(error.dtype).max,
+            SIZE=block_size,
+            COLS=columns,
+            BLOCKS=tile_blocks,
+            COPY_BLOCK=COPY_BLOCK,
+            num_warps=num_warps,
+            maxnreg=registers(num_warps, max(1, warps // num_warps)),
+            # Codes of opposite signs have to cancel.
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,244 @@
+"""What the kernels of the quantised all-reduce share: blocks, one in each row of a tile, and their codes.
+
+A tile has BLOCKS rows and COLS columns, a power of two, of which a block has SIZE. cpu/quantize.py has the
+formulas. quantiser_ptr: the quantiser of 4 bits in fp32, its 16 levels by code, then the 14 thresholds. CAP:
+the largest scale.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .work import WORK_FIELDS as _WORK_FIELDS
+
+WORK_FIELDS = tl.constexpr(_WORK_FIELDS)
+THRESHOLD = tl.constexpr(23)  # the quantiser's first positive threshold
+ZERO = tl.constexpr(8)  # the code of the level zero
+
+
+def _reach(scales: float) -> int:
+    """Return this many times the largest scale, as the bits of fp64: a block with larger values is NaN."""
+    return int(torch.tensor(scales * torch.finfo(torch.bfloat16).max, dtype=torch.float64).view(torch.int64))
+
+
+REACH_4, REACH_8 = tl.constexpr(_reach(2.5)), tl.constexpr(_reach(127))
+
+
+def element_type(dtype: torch.dtype) -> Any:
+    """Return Triton's name for a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+@triton.jit
+def tile_of(num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr):
+    """Return the mask and offsets of a tile of num_blocks blocks that are stored one after another."""
+    offs_block = tl.arange(0, BLOCKS)[:, None]
+    offs_col = tl.arange(0, COLS)[None, :]
+    mask = offs_block < num_blocks.to(tl.int32)
+    if SIZE < COLS:
+        mask = mask & (offs_col < SIZE)
+    return mask, offs_block * SIZE + offs_col
+
+
+@triton.jit
+def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr):
+    """Return how a tile's gradients are stored: (whether 128 bits can be moved at a time, pointer, mask).
+
+    grad_ptr: the first of them; length: how many there are. mask, offs: those of tile_of.
+    """
+    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    address = grad_ptr.to(tl.uint64)
+    is_whole = (SIZE == COLS) & (length == BLOCKS * SIZE) & (address % 16 == 0)
+    # The hint is on a rounded copy, as in copy_tile.
+    aligned = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(TYPE)), 16)
+    return is_whole, aligned, mask & (offs < length.to(tl.int32))
+
+
+@triton.jit
+def encode(values, quantiser_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr):
+    """Quantise the rows of values, fp32 or fp64, zero beyond SIZE.
+
+    Returns codes, int32; scales, fp32 rounded to bf16, NaN for a row that isn't finite or that scales don't
+    reach; and values − what the codes stand for, zero in such a row.
+    """
+    ACC: tl.constexpr = values.dtype
+    BITS_TYPE: tl.constexpr = tl.int64 if ACC == tl.float64 else tl.int32
+    MANTISSA: tl.constexpr = 52 if ACC == tl.float64 else 23
+    INFINITY: tl.constexpr = (2047 << 52) if ACC == tl.float64 else (255 << 23)
+    REACH: tl.constexpr = (REACH_8 if BITS == 8 else REACH_4) if ACC == tl.float64 else INFINITY - 1
+    # Nonnegative numbers compare as their bits do, and NaN's are the largest.
+    largest_bits = tl.max(tl.abs(values).to(BITS_TYPE, bitcast=True), 1)
+    is_finite = largest_bits <= REACH
+    values = tl.where(is_finite[:, None], values, 0.0)
+    largest_bits = tl.where(is_finite, largest_bits, 0)
+    if BITS == 8:
+        largest = largest_bits.to(ACC, bitcast=True)
+        scale = tl.minimum(_divide(largest, tl.full(largest.shape, 127.0, ACC)), CAP)
+        scale = _round_to_bf16(tl.where(is_finite, scale, float("nan")))
+        wide = _or_zero(scale).to(ACC)
+        decoded = _nearest_integer(values * _inverse(wide)[:, None])
+        codes = decoded.to(tl.int32)
+    else:
+        # By a power of two, which is exact, to values below 4 whose squares neither overflow nor vanish.
+        exponent = largest_bits >> MANTISSA
+        exponent = tl.minimum(tl.maximum(exponent, 1), (INFINITY >> MANTISSA) - 2)
+        power = (exponent << MANTISSA).to(ACC, bitcast=True)
+        inverse_power = (((INFINITY >> MANTISSA) - 1 - exponent) << MANTISSA).to(ACC, bitcast=True)
+        unit = values * inverse_power[:, None]
+        squared = tl.sum(unit * unit, 1)
+        inverse_rms = tl.rsqrt(tl.where(squared > 0.0, squared, 1.0).to(tl.float32) * (1.0 / SIZE))
+        # The root mean square counts as at most 2 / 3 of CAP.
+        inverse_rms = tl.maximum(inverse_rms, (power * (1.5 / CAP)).to(tl.float32))
+        codes = _nearest_level(unit.to(tl.float32) * inverse_rms[:, None], quantiser_ptr)
+        decoded = tl.load(quantiser_ptr + codes).to(ACC)
+        # Zero in a row of zeros; at least 0.7 in others.
+        energy = tl.maximum(tl.sum(decoded * decoded, 1), 0.5)
+        scale = tl.minimum(_divide(tl.sum(unit * decoded, 1), energy) * power, CAP)
+        scale = _round_to_bf16(tl.where(is_finite, scale, float("nan")))
+        wide = _or_zero(scale).to(ACC)
+    lost = values - decoded * wide[:, None]
+    return codes, scale, tl.where(is_finite[:, None], lost, 0.0)
+
+
+@triton.jit
+def saturated(x, LIMIT: tl.constexpr):
+    """Return x between −LIMIT and LIMIT; NaN stays NaN."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+@triton.jit
+def _nearest_level(unit, quantiser_ptr):
+    """Return the codes of the levels nearest to unit, in fp32: a search among the thresholds of |unit|."""
+    first = tl.load(quantiser_ptr + THRESHOLD)
+    second = tl.load(quantiser_ptr + THRESHOLD + 1)
+    third = tl.load(quantiser_ptr + THRESHOLD + 2)
+    fourth = tl.load(quantiser_ptr + THRESHOLD + 3)
+    fifth = tl.load(quantiser_ptr + THRESHOLD + 4)
+    sixth = tl.load(quantiser_ptr + THRESHOLD + 5)
+    seventh = tl.load(quantiser_ptr + THRESHOLD + 6)
+    size = tl.abs(unit)
+    upper = size > fourth
+    middle = size > tl.where(upper, sixth, second)
+    threshold = tl.where(upper, tl.where(middle, seventh, fifth), tl.where(middle, third, first))
+    half = tl.where(upper, 4, 0) + tl.where(middle, 2, 0) + tl.where(size > threshold, 1, 0)
+    return tl.where(unit < 0.0, ZERO - half, ZERO + half)
+
+
+@triton.jit
+def load_codes(
+    codes_ptr, num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr
+):
+    """Return the bytes of a tile's codes, from its first byte on, as decode takes them."""
+    BYTES: tl.constexpr = COLS * BITS // 8
+    mask, offs = tile_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
+    return tl.load(codes_ptr + offs, mask=mask, other=0)
+
+
+@triton.jit
+def decode(packed, scale, quantiser_ptr, ACC: tl.constexpr, BITS: tl.constexpr):
+    """Return what the codes in load_codes' bytes stand for at the scales of their rows (fp32), in ACC."""
+    if BITS == 8:
+        decoded = packed.to(tl.int8, bitcast=True).to(ACC)
+    else:
+        pairs = packed.to(tl.int32)
+        codes = tl.reshape(tl.join(pairs & 15, pairs >> 4), (packed.shape[0], 2 * packed.shape[1]))
+        decoded = tl.load(quantiser_ptr + codes).to(ACC)
+    return decoded * scale.to(ACC)[:, None]
+
+
+@triton.jit
+def store_codes(
+    codes_ptr,
+    codes,
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    COLS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Store a tile's codes, int32 [BLOCKS, COLS], from its first byte on; of two in a byte, the first low."""
+    BYTES: tl.constexpr = COLS * BITS // 8
+    mask, offs = tile_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
+    if BITS == 8:
+        packed = codes
+    else:
+        low, high = tl.split(tl.reshape(codes, (BLOCKS, BYTES, 2)))
+        packed = low | (high << 4)
+    tl.store(codes_ptr + offs, packed.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def codes_at(payload_ptr, at, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """Return the pointer to a tile's first code. at: its byte, a multiple of what a block's codes take."""
+    # That holds within a shard, and shards begin on 16 bytes. As in copy_tile, arithmetic says so.
+    BYTES: tl.constexpr = SIZE * BITS // 8
+    if BYTES % 16 == 0:
+        at = at // 16 * 16
+    elif BYTES % 8 == 0:
+        at = at // 8 * 8
+    elif BYTES % 4 == 0:
+        at = at // 4 * 4
+    return payload_ptr + at
+
+
+@triton.jit
+def load_scales(payload_ptr, at, num_blocks, BLOCKS: tl.constexpr):
+    """Return the scales of a tile in fp32. at: the byte of the first of them, in bf16."""
+    offs = tl.arange(0, BLOCKS)
+    scales = (payload_ptr + at).to(tl.pointer_type(tl.uint16))
+    # As integers: Triton's interpreter converts no subnormal numbers to and from bf16.
+    upper = tl.load(scales + offs, mask=offs < num_blocks.to(tl.int32), other=0)
+    return (upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_scales(payload_ptr, at, scale, num_blocks, BLOCKS: tl.constexpr):
+    """Store encode's scales of a tile in bf16. at: the byte of the first of them."""
+    offs = tl.arange(0, BLOCKS)
+    scales = (payload_ptr + at).to(tl.pointer_type(tl.uint16))
+    upper = (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+    tl.store(scales + offs, upper, mask=offs < num_blocks.to(tl.int32))
+
+
+@triton.jit
+def _round_to_bf16(x):
+    """Return x, fp32 or fp64, rounded to bf16, to even between two, in fp32; NaN stays NaN."""
+    x = x.to(tl.float32)
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+    return (rounded & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _divide(x, y):
+    """Return x / y, rounded once."""
+    return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
+
+
+@triton.jit
+def _is_finite(x):
+    return tl.abs(x) < float("inf")  # not for NaN
+
+
+@triton.jit
+def _or_zero(x):
+    return tl.where(_is_finite(x), x, 0.0)
+
+
+@triton.jit
+def _inverse(x):
+    """Return 1 / x for scales x of at least zero, and 0 where that isn't finite."""
+    NONE: tl.constexpr = 0.0 if x.dtype == tl.float64 else 2.0**-128
+    one = tl.full(x.shape, 1.0, x.dtype)
+    return tl.where(x > NONE, _divide(one, tl.where(x > NONE, x, 1.0)), 0.0)
+
+
+@triton.jit
+def _nearest_integer(x):
+    """Return x rounded to an integer, to even between two, between −127 and 127."""
+    # Adding this leaves no bits for fractions.
+    SHIFT: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
+    x = tl.minimum(tl.maximum(x, -127.0), 127.0)
+    return (x + SHIFT) - SHIFT
