@@ -153,7 +153,7 @@ def pack_codes(
 ) -> None:
     """Sum the partial P (or Q), quantise it in 8 bits, and copy the uncompressed tensors, in one launch.
 
-    It leaves in codes.payload what pack and quantise (blocks.py) would, bit for bit. partial, grad,
+    It leaves in codes.payload what pack and quantize/blocks.py would, bit for bit. partial, grad,
     rank, block, scale: as in pack.
     """
     if len(codes.work):

@@ -35,7 +35,7 @@ class LowRankArithmetic:
 
 
 def wire_factor(dtype: torch.dtype) -> float:
-    """Return what P and Q are multiplied by on a wire of this dtype: see powersgd_tile.SHRINK."""
+    """Return what P and Q are multiplied by on a wire of this dtype: see tile.SHRINK."""
     return 1.0 if dtype == torch.float16 else SHRINK.value
 
 

@@ -166,7 +166,7 @@ def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOC
 
 @triton.jit
 def wire_stride(length, TYPE: tl.constexpr):
-    """Return what powersgd_work.wire_stride does, a visible multiple of 16 bytes. TYPE: the wire's dtype."""
+    """Return work.wire_stride, a visible multiple of 16 bytes. TYPE: the wire's dtype."""
     VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
     return (length + (VECTOR - 1)) // VECTOR * VECTOR
 
