@@ -37,7 +37,7 @@ def discover(device: torch.device, quick: bool) -> list[Case]:
     names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
     # By importance, as there may be no time for the last ones.
     modules = [
-        f"benchmarks.{name}" for name in ("powersgd_hooks", "powersgd_stages", "quantised_hooks", "hooks")
+        f"benchmarks.{name}" for name in ("powersgd_hooks", "powersgd_stages", "quantized_hooks", "hooks")
     ]
     modules += [f"benchmarks.kernels.{name}" for name in names] + ["benchmarks.reducer"]
     return [case for name in modules for case in importlib.import_module(name).cases(device, quick)]

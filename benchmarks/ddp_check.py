@@ -5,7 +5,7 @@ With python -m benchmarks.ddp_check --backend gloo --world-size 2 --device cuda 
 reducer, for every step and parameter:
 
 1. backward under no_sync computes each rank's own gradient;
-2. a synchronised backward on the same inputs computes the averaged one;
+2. a synchronized backward on the same inputs computes the averaged one;
 3. that must agree with the float64 mean of the ranks' own gradients, and have the same bits on every rank.
 
 A hook with error feedback (PowerSGD, quantization_hook) must agree over all steps: the sum of its results

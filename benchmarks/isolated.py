@@ -34,7 +34,7 @@ NUM_PROCESSES = 3  # of each provider, one after another
 # The fork server imports what the processes need once, before it starts them.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["benchmarks.powersgd_hooks", "benchmarks.quantised_hooks", "benchmarks.reducer"]
+    ["benchmarks.powersgd_hooks", "benchmarks.quantized_hooks", "benchmarks.reducer"]
 )
 
 

@@ -8,7 +8,7 @@ torch           torch's powerSGD_hook with its defaults.
 torch_batched   the same with batch_tensors_with_same_shape.
 
 torch's states have orthogonalization_epsilon=1e-8, as torch's documentation advises against dividing by zero;
-ours doesn't need it. torch's hook synchronises the host once per bucket, so the head start that hides launch
+ours doesn't need it. torch's hook synchronizes the host once per bucket, so the head start that hides launch
 costs is used up by its first bucket, and its time on CUDA is partly the host's.
 
 The check compares one step, from one state, with float64: ours is from_torch() of torch's. The timed calls
@@ -32,7 +32,7 @@ from benchmarks.powersgd_problem import PASSES, Problem, float64_steps, problems
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
 
-# The Frobenius norm of the error over that of the result. torch also orthonormalises in bf16, and its hook
+# The Frobenius norm of the error over that of the result. torch also orthonormalizes in bf16, and its hook
 # has to pass too: hence the wide bound.
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
 PROVIDERS = ("gradcomp", "torch", "torch_batched")

@@ -30,11 +30,11 @@ CUDA_PROBLEMS = [
 NUM_BY_STAGE = 8  # so many of these are timed stage by stage, too
 
 # Passes over an element of a compressed matrix, by stage; M is kept, and the error rebuilt from it. project
-# reads the gradient and M and writes M; back_project, which orthonormalises, reads M; reconstruct writes the
+# reads the gradient and M and writes M; back_project, which orthonormalizes, reads M; reconstruct writes the
 # gradient.
-PASSES = {"project": 3, "orthonormalise": 0, "back_project": 1, "reconstruct": 1}
+PASSES = {"project": 3, "orthonormalize": 0, "back_project": 1, "reconstruct": 1}
 # Passes over an element that isn't compressed: to the wire and back.
-UNCOMPRESSED_PASSES = {"project": 2, "orthonormalise": 0, "back_project": 0, "reconstruct": 2}
+UNCOMPRESSED_PASSES = {"project": 2, "orthonormalize": 0, "back_project": 0, "reconstruct": 2}
 
 # The time limit of a case: there are many, and torch's slowest call takes half a second.
 CUDA_SECONDS = 0.15

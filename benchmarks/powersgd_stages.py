@@ -38,8 +38,8 @@ def _stage(problem: Problem, stage: str) -> Setup:
 
     def run(name: str) -> None:
         for plan, _, buffer, _ in work:
-            if name == "orthonormalise":
-                plan.orthonormalise()
+            if name == "orthonormalize":
+                plan.orthonormalize()
             else:
                 getattr(plan, name)(buffer, SEED if name == "reconstruct" else 1.0)
 
@@ -67,7 +67,7 @@ def _stage(problem: Problem, stage: str) -> Setup:
 
     written = {
         "project": [plan.p_wire for plan, *_ in work],
-        "orthonormalise": [],
+        "orthonormalize": [],
         "back_project": [plan.q_wire for plan, *_ in work],
         "reconstruct": [buffer for _, _, buffer, _ in work],
     }

@@ -4,12 +4,12 @@ python -m benchmarks.stream_check runs on NCCL at world size 1. The gradient of 
 late: a sleeping kernel runs before the copy that writes it, and the buffer holds NaN until then. The
 hook is called at once. It must
 
-1. not synchronise in any way that torch.cuda.set_sync_debug_mode("error") sees;
+1. not synchronize in any way that torch.cuda.set_sync_debug_mode("error") sees;
 2. return to the host while the kernel still sleeps;
 3. make the current stream wait for its result, which must be the gradient; with error feedback, the
    gradient plus the state's error before the call, minus its error after it.
 
-The check is also run on a hook that synchronises, which it must catch. Exit status: 0 if all is right, 2
+The check is also run on a hook that synchronizes, which it must catch. Exit status: 0 if all is right, 2
 without a GPU, 1 otherwise.
 """
 
@@ -73,7 +73,7 @@ def _error_in(state: Any) -> torch.Tensor | float:
     return state.state_dict()["buckets"][0]["error"].double()
 
 
-def _synchronising_hook(state: object, bucket: FakeBucket) -> torch.futures.Future[torch.Tensor]:
+def _synchronizing_hook(state: object, bucket: FakeBucket) -> torch.futures.Future[torch.Tensor]:
     torch.cuda.synchronize()
     device = bucket.buffer().device
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device])
@@ -98,8 +98,8 @@ def main() -> int:
             problem = f"raised {type(error).__name__}: {error}"
         print(f"{name:<24} {'FAILED: ' + problem if problem else 'ok'}", flush=True)
         failed |= problem is not None
-    if problem_of(_synchronising_hook, None, 0.0, device) is None:
-        print("stream_check: FAILED to notice a hook that synchronises: the check itself is broken")
+    if problem_of(_synchronizing_hook, None, 0.0, device) is None:
+        print("stream_check: FAILED to notice a hook that synchronizes: the check itself is broken")
         failed = True
     return 1 if failed else 0
 

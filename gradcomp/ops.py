@@ -17,29 +17,29 @@ import triton
 from .checks import check_cast, check_list
 from .cpu import copy as cpu
 from .cpu import powersgd_plan as cpu_low_rank
-from .cpu import quantize as cpu_quantise
-from .cpu import quantize_plan as cpu_quantised_plan
+from .cpu import quantize as cpu_quantize
+from .cpu import quantize_plan as cpu_quantized_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels.device import has_streams, processor, send
 from .kernels.powersgd import plan as powersgd_plan
-from .kernels.quantize import plan as quantise_plan
+from .kernels.quantize import plan as quantize_plan
 
 if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, LowRankLayout
 
 __all__ = [
     "LowRankPlan",
-    "QuantisedPlan",
+    "QuantizedPlan",
     "compile_low_rank",
-    "compile_quantised",
+    "compile_quantized",
     "compress_cast",
     "decompress_cast",
     "flatten",
     "has_streams",
     "low_rank_plan",
     "processor",
-    "quantised_plan",
+    "quantized_plan",
     "runs_triton",
     "scale_",
     "send",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
-QuantisedPlan = quantise_plan.QuantisedPlan | cpu_quantised_plan.QuantisedPlan
+QuantizedPlan = quantize_plan.QuantizedPlan | cpu_quantized_plan.QuantizedPlan
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -210,15 +210,15 @@ def low_rank_plan(
     bucket's by default; with another one, their factors are stored column after column.
 
     plan.project(buffer, scale): M = gradient + error; plan.p_wire = scale · (all P = M Q, then what isn't
-    compressed). All-reduce p_wire. plan.back_project(buffer, scale): orthonormalise P; plan.q_wire = scale ·
+    compressed). All-reduce p_wire. plan.back_project(buffer, scale): orthonormalize P; plan.q_wire = scale ·
     all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of what
     isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
     plan.project takes the indices of matrices whose P is sent as zeros, too: left_out.
     plan.wire_numels: the elements of p_wire's factors, of what isn't compressed, and of q_wire.
 
     plan.send_in_codes(p, q): instead, project and back_project leave what they would write to the wires in
-    the payloads of two quantised plans: those of the shapes (1, p_wire's factors), (what isn't compressed,)
-    and (1, q_wire's), of the wires' dtype, in 8 bits without error feedback. Average them, and dequantise to
+    the payloads of two quantized plans: those of the shapes (1, p_wire's factors), (what isn't compressed,)
+    and (1, q_wire's), of the wires' dtype, in 8 bits without error feedback. Average them, and dequantize to
     p_wire and q_wire.
 
     shares_scratch: plans on the kernels use one memory for partial sums and wires, so p_wire and q_wire hold
@@ -253,12 +253,12 @@ def compile_low_rank(
     """
     if has_streams(device):
         if "codes" in arithmetic:
-            cap = cpu_quantise.largest_scale(8, torch.promote_types(dtype, torch.float32))
+            cap = cpu_quantize.largest_scale(8, torch.promote_types(dtype, torch.float32))
             arithmetic["codes"] = (*arithmetic["codes"], cap)
         powersgd_plan.compile_kernels(layout, dtype, device, **arithmetic)
 
 
-def quantised_plan(
+def quantized_plan(
     layout: BlockLayout,
     dtype: torch.dtype,
     device: torch.device,
@@ -266,17 +266,17 @@ def quantised_plan(
     bits: int,
     error_feedback: bool,
     exact_dtype: torch.dtype | None = None,
-) -> QuantisedPlan:
-    """Return the working set of one bucket's quantised all-reduce, built once per layout.
+) -> QuantizedPlan:
+    """Return the working set of one bucket's quantized all-reduce, built once per layout.
 
-    layout: what is quantised, and its shards. dtype: the bucket's; sums and errors are in fp32 (fp64 for
+    layout: what is quantized, and its shards. dtype: the bucket's; sums and errors are in fp32 (fp64 for
     fp64). bits: 4 or 8. exact_dtype: what is sent exactly is rounded to it; the bucket's by default.
 
-    plan.quantise(flat, rank, unused): M = gradient + error; plan.payload [world size, bytes] = M's codes and
+    plan.quantize(flat, rank, unused): M = gradient + error; plan.payload [world size, bytes] = M's codes and
     scales and the exact elements, a row per shard; error = what is lost. unused: the layout's parts of which
     nothing is sent, so that their errors stay; the bucket has zeros there. All-to-all from plan.payload to
     plan.received. plan.average(rank): plan.mean [bytes] = the mean of received, plus what was lost there last
-    time, quantised. All-gather from plan.mean to plan.payload. plan.dequantise(flat): the means, to the
+    time, quantized. All-gather from plan.mean to plan.payload. plan.dequantize(flat): the means, to the
     bucket.
 
     plan.error: [world size · shard_numel], what the mean lacks of this rank's gradients, by element of the
@@ -285,13 +285,13 @@ def quantised_plan(
     """
     options: dict[str, Any] = {"bits": bits, "error_feedback": error_feedback, "exact_dtype": exact_dtype}
     if runs_triton(device):
-        quantiser = cpu_quantise.quantiser(bits, dtype)
-        return quantise_plan.QuantisedPlan(layout, dtype, device, **options, **quantiser)
-    return cpu_quantised_plan.QuantisedPlan(layout, dtype, **options)
+        quantizer = cpu_quantize.quantizer(bits, dtype)
+        return quantize_plan.QuantizedPlan(layout, dtype, device, **options, **quantizer)
+    return cpu_quantized_plan.QuantizedPlan(layout, dtype, **options)
 
 
-def compile_quantised(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
-    """Compile the kernels that a quantised_plan with these arguments launches: see compile_low_rank."""
+def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
+    """Compile the kernels that a quantized_plan with these arguments launches: see compile_low_rank."""
     if has_streams(device):
-        quantiser = cpu_quantise.quantiser(options["bits"], dtype)
-        quantise_plan.compile_kernels(layout, dtype, device, **options, **quantiser)
+        quantizer = cpu_quantize.quantizer(options["bits"], dtype)
+        quantize_plan.compile_kernels(layout, dtype, device, **options, **quantizer)

@@ -46,7 +46,7 @@ def processor(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         arithmetic = "pairs of fp32" if is_fp64_slow(device) else "fp64"
-        return {"GPU compute capability": f"{major}.{minor}", "orthonormalising in": arithmetic}
+        return {"GPU compute capability": f"{major}.{minor}", "orthonormalizing in": arithmetic}
     return {"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {}
 
 

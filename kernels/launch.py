@@ -48,7 +48,7 @@ class Stage:
     launchers(buffer, number): calls functions that launch through launch(). It is called once, with
     stand-ins, which have to reach the kernels as they are.
     dtype: the buffer's. number_type: float or int; the kernel annotates the number's type, and isn't
-    specialised on its value.
+    specialized on its value.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Stage:
         dtype: torch.dtype,
         number_type: type[float] | type[int],
     ) -> None:
-        # Both are recognised by their identity, so the number has to be an object of its own.
+        # Both are recognized by their identity, so the number has to be an object of its own.
         buffer, number = torch.empty(1, dtype=dtype, device="meta"), number_type("1000")
         if _noted.launches is not None:
             raise RuntimeError("a Stage's launchers made another Stage")

@@ -11,7 +11,7 @@ def device_of_rank() -> torch.device:
 def let_torchs_power_sgd_have_cpu_buckets() -> None:
     """Let torch's hook average CPU buckets where a GPU is visible.
 
-    There it synchronises with the bucket's device, which raises for the CPU.
+    There it synchronizes with the bucket's device, which raises for the CPU.
     """
     synchronize = torch.cuda.synchronize
     if torch.cuda.is_available():

@@ -35,7 +35,7 @@ def average(wire: torch.dtype, world_size: int, magnitude: torch.Tensor) -> torc
 
 
 # PowerSGD. One step of float32 from an identical state: products of up to 300 terms and an
-# orthonormalisation. Measured 4e-7 against torch, 2e-7 against the oracle.
+# orthonormalization. Measured 4e-7 against torch, 2e-7 against the oracle.
 ONE_STEP = 1e-5
 # The span of the new Q, which the spread of its singular values magnifies. Measured 4e-7.
 ONE_STEP_SPAN = 1e-5
@@ -44,18 +44,18 @@ ONE_STEP_FP64 = 1e-12
 # The part of a gradient of rank ≤ r that one step in float32 leaves out: rounding P, times its condition
 # number, which is a few hundred where random directions replace lost ones. Measured 2e-6 to 4e-5.
 RECOVERY = 1e-4
-# Two ways to orthonormalise with epsilon 1e-8 added to columns of length about 1. Measured 3e-7.
+# Two ways to orthonormalize with epsilon 1e-8 added to columns of length about 1. Measured 3e-7.
 EPSILON_STEP = 1e-5
-# One quantised step in float32 from an identical state, over a block's largest value: sums of a few products.
+# One quantized step in float32 from an identical state, over a block's largest value: sums of a few products.
 # Measured 2e-7.
-QUANTISED_STEP = 1e-5
+QUANTIZED_STEP = 1e-5
 # The fraction of elements in blocks in which the hook may choose another code: quotients are rounded to
 # fp16, so one within 2^-11 of halfway between two levels gets either, and the block another scale. Measured
 # 0.015.
 UNLIKE_BLOCKS = 0.05
 # The norm of the hook's rounding error over that of exact arithmetic: of two levels equally far neither loses
 # more. Measured 1.008.
-QUANTISED_LOSS = 1.02
+QUANTIZED_LOSS = 1.02
 # One step with the gradient, P, Q and the result rounded to 16 bits: four roundings. Measured 1.2.
 SIXTEEN_BIT_ROUNDINGS = 4
 # A mean of errors, rounded to float32 once. Measured 3e-8; ten times as much for a step behind it.
@@ -97,13 +97,13 @@ SPAN = {torch.float32: 1e-6, torch.float64: 1e-11}
 FACTOR_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.int8: 1 / 127}
 FACTOR_ROUNDINGS = 4
 
-# The quantised all-reduce on the kernels, 4 bits. How much farther than the nearest level a chosen one may be
+# The quantized all-reduce on the kernels, 4 bits. How much farther than the nearest level a chosen one may be
 # in units of the root mean square: between two levels the quotient's rounding, 2e-6 of at most 2.5, decides.
-QUANTISED_THRESHOLD = 1e-5
+QUANTIZED_THRESHOLD = 1e-5
 # A scale of 4 bits: rounded to bf16 once, and sums of squares in fp32.
-QUANTISED_SCALE = 1.001 * 2.0**-8
+QUANTIZED_SCALE = 1.001 * 2.0**-8
 # Outputs plus the mean error are the inputs: a rounding per step of each, in units of the inputs' norm.
-QUANTISED_IDENTITY = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+QUANTIZED_IDENTITY = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # A Recorder's norms: up to four million squares at a time are summed in float32. Measured 1.1e-5 for a
 # million.
 RECORDED_NORM = 1e-4

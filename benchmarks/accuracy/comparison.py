@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo.chart import COLOURS
+from benchmarks.demo.chart import COLORS
 
 Row = dict[str, Any]  # the result of runs.train()
 FAILED = 2  # a hook whose loss exceeds the first hook's by this factor is off the picture's scale
@@ -29,7 +29,7 @@ class Summary:
 
 
 def summaries(rows: Sequence[Row]) -> dict[str, list[Summary]]:
-    """Summarise the rows: by task, a summary per hook, in the order of the rows."""
+    """Summarize the rows: by task, a summary per hook, in the order of the rows."""
     by_task: dict[str, dict[str, dict[int, Row]]] = {}
     for row in rows:
         by_task.setdefault(row["task"], {}).setdefault(row["hook"], {})[row["seed"]] = row
@@ -87,7 +87,7 @@ def mean_and_spread(values: Sequence[float], digits: int, sign: str = "") -> str
 
 FAMILIES = {
     "16 bits": ("fp16", "bf16"),
-    "quantised": ("int8", "int4", "int4:256"),
+    "quantized": ("int8", "int4", "int4:256"),
     "PowerSGD": ("powersgd:R",),
     "PowerSGD, 16-bit factors": ("powersgd:R:bf16", "powersgd:R:fp16"),
     "PowerSGD, int8 factors": ("powersgd:R:int8",),
@@ -133,22 +133,22 @@ def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
             (hook for hook in hooks if family_of(hook.hook) == family), key=lambda hook: hook.bytes_per_step
         )
         shown = [hook for hook in drawn if statistics.mean(hook.losses) <= FAILED * baseline]
-        colour = COLOURS[index % len(COLOURS)]
+        color = COLORS[index % len(COLORS)]
         points = [(hook.bytes_per_step / 1e3, statistics.mean(hook.differences)) for hook in shown]
         spreads = [statistics.stdev(hook.differences) if len(hook.losses) > 1 else 0 for hook in shown]
         if points:
             axes.errorbar(
-                *zip(*points, strict=True), yerr=spreads, fmt="o-", color=colour, capsize=3, label=family
+                *zip(*points, strict=True), yerr=spreads, fmt="o-", color=color, capsize=3, label=family
             )
         for position, (hook, point) in enumerate(zip(shown, points, strict=True)):
-            # Neighbours' labels alternate between below and above.
+            # Neighbors' labels alternate between below and above.
             offset = (5, -13) if position % 2 == 0 and len(shown) > 1 else (5, 6)
-            label = {"textcoords": "offset points", "xytext": offset, "color": colour, "fontsize": 8}
+            label = {"textcoords": "offset points", "xytext": offset, "color": color, "fontsize": 8}
             axes.annotate(hook.hook, point, **label)
         for hook in (each for each in drawn if each not in shown):
             # To scale it would squeeze the others into a line, so it is drawn at the upper edge.
             edge, kilobytes = axes.get_xaxis_transform(), hook.bytes_per_step / 1e3
-            axes.plot(kilobytes, 0.97, "^", color=colour, transform=edge, label=family)
+            axes.plot(kilobytes, 0.97, "^", color=color, transform=edge, label=family)
             axes.annotate(
                 f"{hook.hook}: +{statistics.mean(hook.differences):.2f}", (kilobytes, 0.93), xycoords=edge
             )

@@ -6,8 +6,8 @@ from typing import Any
 
 Record = dict[str, Any]  # what train.py writes with --record
 
-# Okabe and Ito's palette, which colour-blind readers can distinguish too.
-COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#7F7F7F"]
+# Okabe and Ito's palette, which color-blind readers can distinguish too.
+COLORS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#7F7F7F"]
 
 
 def table(records: list[Record]) -> str:
@@ -37,20 +37,20 @@ def draw(records: list[Record], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for index, record in enumerate(records):
-        colour = COLOURS[index % len(COLOURS)]
+        color = COLORS[index % len(COLORS)]
         style = "-" if index % 2 == 0 else (0, (2, 2))  # dashes let a line of the same course show through
         sent_mb = [0.0, *(total / 1e6 for total in accumulate(record["step_bytes"]))]
-        axes.plot(sent_mb[1:], smoothed(record["losses"]), color=colour, linewidth=0.8, alpha=0.5)
+        axes.plot(sent_mb[1:], smoothed(record["losses"]), color=color, linewidth=0.8, alpha=0.5)
         steps, losses = zip(*record["validation_losses"], strict=True)
         axes.plot(
             [sent_mb[step] for step in steps],
             losses,
-            color=colour,
+            color=color,
             linestyle=style,
             linewidth=2,
             label=record["hook"],
         )
-        axes.plot(sent_mb[steps[-1]], losses[-1], "o", color=colour)
+        axes.plot(sent_mb[steps[-1]], losses[-1], "o", color=color)
     ranks = f"{records[0]['options']['steps']} steps, seed {records[0]['options']['seed']}"
     axes.set_title(f"A small GPT, {ranks}: loss against bytes", loc="left")
     axes.set_xlabel("MB that each rank has handed to collectives")

@@ -66,7 +66,7 @@ TIMEOUT = timedelta(seconds=60)  # the time after which a rank stops waiting for
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then a two-layer perceptron, each normalised before."""
+    """A transformer block: attention, then a two-layer perceptron, each normalized before."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """What gradcomp.plan predicts of the measured steps, from those of one host and of no communication.
 
 A hook's own work is what a step of one host takes with it more than with noop_hook, in proportion to the
-bytes that it moves on as many hosts (one host quantises all of the mean, each of two a half). The rest of a
+bytes that it moves on as many hosts (one host quantizes all of the mean, each of two a half). The rest of a
 step is that of noop_hook on as many hosts, and the link is fitted to the all-reduces timed on it. Nothing is
 fitted to the steps that are predicted.
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo.chart import COLOURS
+from benchmarks.demo.chart import COLORS
 
 Row = dict[str, Any]
 
@@ -149,14 +149,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         1, len(models), figsize=(5.2 * len(models), 4.4), layout="constrained", squeeze=False
     )
     for axes, model in zip(panels[0], models, strict=True):
-        for colour, hook in zip(COLOURS, DRAWN, strict=False):
+        for color, hook in zip(COLORS, DRAWN, strict=False):
             of_hook = sorted(
                 of(shown, model=model, hook=hook, hooks="gradcomp"), key=lambda row: row["mbit_per_s"]
             )
             if of_hook:
                 links, times = zip(*((row["mbit_per_s"], row["step_ms"]) for row in of_hook), strict=True)
                 style = ":" if hook == "noop" else "-"
-                axes.plot(links, times, style, marker="o", markersize=4, color=colour, label=hook)
+                axes.plot(links, times, style, marker="o", markersize=4, color=color, label=hook)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_title(f"{model}, two hosts", loc="left")

@@ -102,7 +102,7 @@ def microseconds(launches: dict[str, list[tuple[Prediction, int]]]) -> dict[str,
     for name, predictions in launches.items():
         stage = predicted.STAGES[int(name.split()[0]) - 1]
         found[stage] += sum(each.seconds * count * 1e6 for each, count in predictions)
-    found["back_project"] += found["orthonormalise"]  # which that stage begins with
+    found["back_project"] += found["orthonormalize"]  # which that stage begins with
     found["hook"] = sum(found[stage] for stage in ("project", "back_project", "reconstruct"))
     return dict(found)
 

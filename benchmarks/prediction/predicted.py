@@ -16,8 +16,8 @@ PATH = RESULTS / "predicted.jsonl"
 STAGES = (
     "project",
     "project",
-    "orthonormalise",
-    "orthonormalise",
+    "orthonormalize",
+    "orthonormalize",
     "back_project",
     "back_project",
     "reconstruct",

@@ -28,7 +28,7 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for the device's work; a CPU has done it."""
     if ops.has_streams(device):
         torch.cuda.synchronize(device)

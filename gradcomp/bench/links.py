@@ -14,7 +14,7 @@ from gradcomp.comm.process_group import resolve_group
 from gradcomp.plan.candidates import CollectiveKind
 from gradcomp.plan.measurements import KINDS, LinkSample
 
-from .group import Group, synchronise
+from .group import Group, synchronize
 
 SIZES_BYTES = (2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
 MIN_CALLS, MAX_CALLS = 3, 30
@@ -69,10 +69,10 @@ def _timed(call: Callable[[], object], num_calls: int, group: Group) -> list[flo
     """Time calls one by one, all ranks starting together."""
     samples = []
     dist.barrier()
-    synchronise(group.device)
+    synchronize(group.device)
     for _ in range(num_calls):
         start = time.perf_counter()
         call()
-        synchronise(group.device)
+        synchronize(group.device)
         samples.append(time.perf_counter() - start)
     return samples

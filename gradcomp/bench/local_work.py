@@ -18,7 +18,7 @@ from gradcomp.layout import BlockLayout
 from gradcomp.plan.candidates import CANDIDATES, Candidate
 from gradcomp.plan.models import Shape, num_elements
 
-from .group import synchronise
+from .group import synchronize
 
 MIN_ROUNDS = 3
 # What a user's 25 MiB bucket is like: a transformer block of width 512, twice.
@@ -36,7 +36,7 @@ def local_work(
         return _low_rank(hook, shapes, dtype, device, world_size)
     if hook.bits is not None:
         layout = BlockLayout(shapes, 128, world_size)
-        return _quantised(ops.quantised_plan(layout, dtype, device, bits=hook.bits, error_feedback=True))
+        return _quantized(ops.quantized_plan(layout, dtype, device, bits=hook.bits, error_feedback=True))
     if hook.wire_dtype is None:
         return lambda flat: None
     wire = torch.empty(num_elements(shapes), dtype=hook.wire_dtype, device=device)
@@ -48,22 +48,22 @@ def local_work(
     return cast
 
 
-def _quantised(plan: ops.QuantisedPlan) -> Work:
+def _quantized(plan: ops.QuantizedPlan) -> Work:
     def work(flat: torch.Tensor) -> None:
         if plan.payload.numel():
-            plan.quantise(flat, 0)
+            plan.quantize(flat, 0)
             _average(plan, flat)
 
     return work
 
 
-def _average(plan: ops.QuantisedPlan, flat: torch.Tensor) -> None:
-    """Do what follows quantise in a quantised all-reduce."""
+def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
+    """Do what follows quantize in a quantized all-reduce."""
     if plan.payload.numel():
         # What an all-to-all does between ranks that have the same gradients.
         plan.received.copy_(plan.payload[:1].expand_as(plan.received))
         plan.average(0)
-        plan.dequantise(flat)
+        plan.dequantize(flat)
 
 
 def _low_rank(
@@ -78,11 +78,11 @@ def _low_rank(
         wire_dtype=options.wire_dtype(dtype),
         seed=0,
     )
-    between: list[ops.QuantisedPlan] = []
-    if options.is_quantised:
+    between: list[ops.QuantizedPlan] = []
+    if options.is_quantized:
         p_numel, uncompressed_numel, q_numel = plan.wire_numels
         between = [
-            ops.quantised_plan(
+            ops.quantized_plan(
                 BlockLayout(parts, options.BLOCK_SIZE, world_size),
                 torch.promote_types(dtype, torch.float32),
                 device,
@@ -122,11 +122,11 @@ def median_s(
     deadline = time.perf_counter() + limit_s
     while len(samples) < MIN_ROUNDS + 1 or time.perf_counter() < deadline:
         current = [flat.clone() for flat in flats]
-        synchronise(device)
+        synchronize(device)
         start = time.perf_counter()
         for work, flat in zip(works, current, strict=True):
             work(flat)
-        synchronise(device)
+        synchronize(device)
         samples.append(time.perf_counter() - start)
     return statistics.median(samples[1:])  # the first compiles, and fills caches
 

@@ -19,7 +19,7 @@ from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quanti
 from gradcomp.plan.candidates import Candidate, candidate_named
 from gradcomp.plan.measurements import HookTime
 
-from .group import Group, synchronise
+from .group import Group, synchronize
 from .workloads import Workload
 
 NOOP = "noop"
@@ -49,10 +49,10 @@ def state_and_hook(candidate: Candidate) -> tuple[Any, Any]:
         )
         return state, powerSGD_hook.powerSGD_hook
     if candidate.bits is not None:
-        quantised = quantization_hooks.QuantizationState(
+        quantized = quantization_hooks.QuantizationState(
             bits=candidate.bits, start_iter=FIRST_COMPRESSED_STEP
         )
-        return quantised, quantization_hooks.quantization_hook
+        return quantized, quantization_hooks.quantization_hook
     hooks = {
         None: default_hooks.allreduce_hook,
         torch.bfloat16: default_hooks.bf16_compress_hook,
@@ -164,10 +164,10 @@ class Trainer:
         return self.group.agree(min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s))))
 
     def _timed(self, model: DistributedDataParallel) -> float:
-        synchronise(self.group.device)
+        synchronize(self.group.device)
         start = time.perf_counter()
         self.step(model)
-        synchronise(self.group.device)
+        synchronize(self.group.device)
         return time.perf_counter() - start
 
 
@@ -209,7 +209,7 @@ def step_parts(trainer: Trainer, limit_s: float) -> Parts:
     ready = ReadyTimes(trainer.group.device)
 
     def mark() -> None:
-        synchronise(trainer.group.device)
+        synchronize(trainer.group.device)
         marks.append(time.perf_counter())
         ready.begin()
 

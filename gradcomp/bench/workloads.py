@@ -36,7 +36,7 @@ class Workload:
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then a perceptron of two layers, each normalised before."""
+    """A transformer block: attention, then a perceptron of two layers, each normalized before."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()

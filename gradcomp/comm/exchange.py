@@ -1,4 +1,4 @@
-"""The collectives of a quantised all-reduce: each rank's shard to its owner, and the owners' means to all.
+"""The collectives of a quantized all-reduce: each rank's shard to its owner, and the owners' means to all.
 
 gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
 sends first: the rank that starts later, whose peer is ready, hands its whole message to the connection, and

@@ -27,7 +27,7 @@ def silenced() -> Iterator[None]:
 class StartAnnouncement:
     """Says once for a state, at the end of its first compressed step, how many bytes it saves.
 
-    A state whose first steps are quantised says so of them, and again when PowerSGD takes over.
+    A state whose first steps are quantized says so of them, and again when PowerSGD takes over.
     """
 
     def __init__(self) -> None:

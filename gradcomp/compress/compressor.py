@@ -70,7 +70,7 @@ class Compressor(ABC):
         flat: [numel], the bucket's buffer, undivided. seed: the seed for this step's random choices, the same
         on all ranks.
 
-        This is a collective. On CUDA it runs on a side stream and must not synchronise with the host; on a
+        This is a collective. On CUDA it runs on a side stream and must not synchronize with the host; on a
         CPU it runs to its end before the hook returns, unless there are stages.
         """
 

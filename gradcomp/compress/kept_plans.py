@@ -1,4 +1,4 @@
-"""The plans of quantised all-reduces without error feedback, kept from step to step with the parameters."""
+"""The plans of quantized all-reduces without error feedback, kept from step to step with the parameters."""
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from gradcomp.layout.blocks import BlockLayout
 from ..comm.operation import Operation
 from ..comm.pipeline import Stages, explained, run_through
 from ..comm.streams import Future, completed, in_order
-from .quantized import quantised_all_reduce
+from .quantized import quantized_all_reduce
 
 BITS = 8
 BlockSize = Callable[[int, int], int]  # (the bucket's number of elements, world size) → a block's
@@ -30,7 +30,7 @@ class _Key:
     world_size: int
 
 
-_plans: MutableMapping[torch.Tensor, dict[str, tuple[_Key, ops.QuantisedPlan]]] = WeakIdKeyDictionary()
+_plans: MutableMapping[torch.Tensor, dict[str, tuple[_Key, ops.QuantizedPlan]]] = WeakIdKeyDictionary()
 
 
 def average_in_8_bits(
@@ -54,7 +54,7 @@ def average_in_8_bits(
 
     def stages() -> Stages:
         plan = _take(hook_name, parameters, key)
-        yield from quantised_all_reduce(plan, buffer, group)
+        yield from quantized_all_reduce(plan, buffer, group)
         if parameters:
             _plans.setdefault(parameters[0], {})[hook_name] = key, plan
         return buffer
@@ -64,7 +64,7 @@ def average_in_8_bits(
     return in_order(buffer.device, lambda: run_through(explained(stages(), operation)))
 
 
-def _take(hook_name: str, parameters: list[torch.Tensor], key: _Key) -> ops.QuantisedPlan:
+def _take(hook_name: str, parameters: list[torch.Tensor], key: _Key) -> ops.QuantizedPlan:
     """Return the plan kept for a bucket with these parameters, or make one."""
     if parameters:
         kept = _plans.get(parameters[0], {}).pop(hook_name, None)
@@ -74,4 +74,4 @@ def _take(hook_name: str, parameters: list[torch.Tensor], key: _Key) -> ops.Quan
     for parameter in parameters:
         _plans.get(parameter, {}).pop(hook_name, None)
     layout = BlockLayout([(1, key.numel)], key.block_size, key.world_size)
-    return ops.quantised_plan(layout, key.dtype, key.device, bits=BITS, error_feedback=False)
+    return ops.quantized_plan(layout, key.dtype, key.device, bits=BITS, error_feedback=False)

@@ -14,7 +14,7 @@ from gradcomp.layout.blocks import SCALE_BYTES
 
 from ..comm.pipeline import run_through
 from .compressor import BucketSpec, Compressor, State, Works
-from .quantized import QuantisedCompressor, QuantisedOptions, average_payload
+from .quantized import QuantizedCompressor, QuantizedOptions, average_payload
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class LowRankOptions:
     start_bits: int | None = None
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """True if factors are sent in 8 bits."""
         return self.factor_dtype == torch.int8
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the dtype in which a bucket's plan gives its factors; None for the bucket's, this dtype."""
-        return torch.promote_types(dtype, torch.float32) if self.is_quantised else self.factor_dtype
+        return torch.promote_types(dtype, torch.float32) if self.is_quantized else self.factor_dtype
 
     def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> LowRankLayout:
         """Return the layout of a bucket with these shapes."""
@@ -53,7 +53,7 @@ class LowRankOptions:
             return LowRankLayout.square(sum(map(math.prod, shapes)), self.rank)
         rate = self.min_compression_rate
         if self.factor_dtype is not None:
-            scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantised else 0
+            scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantized else 0
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
         return LowRankLayout(shapes, self.rank, rate)
 
@@ -81,7 +81,7 @@ class LowRankCompressor(Compressor):
     Its state: "error", this rank's error, and "directions", the Q [cols, rank] that the next step projects
     each matrix on; a single Q for a square view.
 
-    After a quantised start there are errors of tensors that PowerSGD sends exactly. Each is sent with the
+    After a quantized start there are errors of tensors that PowerSGD sends exactly. Each is sent with the
     next gradient of its tensor that is used.
     """
 
@@ -101,7 +101,7 @@ class LowRankCompressor(Compressor):
             # Where a scratch is shared, in_order runs a bucket's stages to the last before another's.
             shares_scratch=True,
         )
-        self._wires = _QuantisedWires(self.plan, bucket, options) if options.is_quantised else None
+        self._wires = _QuantizedWires(self.plan, bucket, options) if options.is_quantized else None
         # The errors of tensors that are sent exactly, by position: (the tensor's slice of the bucket, error).
         self._owed: dict[int, tuple[slice, torch.Tensor]] = {}
         if options.start_bits is not None and options.error_feedback and not options.square:
@@ -130,11 +130,11 @@ class LowRankCompressor(Compressor):
             bucket.device,
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
-            **({"codes": (exact_dtype, options.BLOCK_SIZE)} if options.is_quantised else {}),
+            **({"codes": (exact_dtype, options.BLOCK_SIZE)} if options.is_quantized else {}),
         )
-        if options.is_quantised:
+        if options.is_quantized:
             # Its kernels don't depend on shapes.
-            ops.compile_quantised(
+            ops.compile_quantized(
                 BlockLayout([(1, options.BLOCK_SIZE)], options.BLOCK_SIZE, bucket.world_size),
                 torch.promote_types(bucket.dtype, torch.float32),
                 bucket.device,
@@ -157,9 +157,9 @@ class LowRankCompressor(Compressor):
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Do what average does, in three stages, or five with quantised factors."""
+        """Do what average does, in three stages, or five with quantized factors."""
         plan, wires = self.plan, self._wires
-        # The quantised all-reduce divides by itself.
+        # The quantized all-reduce divides by itself.
         scale = 1.0 if wires else 1 / group.size()
         for position, (part, owed) in self._owed.items():
             if position not in self._unused:
@@ -214,15 +214,15 @@ class LowRankCompressor(Compressor):
                 owed += values
 
 
-class _QuantisedWires:
-    """The working sets of the two quantised all-reduces of a plan's wires."""
+class _QuantizedWires:
+    """The working sets of the two quantized all-reduces of a plan's wires."""
 
     def __init__(self, plan: ops.LowRankPlan, bucket: BucketSpec, options: LowRankOptions):
         p_numel, uncompressed_numel, q_numel = plan.wire_numels
         exact_dtype = options.uncompressed_dtype or bucket.dtype
 
-        def quantised(*shapes: tuple[int, ...]) -> ops.QuantisedPlan:
-            return ops.quantised_plan(
+        def quantized(*shapes: tuple[int, ...]) -> ops.QuantizedPlan:
+            return ops.quantized_plan(
                 BlockLayout(shapes, options.BLOCK_SIZE, bucket.world_size),
                 torch.promote_types(bucket.dtype, torch.float32),
                 bucket.device,
@@ -231,14 +231,14 @@ class _QuantisedWires:
                 exact_dtype=exact_dtype,
             )
 
-        self.p = quantised((1, p_numel), (uncompressed_numel,))
-        self.q = quantised((1, q_numel))
+        self.p = quantized((1, p_numel), (uncompressed_numel,))
+        self.q = quantized((1, q_numel))
         self.num_bytes = self.p.payload.numel() + self.q.payload.numel()
         plan.send_in_codes(self.p, self.q)
 
 
 def start_compressor(bucket: BucketSpec, options: LowRankOptions) -> Compressor:
-    """Return the compressor of PowerSGD's first steps, if these are quantised."""
+    """Return the compressor of PowerSGD's first steps, if these are quantized."""
     assert options.start_bits is not None
-    quantised = QuantisedOptions(options.start_bits, error_feedback=options.error_feedback)
-    return QuantisedCompressor(bucket, quantised)
+    quantized = QuantizedOptions(options.start_bits, error_feedback=options.error_feedback)
+    return QuantizedCompressor(bucket, quantized)

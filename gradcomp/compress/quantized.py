@@ -1,9 +1,9 @@
-"""Quantised all-reduce as a compressor: two collectives of codes and scales in place of one of the bucket.
+"""Quantized all-reduce as a compressor: two collectives of codes and scales in place of one of the bucket.
 
-    rank r    bucket + error ──quantise──▶ shard 0 │ shard 1 │ … │ shard W−1
+    rank r    bucket + error ──quantize──▶ shard 0 │ shard 1 │ … │ shard W−1
     all-to-all: every rank gets its own shard of all ranks
-    owner     Σ dequantised + its error ──quantise──▶ the shard's mean
-    all-gather: every rank gets all shards, and dequantises the same bytes
+    owner     Σ dequantized + its error ──quantize──▶ the shard's mean
+    all-gather: every rank gets all shards, and dequantizes the same bytes
 
 A rank sends and receives about two buckets of codes, whatever the number of ranks.
 """
@@ -24,8 +24,8 @@ from .compressor import BucketSpec, Compressor, State, Works
 
 
 @dataclass(frozen=True)
-class QuantisedOptions:
-    """The options of a quantised all-reduce.
+class QuantizedOptions:
+    """The options of a quantized all-reduce.
 
     bits: 4 or 8 for an element. block_size: elements that have one scale; even, at most 4096.
     error_feedback: add what a step's rounding loses to the next step's gradients. uncompressed_dtype: what
@@ -48,8 +48,8 @@ class QuantisedOptions:
         UNCOMPRESSED_DTYPE("uncompressed_dtype", self.uncompressed_dtype)
 
 
-class QuantisedCompressor(Compressor):
-    """The quantised all-reduce of one bucket, with error feedback on the sender and on the owner of a shard.
+class QuantizedCompressor(Compressor):
+    """The quantized all-reduce of one bucket, with error feedback on the sender and on the owner of a shard.
 
     Its state: "error", what the mean still lacks of this rank's gradients: the sender's error, plus the
     owner's in its shard, times the number of ranks. "shard_error": the owner's, which is part of "error"
@@ -58,9 +58,9 @@ class QuantisedCompressor(Compressor):
 
     is_same_on_all_processors = True
 
-    def __init__(self, bucket: BucketSpec, options: QuantisedOptions):
+    def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
         layout = BlockLayout(bucket.shapes, options.block_size, bucket.world_size)
-        self._plan = ops.quantised_plan(
+        self._plan = ops.quantized_plan(
             layout,
             bucket.dtype,
             bucket.device,
@@ -76,9 +76,9 @@ class QuantisedCompressor(Compressor):
         self.sent_numel = -(-self._plan.payload.numel() // bucket.dtype.itemsize)
 
     @classmethod
-    def warm_up(cls, bucket: BucketSpec, options: QuantisedOptions) -> None:
+    def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
-        ops.compile_quantised(
+        ops.compile_quantized(
             BlockLayout(bucket.shapes, options.block_size, bucket.world_size),
             bucket.dtype,
             bucket.device,
@@ -89,10 +89,10 @@ class QuantisedCompressor(Compressor):
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send nothing of these tensors, so that their errors stay."""
-        self._unused = [part for part in self._layout.quantised if part.position in unused]
+        self._unused = [part for part in self._layout.quantized if part.position in unused]
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Replace the bucket by its mean over the ranks, quantised twice, but for what is sent exactly."""
+        """Replace the bucket by its mean over the ranks, quantized twice, but for what is sent exactly."""
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
@@ -101,12 +101,12 @@ class QuantisedCompressor(Compressor):
         if self._loaded_shard_error is not None and self._plan.shard_error is not None:
             self._plan.shard_error.copy_(self._padded(self._loaded_shard_error)[self._own])
             self._loaded_shard_error = None
-        yield from quantised_all_reduce(self._plan, flat, group, self._unused)
+        yield from quantized_all_reduce(self._plan, flat, group, self._unused)
 
     # --- memory ---
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        for part in self._layout.quantised:
+        for part in self._layout.quantized:
             start = offset - part.in_bucket.start
             if self._plan.error is not None and 0 <= start < part.in_bucket.stop - part.in_bucket.start:
                 self._plan.error[part.stored][start : start + len(values)] += values
@@ -148,22 +148,22 @@ class QuantisedCompressor(Compressor):
         return flat
 
 
-def quantised_all_reduce(
-    plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
+def quantized_all_reduce(
+    plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
 ) -> Works:
     """Replace a bucket by its mean over the ranks; yield each of the two collectives when it is under way.
 
-    unused: see ops.quantised_plan.
+    unused: see ops.quantized_plan.
     """
     if plan.payload.numel():
-        plan.quantise(flat, group.rank(), unused)
+        plan.quantize(flat, group.rank(), unused)
         yield from average_payload(plan, flat, group)
 
 
-def average_payload(plan: ops.QuantisedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
-    """Do the rest of quantised_all_reduce, once plan.payload has what this rank sends."""
+def average_payload(plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Do the rest of quantized_all_reduce, once plan.payload has what this rank sends."""
     if plan.payload.numel():
         yield all_to_all(plan.received, plan.payload, group)
         plan.average(group.rank())
         yield all_gather(plan.payload, plan.mean, group)
-        plan.dequantise(flat)
+        plan.dequantize(flat)

@@ -278,7 +278,7 @@ class CompressedAveraging:
         sent_numel = sum(compressor.sent_numel for compressor in compressors)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += sent_numel
-        what = self.algorithm if later is None else f"the quantised start of {self.algorithm}"
+        what = self.algorithm if later is None else f"the quantized start of {self.algorithm}"
         self._announcement.count(what, buffer.nbytes, sent_numel * buffer.itemsize)
         self.maybe_increase_iter(bucket)
         return future

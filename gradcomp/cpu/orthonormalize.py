@@ -14,8 +14,8 @@ DEPENDENT = 1e-13
 SECOND_PASS_BELOW = 1e-9
 
 
-def orthonormalise(panels: Sequence[torch.Tensor], epsilon: float, scratch: Sequence[torch.Tensor]) -> None:
-    """Orthonormalise every panel's columns, by Gram–Schmidt in the inner product of the Gram matrix.
+def orthonormalize(panels: Sequence[torch.Tensor], epsilon: float, scratch: Sequence[torch.Tensor]) -> None:
+    """Orthonormalize every panel's columns, by Gram–Schmidt in the inner product of the Gram matrix.
 
     panels: tensors [k, n, r] with the same r, of any floating-point dtype. scratch: an fp64 tensor [2, k, n,
     r] per panel. With G = PᵀP, P becomes P T for an upper triangular T such that TᵀGT = I. Ill-conditioned

@@ -194,7 +194,7 @@ class MatrixGroup:
             self._is_unsettled = False
         return self.memory
 
-    def normalise_directions(self) -> torch.Tensor:
+    def normalize_directions(self) -> torch.Tensor:
         """Scale the rows of Qᵀ to length 1, as the next directions. Returns their lengths before, [k · r]."""
         length: torch.Tensor = torch.linalg.vector_norm(self.qt, dim=-1, dtype=torch.float64)
         torch.div(self.qt, length.to(self.qt.dtype)[:, :, None], out=self.direction)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .copy import cast
-from .orthonormalize import orthonormalise
+from .orthonormalize import orthonormalize
 from .powersgd_matrices import SHRINK, MatrixGroup
-from .quantize_plan import QuantisedPlan
+from .quantize_plan import QuantizedPlan
 
 if TYPE_CHECKING:
     from gradcomp.layout import LowRankLayout
@@ -61,7 +61,7 @@ class LowRankPlan:
         sizes = [m.rows * m.cols for m in layout.matrices if dtype != wide or m.numel < m.rows * m.cols]
         scratch = torch.zeros(max(sizes, default=0), dtype=wide, device=device)
         self.groups = []
-        # The panels of one rank are orthonormalised together.
+        # The panels of one rank are orthonormalized together.
         self._groups_by_rank: dict[int, list[MatrixGroup]] = {}
         p_begin = q_begin = 0
         for matrices in layout.groups:
@@ -72,13 +72,13 @@ class LowRankPlan:
             self._groups_by_rank.setdefault(rank, []).append(self.groups[-1])
         self._error_feedback, self._warm_start = error_feedback, warm_start
         self._epsilon = epsilon * self._shrunk
-        self._quantised: tuple[QuantisedPlan, QuantisedPlan] | None = None
+        self._quantized: tuple[QuantizedPlan, QuantizedPlan] | None = None
         for group, direction in zip(self.groups, self._random(seed), strict=True):
             group.direction.copy_(direction)
 
     def send_in_codes(self, p: Any, q: Any) -> None:
-        """Leave P and Q in these QuantisedPlans' payloads, too, from the next step on."""
-        self._quantised = (p, q)
+        """Leave P and Q in these QuantizedPlans' payloads, too, from the next step on."""
+        self._quantized = (p, q)
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire that holds P of the matrix with this index."""
@@ -100,10 +100,10 @@ class LowRankPlan:
             cast(buffer[offset : offset + numel], out=wire, scale=scale)
         for index in left_out:
             self.sent_p(index).zero_()
-        if self._quantised and self.p_wire.numel():
-            self._quantised[0].quantise(self.p_wire, 0)
+        if self._quantized and self.p_wire.numel():
+            self._quantized[0].quantize(self.p_wire, 0)
 
-    def orthonormalise(self) -> None:
+    def orthonormalize(self) -> None:
         """Set P to orthonormal bases of the panels in p_wire."""
         if self._by_column:
             for group, sent in self._sent_groups():
@@ -111,16 +111,16 @@ class LowRankPlan:
         else:
             self._p.copy_(self._p_part)
         for groups in self._groups_by_rank.values():
-            orthonormalise([group.p for group in groups], self._epsilon, [group.scratch for group in groups])
+            orthonormalize([group.p for group in groups], self._epsilon, [group.scratch for group in groups])
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Orthonormalise P, and compute q_wire = scale · (all Qᵀ = Pᵀ M)."""
-        self.orthonormalise()
+        """Orthonormalize P, and compute q_wire = scale · (all Qᵀ = Pᵀ M)."""
+        self.orthonormalize()
         for group in reversed(self.groups):  # as each group does with its chunks
             group.back_project(buffer)
         cast(self._q, out=self.q_wire, scale=scale * self._shrunk / SHRINK)
-        if self._quantised and self.q_wire.numel():
-            self._quantised[1].quantise(self.q_wire, 0)
+        if self._quantized and self.q_wire.numel():
+            self._quantized[1].quantize(self.q_wire, 0)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; choose the next step's directions.
@@ -134,7 +134,7 @@ class LowRankPlan:
             buffer[offset : offset + numel].copy_(wire)
         if not self.groups:
             return
-        lengths = [group.normalise_directions() for group in self.groups]
+        lengths = [group.normalize_directions() for group in self.groups]
         length = torch.cat(lengths) / self._shrunk
         is_finite = length < torch.inf
         # A zero direction would stay zero in every later step.
@@ -196,7 +196,7 @@ class LowRankPlan:
         generator = torch.Generator().manual_seed(seed)
         for group in self.groups:
             panel = torch.randn(group.qt.mT.shape, generator=generator, device="cpu").to(group.direction)
-            orthonormalise([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
+            orthonormalize([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
             yield panel.mT
 
     def _sent_groups(self) -> Iterator[tuple[MatrixGroup, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Quantisation of blocks in plain torch, to 8 or 4 bits, with one scale in bf16 for each block.
+"""Quantization of blocks in plain torch, to 8 or 4 bits, with one scale in bf16 for each block.
 
 8 bits: code = round(value / scale), scale = largest absolute value / 127. 4 bits: code = the nearest of 15
 levels for value / root mean square, levels that are optimal among those with a zero for a normal distribution
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-# The positive half of the levels of the 15-level Lloyd–Max quantiser of the standard normal distribution.
+# The positive half of the levels of the 15-level Lloyd–Max quantizer of the standard normal distribution.
 HALF_LEVELS = (0.273857, 0.554764, 0.851134, 1.174879, 1.546057, 2.006474, 2.680866)
 SORTED_LEVELS = (*(-level for level in reversed(HALF_LEVELS)), 0.0, *HALF_LEVELS)
-# Halfway between neighbouring levels: a value is nearest to the level between its thresholds.
+# Halfway between neighboring levels: a value is nearest to the level between its thresholds.
 THRESHOLDS = tuple((low + high) / 2 for low, high in pairwise(SORTED_LEVELS))
 
 LARGEST_CODE = 127  # of 8 bits
@@ -33,7 +33,7 @@ SCALE_DTYPE = torch.bfloat16
 LARGEST_IN_BF16 = torch.finfo(SCALE_DTYPE).max
 # By bits, the largest value that codes reach.
 REACH = {4: 2.5 * LARGEST_IN_BF16, 8: LARGEST_CODE * LARGEST_IN_BF16}
-CHUNK_NUMEL = 1 << 19  # elements that are quantised at a time: more leave the caches, fewer cost calls
+CHUNK_NUMEL = 1 << 19  # elements that are quantized at a time: more leave the caches, fewer cost calls
 # Neither squares nor inverses overflow or vanish in fp32 where a block's largest value or norm is above this.
 SMALLEST = 1e-15
 
@@ -78,7 +78,7 @@ def largest_scale(bits: int, dtype: torch.dtype) -> float:
     return math.ldexp(math.floor(fraction * 2**8), exponent - 8)
 
 
-def quantiser(bits: int, dtype: torch.dtype) -> dict[str, Any]:
+def quantizer(bits: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return what the kernels have from here: levels, thresholds, the largest scale of a bucket's blocks."""
     return {"levels": levels(), "thresholds": THRESHOLDS, "largest_scale": largest_scale(bits, dtype)}
 
@@ -108,7 +108,7 @@ _buffers = _Buffers()
 Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def quantise(
+def quantize(
     values: torch.Tensor,
     *,
     codes: torch.Tensor,
@@ -117,9 +117,9 @@ def quantise(
     cap: float | None = None,
     gradients: Callable[[], torch.Tensor] | None = None,
 ) -> None:
-    """Quantise blocks. values −= dequantised values: what is lost is left, zeros where a block isn't finite.
+    """Quantize blocks. values −= dequantized values: what is lost is left, zeros where a block isn't finite.
 
-    values: [blocks, size], fp32 or fp64, contiguous; rows_at_a_time(size) blocks are quantised fastest.
+    values: [blocks, size], fp32 or fp64, contiguous; rows_at_a_time(size) blocks are quantized fastest.
     codes: uint8 [blocks, size · bits / 8]. scales: bf16 [blocks], NaN for a block that isn't finite. cap: the
     largest_scale of the bucket; of the values' dtype by default. gradients: returns what errors were added
     to, [blocks, size]; where a sum isn't finite, the error counts as zero.
@@ -131,16 +131,16 @@ def quantise(
     careful = _careful_blocks(values, sizes, _bound(values, bits, cap))
     kept = values.index_select(0, careful)
     if len(careful):
-        # They are few: quantised by themselves, with zeros in their place.
+        # They are few: quantized by themselves, with zeros in their place.
         values.index_fill_(0, careful, 0.0)
         sizes.index_fill_(0, careful, 0.0)
-    _quantise(values, sizes, codes, scales, _encode_8 if bits == 8 else _encode_4)
+    _quantize(values, sizes, codes, scales, _encode_8 if bits == 8 else _encode_4)
     if len(careful):
         if gradients is not None and not kept.isfinite().all():
             kept = torch.where(kept.isfinite(), kept, gradients().index_select(0, careful))
         their_codes, their_scales = codes.new_empty(len(kept), codes.shape[1]), scales.new_empty(len(kept))
         encode = _encode_8_carefully if bits == 8 else _encode_4_carefully
-        _quantise(kept, _largest(kept), their_codes, their_scales, partial(encode, cap=cap))
+        _quantize(kept, _largest(kept), their_codes, their_scales, partial(encode, cap=cap))
         kept.masked_fill_(~their_scales.isfinite()[:, None], 0.0)
         for all_blocks, theirs in ((values, kept), (codes, their_codes), (scales, their_scales)):
             all_blocks.index_copy_(0, careful, theirs)
@@ -156,16 +156,16 @@ def _bound(values: torch.Tensor, bits: int, cap: float) -> float:
     return min(bound, torch.finfo(values.dtype).max)
 
 
-def _quantise(
+def _quantize(
     values: torch.Tensor, sizes: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, encode: Encode
 ) -> None:
-    """Do what quantise does, by encode."""
+    """Do what quantize does, by encode."""
     decoded, scale = encode(values, sizes, codes)
     scales.copy_(scale[:, 0])
     values.addcmul_(decoded, scales.to(values.dtype)[:, None], value=-1)
 
 
-def dequantise(
+def dequantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
     *,
@@ -174,7 +174,7 @@ def dequantise(
     factor: float = 1.0,
     add: bool = False,
 ) -> None:
-    """out = factor · scale · code's value; with add, out += that. Shapes and dtypes as in quantise.
+    """out = factor · scale · code's value; with add, out += that. Shapes and dtypes as in quantize.
 
     factor: a power of two.
     """

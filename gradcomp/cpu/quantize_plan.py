@@ -1,4 +1,4 @@
-"""The arithmetic of a quantised all-reduce in plain torch: the reference, and what runs on CPU tensors."""
+"""The arithmetic of a quantized all-reduce in plain torch: the reference, and what runs on CPU tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .quantize import dequantise, largest_scale, quantise, rows_at_a_time
+from .quantize import dequantize, largest_scale, quantize, rows_at_a_time
 
 if TYPE_CHECKING:
     from gradcomp.layout.blocks import BlockLayout, Part
@@ -21,7 +21,7 @@ SMALL_SCALE = 1e30
 
 @dataclass(frozen=True)
 class Chunk:
-    """Blocks of a shard that are quantised together.
+    """Blocks of a shard that are quantized together.
 
     rows: which of the shard's. codes [blocks, bytes], scales [blocks]: where they are in a payload. copies:
     (elements of the chunk, where they are in the bucket).
@@ -45,10 +45,10 @@ class Chunk:
         return flat[in_bucket].view(-1, block_size) if is_whole else None
 
 
-class QuantisedPlan:
-    """The plan that ops.quantised_plan describes, in plain torch.
+class QuantizedPlan:
+    """The plan that ops.quantized_plan describes, in plain torch.
 
-    Blocks are quantised in chunks, so that each stage reads and writes memory once; all other passes are in
+    Blocks are quantized in chunks, so that each stage reads and writes memory once; all other passes are in
     the processor's caches.
     """
 
@@ -106,8 +106,8 @@ class QuantisedPlan:
             copies.append((slice(low - start, high - start), slice(low + offset, high + offset)))
         return copies
 
-    def quantise(self, flat: torch.Tensor, rank: int, unused: Sequence[Part] = ()) -> None:
-        """Quantise gradients plus errors into payload; what is lost becomes this rank's error."""
+    def quantize(self, flat: torch.Tensor, rank: int, unused: Sequence[Part] = ()) -> None:
+        """Quantize gradients plus errors into payload; what is lost becomes this rank's error."""
         error, owners, kept = self.error, self.shard_error, []
         if error is not None and owners is not None and unused:
             error[self.layout.shard(rank)] -= owners
@@ -119,7 +119,7 @@ class QuantisedPlan:
             for chunk in chunks:
                 values = self._values_of(chunk, shard, owners if shard == rank else None, flat)
                 gradients = None if error is None else partial(self._gradients_of, chunk, flat)
-                self._quantise(values, chunk, gradients)
+                self._quantize(values, chunk, gradients)
         if error is not None:
             for part, before in zip(unused, kept, strict=True):
                 error[part.stored] = before
@@ -157,11 +157,11 @@ class QuantisedPlan:
             gradients[stored] = flat[in_bucket].to(self._wide)
         return gradients.view(-1, self.layout.block_size)
 
-    def _quantise(
+    def _quantize(
         self, values: torch.Tensor, chunk: Chunk, gradients: Callable[[], torch.Tensor] | None = None
     ) -> None:
         codes, scales, cap = chunk.codes, chunk.scales, self._cap
-        quantise(values, codes=codes, scales=scales, bits=self._bits, cap=cap, gradients=gradients)
+        quantize(values, codes=codes, scales=scales, bits=self._bits, cap=cap, gradients=gradients)
 
     def average(self, rank: int) -> None:
         """Average this rank's shard from received into mean; what is lost becomes the owner's error."""
@@ -174,7 +174,7 @@ class QuantisedPlan:
             # Not if one is NaN.
             is_small = bool(scales[:, mean.rows].amax() <= SMALL_SCALE)
             if self.error is None or self.shard_error is None:
-                self._quantise_mean(self._sum_of_ranks(index), mean, is_small)
+                self._quantize_mean(self._sum_of_ranks(index), mean, is_small)
                 continue
             error = self.shard_error.view(-1, size)[mean.rows]
             # Where no rank has sent anything, a layer that all of them skip, the error stays.
@@ -182,7 +182,7 @@ class QuantisedPlan:
             kept = error.index_select(0, left_out)
             error.index_fill_(0, left_out, 0.0)
             self._add_sum_of_ranks(index, error)
-            self._quantise_mean(error, mean, is_small)
+            self._quantize_mean(error, mean, is_small)
             if self.layout.world_size > 1:
                 error *= self.layout.world_size
             if not is_small:
@@ -200,7 +200,7 @@ class QuantisedPlan:
         total = self._scratch[: self._mean[index].num_blocks]
         for sender, chunks in enumerate(self._received):
             codes, scales = chunks[index].codes, chunks[index].scales
-            dequantise(codes, scales, out=total, bits=self._bits, factor=self._shrink, add=sender > 0)
+            dequantize(codes, scales, out=total, bits=self._bits, factor=self._shrink, add=sender > 0)
         return total
 
     def _add_sum_of_ranks(self, index: int, error: torch.Tensor) -> None:
@@ -209,27 +209,27 @@ class QuantisedPlan:
             torch.add(self._sum_of_ranks(index), error, alpha=self._shrink, out=error)
         else:
             codes, scales = self._received[0][index].codes, self._received[0][index].scales
-            dequantise(codes, scales, out=error, bits=self._bits, add=True)
+            dequantize(codes, scales, out=error, bits=self._bits, add=True)
 
-    def _quantise_mean(self, total: torch.Tensor, mean: Chunk, is_small: bool) -> None:
-        """Quantise a chunk of a shrunk sum over the ranks as their mean; leave what is lost of the mean."""
+    def _quantize_mean(self, total: torch.Tensor, mean: Chunk, is_small: bool) -> None:
+        """Quantize a chunk of a shrunk sum over the ranks as their mean; leave what is lost of the mean."""
         if not is_small:
             largest = torch.finfo(total.dtype).max * self._divisor
             total.clamp_(-largest, largest)
         if self._divisor != 1.0:
             total /= self._divisor
-        self._quantise(total, mean)
+        self._quantize(total, mean)
 
-    def dequantise(self, flat: torch.Tensor) -> None:
+    def dequantize(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket."""
         for chunks in self._sent:
             for chunk in chunks:
                 gradients = chunk.adjacent(flat, self.layout.block_size)
                 if gradients is not None and flat.dtype == self._wide:
-                    dequantise(chunk.codes, chunk.scales, out=gradients, bits=self._bits)
+                    dequantize(chunk.codes, chunk.scales, out=gradients, bits=self._bits)
                     continue
                 values = self._scratch[: chunk.num_blocks]
-                dequantise(chunk.codes, chunk.scales, out=values, bits=self._bits)
+                dequantize(chunk.codes, chunk.scales, out=values, bits=self._bits)
                 for stored, in_bucket in chunk.copies:
                     flat[in_bucket] = values.view(-1)[stored]
         exact = self._exact_of(self.payload).contiguous().view(-1).view(self._exact_dtype)

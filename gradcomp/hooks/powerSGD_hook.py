@@ -42,7 +42,7 @@ def powerSGD_hook(  # noqa: N802
     a matrix (its first dimension against the others), r the rank and W the world size:
 
     1. M ← gradient + error. 2. P ← M Q. 3. All-reduce P and, in the same collective, the tensors that are
-    vectors or not worth compressing. 4. Orthonormalise P. 5. Q ← Mᵀ P. 6. All-reduce Q. 7. gradient ← P Qᵀ;
+    vectors or not worth compressing. 4. Orthonormalize P. 5. Q ← Mᵀ P. 6. All-reduce Q. 7. gradient ← P Qᵀ;
     error ← M − P Qᵀ.
 
     On the wire: two collectives, (n + m) · r elements per matrix, in the bucket's dtype. State: the error (as
@@ -90,7 +90,7 @@ def _low_rank_hook(
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(f"{name} takes a gradcomp PowerSGDState as its state, got {described(state)}{hint}")
     make, later = (
-        (start_compressor, LowRankCompressor) if state.is_quantised_start else (LowRankCompressor, None)
+        (start_compressor, LowRankCompressor) if state.is_quantized_start else (LowRankCompressor, None)
     )
     return state.average(name, bucket, make, state.compressor_options(square=square), later)
 

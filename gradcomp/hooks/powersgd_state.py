@@ -42,12 +42,12 @@ class PowerSGDState(CompressedAveraging):
     Not torch's:
 
     factor_dtype: what factors are sent in. torch.bfloat16, torch.float16: so is everything else. torch.int8:
-        with a scale for every 128 elements, in two collectives per factor (a quantised all-reduce).
+        with a scale for every 128 elements, in two collectives per factor (a quantized all-reduce).
         min_compression_rate is one of bytes then. The error is what the averages really lack, so error
         feedback makes up for the rounding.
     uncompressed_dtype: with int8 factors, what vectors and other uncompressed tensors are sent in:
         torch.bfloat16 or torch.float16. None: exactly.
-    start_bits: 4 or 8: the first start_powerSGD_iter steps are quantised to so many bits, as by
+    start_bits: 4 or 8: the first start_powerSGD_iter steps are quantized to so many bits, as by
         quantization_hook, and PowerSGD goes on from their errors. None: they are exact.
 
     Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError for
@@ -136,13 +136,13 @@ class PowerSGDState(CompressedAveraging):
         )
 
     @property
-    def is_quantised_start(self) -> bool:
-        """True if the current step is one of the first, and these are quantised."""
+    def is_quantized_start(self) -> bool:
+        """True if the current step is one of the first, and these are quantized."""
         return self.start_bits is not None and self.iter < self.start_iter
 
     @property
     def is_plain_step(self) -> bool:
-        return self._waits_for_buckets or (super().is_plain_step and not self.is_quantised_start)
+        return self._waits_for_buckets or (super().is_plain_step and not self.is_quantized_start)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OPTIONS:
@@ -155,7 +155,7 @@ class PowerSGDState(CompressedAveraging):
 
         "version": the format's. Options and progress by name. "buckets" maps a bucket's index to its "kind"
         (dtype and options), "shapes", "parameters" (indices), and, once compressed, "error" (this rank's,
-        flat), "shard_error" (of a quantized start: see QuantisedCompressor) and "directions" (the Q [cols,
+        flat), "shard_error" (of a quantized start: see QuantizedCompressor) and "directions" (the Q [cols,
         rank] that the next step projects on, the same on all ranks). "parameters": "names" by index, and
         "first_buckets", the indices and shapes of parameters without a name. "from_torch": torch's memories
         whose bucket has not come yet. "errors_of": whose errors they are, {"rank", "world_size"}. "contents":

@@ -13,7 +13,7 @@ from gradcomp.comm.bucket import require_bucket, require_dense_floats
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.compress.compressor_state import CompressorState
 from gradcomp.compress.kept_plans import BlockSize, average_in_8_bits
-from gradcomp.compress.quantized import QuantisedCompressor, QuantisedOptions
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.rules import BLOCK_SIZE, described
 
 __all__ = [
@@ -34,7 +34,7 @@ class QuantizationState(CompressorState):
     bits: 4 or 8 for each element of a matrix; vectors, and tensors smaller than a block, are sent exactly.
     block_size: elements with a scale of their own, even, at most 4096.
     use_error_feedback: add what rounding loses to the next step's gradients.
-    start_iter: steps of plain all-reduce before quantisation starts.
+    start_iter: steps of plain all-reduce before quantization starts.
     uncompressed_dtype: torch.bfloat16 or torch.float16 to send vectors and small tensors in; None: exactly.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
 
@@ -57,8 +57,8 @@ class QuantizationState(CompressorState):
         compression_stats_logging_frequency: int = 10_000,
     ):
         super().__init__(
-            QuantisedCompressor,
-            QuantisedOptions(bits, block_size, use_error_feedback, uncompressed_dtype),
+            QuantizedCompressor,
+            QuantizedOptions(bits, block_size, use_error_feedback, uncompressed_dtype),
             process_group,
             start_iter=start_iter,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
@@ -69,8 +69,8 @@ class QuantizationState(CompressorState):
         return {"state_dict": self.state_dict()}
 
     def _restore(self, contents: dict[str, Any], process_group: Any) -> None:
-        options = QuantisedOptions(**contents["state_dict"]["options"])
-        contents = {**contents, "compressor": QuantisedCompressor, "options": options}
+        options = QuantizedOptions(**contents["state_dict"]["options"])
+        contents = {**contents, "compressor": QuantizedCompressor, "options": options}
         super()._restore(contents, process_group)
 
 
@@ -79,9 +79,9 @@ def quantization_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in state.options.bits bits per element; plainly in the first state.start_iter steps.
 
-    1. M ← gradient + error, cut into blocks. 2. Quantise M in one shard per rank. 3. All-to-all: every rank
-    gets its shard of all ranks. 4. It sums them in fp32, adds its own error, and quantises the mean. 5.
-    All-gather. 6. All ranks dequantise the same bytes.
+    1. M ← gradient + error, cut into blocks. 2. Quantize M in one shard per rank. 3. All-to-all: every rank
+    gets its shard of all ranks. 4. It sums them in fp32, adds its own error, and quantizes the mean. 5.
+    All-gather. 6. All ranks dequantize the same bytes.
 
     On the wire: codes, a scale in bf16 per block, and vectors exactly: at 4 bits and blocks of 128 a 7.8th of
     fp32's bytes, whatever the number of ranks. inf and NaN make their block NaN on every rank, and leave no
@@ -97,7 +97,7 @@ def quantization_hook(
     require_bucket("quantization_hook", bucket)
     if not isinstance(state, QuantizationState):
         raise TypeError(f"quantization_hook takes a QuantizationState as its state, got {described(state)}")
-    return state.average("quantization_hook", bucket, QuantisedCompressor, state.options)
+    return state.average("quantization_hook", bucket, QuantizedCompressor, state.options)
 
 
 def quantization_pertensor_hook(
@@ -105,7 +105,7 @@ def quantization_pertensor_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in 8 bits per element, in blocks of up to 1024 elements that have one scale each.
 
-    The steps are quantization_hook's, but without errors, and with the whole bucket quantised, vectors too.
+    The steps are quantization_hook's, but without errors, and with the whole bucket quantized, vectors too.
     torch's rounds once, to one scale for the bucket, which its largest element sets; this rounds twice, to
     scales of blocks so long that longer ones would save less than 0.4 % of the bytes. docs/hooks.md compares.
 

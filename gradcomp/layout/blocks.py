@@ -1,4 +1,4 @@
-"""The blocks in which a bucket is quantised, and the shards that the ranks own: arithmetic on shapes."""
+"""The blocks in which a bucket is quantized, and the shards that the ranks own: arithmetic on shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Part:
     """A tensor of a bucket, and where it is stored.
 
     position: its position among the bucket's tensors. in_bucket: its elements there. stored: its elements
-    among the padded blocks for a quantised tensor, among the exact elements for another.
+    among the padded blocks for a quantized tensor, among the exact elements for another.
     """
 
     position: int
@@ -29,32 +29,32 @@ class Part:
 class BlockLayout:
     """The blocks of a bucket's tensors, divided among world_size shards.
 
-    A tensor of two or more dimensions with at least block_size elements is quantised: it is cut into blocks,
+    A tensor of two or more dimensions with at least block_size elements is quantized: it is cut into blocks,
     the last of which is padded with zeros, so no block has elements of two tensors. The other tensors are
     sent exactly.
 
-    shapes: the tensors' shapes. quantised, exact: the tensors of either sort. runs: the quantised ones, those
+    shapes: the tensors' shapes. quantized, exact: the tensors of either sort. runs: the quantized ones, those
     that follow one another without padding as one.
     num_blocks, exact_numel: of a shard; shards are of one size, so the last ones may be padded.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], block_size: int, world_size: int):
         flat = FlatLayout(shapes)
-        quantised, exact = [], []
+        quantized, exact = [], []
         num_blocks = exact_numel = 0
         sizes = zip(flat.shapes, flat.offsets, flat.numels, strict=True)
         for position, (shape, offset, numel) in enumerate(sizes):
             in_bucket = slice(offset, offset + numel)
             if len(shape) > 1 and numel >= block_size:
                 start = num_blocks * block_size
-                quantised.append(Part(position, in_bucket, slice(start, start + numel)))
+                quantized.append(Part(position, in_bucket, slice(start, start + numel)))
                 num_blocks += -(-numel // block_size)
             elif numel:
                 exact.append(Part(position, in_bucket, slice(exact_numel, exact_numel + numel)))
                 exact_numel += numel
         self.numel, self.block_size, self.world_size = flat.numel, block_size, world_size
-        self.quantised, self.exact = tuple(quantised), tuple(exact)
-        self.runs = tuple(_merged(quantised))
+        self.quantized, self.exact = tuple(quantized), tuple(exact)
+        self.runs = tuple(_merged(quantized))
         self._run_starts = [run.stored.start for run in self.runs]
         self.num_blocks = -(-num_blocks // world_size)
         self.exact_numel = -(-exact_numel // world_size)

@@ -31,10 +31,10 @@ def refuse(**options: Any) -> None:
             )
 
 
-def synchronises_buffers(
+def synchronizes_buffers(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
-    """Return whether buffers are synchronised at construction, and before every forward.
+    """Return whether buffers are synchronized at construction, and before every forward.
 
     As torch's: broadcast_buffers=False leaves buffers alone at construction, too; the newer name does not.
     """

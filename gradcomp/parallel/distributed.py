@@ -16,7 +16,7 @@ from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
 from gradcomp.reducer.autograd import not_compiled
 
-from .arguments import check_hook, check_module, group_of, refuse, synchronises_buffers, warn_of_deprecated
+from .arguments import check_hook, check_module, group_of, refuse, synchronizes_buffers, warn_of_deprecated
 from .compiled import graphs_end_with_buckets
 from .end_of_backward import EndOfBackward
 from .join import UnevenInputs, highest_rank, will_average
@@ -53,7 +53,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
     rank. Without, options and hooks are compared in the first step.
 
     Raises as torch's does for a module without trainable parameters, on several types of devices, or
-    uninitialised; TypeError for what is no module, and for DTensors; NotImplementedError for options that
+    uninitialized; TypeError for what is no module, and for DTensors; NotImplementedError for options that
     this one does not take: mixed_precision (use torch.autocast or a compress hook),
     delay_all_reduce_named_params and param_to_hook_all_reduce (use a Reducer of your own for those
     parameters), bucket_cap_mb_list (use bucket_cap_mb).
@@ -106,7 +106,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self.module, self.dim = module, dim
         self.device = next(iter(named.values())).device
         self.device_type = self.device.type
-        sync_now, self.forward_sync_buffers = synchronises_buffers(broadcast_buffers, forward_sync_buffers)
+        sync_now, self.forward_sync_buffers = synchronizes_buffers(broadcast_buffers, forward_sync_buffers)
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -118,7 +118,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._make_reducer(verify=init_sync)
         if init_sync:
-            self._synchronise(sync_now)
+            self._synchronize(sync_now)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -163,7 +163,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self._divisor: int | None = None  # of join(), where ranks may have run out of input
         self._has_run = False
 
-    def _synchronise(self, buffers: bool) -> None:
+    def _synchronize(self, buffers: bool) -> None:
         """Compare the ranks' buffers and options, and make rank 0's parameters and buffers everyone's."""
         require_same_buffers(
             self.module,
@@ -276,7 +276,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         broadcast_coalesced(states, src, self.process_group)
 
     def buffers_before_forward(self) -> list[torch.Tensor]:
-        """Return the buffers that the next forward synchronises."""
+        """Return the buffers that the next forward synchronizes."""
         is_synced = self.require_forward_param_sync and self.forward_sync_buffers
         return buffers_of(self.module, self.parameters_to_ignore) if is_synced else []
 
@@ -286,7 +286,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             self._broadcast_buffers(buffers, src, self.process_group)
 
-    # --- serialisation ---
+    # --- serialization ---
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not dist.group.WORLD:

@@ -40,14 +40,14 @@ def require_same_buffers(
     in_forward: bool,
     at_construction: bool,
 ) -> None:
-    """Raise RuntimeError on every rank unless all ranks synchronise the same buffers at the same times."""
+    """Raise RuntimeError on every rank unless all ranks synchronize the same buffers at the same times."""
     named = [each for each in module.named_buffers() if each[0] not in ignored]
     described: list[Any] = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in named]
     require_same_on_all_ranks(
         "what DistributedDataParallel was given",
         {
             "forward_sync_buffers (broadcast_buffers)": in_forward,
-            "synchronising buffers at construction": at_construction,
+            "synchronizing buffers at construction": at_construction,
             "buffers": described if in_forward or at_construction else [],
         },
         group,

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from gradcomp.compress.powersgd import LowRankOptions
-from gradcomp.compress.quantized import QuantisedOptions
+from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.layout import BlockLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
@@ -58,7 +58,7 @@ class Payload:
 class Candidate:
     """A hook with its options.
 
-    bits: None unless it is a quantised all-reduce. rank: None unless it is PowerSGD. wire_dtype: of an
+    bits: None unless it is a quantized all-reduce. rank: None unless it is PowerSGD. wire_dtype: of an
     all-reduce in 16 bits, or of PowerSGD's factors; None for the gradients' own.
     """
 
@@ -98,8 +98,8 @@ def _payload(hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, wor
     if hook.rank is not None:
         return _low_rank(hook.low_rank_options, shapes, dtype, world_size)
     if hook.bits is not None:
-        layout = BlockLayout(shapes, QuantisedOptions(hook.bits).block_size, world_size)
-        return _quantised(layout, hook.bits, dtype.itemsize, dtype.itemsize, error_feedback=True)
+        layout = BlockLayout(shapes, QuantizedOptions(hook.bits).block_size, world_size)
+        return _quantized(layout, hook.bits, dtype.itemsize, dtype.itemsize, error_feedback=True)
     numel = BlockLayout(shapes, 2, 1).numel
     if hook.wire_dtype is None:
         return Payload((Collective("all-reduce", numel * dtype.itemsize),))
@@ -108,20 +108,20 @@ def _payload(hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, wor
     return Payload((Collective("all-reduce", numel * hook.wire_dtype.itemsize),), moved, num_launches=2)
 
 
-def _quantised(
+def _quantized(
     layout: BlockLayout, bits: int, itemsize: int, exact_itemsize: int, *, error_feedback: bool
 ) -> Payload:
-    """Return a quantised all-reduce's payload.
+    """Return a quantized all-reduce's payload.
 
-    Of a quantised element, with error feedback: quantise reads the gradient and the error and writes the
+    Of a quantized element, with error feedback: quantize reads the gradient and the error and writes the
     error and the code, and the owner's error is read for its shard. average reads the codes of all ranks for
-    its shard, and reads and writes there both errors, and writes the mean's code. dequantise reads a code and
+    its shard, and reads and writes there both errors, and writes the mean's code. dequantize reads a code and
     writes a gradient.
     """
     _, shard_bytes = layout.sections(bits, exact_itemsize)
     num_bytes = layout.world_size * shard_bytes
-    quantised = sum(part.stored.stop - part.stored.start for part in layout.quantised)
-    exact = layout.numel - quantised
+    quantized = sum(part.stored.stop - part.stored.start for part in layout.quantized)
+    exact = layout.numel - quantized
     code = bits / 8 + SCALE_BYTES / layout.block_size
     per_code = 2 * itemsize + 3 * code + code / layout.world_size
     if error_feedback:
@@ -129,7 +129,7 @@ def _quantised(
     per_exact = 2 * itemsize + (3 + 1 / layout.world_size) * exact_itemsize
     collectives = (Collective("all-to-all", num_bytes), Collective("all-gather", num_bytes))
     return Payload(
-        collectives if num_bytes else (), quantised * per_code + exact * per_exact, 3 * bool(num_bytes)
+        collectives if num_bytes else (), quantized * per_code + exact * per_exact, 3 * bool(num_bytes)
     )
 
 
@@ -147,7 +147,7 @@ def _low_rank(
     moved = (5 * compressed + 4 * uncompressed) * dtype.itemsize
     moved += FACTOR_ACCESSES * WIDE_BYTES * (layout.p_numel + layout.q_numel)
     launches = 7 if layout.matrices else 2
-    if not options.is_quantised:
+    if not options.is_quantized:
         itemsize = (options.factor_dtype or dtype).itemsize
         sizes = (layout.wire_numel * itemsize, layout.q_numel * itemsize)
         return Payload(
@@ -155,7 +155,7 @@ def _low_rank(
         )
     exact_itemsize = (options.uncompressed_dtype or dtype).itemsize
     wires = [
-        _quantised(
+        _quantized(
             BlockLayout(parts, options.BLOCK_SIZE, world_size),
             8,
             WIDE_BYTES,
@@ -165,7 +165,7 @@ def _low_rank(
         for parts in ([(1, layout.p_numel), (uncompressed,)], [(1, layout.q_numel)])
     ]
     if min(layout.p_numel, layout.q_numel) >= options.BLOCK_SIZE:
-        # The launches that write the wires quantise, too, instead of writing what is read to be quantised.
+        # The launches that write the wires quantize, too, instead of writing what is read to be quantized.
         launches -= 2
         moved -= 2 * WIDE_BYTES * (layout.p_numel + layout.q_numel)
         moved -= (dtype.itemsize + WIDE_BYTES) * uncompressed

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .candidates import CANDIDATES, Candidate, candidate_named
-from .hardware import BANDWIDTH_UTILISATION, CPU, GPUS, LAUNCH_S, Device, Gpu, Link
+from .hardware import BANDWIDTH_UTILIZATION, CPU, GPUS, LAUNCH_S, Device, Gpu, Link
 from .measurements import DTYPES, Measurements
 from .models import BUCKET_CAP_BYTES, BUILT_IN_MODELS, Model, buckets_of, load_model
 from .prediction import Compute
@@ -125,7 +125,7 @@ def _compute(options: argparse.Namespace, model: Model, device: Device) -> tuple
     batch = options.batch or model.batch
     flops = model.forward_flops(batch)
     if flops:
-        forward_s = device.compute_s(flops, model.utilisation)
+        forward_s = device.compute_s(flops, model.utilization)
         backward_s = 2 * forward_s
         samples = f"{batch * model.samples_per_item:,} {model.sample}s"
         source = f"from {samples} per rank, {3 * flops / 1e12:.3g} TFLOP at {_rate(device, model)}"
@@ -148,13 +148,13 @@ def _compute(options: argparse.Namespace, model: Model, device: Device) -> tuple
 
 def _rate(device: Device, model: Model) -> str:
     if isinstance(device, Gpu):
-        return f"{model.utilisation:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s in bf16 (assumed)"
+        return f"{model.utilization:.0%} of {device.peak_flops / 1e12:.0f} TFLOP/s in bf16 (assumed)"
     return f"{device.flops / 1e9:.0f} GFLOP/s (assumed)"
 
 
 def _cost_source(device: Device) -> str:
     if isinstance(device, Gpu):
-        memory = f"{BANDWIDTH_UTILISATION:.0%} of {device.memory_bytes_per_s / 1e9:,.0f} GB/s"
+        memory = f"{BANDWIDTH_UTILIZATION:.0%} of {device.memory_bytes_per_s / 1e9:,.0f} GB/s"
         return (
             f"own work from bytes moved at {memory}, and {LAUNCH_S * 1e6:g} µs a launch (no run on a GPU has "
             "been made)"

@@ -94,7 +94,7 @@ def fitted_rate(kind: CollectiveKind, world_size: int, samples: Iterable[tuple[i
 
 
 # The parts of a data sheet's numbers that kernels reach: assumptions, not measurements.
-BANDWIDTH_UTILISATION = 0.8
+BANDWIDTH_UTILIZATION = 0.8
 LAUNCH_S = 2e-6  # from the end of one launch on a stream to the work of the next
 ADAM_BYTES = 28  # per parameter: weight, gradient and two moments are read, all but the gradient written
 
@@ -110,15 +110,15 @@ class Gpu:
 
     def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
         """Return the time of the hook's own kernels for one bucket, from the bytes that they move."""
-        moved_s = payload.moved_bytes / (BANDWIDTH_UTILISATION * self.memory_bytes_per_s)
+        moved_s = payload.moved_bytes / (BANDWIDTH_UTILIZATION * self.memory_bytes_per_s)
         return moved_s + payload.num_launches * LAUNCH_S
 
-    def compute_s(self, flops: float, utilisation: float) -> float:
+    def compute_s(self, flops: float, utilization: float) -> float:
         """Return the time of a forward pass, say, of so many operations."""
-        return flops / (utilisation * self.peak_flops)
+        return flops / (utilization * self.peak_flops)
 
     def optimizer_s(self, numel: int) -> float:
-        return ADAM_BYTES * numel / (BANDWIDTH_UTILISATION * self.memory_bytes_per_s)
+        return ADAM_BYTES * numel / (BANDWIDTH_UTILIZATION * self.memory_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class MeasuredDevice:
             )
         return self.local_ns[hook.name] * numel / 1e9
 
-    def compute_s(self, flops: float, utilisation: float) -> float:
-        """Return the time of so many operations at the measured rate, which includes the utilisation."""
+    def compute_s(self, flops: float, utilization: float) -> float:
+        """Return the time of so many operations at the measured rate, which includes the utilization."""
         return flops / self.flops
 
     def optimizer_s(self, numel: int) -> float:

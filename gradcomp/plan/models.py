@@ -40,7 +40,7 @@ class Model:
     """A model that is trained: its parameters, and how many samples a rank has in a step by default.
 
     parameters: in registration order. sample: what num_macs counts for. samples_per_item: samples in one item
-    of a batch. utilisation: the part of a GPU's peak that such models reach in training.
+    of a batch. utilization: the part of a GPU's peak that such models reach in training.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Model:
     sample: str = ""
     samples_per_item: int = 1
     batch: int = 1
-    utilisation: float = 0.4
+    utilization: float = 0.4
 
     @property
     def numel(self) -> int:
@@ -156,12 +156,12 @@ def _matrix(rows: int, cols: int) -> Parameter:
 
 
 def _weight_and_bias(num_features: int) -> Iterator[Parameter]:
-    """Yield a normalisation layer's two vectors."""
+    """Yield a normalization layer's two vectors."""
     yield Parameter((num_features,))
     yield Parameter((num_features,))
 
 
-# By name: the parameters, the sample, samples of an item, items of a rank's batch, utilisation.
+# By name: the parameters, the sample, samples of an item, items of a rank's batch, utilization.
 _BUILT_IN: dict[str, tuple[Callable[[], Iterator[Parameter]], str, int, int, float]] = {
     "resnet50": (resnet50, "image", 1, 64, 0.2),
     "bert-large": (bert_large, "token", 512, 8, 0.4),
@@ -173,8 +173,8 @@ BUILT_IN_MODELS = tuple(_BUILT_IN)
 
 def built_in_model(name: str) -> Model:
     """Return the model of BUILT_IN_MODELS with this name."""
-    parameters, sample, samples_per_item, batch, utilisation = _BUILT_IN[name]
-    return Model(name, tuple(parameters()), sample, samples_per_item, batch, utilisation)
+    parameters, sample, samples_per_item, batch, utilization = _BUILT_IN[name]
+    return Model(name, tuple(parameters()), sample, samples_per_item, batch, utilization)
 
 
 def num_elements(shapes: Iterable[Shape]) -> int:

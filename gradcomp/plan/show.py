@@ -173,8 +173,8 @@ NUM_POINTS = 32  # of each axis
 BITS_PER_S = (5e7, 4e11)
 WORLD_SIZES = (2, 10_000)
 SPEEDUPS = (1.5, 3, 10, 30, 100)
-# Okabe and Ito's palette, which colour-blind readers can distinguish too; grey is no compression.
-COLOURS = ("#56B4E9", "#0072B2", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#000000")
+# Okabe and Ito's palette, which color-blind readers can distinguish too; grey is no compression.
+COLORS = ("#56B4E9", "#0072B2", "#009E73", "#F0E442", "#E69F00", "#D55E00", "#CC79A7", "#000000")
 NO_COMPRESSION = "#DDDDDD"
 
 
@@ -194,7 +194,7 @@ def draw_map(scenario: Scenario, link: Link, path: Path) -> None:
     bits_per_s, world_sizes = _axis(*BITS_PER_S), sorted({round(each) for each in _axis(*WORLD_SIZES)})
     found = scenario.sweep(link, [each / 8 for each in bits_per_s], world_sizes)
     names = _names(scenario, found)
-    colours = [NO_COMPRESSION, *(COLOURS[index % len(COLOURS)] for index in range(len(names) - 1))]
+    colors = [NO_COMPRESSION, *(COLORS[index % len(COLORS)] for index in range(len(names) - 1))]
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 5), layout="constrained", sharey=True)
     for axes, hook, speedup, title in (
         (panels[0], "hook", "speedup", "cost in accuracy known for as many bytes saved"),
@@ -204,7 +204,7 @@ def draw_map(scenario: Scenario, link: Link, path: Path) -> None:
             bits_per_s,
             world_sizes,
             [[names.index(getattr(each, hook)) for each in row] for row in found],
-            cmap=ListedColormap(colours),
+            cmap=ListedColormap(colors),
             norm=BoundaryNorm([each - 0.5 for each in range(len(names) + 1)], len(names)),
             shading="nearest",
         )
@@ -228,7 +228,7 @@ def draw_map(scenario: Scenario, link: Link, path: Path) -> None:
         f"Don't compress: less than {LEAST_HEADROOM:.0%} to gain, or no such hook is faster.",
         fontsize=9,
     )
-    patches = [Patch(color=colour, label=_label(name)) for colour, name in zip(colours, names, strict=True)]
+    patches = [Patch(color=color, label=_label(name)) for color, name in zip(colors, names, strict=True)]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

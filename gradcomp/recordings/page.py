@@ -13,7 +13,7 @@ from .run import RecordedRun
 # In the SVG's own units: narrow, so that text stays readable on a telephone.
 WIDTH, HEIGHT = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 12, 44
-LABELLED_HEIGHT = HEIGHT + 48
+LABELED_HEIGHT = HEIGHT + 48
 # More points than that can't be told apart.
 MAX_POINTS = 240
 
@@ -67,8 +67,8 @@ class Chart:
             f'<p class="legend">{legend}</p>{note}</figure>'
         )
 
-    def labelled(self) -> str:
-        """Return SVG elements, WIDTH wide and LABELLED_HEIGHT high: title, picture, legend."""
+    def labeled(self) -> str:
+        """Return SVG elements, WIDTH wide and LABELED_HEIGHT high: title, picture, legend."""
         legend, x = [], LEFT
         for index, line in enumerate(self.lines):
             legend.append(
@@ -117,7 +117,7 @@ def _sample(index: int, line: Line) -> str:
 
 
 def _thinned(line: Line) -> Line:
-    """Put neighbouring points together: the median of their values, and their bands' whole range."""
+    """Put neighboring points together: the median of their values, and their bands' whole range."""
     size = -(-len(line.points) // MAX_POINTS)
     if size <= 1:
         return line
@@ -165,8 +165,8 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
-# Okabe and Ito's blue and orange, which colour-blind readers can distinguish; lighter ones on a dark page.
-COLOURS = """
+# Okabe and Ito's blue and orange, which color-blind readers can distinguish; lighter ones on a dark page.
+COLORS = """
 :root { color-scheme: light dark; --ink: #1c1f23; --faint: #5c6570; --page: #ffffff; --card: #f5f7f9;
   --rule: #d6dce2; --line0: #0072b2; --line1: #b85500; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8ebee; --faint: #a3adb8; --page: #14171a;
@@ -210,7 +210,7 @@ def page(runs: Sequence[RecordedRun], file_names: Sequence[str]) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<title>gradcomp: what compression did</title>"
-        f"<style>{COLOURS}{OF_PICTURES}{OF_THE_PAGE}</style></head><body>"
+        f"<style>{COLORS}{OF_PICTURES}{OF_THE_PAGE}</style></head><body>"
         "<h1>What compression did</h1>"
         f'<p class="from">Recorded by gradcomp in {escape(", ".join(file_names))}.</p>'
         f"{''.join(_section(run) for run in runs)}</body></html>\n"
@@ -220,18 +220,18 @@ def page(runs: Sequence[RecordedRun], file_names: Sequence[str]) -> str:
 def picture(run: RecordedRun) -> str:
     """Return the run's charts as one SVG file."""
     charts = _charts(run)
-    across, down = WIDTH + GAP, LABELLED_HEIGHT + GAP
+    across, down = WIDTH + GAP, LABELED_HEIGHT + GAP
     width, height = across * COLUMNS + GAP, down * -(-len(charts) // COLUMNS) + GAP
     cells = []
     for index, chart in enumerate(charts):
         row, column = divmod(index, COLUMNS)
         cells.append(
             f'<g transform="translate({GAP + across * column} {GAP + down * row})"><rect class="card" rx="8" '
-            f'width="{WIDTH}" height="{LABELLED_HEIGHT}"/>{chart.labelled()}</g>'
+            f'width="{WIDTH}" height="{LABELED_HEIGHT}"/>{chart.labeled()}</g>'
         )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}"><style>{COLOURS}{OF_PICTURES}</style>'
+        f'height="{height}"><style>{COLORS}{OF_PICTURES}</style>'
         f'<rect width="{width}" height="{height}" fill="var(--page)"/>{"".join(cells)}</svg>\n'
     )
 

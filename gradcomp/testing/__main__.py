@@ -34,8 +34,8 @@ def power_sgd(module: Any, rank: int) -> MakeState:
     return partial(module.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
 
-def quantised(bits: int) -> MakeState:
-    """Return a maker of states that quantise from the third step on, in blocks that fit in small matrices."""
+def quantized(bits: int) -> MakeState:
+    """Return a maker of states that quantize from the third step on, in blocks that fit in small matrices."""
     return partial(quantization.QuantizationState, bits=bits, block_size=16, start_iter=2)
 
 
@@ -60,8 +60,8 @@ def hooks_of(default: Any, module: Any) -> dict[str, tuple[Hook, MakeState]]:
 
 OURS: dict[str, tuple[Hook, MakeState]] = {
     **hooks_of(default_hooks, powerSGD),
-    "int8": (quantization.quantization_hook, quantised(8)),
-    "int4": (quantization.quantization_hook, quantised(4)),
+    "int8": (quantization.quantization_hook, quantized(8)),
+    "int4": (quantization.quantization_hook, quantized(4)),
     "pertensor": (quantization.quantization_pertensor_hook, None),
     "perchannel": (perchannel_hook, None),
 }

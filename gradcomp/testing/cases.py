@@ -109,7 +109,7 @@ class Drawn:
     def _few(self) -> int:
         """The least number of zero steps.
 
-        It is 4 for a hook that averages, whose errors soon fall below its quantisation levels, else 16.
+        It is 4 for a hook that averages, whose errors soon fall below its quantization levels, else 16.
         """
         return 16 if self.claims.element_error >= 1 else 4
 

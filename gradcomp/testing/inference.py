@@ -191,8 +191,8 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
     is_batched = "batched" in _names(hook)
     is_exact = not state.orthogonalization_epsilon
     factor_dtype = getattr(state, "factor_dtype", None)
-    is_quantised, start_bits = factor_dtype == torch.int8, getattr(state, "start_bits", None)
-    sent_in = (getattr(state, "uncompressed_dtype", None) if is_quantised else factor_dtype) or torch.float64
+    is_quantized, start_bits = factor_dtype == torch.int8, getattr(state, "start_bits", None)
+    sent_in = (getattr(state, "uncompressed_dtype", None) if is_quantized else factor_dtype) or torch.float64
     precision = max(claims.precision, sent_in, key=unit_roundoff)
     if factor_dtype is not None:
         rate *= factor_dtype.itemsize / 8  # min_compression_rate counts bytes; most are saved in fp64
@@ -205,7 +205,7 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
         precision=precision,
         # The probe's matrix may be too small to be compressed.
         start=0 if start_bits else state.start_powerSGD_iter,
-        exact_rank=rank if is_exact and not (is_batched or is_quantised or start_bits) else None,
+        exact_rank=rank if is_exact and not (is_batched or is_quantized or start_bits) else None,
         exact_shapes=None if is_batched or start_bits else partial(_is_not_compressed, rank, rate),
         contraction=0.0,
         error_feedback=keeps_error,

@@ -7,8 +7,8 @@ rank a list of tensors. Averages are [index], in float64.
     fp16_compress_hook, bf16_compress_hook      sixteen_bit_mean
     powerSGD_hook                               PowerSGDOracle, after start_powerSGD_iter steps of mean
     batched_powerSGD_hook                       BatchedPowerSGDOracle, likewise
-    quantization_hook                           QuantisedOracle, after start_iter steps of mean
-    quantization_perchannel_hook, ..pertensor.. QuantisedOracle of the bucket as a row, without feedback
+    quantization_hook                           QuantizedOracle, after start_iter steps of mean
+    quantization_perchannel_hook, ..pertensor.. QuantizedOracle of the bucket as a row, without feedback
     fp16_compress_wrapper(...) of one of them   the same, of rounded gradients
 """
 
@@ -148,14 +148,14 @@ class BatchedPowerSGDOracle(PowerSGDOracle):
         return square
 
 
-class QuantisedOracle:
-    """The quantised all-reduce with error feedback on senders and owners, tensor by tensor.
+class QuantizedOracle:
+    """The quantized all-reduce with error feedback on senders and owners, tensor by tensor.
 
     shapes: the tensors' shapes. A tensor of two or more dimensions with at least block_size elements is
-        quantised in blocks, its last one padded with zeros. All others are averaged exactly.
+        quantized in blocks, its last one padded with zeros. All others are averaged exactly.
 
-    With the sender's error e_r and the owner's o, zeros at first: Q_r = quantised(g_r + e_r); e_r becomes
-    g_r + e_r − Q_r; the average is quantised(A) with A = (Σ Q_r + o) / W; o becomes W · (A − average). Which
+    With the sender's error e_r and the owner's o, zeros at first: Q_r = quantized(g_r + e_r); e_r becomes
+    g_r + e_r − Q_r; the average is quantized(A) with A = (Σ Q_r + o) / W; o becomes W · (A − average). Which
     rank owns a block makes no difference. A block of which no rank sends anything keeps its o.
 
     errors: [rank][index], the e_r, and owner_errors: [index], the o; float64. Assign to both to continue from
@@ -167,7 +167,7 @@ class QuantisedOracle:
     ):
         self.shapes = [tuple(shape) for shape in shapes]
         self.bits, self.block_size, self.error_feedback = bits, block_size, error_feedback
-        self.quantised = [
+        self.quantized = [
             index
             for index, shape in enumerate(self.shapes)
             if len(shape) > 1 and math.prod(shape) >= block_size
@@ -180,17 +180,17 @@ class QuantisedOracle:
         averages = mean(gradients)
         if self.errors is None:
             self.errors = [self._zeros() for _ in gradients]
-        for index in self.quantised:
+        for index in self.quantized:
             owed = self._blocks(self.owner_errors[index])
             total, is_sent = torch.zeros_like(owed), torch.zeros(len(owed), 1, dtype=torch.bool)
             for gradient, error in zip(gradients, self.errors, strict=True):
                 matrix = self._blocks(_wide(gradient[index]) + error[index])
-                sent = quantised(matrix, self.bits)
+                sent = quantized(matrix, self.bits)
                 total += sent
                 is_sent |= sent.ne(0).any(1, keepdim=True)
                 error[index] = self._lost(matrix - sent, index)
             total = torch.where(is_sent, (total + owed) / len(gradients), 0.0)
-            average = quantised(total, self.bits)
+            average = quantized(total, self.bits)
             averages[index] = self._tensor(average, index)
             lost = torch.where(is_sent, len(gradients) * (total - average), owed)
             self.owner_errors[index] = self._lost(lost, index)
@@ -212,12 +212,12 @@ class QuantisedOracle:
         return self._tensor(kept, index)
 
 
-def quantised(blocks: torch.Tensor, bits: int) -> torch.Tensor:
+def quantized(blocks: torch.Tensor, bits: int) -> torch.Tensor:
     """Round blocks [num_blocks, size] to 8 or 4 bits with one scale in bf16 each; NaN if not finite.
 
     8 bits: multiples of the scale, which is the largest absolute value / 127. 4 bits: the nearest of
     normal_levels() to value / root mean square, times the scale of least squares. Zeros stay zeros. The end
-    of a dtype's range is not modelled.
+    of a dtype's range is not modeled.
     """
     is_finite = blocks.isfinite().all(1, keepdim=True)
     finite = torch.where(is_finite, blocks, 0.0)

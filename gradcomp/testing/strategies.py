@@ -13,7 +13,7 @@ from gradcomp.testing.workload import Poison, Shape, Spectrum, Workload
 
 __all__ = ["buckets_of", "dtypes", "poisons", "shapes", "spectra", "workloads"]
 
-# Small dimensions, primes, powers of two and their neighbours.
+# Small dimensions, primes, powers of two and their neighbors.
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 64)
 SPECTRA: tuple[Spectrum, ...] = ("flat", "low_rank", "power_law", "clustered", "zero")
 

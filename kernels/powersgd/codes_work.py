@@ -1,6 +1,6 @@
 """The tables of the kernel that packs a PowerSGD factor as codes: arithmetic on shapes alone.
 
-The wire that quantise would cut into blocks isn't written. A program makes a tile of its blocks from the
+The wire that quantize would cut into blocks isn't written. A program makes a tile of its blocks from the
 partial sums of the matrices whose factors the tile has elements of.
 """
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..quantize.work import BLOCKS, COPY, QuantisedWork
+from ..quantize.work import BLOCKS, COPY, QuantizedWork
 from . import work as powersgd_work
 from .work import LowRankWork, wire_stride
 
@@ -40,14 +40,14 @@ class FactorCodesWork:
     def __init__(
         self, work: LowRankWork, factor: str, layout: BlockLayout, itemsize: int, exact_itemsize: int
     ):
-        codes = QuantisedWork(layout, BITS, itemsize, exact_itemsize)
+        codes = QuantizedWork(layout, BITS, itemsize, exact_itemsize)
         self.factors = list(_factors(work, factor, itemsize))
         self.work = list(self._block_work(codes.bucket_work))
         if factor == "p":
             self.work += _copy_work(work, layout, exact_itemsize)
 
     def _block_work(self, tiles: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """Yield the rows of quantise's tiles."""
+        """Yield the rows of quantize's tiles."""
         starts = [row[0] for row in self.factors]
         stops = [row[0] + row[1] for row in self.factors]
         for row in tiles:
@@ -60,7 +60,7 @@ class FactorCodesWork:
 
 
 def is_packed_as_codes(work: LowRankWork, block_size: int) -> bool:
-    """Return whether both factors are long enough to be quantised, not sent exactly."""
+    """Return whether both factors are long enough to be quantized, not sent exactly."""
     return min(work.uncompressed_start, work.q_wire_numel) >= block_size
 
 

@@ -1,4 +1,4 @@
-"""Orthonormalise all P panels of a bucket in two launches.
+"""Orthonormalize all P panels of a bucket in two launches.
 
 This is Gram–Schmidt in the Gram matrix's inner product: every panel is read twice, whatever its rank.
 
@@ -33,7 +33,7 @@ BLOCKS_NUM_WARPS = 8
 
 
 @triton.jit
-def _orthonormalise_blocks_kernel(
+def _orthonormalize_blocks_kernel(
     wire_ptr,
     p_ptr,
     matrices_ptr,
@@ -42,7 +42,7 @@ def _orthonormalise_blocks_kernel(
     RANK_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute what _orthonormalise_kernel does, for any RANK, RANK_BLOCK columns at a time, in fp64.
+    """Compute what _orthonormalize_kernel does, for any RANK, RANK_BLOCK columns at a time, in fp64.
 
     This is block Gram–Schmidt: each block against the blocks before it, then within, twice (with epsilon
     once).
@@ -78,11 +78,11 @@ def _orthonormalise_blocks_kernel(
             tl.debug_barrier()
 
 
-def orthonormalise_blocks(
+def orthonormalize_blocks(
     wire: torch.Tensor, matrices: torch.Tensor, *, out: torch.Tensor, rank: int, epsilon: float, block: int
 ) -> None:
-    """Do what orthonormalize.py's orthonormalise does, for a rank that is a multiple of 32."""
-    launch(_orthonormalise_blocks_kernel, len(matrices))(
+    """Do what orthonormalize.py's orthonormalize does, for a rank that is a multiple of 32."""
+    launch(_orthonormalize_blocks_kernel, len(matrices))(
         wire,
         out,
         matrices,
@@ -133,7 +133,7 @@ def _gram_kernel(
     """Compute PᵀP over a chunk of a panel's rows, in fp64, or with PAIRS in pairs of fp32.
 
     wire_ptr: the panels, all-reduced. scratch_ptr: the first slots are the programs' results.
-    Grid: one program per row of work_ptr (_orthonormalise_work). Reads the panels once, with PAIRS once more
+    Grid: one program per row of work_ptr (_orthonormalize_work). Reads the panels once, with PAIRS once more
     for the scale and, from the cache, once per pair of column blocks.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -160,7 +160,7 @@ def chunk_in_fp64(
     panel_ptr, stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count, epsilon,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do one program's work of _orthonormalise_kernel in fp64."""
+    """Do one program's work of _orthonormalize_kernel in fp64."""
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     TOLERANCE: tl.constexpr = DEPENDENT_FP64 if TYPE == tl.float64 else DEPENDENT
     last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
@@ -186,7 +186,7 @@ def chunk_in_pairs(
     triangle_ptr, gram_ptr, epsilon, RANK: tl.constexpr, BLOCK: tl.constexpr, GRAM_BLOCK: tl.constexpr,
     LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Do one program's work of _orthonormalise_kernel in pairs. triangle_ptr, gram_ptr: its own scratch."""
+    """Do one program's work of _orthonormalize_kernel in pairs. triangle_ptr, gram_ptr: its own scratch."""
     last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
     hi, lo, scale = in_pairs.sum_chunks(slots_ptr, count, triangle_ptr, RANK)
     epsilon = (tl.full((), 1.0, tl.float64) * epsilon).to(tl.float32)
@@ -216,7 +216,7 @@ def chunk_in_pairs(
 
 
 @triton.jit
-def _orthonormalise_kernel(
+def _orthonormalize_kernel(
     wire_ptr,
     scratch_ptr,
     p_ptr,
@@ -272,7 +272,7 @@ def launch_shape(rank: int, itemsize: int) -> int:
     return 16384 // itemsize // rank if rank == 16 else 64
 
 
-def orthonormalise(
+def orthonormalize(
     wire: torch.Tensor,
     matrices: torch.Tensor,
     work: torch.Tensor,
@@ -288,7 +288,7 @@ def orthonormalise(
     Beyond rank 32, one launch of orthonormalize.py, in fp64.
 
     wire: the all-reduced wire buffer, which begins with all P. matrices, work: int64 tables of LowRankWork
-    (matrix_table, orthonormalise_work). scratch: fp64, LowRankWork's orthonormalise_numel.
+    (matrix_table, orthonormalize_work). scratch: fp64, LowRankWork's orthonormalize_numel.
     out: the padded panels, fp32 (fp64 for an fp64 bucket). epsilon: as torch's orthogonalization_epsilon,
     added to the length by which a column is divided (beyond rank 32 up to a relative difference of epsilon /
     length). With epsilon there is no second pass over ill-conditioned panels, because it would undo what
@@ -299,7 +299,7 @@ def orthonormalise(
         return
     if rank > 32:
         block = launch_shape(rank, out.itemsize)
-        orthonormalise_blocks(wire, matrices, out=out, rank=rank, epsilon=epsilon, block=block)
+        orthonormalize_blocks(wire, matrices, out=out, rank=rank, epsilon=epsilon, block=block)
         return
     pairs = is_fp64_slow(wire.device) if pairs is None else pairs
     launch_both(wire, scratch, out, matrices, work, epsilon, rank, pairs=pairs and out.dtype == torch.float32)
@@ -330,7 +330,7 @@ def launch_both(
     options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": rank > 8 and not pairs}
     scratch = scratch.view(torch.float32) if pairs else scratch
     launch(_gram_kernel, len(work))(wire, scratch, matrices, work, BLOCK=gram_block, **constants, **options)
-    launch(_orthonormalise_kernel, len(work))(
+    launch(_orthonormalize_kernel, len(work))(
         wire,
         scratch,
         out,

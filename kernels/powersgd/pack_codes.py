@@ -1,4 +1,4 @@
-"""Fill the payload of a factor's quantised all-reduce: add up partial factors, and quantise the sums."""
+"""Fill the payload of a factor's quantized all-reduce: add up partial factors, and quantize the sums."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FactorCodes:
 
     @classmethod
     def of(cls, work: LowRankWork, factor: str, plan: Any, itemsize: int) -> FactorCodes:
-        """Make those of one factor, "p" or "q". plan: the QuantisedPlan of its wire. itemsize: the wire's."""
+        """Make those of one factor, "p" or "q". plan: the QuantizedPlan of its wire. itemsize: the wire's."""
         tables = FactorCodesWork(work, factor, plan.layout, itemsize, plan.exact_dtype.itemsize)
         device = plan.payload.device
         factors, programs = (_table(rows, device) for rows in (tables.factors, tables.work))
@@ -119,7 +119,7 @@ def _pack_codes_kernel(
     """Write the codes and scales of scale · (sums of the partial panels), or scale · gradient.
 
     The sums are in the order of the partial panels' indices. partial_ptr: [partial sums, RANK, BLOCK], panels
-    column after column. grad_ptr: the bucket. payload_ptr: see QuantisedWork. EXACT: the dtype of exact
+    column after column. grad_ptr: the bucket. payload_ptr: see QuantizedWork. EXACT: the dtype of exact
     elements there. CAP: the largest scale. factors_ptr, work_ptr: see FactorCodesWork. Grid: one program per
     row of work_ptr, a tile of BLOCKS blocks of SIZE elements or a copy of exact elements.
     Moves each partial sum once, 4 B, per element of the factor a byte of code and 2 / SIZE of scale, and each
@@ -151,7 +151,7 @@ def pack_codes(
     block: int,
     scale: float,
 ) -> None:
-    """Sum the partial P (or Q), quantise it in 8 bits, and copy the uncompressed tensors, in one launch.
+    """Sum the partial P (or Q), quantize it in 8 bits, and copy the uncompressed tensors, in one launch.
 
     It leaves in codes.payload what pack and quantize/blocks.py would, bit for bit. partial, grad,
     rank, block, scale: as in pack.

@@ -10,11 +10,11 @@ import torch
 
 from ..device import has_streams, is_fp64_slow, launching_on, send
 from ..launch import Stage
-from ..quantize.plan import QuantisedPlan
+from ..quantize.plan import QuantizedPlan
 from ..scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
 from .back_project import back_project
 from .codes_work import is_packed_as_codes
-from .orthonormalize import orthonormalise
+from .orthonormalize import orthonormalize
 from .pack import pack
 from .pack_codes import FactorCodes, pack_codes
 from .project import project
@@ -58,7 +58,7 @@ class LowRankTensors:
         self.matrices = send(torch.tensor(work.matrix_table, dtype=torch.int64), device)
         self.tables = {
             name: send(torch.tensor(getattr(work, f"{name}_work"), dtype=torch.int64), device)
-            for name in ("project", "pack", "orthonormalise", "back_project", "reduce", "reconstruct")
+            for name in ("project", "pack", "orthonormalize", "back_project", "reduce", "reconstruct")
         }
 
     def randomise(self, work: LowRankWork, seed: int) -> None:
@@ -96,7 +96,7 @@ class LowRankStages:
         self._codes = {"pack": codes[0], "reduce": codes[1]} if codes else {}
         self.project = Stage(self._project, dtype, float)
         self.pack_p = Stage(self._pack_p, dtype, float)
-        self.orthonormalise = Stage(self._orthonormalise, dtype, float)
+        self.orthonormalize = Stage(self._orthonormalize, dtype, float)
         self.back_project = Stage(self._back_project, dtype, float)
         self.reconstruct = Stage(self._reconstruct, dtype, int)
 
@@ -110,12 +110,12 @@ class LowRankStages:
             (work.partial_numel, wide),
             (work.p_wire_numel, wire_dtype),
             (work.q_wire_numel, wire_dtype),
-            (work.orthonormalise_numel, torch.float64),
+            (work.orthonormalize_numel, torch.float64),
         ]
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
-        for stage in (self.project, self.back_project, self.orthonormalise, self.reconstruct):
+        for stage in (self.project, self.back_project, self.orthonormalize, self.reconstruct):
             stage.compile()
         if self._codes:
             self.pack_p.compile()
@@ -140,16 +140,16 @@ class LowRankStages:
     def _pack_p(self, buffer: torch.Tensor, scale: float) -> None:
         self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
 
-    def _orthonormalise(self, buffer: torch.Tensor, scale: float) -> None:
-        self.orthonormalise_in(self._arithmetic.in_pairs)
+    def _orthonormalize(self, buffer: torch.Tensor, scale: float) -> None:
+        self.orthonormalize_in(self._arithmetic.in_pairs)
 
-    def orthonormalise_in(self, pairs: bool) -> None:
-        """Orthonormalise P in pairs of fp32, or in fp64."""
+    def orthonormalize_in(self, pairs: bool) -> None:
+        """Orthonormalize P in pairs of fp32, or in fp64."""
         own = self._tensors
-        orthonormalise(
+        orthonormalize(
             self.p_wire,
             own.matrices,
-            own.tables["orthonormalise"],
+            own.tables["orthonormalize"],
             scratch=self._grams,
             out=own.p,
             rank=self._work.rank,
@@ -159,7 +159,7 @@ class LowRankStages:
 
     def _back_project(self, buffer: torch.Tensor, scale: float) -> None:
         own, feedback = self._tensors, self._arithmetic.error_feedback
-        self._orthonormalise(buffer, scale)
+        self._orthonormalize(buffer, scale)
         back_project(
             own.memory if feedback else buffer,
             own.p,
@@ -259,7 +259,7 @@ class LowRankPlan:
         self._memory, self._p, self._q, self._norms = own.memory, own.p, own.q, own.norms
         self._scratch_parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
         self._scratch: Scratch | None = None
-        self._quantised: tuple[QuantisedPlan, QuantisedPlan] | None = None
+        self._quantized: tuple[QuantizedPlan, QuantizedPlan] | None = None
         self._codes: tuple[FactorCodes, FactorCodes] | None = None
         self._shares_scratch = shares_scratch
         with launching_on(device):
@@ -281,8 +281,8 @@ class LowRankPlan:
                 self._stages.compile()
 
     def send_in_codes(self, p: Any, q: Any) -> None:
-        """Leave P and Q in these QuantisedPlans' payloads, instead of on the wires, from the next step on."""
-        self._quantised = (p, q)
+        """Leave P and Q in these QuantizedPlans' payloads, instead of on the wires, from the next step on."""
+        self._quantized = (p, q)
         if is_packed_as_codes(self._work, p.layout.block_size):
             itemsize = torch.promote_types(self._dtype, torch.float32).itemsize
             self._codes = (
@@ -315,26 +315,26 @@ class LowRankPlan:
         if not self._codes:
             for index in left_out:
                 self.sent_p(index).zero_()
-            if self._quantised:
-                self._quantised[0].quantise(self.p_wire, 0)
+            if self._quantized:
+                self._quantized[0].quantize(self.p_wire, 0)
 
-    def orthonormalise(self, pairs: bool | None = None) -> None:
+    def orthonormalize(self, pairs: bool | None = None) -> None:
         """Set P to orthonormal bases of the panels in p_wire. Two launches.
 
         pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
         """
         with launching_on(self._device):
             if pairs is None:
-                self._stages.orthonormalise(self.p_wire, 1.0)
+                self._stages.orthonormalize(self.p_wire, 1.0)
             else:
-                self._stages.orthonormalise_in(pairs)
+                self._stages.orthonormalize_in(pairs)
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Orthonormalise P, and compute q_wire = scale · (all Mᵀ P). Four launches."""
+        """Orthonormalize P, and compute q_wire = scale · (all Mᵀ P). Four launches."""
         with launching_on(self._device):
             self._stages.back_project(buffer, scale)
-        if self._quantised and not self._codes:
-            self._quantised[1].quantise(self.q_wire, 0)
+        if self._quantized and not self._codes:
+            self._quantized[1].quantize(self.q_wire, 0)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; keep Q for the next step. One launch."""

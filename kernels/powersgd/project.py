@@ -113,7 +113,7 @@ def project_fma(
 
     acc = ()
     for _ in tl.static_range(RANK):
-        # Sums over neighbouring columns stay within a thread; sums over threads wait for the end.
+        # Sums over neighboring columns stay within a thread; sums over threads wait for the end.
         acc = acc + (tl.zeros((BLOCK_ROWS, BLOCK_COLS // FOLD), COMPUTE),)
     for col_block in range(first, last):
         if RELOADED:

@@ -37,7 +37,7 @@ FACTOR_TILE = 1024  # elements of a factor: 128 bits of a 16-bit wire for each o
 # Enough programs for every multiprocessor to have several; more would only mean more partial sums.
 NUM_PROGRAMS = 1024
 MAX_TILES = 16  # tiles that one program processes
-# Programs that orthonormalise one P, each of which adds up all their partial Gram matrices.
+# Programs that orthonormalize one P, each of which adds up all their partial Gram matrices.
 MAX_CHUNKS = 32
 CHUNK_NUMEL = 4096  # elements of P that are worth a program
 
@@ -113,8 +113,8 @@ class LowRankWork:
             *((COPY, *copy, 0, 0) for copy in self._copies()),
         ]
         self.reduce_work = list(self._reduce_work(self.back_project_work, self.block_cols, "cols", "q_wire"))
-        self.orthonormalise_work = list(self._orthonormalise_work())
-        self.orthonormalise_numel = 3 * len(self.orthonormalise_work) * self.rank * (self.rank + 1)
+        self.orthonormalize_work = list(self._orthonormalize_work())
+        self.orthonormalize_numel = 3 * len(self.orthonormalize_work) * self.rank * (self.rank + 1)
         self.reconstruct_work = [
             *self._next_q_work(),
             *((TILES, *row[:4], 0, 0) for row in self.project_work),
@@ -198,7 +198,7 @@ class LowRankWork:
                 for span in _ranges(self.num_row_blocks(matrix), self._tiles_per_program):
                     yield index, block, *span, 0, 0, 0
 
-    def _orthonormalise_work(self) -> Iterator[tuple[int, ...]]:
+    def _orthonormalize_work(self) -> Iterator[tuple[int, ...]]:
         """Yield (matrix, first row of P, one past the last, the matrix's first program, their number).
 
         The last program's rows include the panel's padding.

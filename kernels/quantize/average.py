@@ -1,4 +1,4 @@
-"""Average a shard from the payloads of all ranks, and quantise the mean."""
+"""Average a shard from the payloads of all ranks, and quantize the mean."""
 
 import torch
 import triton
@@ -64,11 +64,11 @@ def _sent_by(
 
 @triton.jit
 def _sum_of_ranks(
-    received_ptr, payload_bytes, code_at, scale_at, num_blocks, quantiser_ptr,
+    received_ptr, payload_bytes, code_at, scale_at, num_blocks, quantizer_ptr,
     ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr,
     SIZE: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return SHRINK · Σ dequantised tiles in the order of the ranks, and where a scale was not zero.
+    """Return SHRINK · Σ dequantized tiles in the order of the ranks, and where a scale was not zero.
 
     Loads of AHEAD ranks are in flight at a time.
     """
@@ -94,14 +94,14 @@ def _sum_of_ranks(
                 received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 3,
                 WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
             )  # fmt: skip
-        total += decode(packed, scale.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
+        total += decode(packed, scale.to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
         is_sent |= (scale != 0.0).to(tl.int32)
         if AHEAD > 1:
-            total += decode(packed_1, scale_1.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
+            total += decode(packed_1, scale_1.to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
             is_sent |= (scale_1 != 0.0).to(tl.int32)
         if AHEAD > 2:
-            total += decode(packed_2, scale_2.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
-            total += decode(packed_3, scale_3.to(ACC) * SHRINK, quantiser_ptr, ACC, BITS)
+            total += decode(packed_2, scale_2.to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
+            total += decode(packed_3, scale_3.to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
             is_sent |= ((scale_2 != 0.0) | (scale_3 != 0.0)).to(tl.int32)
     return total, is_sent != 0
 
@@ -140,7 +140,7 @@ def _average_kernel(
     mean_ptr,
     error_ptr,
     shard_error_ptr,
-    quantiser_ptr,
+    quantizer_ptr,
     work_ptr,
     rank: tl.int64,
     WORLD_SIZE: tl.constexpr,
@@ -154,13 +154,13 @@ def _average_kernel(
     BLOCKS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """Compute mean = quantised((Σ dequantised + E) / W); E = W · what is lost there; error += E.
+    """Compute mean = quantized((Σ dequantized + E) / W); E = W · what is lost there; error += E.
 
     E: shard_error, which stays in a block of which no rank sent anything. The sum is in the order of the W
     ranks. Neither it nor E overflows: its addends are multiplied by SHRINK, the mean is at most LARGEST, the
     error's largest finite number, and E at most half of that. received_ptr: the ranks' payloads, mean_ptr:
-    one payload, as elements of the bucket's dtype. error_ptr, shard_error_ptr: see quantise; of error, this
-    rank's shard is changed. work_ptr: shard_work of QuantisedWork. Grid: one program per row of that.
+    one payload, as elements of the bucket's dtype. error_ptr, shard_error_ptr: see quantize; of error, this
+    rank's shard is changed. work_ptr: shard_work of QuantizedWork. Grid: one program per row of that.
     Moves per fp32 element of the shard: BITS / 8 B of codes for each of W + 1 payloads, 8 of either error.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
@@ -186,7 +186,7 @@ def _average_kernel(
             code_at,
             scale_at,
             third,
-            quantiser_ptr,
+            quantizer_ptr,
             ACC,
             WORLD_SIZE,
             SHRINK,
@@ -203,7 +203,7 @@ def _average_kernel(
             if ACC != tl.float64:
                 senders = tl.load(error + offs, mask=mask, other=0.0)
         mean = _mean_of(total, WORLD_SIZE, SHRINK)
-        codes, scale, lost = encode(mean, quantiser_ptr, SIZE, BITS, CAP)
+        codes, scale, lost = encode(mean, quantizer_ptr, SIZE, BITS, CAP)
         payload = mean_ptr.to(tl.pointer_type(tl.uint8))
         store_codes(codes_at(payload, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
         store_scales(payload, scale_at, scale, third, BLOCKS)
@@ -222,7 +222,7 @@ def _average_kernel(
 
 def average(
     received: torch.Tensor,
-    quantiser: torch.Tensor,
+    quantizer: torch.Tensor,
     work: torch.Tensor,
     rank: int,
     *,
@@ -237,10 +237,10 @@ def average(
     tile_blocks: int,
     num_warps: int,
 ) -> None:
-    """Average one shard of all ranks, quantise the mean, and keep what is lost, in one launch.
+    """Average one shard of all ranks, quantize the mean, and keep what is lost, in one launch.
 
     received: [world size, payload], out: [payload], in the dtype of exact elements. work:
-    shard_work of QuantisedWork. rank: the owner's. The other arguments are those of quantise.
+    shard_work of QuantizedWork. rank: the owner's. The other arguments are those of quantize.
     """
     if len(work):
         columns = padded_size(block_size)
@@ -250,7 +250,7 @@ def average(
             out,
             error,
             shard_error,
-            quantiser,
+            quantizer,
             work,
             rank,
             WORLD_SIZE=world_size,

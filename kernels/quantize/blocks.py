@@ -27,12 +27,12 @@ RESIDENT_WARPS = 16  # of a multiprocessor, which its registers have to hold
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _quantise_kernel(
+def _quantize_kernel(
     grad_ptr,
     error_ptr,
     shard_error_ptr,
     payload_ptr,
-    quantiser_ptr,
+    quantizer_ptr,
     work_ptr,
     rank: tl.int64,
     FEEDBACK: tl.constexpr,
@@ -49,10 +49,10 @@ def _quantise_kernel(
     In this rank's shard M = gradient + (error − shard_error). Where M isn't finite, the error counts as zero.
     CAP: the largest scale. grad_ptr: the bucket. error_ptr: [blocks of all
     shards, SIZE], fp32 (fp64 for fp64). shard_error_ptr: [blocks of a shard, SIZE]. payload_ptr: see
-    QuantisedWork, whose bucket_work is work_ptr. EXACT: the dtype of exact elements there. Grid: one program
+    QuantizedWork, whose bucket_work is work_ptr. EXACT: the dtype of exact elements there. Grid: one program
     per row of that, a tile of BLOCKS blocks or a copy of exact elements.
     Moves per fp32 element 4 B of gradient, 8 of error, 4 / W of shard_error and BITS / 8 of codes. At 4 bits
-    and W = 8 that is 13.0; average moves 2.6 per element of the bucket, dequantise 4.5, and the scales of
+    and W = 8 that is 13.0; average moves 2.6 per element of the bucket, dequantize 4.5, and the scales of
     blocks of 128 are 0.05: 20.1 in all.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
@@ -76,7 +76,7 @@ def _quantise_kernel(
             kept = tl.load(own + offs, mask=own_mask, other=0.0)
             total = (tl.load(error + offs, mask=mask, other=0.0) - kept) + values
             values = tl.where(tl.abs(total) < float("inf"), total, values)
-        codes, scale, lost = encode(values, quantiser_ptr, SIZE, BITS, CAP)
+        codes, scale, lost = encode(values, quantizer_ptr, SIZE, BITS, CAP)
         store_codes(
             codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS
         )
@@ -88,9 +88,9 @@ def _quantise_kernel(
         copy_tile(grad, exact, length, 1.0, COPY_BLOCK)
 
 
-def quantise(
+def quantize(
     grad: torch.Tensor,
-    quantiser: torch.Tensor,
+    quantizer: torch.Tensor,
     work: torch.Tensor,
     rank: int,
     *,
@@ -105,21 +105,21 @@ def quantise(
     tile_blocks: int,
     num_warps: int,
 ) -> None:
-    """Quantise gradient + error into the payloads, and keep in error what is lost, in one launch.
+    """Quantize gradient + error into the payloads, and keep in error what is lost, in one launch.
 
-    grad: the bucket. quantiser: see tile.py. work: int64 table, bucket_work of QuantisedWork, which
+    grad: the bucket. quantizer: see tile.py. work: int64 table, bucket_work of QuantizedWork, which
     has tile_blocks and num_warps, too. rank: whose shard shard_error belongs to. error, shard_error: those of
-    ops.quantised_plan; without feedback they are neither read nor written, but have the dtype of the
+    ops.quantized_plan; without feedback they are neither read nor written, but have the dtype of the
     arithmetic. out: the payloads of all shards, uint8. exact_dtype: that of exact elements there. cap: the
     largest scale.
     """
     if len(work):
-        launch(_quantise_kernel, len(work))(
+        launch(_quantize_kernel, len(work))(
             grad,
             error,
             shard_error,
             out,
-            quantiser,
+            quantizer,
             work,
             rank,
             FEEDBACK=feedback,
@@ -137,15 +137,15 @@ def quantise(
         )
 
 
-# Of a multiprocessor, which its registers have to hold: with as many threads as quantise has, and with half.
+# Of a multiprocessor, which its registers have to hold: with as many threads as quantize has, and with half.
 WRITING_WARPS, WRITING_HALF_WARPS = 24, 16
 
 
 @triton.jit
-def _dequantise_kernel(
+def _dequantize_kernel(
     payload_ptr,
     grad_ptr,
-    quantiser_ptr,
+    quantizer_ptr,
     work_ptr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
@@ -157,7 +157,7 @@ def _dequantise_kernel(
 ):
     """gradient = round(scale · code's value), and the exact elements as they are.
 
-    Pointers and grid as in quantise. Moves per element BITS / 8 B of codes and the gradient once.
+    Pointers and grid as in quantize. Moves per element BITS / 8 B of codes and the gradient once.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     grad = grad_ptr + tl.load(work + 1)
@@ -169,7 +169,7 @@ def _dequantise_kernel(
         scale = load_scales(payload_ptr, tl.load(work + 6), third, BLOCKS)
         first_code = codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS)
         codes = load_codes(first_code, third, BLOCKS, COLS, SIZE, BITS)
-        values = round_to(decode(codes, scale, quantiser_ptr, ACC, BITS), TYPE)
+        values = round_to(decode(codes, scale, quantizer_ptr, ACC, BITS), TYPE)
         is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, COLS, SIZE)
         if is_whole:
             tl.store(aligned + offs, values)
@@ -180,9 +180,9 @@ def _dequantise_kernel(
         copy_tile(exact, grad, length, 1.0, COPY_BLOCK)
 
 
-def dequantise(
+def dequantize(
     payload: torch.Tensor,
-    quantiser: torch.Tensor,
+    quantizer: torch.Tensor,
     work: torch.Tensor,
     *,
     out: torch.Tensor,
@@ -194,17 +194,17 @@ def dequantise(
 ) -> None:
     """Write what the payloads of all shards stand for to the bucket, in one launch.
 
-    payload: uint8. quantiser, work, exact_dtype and the sizes: those of quantise. out: the bucket.
+    payload: uint8. quantizer, work, exact_dtype and the sizes: those of quantize. out: the bucket.
     """
     resident = WRITING_WARPS
     if bits == 4 and out.dtype != torch.float64:
         # So that a thread's codes are 128 bits; in fp64, where they would be 64, it spills.
         resident, num_warps = WRITING_HALF_WARPS, num_warps // 2
     if len(work):
-        launch(_dequantise_kernel, len(work))(
+        launch(_dequantize_kernel, len(work))(
             payload,
             out,
-            quantiser,
+            quantizer,
             work,
             ACC=element_type(torch.promote_types(out.dtype, torch.float32)),
             EXACT=element_type(exact_dtype),

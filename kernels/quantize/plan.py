@@ -1,4 +1,4 @@
-"""The quantised all-reduce's working set for one bucket on the kernels: three launches a step."""
+"""The quantized all-reduce's working set for one bucket on the kernels: three launches a step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from ..device import has_streams, launching_on, send
 from ..launch import Stage
 from .average import average
-from .blocks import dequantise, quantise
-from .work import QuantisedWork
+from .blocks import dequantize, quantize
+from .work import QuantizedWork
 
 
-class QuantisedPlan:
-    """The plan that ops.quantised_plan describes, on a device that runs Triton.
+class QuantizedPlan:
+    """The plan that ops.quantized_plan describes, on a device that runs Triton.
 
     layout: a BlockLayout. levels: [16], what the codes of 4 bits stand for; thresholds: the 14 numbers
     between the 15 that are sent. largest_scale: of a block. Everything is allocated here, payloads included:
@@ -37,7 +37,7 @@ class QuantisedPlan:
     ):
         self.layout, self._device, self._feedback = layout, device, error_feedback
         self.exact_dtype = exact_dtype = exact_dtype or dtype
-        work = QuantisedWork(layout, bits, dtype.itemsize, exact_dtype.itemsize)
+        work = QuantizedWork(layout, bits, dtype.itemsize, exact_dtype.itemsize)
         wide = torch.promote_types(dtype, torch.float32)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -50,7 +50,7 @@ class QuantisedPlan:
         self._error, self._shard_error = zeros(layout.world_size * kept, dtype=wide), zeros(kept, dtype=wide)
         self._bucket_work = _table(work.bucket_work, device)
         self._shard_work = _table(work.shard_work, device)
-        self._quantiser = send(torch.cat([levels, torch.tensor(thresholds, dtype=levels.dtype)]), device)
+        self._quantizer = send(torch.cat([levels, torch.tensor(thresholds, dtype=levels.dtype)]), device)
         self._sizes = {
             "bits": bits,
             "block_size": layout.block_size,
@@ -58,9 +58,9 @@ class QuantisedPlan:
             "num_warps": work.num_warps,
         }
         self.largest_scale = largest_scale
-        self._quantising = Stage(self._quantise, dtype, int)
+        self._quantizing = Stage(self._quantize, dtype, int)
         self._averaging = Stage(self._average, exact_dtype, int)
-        self._dequantising = Stage(self._dequantise, dtype, int)
+        self._dequantizing = Stage(self._dequantize, dtype, int)
         if has_streams(device):
             with launching_on(device):
                 self.compile()
@@ -77,16 +77,16 @@ class QuantisedPlan:
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
-        for stage in (self._quantising, self._averaging, self._dequantising):
+        for stage in (self._quantizing, self._averaging, self._dequantizing):
             stage.compile()
 
-    def quantise(self, flat: torch.Tensor, rank: int, unused: Sequence[Any] = ()) -> None:
-        """Quantise gradients plus errors into payload; what is lost becomes this rank's error. One launch."""
+    def quantize(self, flat: torch.Tensor, rank: int, unused: Sequence[Any] = ()) -> None:
+        """Quantize gradients plus errors into payload; what is lost becomes this rank's error. One launch."""
         kept = [(part.stored, self._take_error(part.stored, rank)) for part in unused if self._feedback]
         for part in unused:
             flat[part.in_bucket] = 0.0
         with launching_on(self._device):
-            self._quantising(flat, rank)
+            self._quantizing(flat, rank)
         for stored, error in kept:
             self._error[stored] = error
 
@@ -98,28 +98,28 @@ class QuantisedPlan:
         with launching_on(self._device):
             self._averaging(self.mean.view(self.exact_dtype), rank)
 
-    def dequantise(self, flat: torch.Tensor) -> None:
+    def dequantize(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket. One launch."""
         with launching_on(self._device):
-            self._dequantising(flat, 0)
+            self._dequantizing(flat, 0)
 
     def _take_error(self, part: slice, rank: int) -> torch.Tensor:
-        """Return the sender's error in a part of the blocks, and make quantise find zero there."""
+        """Return the sender's error in a part of the blocks, and make quantize find zero there."""
         own = self.layout.shard(rank)
         error = self._error[part].clone()
         self._error[part] = 0.0
         start, stop = max(part.start, own.start), min(part.stop, own.stop)
         if start < stop:
-            # quantise takes the owner's error off.
+            # quantize takes the owner's error off.
             owners = self._shard_error[start - own.start : stop - own.start]
             error[start - part.start : stop - part.start] -= owners
             self._error[start:stop] = owners
         return error
 
-    def _quantise(self, buffer: torch.Tensor, rank: int) -> None:
-        quantise(
+    def _quantize(self, buffer: torch.Tensor, rank: int) -> None:
+        quantize(
             buffer,
-            self._quantiser,
+            self._quantizer,
             self._bucket_work,
             rank,
             error=self._error,
@@ -134,7 +134,7 @@ class QuantisedPlan:
     def _average(self, buffer: torch.Tensor, rank: int) -> None:
         average(
             self.received.view(-1).view(self.exact_dtype),
-            self._quantiser,
+            self._quantizer,
             self._shard_work,
             rank,
             error=self._error,
@@ -146,10 +146,10 @@ class QuantisedPlan:
             **self._sizes,
         )
 
-    def _dequantise(self, buffer: torch.Tensor, _: int) -> None:
-        dequantise(
+    def _dequantize(self, buffer: torch.Tensor, _: int) -> None:
+        dequantize(
             self.payload,
-            self._quantiser,
+            self._quantizer,
             self._bucket_work,
             out=buffer,
             exact_dtype=self.exact_dtype,
@@ -162,7 +162,7 @@ def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tenso
 
 
 def compile_kernels(layout: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
-    """Compile every kernel that a QuantisedPlan with these arguments launches, on "meta" tensors."""
-    plan = QuantisedPlan(layout, dtype, torch.device("meta"), **options)
+    """Compile every kernel that a QuantizedPlan with these arguments launches, on "meta" tensors."""
+    plan = QuantizedPlan(layout, dtype, torch.device("meta"), **options)
     with launching_on(device):
         plan.compile()

@@ -1,7 +1,7 @@
-"""What the kernels of the quantised all-reduce share: blocks, one in each row of a tile, and their codes.
+"""What the kernels of the quantized all-reduce share: blocks, one in each row of a tile, and their codes.
 
 A tile has BLOCKS rows and COLS columns, a power of two, of which a block has SIZE. cpu/quantize.py has the
-formulas. quantiser_ptr: the quantiser of 4 bits in fp32, its 16 levels by code, then the 14 thresholds. CAP:
+formulas. quantizer_ptr: the quantizer of 4 bits in fp32, its 16 levels by code, then the 14 thresholds. CAP:
 the largest scale.
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from .work import WORK_FIELDS as _WORK_FIELDS
 
 WORK_FIELDS = tl.constexpr(_WORK_FIELDS)
-THRESHOLD = tl.constexpr(23)  # the quantiser's first positive threshold
+THRESHOLD = tl.constexpr(23)  # the quantizer's first positive threshold
 ZERO = tl.constexpr(8)  # the code of the level zero
 
 
@@ -57,8 +57,8 @@ def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, COLS: tl.co
 
 
 @triton.jit
-def encode(values, quantiser_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr):
-    """Quantise the rows of values, fp32 or fp64, zero beyond SIZE.
+def encode(values, quantizer_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr):
+    """Quantize the rows of values, fp32 or fp64, zero beyond SIZE.
 
     Returns codes, int32; scales, fp32 rounded to bf16, NaN for a row that isn't finite or that scales don't
     reach; and values − what the codes stand for, zero in such a row.
@@ -91,8 +91,8 @@ def encode(values, quantiser_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: t
         inverse_rms = tl.rsqrt(tl.where(squared > 0.0, squared, 1.0).to(tl.float32) * (1.0 / SIZE))
         # The root mean square counts as at most 2 / 3 of CAP.
         inverse_rms = tl.maximum(inverse_rms, (power * (1.5 / CAP)).to(tl.float32))
-        codes = _nearest_level(unit.to(tl.float32) * inverse_rms[:, None], quantiser_ptr)
-        decoded = tl.load(quantiser_ptr + codes).to(ACC)
+        codes = _nearest_level(unit.to(tl.float32) * inverse_rms[:, None], quantizer_ptr)
+        decoded = tl.load(quantizer_ptr + codes).to(ACC)
         # Zero in a row of zeros; at least 0.7 in others.
         energy = tl.maximum(tl.sum(decoded * decoded, 1), 0.5)
         scale = tl.minimum(_divide(tl.sum(unit * decoded, 1), energy) * power, CAP)
@@ -109,15 +109,15 @@ def saturated(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _nearest_level(unit, quantiser_ptr):
+def _nearest_level(unit, quantizer_ptr):
     """Return the codes of the levels nearest to unit, in fp32: a search among the thresholds of |unit|."""
-    first = tl.load(quantiser_ptr + THRESHOLD)
-    second = tl.load(quantiser_ptr + THRESHOLD + 1)
-    third = tl.load(quantiser_ptr + THRESHOLD + 2)
-    fourth = tl.load(quantiser_ptr + THRESHOLD + 3)
-    fifth = tl.load(quantiser_ptr + THRESHOLD + 4)
-    sixth = tl.load(quantiser_ptr + THRESHOLD + 5)
-    seventh = tl.load(quantiser_ptr + THRESHOLD + 6)
+    first = tl.load(quantizer_ptr + THRESHOLD)
+    second = tl.load(quantizer_ptr + THRESHOLD + 1)
+    third = tl.load(quantizer_ptr + THRESHOLD + 2)
+    fourth = tl.load(quantizer_ptr + THRESHOLD + 3)
+    fifth = tl.load(quantizer_ptr + THRESHOLD + 4)
+    sixth = tl.load(quantizer_ptr + THRESHOLD + 5)
+    seventh = tl.load(quantizer_ptr + THRESHOLD + 6)
     size = tl.abs(unit)
     upper = size > fourth
     middle = size > tl.where(upper, sixth, second)
@@ -137,14 +137,14 @@ def load_codes(
 
 
 @triton.jit
-def decode(packed, scale, quantiser_ptr, ACC: tl.constexpr, BITS: tl.constexpr):
+def decode(packed, scale, quantizer_ptr, ACC: tl.constexpr, BITS: tl.constexpr):
     """Return what the codes in load_codes' bytes stand for at the scales of their rows (fp32), in ACC."""
     if BITS == 8:
         decoded = packed.to(tl.int8, bitcast=True).to(ACC)
     else:
         pairs = packed.to(tl.int32)
         codes = tl.reshape(tl.join(pairs & 15, pairs >> 4), (packed.shape[0], 2 * packed.shape[1]))
-        decoded = tl.load(quantiser_ptr + codes).to(ACC)
+        decoded = tl.load(quantizer_ptr + codes).to(ACC)
     return decoded * scale.to(ACC)[:, None]
 
 

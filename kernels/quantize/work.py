@@ -1,4 +1,4 @@
-"""The tables of the quantised all-reduce's kernels for one bucket: what every program works on.
+"""The tables of the quantized all-reduce's kernels for one bucket: what every program works on.
 
 Arithmetic on shapes alone. A payload is what the ranks exchange of one shard: its codes, the scales of its
 blocks in bf16, and its exact elements, each section on 16 bytes (layout/blocks.py).
@@ -33,13 +33,13 @@ def tile_shape(block_size: int, itemsize: int) -> tuple[int, int]:
     return max(1, num_warps * WARP_SIZE * thread_numel // columns), num_warps
 
 
-class QuantisedWork:
+class QuantizedWork:
     """The tables and sizes of one bucket.
 
-    layout: what is quantised, and its shards. bits: 4 or 8. itemsize: bytes of the bucket's elements.
+    layout: what is quantized, and its shards. bits: 4 or 8. itemsize: bytes of the bucket's elements.
     exact_itemsize: bytes of what is sent exactly, if they differ.
 
-    bucket_work: programs of quantise and dequantise, which walk through the bucket's runs and what is exact.
+    bucket_work: programs of quantize and dequantize, which walk through the bucket's runs and what is exact.
     shard_work: programs of average, the same for every shard. Rows of WORK_FIELDS, each
     (BLOCKS, first element in the bucket, number of elements, number of blocks, first block of all shards',
     byte of the first code in the payloads, byte of the first scale, shard, first block in it) or

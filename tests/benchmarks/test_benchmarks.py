@@ -25,7 +25,7 @@ from benchmarks.harness import (
 from benchmarks.powersgd_problem import PASSES
 from benchmarks.records import RESULTS, summary
 from gradcomp import ops
-from gradcomp.cpu.quantize_plan import QuantisedPlan
+from gradcomp.cpu.quantize_plan import QuantizedPlan
 from tests.programs import run_module
 
 CPU = torch.device("cpu")
@@ -173,9 +173,9 @@ def test_every_file_of_kernels_is_found_and_its_cases_have_different_names(quick
             "unflatten ",
             "compress_cast ",
             "decompress_cast ",
-            "quantise ",
+            "quantize ",
             "average ",
-            "dequantise ",
+            "dequantize ",
             "allreduce_hook ",
             "quantization_hook ",
             "powerSGD_hook ",
@@ -193,8 +193,8 @@ def test_each_model_is_flattened_whole_on_a_gpu():
     assert sizes == {name: 8 * models.num_elements(list(shapes())) for name, shapes in models.MODELS.items()}
 
 
-def quantising(stage, bits):
-    """The case of a stage of the quantised all-reduce that has 1 MiB."""
+def quantizing(stage, bits):
+    """The case of a stage of the quantized all-reduce that has 1 MiB."""
     [case] = [
         case
         for case in bench.discover(CPU, quick=True)
@@ -203,30 +203,30 @@ def quantising(stage, bits):
     return case
 
 
-def test_the_quantised_stages_move_the_documented_bytes():
+def test_the_quantized_stages_move_the_documented_bytes():
     """docs/hooks.md has them per fp32 element at 4 bits and 8 ranks, scales included in the sum."""
-    cases = [quantising(stage, 4) for stage in ("quantise", "average", "dequantise")]
+    cases = [quantizing(stage, 4) for stage in ("quantize", "average", "dequantize")]
     moved = [case.num_bytes / case.num_elements for case in cases]
     assert [round(each, 1) for each in moved] == [13.0, 2.6, 4.5]
     assert round(sum(moved), 1) == 20.1
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("stage", ["quantise", "average", "dequantise"])
-def test_a_wrong_quantised_stage_is_found(stage, bits, monkeypatch):
+@pytest.mark.parametrize("stage", ["quantize", "average", "dequantize"])
+def test_a_wrong_quantized_stage_is_found(stage, bits, monkeypatch):
     """What is wrong by a thousandth shows, though rounding to 4 bits loses a tenth."""
     monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, as benchmarks have it on CPU
-    case = quantising(stage, bits)
+    case = quantizing(stage, bits)
     assert set(check(case, case.build())) == {"gradcomp", "torch"}
-    right = getattr(QuantisedPlan, stage)
+    right = getattr(QuantizedPlan, stage)
 
     def wrong(plan, *arguments):
         right(plan, *arguments)
-        written = arguments[0] if stage == "dequantise" else plan.error
+        written = arguments[0] if stage == "dequantize" else plan.error
         written *= 1.001
 
     setup = case.build()
-    monkeypatch.setattr(QuantisedPlan, stage, wrong)
+    monkeypatch.setattr(QuantizedPlan, stage, wrong)
     with pytest.raises(WrongResultError):
         check(case, setup)
 

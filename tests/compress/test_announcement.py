@@ -49,10 +49,10 @@ def test_it_is_said_once_without_any_configuration():
     assert said() == [LINE]
 
 
-def test_a_quantised_start_is_said_too():
+def test_a_quantized_start_is_said_too():
     lines = said(options=", start_bits=4")
     assert lines == [
-        "gradcomp: the quantised start of PowerSGD compresses from step 0 on: 7.0 times fewer bytes, 7.70 kB "
+        "gradcomp: the quantized start of PowerSGD compresses from step 0 on: 7.0 times fewer bytes, 7.70 kB "
         f"{BYTES}",
         LINE,
     ]

@@ -31,7 +31,7 @@ def powersgd(**options):
 HOOKS = {
     "PowerSGD": (powersgd(), powerSGD_hook.powerSGD_hook),
     "PowerSGD without error feedback": (powersgd(use_error_feedback=False), powerSGD_hook.powerSGD_hook),
-    "PowerSGD, int8 factors, quantised start": (
+    "PowerSGD, int8 factors, quantized start": (
         powersgd(factor_dtype=torch.int8, start_bits=8),
         powerSGD_hook.powerSGD_hook,
     ),
@@ -84,14 +84,14 @@ def train(rank, name, every=None, complete=True, num_steps=STEPS, max_rows=4096)
 @pytest.mark.usefixtures("plain_torch")
 def test_values_against_float64(name):
     ranks = simulate(train, 2, name, 1)
-    is_quantised_start = "quantised start" in name
+    is_quantized_start = "quantized start" in name
     ratios = []
     for index in range(len(SHAPES)):
         rows = [[row for row in rank[0] if row["bucket"] == index] for rank in ranks]
         assert [row["step"] for row in rows[0]] == list(range(STEPS))
         for step in range(STEPS):
             ours = [of_rank[step] for of_rank in rows]
-            if step < START and not is_quantised_start:
+            if step < START and not is_quantized_start:
                 assert not ours[0]["compressed"]
                 continue
             gradients = [gradient_of(rank, step, index).double() for rank in range(2)]

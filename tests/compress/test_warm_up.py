@@ -7,7 +7,7 @@ import torch
 
 from gradcomp import ops
 from gradcomp.compress import Compressor, CompressorState, compress_hook
-from gradcomp.compress import quantized as quantised
+from gradcomp.compress import quantized as quantized
 from gradcomp.hooks import powerSGD_hook as powersgd
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.distributed.powersgd_oracle import Bucket
@@ -69,8 +69,8 @@ def test_powersgd_compiles_for_its_options(monkeypatch):
 
 
 @pytest.mark.parametrize("hook", [powersgd.powerSGD_hook, powersgd.batched_powerSGD_hook])
-def test_powersgd_compiles_once_per_bucket_in_a_quantised_start(hook, monkeypatch):
-    """The kernels of the compressed steps, when the bucket's first quantised all-reduce is under way."""
+def test_powersgd_compiles_once_per_bucket_in_a_quantized_start(hook, monkeypatch):
+    """The kernels of the compressed steps, when the bucket's first quantized all-reduce is under way."""
     events = []
 
     def note(module, name, event):
@@ -81,10 +81,10 @@ def test_powersgd_compiles_once_per_bucket_in_a_quantised_start(hook, monkeypatc
 
     note(ops, "compile_low_rank", "compiled")
     note(ops, "low_rank_plan", "made")
-    note(quantised, "quantised_all_reduce", "quantised")
+    note(quantized, "quantized_all_reduce", "quantized")
     make_state = partial(powersgd.PowerSGDState, None, 2, start_powerSGD_iter=3, start_bits=4)
     simulate(train, 1, make_state, hook, 5)
-    assert events == ["quantised", "compiled"] * 2 + ["quantised"] * 4 + ["made"] * 2
+    assert events == ["quantized", "compiled"] * 2 + ["quantized"] * 4 + ["made"] * 2
 
 
 def test_a_new_memory_is_warmed_up_though_an_old_one_had_its_address():
@@ -101,10 +101,10 @@ def test_a_new_memory_is_warmed_up_though_an_old_one_had_its_address():
     assert Noted.calls == [("warmed up", each) for each in shapes]
 
 
-def test_the_quantised_all_reduce_compiles_for_its_options(monkeypatch):
+def test_the_quantized_all_reduce_compiles_for_its_options(monkeypatch):
     compiled = []
     monkeypatch.setattr(
-        "gradcomp.ops.compile_quantised",
+        "gradcomp.ops.compile_quantized",
         lambda layout, dtype, device, **options: compiled.append((layout.world_size, dtype, options)),
     )
     make_state = partial(QuantizationState, None, 8, 4, False, start_iter=2)

@@ -32,7 +32,7 @@ def powersgd(**options):
     )
 
 
-def quantising(bits, **options):
+def quantizing(bits, **options):
     return partial(QuantizationState, bits=bits, block_size=32, **options)
 
 
@@ -41,8 +41,8 @@ INTERPRETED = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide 
 
 HOOKS = {
     "none": (lambda group: group, default_hooks.allreduce_hook),
-    "4 bits": (quantising(4), quantization_hook),
-    "8 bits": (quantising(8), quantization_hook),
+    "4 bits": (quantizing(4), quantization_hook),
+    "8 bits": (quantizing(8), quantization_hook),
     "per tensor": (lambda group: group, quantization_pertensor_hook),
     "per channel": (lambda group: group, quantization_perchannel_hook),
     "PowerSGD": (powersgd(), powerSGD_hook),
@@ -51,7 +51,7 @@ HOOKS = {
     "PowerSGD int8": (powersgd(factor_dtype=torch.int8), powerSGD_hook),
     "PowerSGD fp16": (powersgd(factor_dtype=torch.float16), powerSGD_hook),
     "PowerSGD after 4 bits": (powersgd(start_bits=4), powerSGD_hook),
-    "4 bits and fp16": (quantising(4, uncompressed_dtype=torch.float16), quantization_hook),
+    "4 bits and fp16": (quantizing(4, uncompressed_dtype=torch.float16), quantization_hook),
 }
 
 

@@ -17,7 +17,7 @@ from tests.distributed.reducer_models import run_cases
 START = 2
 STATES = {
     "PowerSGD": lambda: PowerSGDState(None, 2, START, min_compression_rate=1),
-    "PowerSGD, int8 factors, quantised start": lambda: PowerSGDState(
+    "PowerSGD, int8 factors, quantized start": lambda: PowerSGDState(
         None, 2, START, min_compression_rate=1, factor_dtype=torch.int8, start_bits=8
     ),
     "int4": lambda: QuantizationState(None, bits=4, block_size=16),

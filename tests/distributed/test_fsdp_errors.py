@@ -172,7 +172,7 @@ def differ(rank, odd_rank, what):
     ("what", "odd_rank", "message"),
     [
         ("options", 3, "bits.*8"),
-        ("no state", 0, "state is .*QuantisedCompressor"),
+        ("no state", 0, "state is .*QuantizedCompressor"),
         ("modules", 2, r"shapes\[\d\] is"),
     ],
 )

@@ -225,7 +225,7 @@ def test_buckets_that_only_some_ranks_use_are_not_left_out(options):
 
 
 def accumulate_in_an_object(rank):
-    """Return the gradients after backwards in no_sync(), and after the synchronised one."""
+    """Return the gradients after backwards in no_sync(), and after the synchronized one."""
     torch.manual_seed(0)
     model = gradcomp.DistributedDataParallel(HeadsInObject())
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))

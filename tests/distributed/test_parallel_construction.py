@@ -1,4 +1,4 @@
-"""Compare what gradcomp.DistributedDataParallel's constructor and torch's take, refuse and synchronise."""
+"""Compare what gradcomp.DistributedDataParallel's constructor and torch's take, refuse and synchronize."""
 
 import re
 

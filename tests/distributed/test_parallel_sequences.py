@@ -11,7 +11,7 @@ from tests.distributed.reducer_models import MLP, STATIC, UNUSED, VIEW, loss_of
 
 
 def accumulate(cls, rank, options, inside):
-    """Run two forwards without synchronisation, then one with it; or the backward outside of no_sync."""
+    """Run two forwards without synchronization, then one with it; or the backward outside of no_sync."""
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model, **options)

@@ -54,7 +54,7 @@ def test_buffers_at_construction(options):
     assert torch.equal(first, second) == ("broadcast_buffers" not in options)
 
 
-def serialise(cls, rank, how):
+def serialize(cls, rank, how):
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model, bucket_cap_mb=CAP_MB)
@@ -73,7 +73,7 @@ def serialise(cls, rank, how):
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_average(how):
-    first, second = assert_alike(serialise, 2, how)
+    first, second = assert_alike(serialize, 2, how)
     assert torch.equal(first[0][0], second[0][0])
     assert first[1][0] == "module.0.weight"
 

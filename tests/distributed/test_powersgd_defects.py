@@ -200,7 +200,7 @@ def test_tensors_not_compressed_have_no_error():
             assert ((outputs[step][1] - locals_.mean(0)).abs() <= bound).all()
 
 
-# Host synchronisation.
+# Host synchronization.
 
 
 def sources():
@@ -210,7 +210,7 @@ def sources():
     return [*package, *(ROOT / "kernels").rglob("*.py")]
 
 
-def test_no_host_synchronisation():
+def test_no_host_synchronization():
     """Torch waits for the whole device in every bucket, which nothing in the library may do.
 
     Plain torch for CPU tensors may read a tensor's value on the host. So may the Reducer and the wrapper,

@@ -1,4 +1,4 @@
-"""Test PowerSGD with factors of fewer bits on the wire, and with quantised first steps."""
+"""Test PowerSGD with factors of fewer bits on the wire, and with quantized first steps."""
 
 import copy
 from functools import partial
@@ -133,7 +133,7 @@ def test_min_compression_rate_counts_bytes():
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_lost_between_a_quantised_start_and_powersgd(bits, dtype):
+def test_nothing_is_lost_between_a_quantized_start_and_powersgd(bits, dtype):
     """Outputs and errors add up to the gradients, also where PowerSGD sends a tensor exactly."""
     shapes = ((64, 48), (9,), (12, 12))
     num_steps = START + 1

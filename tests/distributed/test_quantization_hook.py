@@ -1,4 +1,4 @@
-"""The quantised all-reduce on real ranks: averages, error feedback, checkpoints, training."""
+"""The quantized all-reduce on real ranks: averages, error feedback, checkpoints, training."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 import gradcomp
 from gradcomp.compress import BucketSpec
 from gradcomp.compress.consolidation import average_errors
-from gradcomp.compress.quantized import QuantisedCompressor, QuantisedOptions
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import check_hook
@@ -19,7 +19,7 @@ from tests.distributed.ranks import RankError, run_ranks
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2)]
 NUMEL = 40 * 30 + 17 + 8 * 3 * 5 + 1 + 6
 EXACT = [slice(1200, 1217), slice(1337, 1344)]  # vectors, and what is smaller than a block of 16
-# The norm of the error over that of the mean, quantised twice, of normal gradients.
+# The norm of the error over that of the mean, quantized twice, of normal gradients.
 LOSS = {4: 0.2, 8: 0.02}
 BITS = pytest.mark.parametrize("bits", [4, 8])
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_has_the_same_bits(bits):
 def skip_a_layer(rank, bits):
     """Take two steps, then one in which no rank uses the first tensor; return its errors around that step."""
     spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), dist.get_world_size(), 0)
-    compressor = QuantisedCompressor(spec, QuantisedOptions(bits, 16))
+    compressor = QuantizedCompressor(spec, QuantizedOptions(bits, 16))
     for step in range(2):
         compressor.average(random_gradient(SHAPES, rank, step), dist.group.WORLD, step)
     before = compressor.state()

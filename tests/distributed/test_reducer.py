@@ -39,7 +39,7 @@ def assert_as_torchs(ranks, wire, case):
     for rank, (steps, (_, parameters)) in enumerate(ranks):
         assert torch.equal(parameters, ranks[0][1][1]), case
         for step, (theirs, ours) in enumerate(steps):
-            # A bias before BatchNorm has a gradient of zero, and rounding errors of its neighbours' size.
+            # A bias before BatchNorm has a gradient of zero, and rounding errors of its neighbors' size.
             largest = max(gradient.abs().max() for gradient in theirs if gradient is not None)
             for index, (their, our) in enumerate(zip(theirs, ours, strict=True)):
                 where = f"{case}, rank {rank}, step {step}, parameter {index}"

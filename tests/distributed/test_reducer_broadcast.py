@@ -27,7 +27,7 @@ def assorted_tensors(seed):
         flat = [values(()), values(0), values(7), values(3, 0), values(2, 3)]
         flat += [values(4, 5).t(), values(10)[::3], values(2, 3, 4, 5).to(memory_format=torch.channels_last)]
         made.append([each.abs().to(dtype) for each in flat])
-    # Neighbours in the list have different dtypes.
+    # Neighbors in the list have different dtypes.
     return [each for several in zip(*made, strict=True) for each in several]
 
 

@@ -56,9 +56,9 @@ def messages(rank, call, hook_name, folder):
 
 
 CALLS = {
-    "CommHook.state_dict": ("consolidated_state_dict", "save the state of QuantisedCompressor"),
+    "CommHook.state_dict": ("consolidated_state_dict", "save the state of QuantizedCompressor"),
     "consolidated_state_dict": ("consolidated_state_dict", "save the state of PowerSGD"),
-    "load_from_dcp": ("load_from_dcp", "load the state of QuantisedCompressor"),
+    "load_from_dcp": ("load_from_dcp", "load the state of QuantizedCompressor"),
     "Recorder.complete": ("Recorder.complete", "find the relative errors of the recorded rows"),
 }
 

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.compress import kept_plans as quantised_plans
+from gradcomp.compress import kept_plans as quantized_plans
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.quantization_hooks import (
     LARGEST_BLOCK,
@@ -118,7 +118,7 @@ def train(rank, way, hook):
         loss = (wrapped(data, step % 2 == rank) - data.sin()).square().mean()
         loss.backward()
         optimizer.step()
-        plans = [plan for by_name in quantised_plans._plans.values() for _, plan in by_name.values()]
+        plans = [plan for by_name in quantized_plans._plans.values() for _, plan in by_name.values()]
         kept.append(sum(plan.payload.nbytes + plan.received.nbytes for plan in plans))
     gradients = sum(p.nbytes for p in model.parameters())
     return torch.cat([p.detach().flatten() for p in model.parameters()]), loss.item(), kept, gradients
@@ -137,23 +137,23 @@ def test_several_buckets_and_unused_layers_train_as_without_a_hook(name, way):
 
 
 def test_plans_leave_with_their_parameters(group_of_one):
-    before = len(quantised_plans._plans)
+    before = len(quantized_plans._plans)
     bucket = Bucket(torch.randn(100, 100).flatten(), [(100, 100)])
     quantization_pertensor_hook(None, bucket).wait()
-    assert len(quantised_plans._plans) == before + 1
+    assert len(quantized_plans._plans) == before + 1
     del bucket
-    assert len(quantised_plans._plans) == before
+    assert len(quantized_plans._plans) == before
 
 
 def test_a_plan_is_made_once_and_again_for_another_dtype(group_of_one, monkeypatch):
     made = []
-    plan = quantised_plans.ops.quantised_plan
+    plan = quantized_plans.ops.quantized_plan
 
     def counting(*arguments, **options):
         made.append(arguments[1])
         return plan(*arguments, **options)
 
-    monkeypatch.setattr(quantised_plans.ops, "quantised_plan", counting)
+    monkeypatch.setattr(quantized_plans.ops, "quantized_plan", counting)
     parameter = nn.Parameter(torch.zeros(64, 64))
     for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
         buffer = torch.randn(64 * 64, dtype=dtype)

@@ -92,7 +92,7 @@ def test_zeros_stay_zeros_on_the_kernels(name):
 @pytest.mark.usefixtures("plain_torch")
 @pytest.mark.parametrize("options", [{"factor_dtype": torch.int8}, {"start_bits": 4}], ids=str)
 def test_powersgd_sends_zeros_exactly_where_it_sends_exactly(options):
-    """In its quantised start; and of tensors that it doesn't compress. Masks of a matrix it can't keep."""
+    """In its quantized start; and of tensors that it doesn't compress. Masks of a matrix it can't keep."""
     start = STEPS if "start_bits" in options else 2
     make_state = partial(
         PowerSGDState,

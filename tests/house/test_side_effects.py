@@ -12,7 +12,7 @@ random_state = torch.get_rng_state(), torch.get_num_threads(), torch.get_default
 {imports}
 now = torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
 unchanged = {{
-    "initialised CUDA": not torch.cuda.is_initialized(),
+    "initialized CUDA": not torch.cuda.is_initialized(),
     "process groups": (dict(c10d._world.pg_map), c10d._world.default_pg, dist.is_initialized()) == before,
     "torch's settings": torch.equal(now[0], random_state[0]) and now[1:] == random_state[1:],
     "test packages": "hypothesis" not in sys.modules and "pytest" not in sys.modules,
@@ -39,4 +39,4 @@ torch.cuda.is_initialized = lambda: True
 torch.rand(1)
 import hypothesis
 """
-    assert probe(everything) == ["initialised CUDA", "process groups", "torch's settings", "test packages"]
+    assert probe(everything) == ["initialized CUDA", "process groups", "torch's settings", "test packages"]

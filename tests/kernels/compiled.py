@@ -5,7 +5,7 @@ its kernels, compiles them so for sm_90, and prints the worst of each kernel: re
 memory, programs that fit a multiprocessor. With `--json` it prints all variants, and their memory
 instructions. With `--every`, for each dtype and rank rather than for those that the tests have time for: five
 minutes. It runs in a process of its own because the test process holds interpreted kernels. A new kernel's
-launcher has to be called in launches() or quantised_launches(): test_compiled.py says so if it is missing.
+launcher has to be called in launches() or quantized_launches(): test_compiled.py says so if it is missing.
 """
 
 import importlib
@@ -29,12 +29,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gradcomp.kernels
-from gradcomp.cpu.quantize import largest_scale, quantiser
+from gradcomp.cpu.quantize import largest_scale, quantizer
 from gradcomp.kernels import cast, flatten
 from gradcomp.kernels.powersgd.pack_codes import FactorCodes, pack_codes
 from gradcomp.kernels.powersgd.plan import LowRankPlan
 from gradcomp.kernels.powersgd.work import block_shape
-from gradcomp.kernels.quantize.plan import QuantisedPlan
+from gradcomp.kernels.quantize.plan import QuantizedPlan
 from gradcomp.layout import BlockLayout, LowRankLayout
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
@@ -56,8 +56,8 @@ POWERSGD = [
     (FP32, 4, False),
     (BF16, 32, False),
 ]
-# The quantised all-reduce's (dtype, bits, block size, world size, error feedback) that the tests compile.
-QUANTISED = [
+# The quantized all-reduce's (dtype, bits, block size, world size, error feedback) that the tests compile.
+QUANTIZED = [
     *((dtype, bits, 128, 8, True) for dtype, bits in product((FP32, BF16, FP64), (4, 8))),
     *((FP32, 4, block_size, world_size, True) for block_size, world_size in ((6, 3), (256, 1), (128, 2))),
     (FP32, 4, 128, 3, False),
@@ -141,7 +141,7 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         plan.reconstruct(buffer, 0)
         yield f"{TYPE_NAMES[dtype]} r={rank}{'' if feedback else ' plain'}"
         if feedback and dtype != FP64:  # for GPUs whose fp64 is slow
-            plan.orthonormalise(pairs=True)
+            plan.orthonormalize(pairs=True)
             yield f"{TYPE_NAMES[dtype]} r={rank} pairs"
     for dtype, rank in product((FP32, BF16, FP64), (4, 32)):
         partial = torch.zeros(1, dtype=torch.promote_types(dtype, FP32))
@@ -153,31 +153,31 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         yield f"{TYPE_NAMES[dtype]} r={rank} codes"
 
 
-def quantised_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]]) -> Iterator[str]:
-    """Call the launchers of the quantised all-reduce; the groups' names."""
+def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]]) -> Iterator[str]:
+    """Call the launchers of the quantized all-reduce; the groups' names."""
     for dtype, bits, block_size, world_size, feedback in cases:
         layout = BlockLayout([(block_size, 4), (3,)], block_size, world_size)
-        plan = QuantisedPlan(
+        plan = QuantizedPlan(
             layout, dtype, torch.device("cpu"), bits=bits, error_feedback=feedback,
-            **quantiser(bits, dtype),
+            **quantizer(bits, dtype),
         )  # fmt: skip
         buffer = torch.zeros(layout.numel, dtype=dtype)
-        plan.quantise(buffer, 0)
+        plan.quantize(buffer, 0)
         plan.average(0)
-        plan.dequantise(buffer)
+        plan.dequantize(buffer)
         options = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
         yield f"{TYPE_NAMES[dtype]} bits={bits} {options}"
 
 
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:
-    """Every distinct launch of launches(powersgd) and quantised_launches(QUANTISED)."""
+    """Every distinct launch of launches(powersgd) and quantized_launches(QUANTIZED)."""
     launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
     for module in kernel_modules():
         for name, kernel in vars(module).copy().items():
             if is_kernel(name):
                 setattr(module, name, Recorder(kernel, launched))
     found: dict[str, Variant] = {}
-    for group in chain(launches(powersgd), quantised_launches(QUANTISED)):
+    for group in chain(launches(powersgd), quantized_launches(QUANTIZED)):
         for kernel, arguments, options in launched:
             tensors = [TYPE_NAMES[value.dtype] for value in arguments.values() if torch.is_tensor(value)]
             constants = [str(arguments[p.name]) for p in kernel.params if p.is_constexpr]

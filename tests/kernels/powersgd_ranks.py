@@ -119,7 +119,7 @@ def assert_padding_is_zero(plan: LowRankPlan) -> None:
 
 
 def orthonormal(p: torch.Tensor, tolerance: float = 1e-13) -> torch.Tensor:
-    """Orthonormalise by Gram–Schmidt in float64, twice; zero and dependent columns become zeros."""
+    """Orthonormalize by Gram–Schmidt in float64, twice; zero and dependent columns become zeros."""
     result = torch.zeros_like(p)
     for j in range(p.shape[1]):
         column = p[:, j].clone()

@@ -18,14 +18,14 @@ TILES_MOVED = {
     "_back_project_kernel": (1, 0),
     "_reconstruct_kernel": (0, 1),
 }
-PANEL_KERNELS = ("_gram_kernel", "_orthonormalise_kernel", "_orthonormalise_blocks_kernel")
-# How often a thread of the quantised all-reduce's kernels loads and stores 128 bits by bits: of a tile of
-# gradients or errors in fp32, of which it holds 64 bytes, or twice as many in dequantise at 4 bits; and there
+PANEL_KERNELS = ("_gram_kernel", "_orthonormalize_kernel", "_orthonormalize_blocks_kernel")
+# How often a thread of the quantized all-reduce's kernels loads and stores 128 bits by bits: of a tile of
+# gradients or errors in fp32, of which it holds 64 bytes, or twice as many in dequantize at 4 bits; and there
 # of codes and of the exact elements, of which it holds as many.
-QUANTISED_MOVED = {
-    "_quantise_kernel": {8: (12, 4), 4: (12, 4)},
+QUANTIZED_MOVED = {
+    "_quantize_kernel": {8: (12, 4), 4: (12, 4)},
     "_average_kernel": {8: (8, 8), 4: (8, 8)},
-    "_dequantise_kernel": {8: (1 + 4, 4 + 4), 4: (1 + 8, 8 + 8)},
+    "_dequantize_kernel": {8: (1 + 4, 4 + 4), 4: (1 + 8, 8 + 8)},
 }
 COPYING = ("_cast_kernel", "_flatten_kernel")
 
@@ -155,7 +155,7 @@ def check_panels_move_128_bits_at_a_time(report):
     """Check the loads of P from the wire, and the stores of orthonormal P, where a block gives each thread
     16 bytes.
 
-    In pairs of fp32, _orthonormalise_kernel loads single columns of 8 bytes per thread.
+    In pairs of fp32, _orthonormalize_kernel loads single columns of 8 bytes per thread.
     """
     checked = 0
     for name, facts in report.items():
@@ -177,11 +177,11 @@ def check_panels_move_128_bits_at_a_time(report):
 
 
 def check_blocks_move_128_bits_at_a_time(report):
-    """Check gradients, errors and what dequantise reads, in blocks of the default size."""
+    """Check gradients, errors and what dequantize reads, in blocks of the default size."""
     checked = 0
     for name, facts in report.items():
-        if facts["kernel"] in QUANTISED_MOVED and "[fp32" in name and "size=128 W=8" in name:
-            loads, stores = QUANTISED_MOVED[facts["kernel"]][facts["constants"]["BITS"]]
+        if facts["kernel"] in QUANTIZED_MOVED and "[fp32" in name and "size=128 W=8" in name:
+            loads, stores = QUANTIZED_MOVED[facts["kernel"]][facts["constants"]["BITS"]]
             assert wide(facts, "LDG") >= loads, f"{name}: {facts['memory']}"
             assert wide(facts, "STG") >= stores, f"{name}: {facts['memory']}"
             checked += 1
@@ -192,7 +192,7 @@ def check_pairs_leave_fp64_alone(report):
     """Check that only epsilon, an argument in fp64, is converted from it."""
     checked = 0
     for name, facts in report.items():
-        if name.endswith("pairs]") and facts["kernel"] in ("_gram_kernel", "_orthonormalise_kernel"):
+        if name.endswith("pairs]") and facts["kernel"] in ("_gram_kernel", "_orthonormalize_kernel"):
             assert sum(facts["fp64"].values()) <= 2, f"{name}: {facts['fp64']}"
             assert set(facts["fp64"]) <= {"F2F.F32.F64"}, f"{name}: {facts['fp64']}"
             checked += 1

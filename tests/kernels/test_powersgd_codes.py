@@ -1,4 +1,4 @@
-"""PowerSGD's factors packed as codes in one launch, against packing and quantising one after another."""
+"""PowerSGD's factors packed as codes in one launch, against packing and quantizing one after another."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from gradcomp.kernels.powersgd.codes_work import FactorCodesWork, is_packed_as_c
 from gradcomp.kernels.quantize.work import BLOCKS
 from gradcomp.layout import BlockLayout
 from tests.kernels.powersgd_ranks import plans_of, random_grads
-from tests.kernels.quantised_ranks import all_gather, all_to_all
+from tests.kernels.quantized_ranks import all_gather, all_to_all
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SIZE = 128
@@ -18,12 +18,12 @@ SHAPES = [(33, 67), (5,), (1, 40), (150, 9), (70,), (9, 20)]
 
 
 def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, exact_dtype=None):
-    """Return a plan, and those of the quantised all-reduces of its P and Q."""
+    """Return a plan, and those of the quantized all-reduces of its P and Q."""
     wide = torch.promote_types(dtype, FP32)
     (plan,) = plans_of(shapes, rank, dtype, device, wire_dtype=wide)
     p_numel, uncompressed_numel, q_numel = plan.wire_numels
     codes = [
-        ops.quantised_plan(
+        ops.quantized_plan(
             BlockLayout(parts, SIZE, world_size),
             wide,
             device,
@@ -37,7 +37,7 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, exact_dtype=N
 
 
 def check_same_bits(shapes, rank, dtype, device, *, left_out=(), **options):
-    """Compare the payloads of P and Q with those of a plan whose wires are quantised."""
+    """Compare the payloads of P and Q with those of a plan whose wires are quantized."""
     plan, codes = plans_with_codes(shapes, rank, dtype, device, **options)
     other, expected = plans_with_codes(shapes, rank, dtype, device, **options)
     plan.send_in_codes(*codes)
@@ -46,12 +46,12 @@ def check_same_bits(shapes, rank, dtype, device, *, left_out=(), **options):
     (grad,) = random_grads(plan.layout, dtype, device, 0)
     plan.project(grad, 1.0, left_out)
     other.project(grad, 1.0, left_out)
-    expected[0].quantise(other.p_wire, 0)
+    expected[0].quantize(other.p_wire, 0)
     plan.p_wire.copy_(other.p_wire)
     plan.back_project(grad, 1.0)
     other.back_project(grad, 1.0)
     if other.q_wire.numel():
-        expected[1].quantise(other.q_wire, 0)
+        expected[1].quantize(other.q_wire, 0)
     for one, another in zip(codes, expected, strict=True):
         assert torch.equal(one.payload, another.payload)
     return codes
@@ -104,7 +104,7 @@ def average(codes, wires):
         each.average(rank)
     all_gather(codes)
     for each, wire in zip(codes, wires, strict=True):
-        each.dequantise(wire)
+        each.dequantize(wire)
 
 
 @pytest.mark.parametrize("shapes", [[(40, 60), (5,), (70, 30), (30, 40)], [(12, 9), (8, 3)]], ids=str)

@@ -14,7 +14,7 @@ from gradcomp.layout import Matrix
 from tests.kernels.powersgd_ranks import MIXED, plans_of, random_grads, step
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-# Squared lengths: powers of four and their neighbours, other numbers, the ends, and what is replaced.
+# Squared lengths: powers of four and their neighbors, other numbers, the ends, and what is replaced.
 POWERS = [4.0**k for k in (-99, -10, -1, 0, 1, 2, 50, 127)]
 SQUARED = [
     *POWERS,
@@ -63,7 +63,7 @@ def test_the_kernel_and_the_host_scale_columns_alike(unit, device):
         assert (length - 1).abs().max() < 1e-15
     else:
         assert torch.equal(factor.log2(), factor.log2().round())
-        # Exactly: the root of a neighbour of a power of four rounds to the power of two.
+        # Exactly: the root of a neighbor of a power of four rounds to the power of two.
         scaled = (factor * factor * squared)[kept]
         assert ((scaled > 0.25) & (scaled <= 1)).all()
 

@@ -82,7 +82,7 @@ def test_codes_are_packed_without_launches_of_their_own(launched, device):
     plan = LowRankPlan(LowRankLayout(shapes, 4, COMPRESS_ALL), FP32, device, **options)
     p_numel, uncompressed_numel, q_numel = plan.wire_numels
     codes = [
-        ops.quantised_plan(BlockLayout(parts, 128, 2), FP32, device, bits=8, error_feedback=False)
+        ops.quantized_plan(BlockLayout(parts, 128, 2), FP32, device, bits=8, error_feedback=False)
         for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
     ]
     plan.send_in_codes(*codes)
@@ -90,7 +90,7 @@ def test_codes_are_packed_without_launches_of_their_own(launched, device):
     step_of(plan, torch.zeros(plan.layout.numel, device=device))
     assert len(launched) == 7
     assert launched.count("_pack_codes_kernel") == 2
-    assert "_quantise_kernel" not in launched
+    assert "_quantize_kernel" not in launched
 
 
 @pytest.mark.parametrize("rank", [1, 4, 32, 40])

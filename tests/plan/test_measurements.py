@@ -84,8 +84,8 @@ def changed(path, value):
         ("link.1.seconds", 0, r"link\[1\] has 100000 bytes in 0\.0 s"),
         ("hooks.1.name", "int2", "there is no hook 'int2'"),
         ("hooks.2.step_p50_s", 0, r"hooks\[2\] \(int4\) has a time that isn't positive"),
-        ("hooks.2.colour", "red", r"hooks\[2\] has 'colour', which are unknown here"),
-        ("colour", "red", "the file has 'colour', which are unknown here"),
+        ("hooks.2.color", "red", r"hooks\[2\] has 'color', which are unknown here"),
+        ("color", "red", "the file has 'color', which are unknown here"),
     ],
 )
 def test_what_can_not_be_is_refused(tmp_path, path, value, message):

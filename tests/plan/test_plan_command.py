@@ -143,7 +143,7 @@ def test_a_plan_for_another_network_than_the_measured_one(capsys, file):
         (["--device", "cpu", "--hook", "powersgd:32"], "hook powersgd:32 has not been timed on cpu"),
         (["--from", "/absent.json"], "/absent.json can't be read"),
         (["--from", "/absent.json", "--model", "resnet50"], "--model and --from exclude each other"),
-        (["--colour"], "unrecognized arguments: --colour"),
+        (["--color"], "unrecognized arguments: --color"),
     ],
 )
 def test_what_can_not_be_is_refused(capsys, arguments, message):

@@ -206,9 +206,9 @@ def test_one_plain_step_is_a_page_too(tmp_path):
 
 def test_runs_with_other_options_have_sections_of_their_own(tmp_path):
     first = recording(tmp_path / "first.jsonl")
-    other = recording(tmp_path / "other.jsonl", algorithm="QuantisedCompressor", options={"bits": 4})
+    other = recording(tmp_path / "other.jsonl", algorithm="QuantizedCompressor", options={"bits": 4})
     _, text = report(tmp_path, first, other)
-    assert re.findall("<h2>(.*?)</h2>", text) == ["PowerSGD", "QuantisedCompressor"]
+    assert re.findall("<h2>(.*?)</h2>", text) == ["PowerSGD", "QuantizedCompressor"]
 
 
 def test_a_step_that_a_restart_repeats_counts_once(tmp_path):

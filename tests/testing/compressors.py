@@ -92,7 +92,7 @@ class RandomK(Compressor):
         return torch.randperm(numel, generator=torch.Generator().manual_seed(self.step))
 
 
-class Quantiser(Compressor):
+class Quantizer(Compressor):
     """An unbiased compressor that rounds up or down at random, to 127 levels up to the largest value."""
 
     def compress(self, total):

@@ -5,7 +5,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from tests.testing.compressors import Compressor, Int8, Quantiser, RandomK, TopK
+from tests.testing.compressors import Compressor, Int8, Quantizer, RandomK, TopK
 
 # Errors.
 
@@ -112,7 +112,7 @@ class Hoarder(TopK):
 # Sums and ranks.
 
 
-class SumForMean(Quantiser):
+class SumForMean(Quantizer):
     def mean(self, tensor):
         dist.all_reduce(tensor, group=self.process_group)
         return tensor
@@ -171,7 +171,7 @@ class Unseeded(RandomK):
         return torch.randperm(numel, generator=torch.Generator().manual_seed(next(self.calls)))
 
 
-class RoundedTwice(Quantiser):
+class RoundedTwice(Quantizer):
     """Values are rounded to nearest after adding the noise for rounding down: a bias of half a level."""
 
     def rounded(self, values):

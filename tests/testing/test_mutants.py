@@ -54,7 +54,7 @@ TOP_K = Sound(compressors.hook, compressors.TopK, {"bucket_insensitive": True})
 TOP_K_OF_THREE = Sound(compressors.hook, compressors.TopK, world_size=3)
 RANDOM_K = Sound(compressors.hook, compressors.RandomK)
 # Its state keeps tensors that look like errors, but are zero.
-QUANTISER = Sound(compressors.hook, compressors.Quantiser, {"unbiased": True, "error_feedback": False})
+QUANTIZER = Sound(compressors.hook, compressors.Quantizer, {"unbiased": True, "error_feedback": False})
 INT8 = Sound(compressors.hook, compressors.Int8)
 
 # Bugs in gradcomp's code: each of these functions returns the replacement of a function.
@@ -76,9 +76,9 @@ def divided_twice(back_project):
     return lambda plan, buffer, scale: back_project(plan, buffer, scale**2)
 
 
-def not_normal(normalise_directions):
+def not_normal(normalize_directions):
     def replacement(stack):
-        length = normalise_directions(stack)
+        length = normalize_directions(stack)
         stack.direction.copy_(stack.qt)
         return length
 
@@ -153,7 +153,7 @@ PLANTED = [
     (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", error_dropped), "error_feedback_identity"),
     (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
     (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
-    (POWER_SGD, (f"{PLAN}.orthonormalise", not_orthonormal), "contraction"),
+    (POWER_SGD, (f"{PLAN}.orthonormalize", not_orthonormal), "contraction"),
     (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", stale_p), "held_back_comes_out"),
     (RANK_1, (f"{MATRIX_GROUP}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
     (RANK_16, (f"{MATRIX_GROUP}.reconstruct", stale_p_where_rows_are_odd), "contraction"),
@@ -185,9 +185,9 @@ PLANTED = [
     (TOP_K_OF_THREE, mutants.OwnFirst, "replicas_identical"),
     (RANDOM_K, mutants.OwnIndices, "replicas_identical"),
     (RANDOM_K, mutants.Unseeded, "deterministic"),
-    (QUANTISER, mutants.SumForMean, "unbiased"),
-    (QUANTISER, mutants.RoundedTwice, "unbiased"),
-    (QUANTISER, mutants.FromCallbacks, "completes"),
+    (QUANTIZER, mutants.SumForMean, "unbiased"),
+    (QUANTIZER, mutants.RoundedTwice, "unbiased"),
+    (QUANTIZER, mutants.FromCallbacks, "completes"),
 ]
 
 # Bugs in averages that are found although nothing is claimed: the mutant, and the property that finds it.
@@ -260,7 +260,7 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
     claims = replace(claims_of(POWER_SGD.hook, power_sgd), max_magnitude=2.0**100)
     case = (POWER_SGD.hook, power_sgd, Workload(((7, 13),), steps=4, log2_factor=90))
     properties.finite_in_finite_out(*case, claims=claims)
-    plant(monkeypatch, f"{MATRIX_GROUP}.normalise_directions", not_normal)
+    plant(monkeypatch, f"{MATRIX_GROUP}.normalize_directions", not_normal)
     with pytest.raises(
         NonFiniteFailure, match=r"step 3, rank 0, tensor 0 \[7, 13\] in bucket 0: expected finite"
     ):
@@ -275,7 +275,7 @@ SOUND = {
     "top k": TOP_K,
     "top k of three": TOP_K_OF_THREE,
     "random k": RANDOM_K,
-    "quantiser": QUANTISER,
+    "quantizer": QUANTIZER,
 }
 
 
@@ -297,7 +297,7 @@ def test_an_int8_hook_with_error_feedback_passes():
 def test_what_is_kept_and_is_no_error():
     """Claims say whether kept tensors are errors, and how precise errors are."""
     for mutant, said in (
-        (compressors.Quantiser, {"error_feedback": False}),
+        (compressors.Quantizer, {"error_feedback": False}),
         (mutants.Int8ErrorsIn16Bits, {"feedback_precision": torch.bfloat16}),
     ):
         for claims, ok in (({}, False), (said, True)):

@@ -1,4 +1,4 @@
-"""hivemind's 8-bit quantisers give all elements of the outermost code one value: their mean."""
+"""hivemind's 8-bit quantizers give all elements of the outermost code one value: their mean."""
 
 import torch
 from hivemind import compression

@@ -21,7 +21,7 @@ BACKEND = "simulated"
 
 
 def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -> SimpleNamespace:
-    """Make the tables of c10d for one rank, as if it had just initialised `group` as its default group.
+    """Make the tables of c10d for one rank, as if it had just initialized `group` as its default group.
 
     first_name: the name of its first group, from which names count up. The names are in a registry of the
     process, so no two ranks may use the same.

@@ -183,7 +183,7 @@ def _serve(connection: Connection, rank: int, stack: Path) -> None:
 
 
 def _join(rank: int, world_size: int, path: str, timeout_s: float) -> None:
-    """Initialise the default group anew, without state of an earlier job."""
+    """Initialize the default group anew, without state of an earlier job."""
     if dist.is_initialized():  # no peer needs it any more
         dist.destroy_process_group()
     # If ranks wait for ever, the time-out of the pool comes first, as it reports the stacks of all ranks.

@@ -13,7 +13,7 @@ time after: a hook that relies on more fails under some schedule. The same sched
 A group's collectives are matched in the order in which each rank issues them. If ranks disagree, or all wait,
 the run ends with an error that names the lines.
 
-With CUDA tensors, each collective synchronises the device: values are checked, the order of streams is not.
+With CUDA tensors, each collective synchronizes the device: values are checked, the order of streams is not.
 torch's own DistributedDataParallel waits in C++, where no other rank can be scheduled; gradcomp's waits in
 Python.
 

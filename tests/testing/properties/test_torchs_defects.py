@@ -86,7 +86,7 @@ def test_torchs_fp16_hook_overflows_before_it_divides():
         properties.finite_in_finite_out(default_hooks.fp16_compress_hook, None, workload, claims=claims)
 
 
-def test_torchs_quantising_hook_does_not_run_on_gloo_before_torch_2_15():
+def test_torchs_quantizing_hook_does_not_run_on_gloo_before_torch_2_15():
     fails = pytest.raises(PropertyFailure, match="IndexError: invalid index of a 0-dim tensor")
     with nullcontext() if torch.__version__ >= "2.15" else fails:
         properties.completes(quantization_hooks.quantization_pertensor_hook, None, Workload(((1, 1),)))

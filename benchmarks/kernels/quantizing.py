@@ -1,4 +1,4 @@
-"""The stages of the quantised all-reduce, each by itself: quantise, average, dequantise.
+"""The stages of the quantized all-reduce, each by itself: quantize, average, dequantize.
 
 The rank is the first of 8. What it receives in average is what it would send to itself, as if all ranks had
 the same gradients. Providers:
@@ -30,7 +30,7 @@ from gradcomp.layout import BlockLayout
 WORLD_SIZE, RANK, BLOCK_SIZE = 8, 0, 128
 # By bits: the norm of what rounding loses of normally distributed values, over theirs.
 MAX_LOSS = {4: 0.11, 8: 0.01}
-# How far codes and errors together may be from what was quantised, over its norm: rounding in fp32.
+# How far codes and errors together may be from what was quantized, over its norm: rounding in fp32.
 MAX_MISSING = 1e-6
 SECONDS = 0.5  # of a case: there are many
 
@@ -43,7 +43,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         numel = mib * 2**20 // dtype.itemsize
         for bits in (4, 8):
             for stage, num_bytes in _bytes_per_element(bits, dtype.itemsize).items():
-                is_exact = stage == "dequantise"
+                is_exact = stage == "dequantize"
                 yield Case(
                     stage,
                     label=f"{mib} MiB, {bits} bits, W={WORLD_SIZE}",
@@ -63,10 +63,10 @@ def _bytes_per_element(bits: int, itemsize: int) -> dict[str, float]:
     encoded = bits / 8 + 2 / BLOCK_SIZE
     return {
         # The owner's error is read in one of the shards.
-        "quantise": itemsize + (4 + 4) + 4 / WORLD_SIZE + encoded,
+        "quantize": itemsize + (4 + 4) + 4 / WORLD_SIZE + encoded,
         # In one shard: what all ranks sent, the mean, and both errors twice.
         "average": ((WORLD_SIZE + 1) * encoded + 2 * (4 + 4)) / WORLD_SIZE,
-        "dequantise": encoded + itemsize,
+        "dequantize": encoded + itemsize,
     }
 
 
@@ -76,7 +76,7 @@ class _Problem:
     def __init__(self, numel: int, bits: int, dtype: torch.dtype, device: torch.device):
         self.bits = bits
         layout = BlockLayout([(numel // 1024, 1024)], BLOCK_SIZE, WORLD_SIZE)
-        self.plan = ops.quantised_plan(layout, dtype, device, bits=bits, error_feedback=True)
+        self.plan = ops.quantized_plan(layout, dtype, device, bits=bits, error_feedback=True)
         assert self.plan.error is not None
         assert self.plan.shard_error is not None
         self.error, self.shard_error = self.plan.error, self.plan.shard_error
@@ -90,7 +90,7 @@ class _Problem:
         self._errors_before = 0.1 * torch.randn(numel, device=device)
         # All that a step computes, for the later stages to begin with.
         self.restore()
-        self.plan.quantise(self.bucket, RANK)
+        self.plan.quantize(self.bucket, RANK)
         self.plan.received.copy_(self.plan.payload[RANK].expand_as(self.plan.received))
         self.plan.average(RANK)
         self.plan.payload.copy_(self.plan.mean.expand_as(self.plan.payload))
@@ -108,8 +108,8 @@ class _Problem:
         codes = payload[self._code_section].view(-1, self._code_bytes)
         return codes, payload[self._scale_section].view(torch.bfloat16)
 
-    def quantise(self, values: torch.Tensor) -> tuple[Encoded, torch.Tensor]:
-        """Quantise values in torch's operations; return codes and scales, and what they stand for."""
+    def quantize(self, values: torch.Tensor) -> tuple[Encoded, torch.Tensor]:
+        """Quantize values in torch's operations; return codes and scales, and what they stand for."""
         blocks = values.view(-1, BLOCK_SIZE)
         if self.bits == 8:
             scales = (blocks.abs().amax(1, keepdim=True) / 127).bfloat16()
@@ -122,7 +122,7 @@ class _Problem:
         packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
         return (packed, scales.view(-1)), (level * scales).view(-1)
 
-    def dequantise(self, encoded: Encoded, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, encoded: Encoded, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return what codes and scales stand for, in torch's operations."""
         codes, scales = encoded
         if self.bits == 8:
@@ -134,32 +134,32 @@ class _Problem:
 
     def expected(self, encoded: Iterable[Encoded]) -> torch.Tensor:
         """Return what shards stand for, in float64."""
-        return torch.cat([self.dequantise(each, torch.float64) for each in encoded])
+        return torch.cat([self.dequantize(each, torch.float64) for each in encoded])
 
 
 def _build(stage: str, numel: int, bits: int, dtype: torch.dtype, device: torch.device) -> Setup:
     builders: dict[str, Callable[[_Problem], Setup]] = {
-        "quantise": _quantising,
+        "quantize": _quantizing,
         "average": _averaging,
-        "dequantise": _dequantising,
+        "dequantize": _dequantizing,
     }
     return builders[stage](_Problem(numel, bits, dtype, device))
 
 
-def _quantising(problem: _Problem) -> Setup:
+def _quantizing(problem: _Problem) -> Setup:
     plan, bucket, own = problem.plan, problem.bucket, problem.own
     values = problem.error.double()
     values[own] -= problem.shard_error
     values += bucket
 
     def gradcomp() -> Iterable[torch.Tensor]:
-        plan.quantise(bucket, RANK)
+        plan.quantize(bucket, RANK)
         return results(lambda: map(problem.encoded, plan.payload), problem.error)
 
     def with_torch() -> Iterable[torch.Tensor]:
         total = problem.error + bucket
         total[own] -= problem.shard_error
-        encoded, decoded = problem.quantise(total)
+        encoded, decoded = problem.quantize(total)
         return results(lambda: [encoded], total - decoded)
 
     def results(encoded: Callable[[], Iterable[Encoded]], error: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -188,10 +188,10 @@ def _averaging(problem: _Problem) -> Setup:
     def with_torch() -> Iterable[torch.Tensor]:
         mean = torch.zeros_like(problem.shard_error)
         for each in problem.sent:
-            mean += problem.dequantise(each)
+            mean += problem.dequantize(each)
         mean += problem.shard_error
         mean /= WORLD_SIZE
-        encoded, decoded = problem.quantise(mean)
+        encoded, decoded = problem.quantize(mean)
         lost = (mean - decoded) * WORLD_SIZE
         return results(encoded, lost, problem.error[own] + lost)
 
@@ -206,14 +206,14 @@ def _averaging(problem: _Problem) -> Setup:
     return Setup(providers, lambda: [total / WORLD_SIZE], restore=restore)
 
 
-def _dequantising(problem: _Problem) -> Setup:
+def _dequantizing(problem: _Problem) -> Setup:
     def gradcomp() -> list[torch.Tensor]:
-        problem.plan.dequantise(problem.out)
+        problem.plan.dequantize(problem.out)
         return [problem.out]
 
     def with_torch() -> list[torch.Tensor]:
         for part, encoded in zip(problem.out.chunk(WORLD_SIZE), problem.means, strict=True):
-            part.copy_(problem.dequantise(encoded))
+            part.copy_(problem.dequantize(encoded))
         return [problem.out]
 
     return Setup(
@@ -224,7 +224,7 @@ def _dequantising(problem: _Problem) -> Setup:
 
 
 def _require_nothing_lost(kept: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise WrongResultError unless codes and errors together are what was quantised. Runs in checks only."""
+    """Raise WrongResultError unless codes and errors together are what was quantized. Runs in checks only."""
     missing = frobenius_error(kept, values)
     if not missing <= MAX_MISSING:
-        raise WrongResultError(f"codes and errors together are off by {missing:.3g} of what was quantised")
+        raise WrongResultError(f"codes and errors together are off by {missing:.3g} of what was quantized")

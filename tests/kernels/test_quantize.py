@@ -1,4 +1,4 @@
-"""The quantised all-reduce on the kernels, stage by stage, against float64 and plain torch."""
+"""The quantized all-reduce on the kernels, stage by stage, against float64 and plain torch."""
 
 import math
 
@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.kernels.quantize import plan as quantise_plan
+from gradcomp.kernels.quantize import plan as quantize_plan
 from gradcomp.layout import BlockLayout
 from tests.kernels.copies import FLOATS
-from tests.kernels.quantised_ranks import (
+from tests.kernels.quantized_ranks import (
     all_gather,
     all_reduce,
     all_to_all,
-    assert_quantised,
+    assert_quantized,
     blocks_of,
-    dequantised,
+    dequantized,
     plain_plans_of,
     plans_of,
     random_grads,
     sections_of,
 )
-from tests.tolerances import QUANTISED_IDENTITY, SMALLEST, average
+from tests.tolerances import QUANTIZED_IDENTITY, SMALLEST, average
 
 BITS = pytest.mark.parametrize("bits", [4, 8])
 # Matrices at offsets that aren't multiples of 16 bytes, vectors between them, ±1 around a block of 16.
@@ -31,18 +31,18 @@ WHOLE = [(32, 128), (5,), (33, 131)]
 WIDE = {dtype: torch.promote_types(dtype, torch.float32) for dtype in FLOATS}
 
 
-def check_quantised(plans, grads, bits, dtype):
-    """Quantise every rank's bucket, and check the payloads and the errors."""
+def check_quantized(plans, grads, bits, dtype):
+    """Quantize every rank's bucket, and check the payloads and the errors."""
     layout, wide = plans[0].layout, WIDE[dtype]
     for rank, (plan, grad) in enumerate(zip(plans, grads, strict=True)):
         values = plan.error.clone()
         values[layout.shard(rank)] -= plan.shard_error
         values = values.cpu().view(-1, layout.block_size) + blocks_of(layout, grad, wide)
-        plan.quantise(grad, rank)
+        plan.quantize(grad, rank)
         sent = [sections_of(payload, layout, dtype, bits) for payload in plan.payload]
         codes, scales, exact = (torch.cat(section) for section in zip(*sent, strict=True))
-        assert_quantised(values, codes, scales, bits)
-        lost = (values - dequantised(codes, scales, wide, bits)).flatten()
+        assert_quantized(values, codes, scales, bits)
+        lost = (values - dequantized(codes, scales, wide, bits)).flatten()
         assert torch.equal(plan.error.cpu(), lost)
         assert not any(lost[padding].any() for padding in layout.padding)
         for part in layout.exact:
@@ -59,13 +59,13 @@ def check_averaged(plans, bits, dtype):
         exact = []
         for payload in plan.received:
             codes, scales, exact_of_one = sections_of(payload, layout, dtype, bits)
-            total += dequantised(codes, scales, wide, bits)
+            total += dequantized(codes, scales, wide, bits)
             is_sent = is_sent | (scales != 0)[:, None]
             exact.append(exact_of_one.double())
         total = torch.where(is_sent, total + kept.view(total.shape), 0.0) / layout.world_size
         codes, scales, mean = sections_of(plan.mean, layout, dtype, bits)
-        assert_quantised(total, codes, scales, bits)
-        lost = (total - dequantised(codes, scales, wide, bits)) * layout.world_size
+        assert_quantized(total, codes, scales, bits)
+        lost = (total - dequantized(codes, scales, wide, bits)) * layout.world_size
         expected = torch.where(is_sent, lost, kept.view(total.shape)).flatten()
         assert torch.equal(plan.shard_error.cpu(), expected)
         before[layout.shard(rank)] += expected
@@ -75,16 +75,16 @@ def check_averaged(plans, bits, dtype):
         assert ((mean.double() - means).abs() <= bound).all()
 
 
-def check_dequantised(plans, flats, bits, dtype):
-    """Dequantise on every rank, and check the buckets."""
+def check_dequantized(plans, flats, bits, dtype):
+    """Dequantize on every rank, and check the buckets."""
     layout, wide = plans[0].layout, WIDE[dtype]
     for plan, flat in zip(plans, flats, strict=True):
         sent = [sections_of(payload, layout, dtype, bits) for payload in plan.payload]
         codes, scales, exact = (torch.cat(section) for section in zip(*sent, strict=True))
-        blocks = dequantised(codes, scales, wide, bits).flatten().to(dtype)
+        blocks = dequantized(codes, scales, wide, bits).flatten().to(dtype)
         flat.fill_(math.nan)
-        plan.dequantise(flat)
-        for parts, values in ((layout.quantised, blocks), (layout.exact, exact)):
+        plan.dequantize(flat)
+        for parts, values in ((layout.quantized, blocks), (layout.exact, exact)):
             for part in parts:
                 assert torch.equal(flat[part.in_bucket].cpu(), values[part.stored])
 
@@ -97,11 +97,11 @@ def check_steps(layout, bits, dtype, device, num_steps=2, offset=0):
         flats = [torch.empty(layout.numel + offset, dtype=dtype, device=device)[offset:] for _ in grads]
         for flat, grad in zip(flats, grads, strict=True):
             flat.copy_(grad)
-        check_quantised(plans, flats, bits, dtype)
+        check_quantized(plans, flats, bits, dtype)
         all_to_all(plans)
         check_averaged(plans, bits, dtype)
         all_gather(plans)
-        check_dequantised(plans, flats, bits, dtype)
+        check_dequantized(plans, flats, bits, dtype)
 
 
 @BITS
@@ -160,7 +160,7 @@ def test_8_bits_are_those_of_plain_torch(dtype, world_size, device):
                 pair = [sections_of(each.mean, layout, dtype, 8)[index] for each in (one, other)]
                 assert torch.equal(*pair)
         for output, other in zip(outputs, expected, strict=True):
-            for part in layout.quantised:
+            for part in layout.quantized:
                 assert torch.equal(output[part.in_bucket].cpu(), other[part.in_bucket])
 
 
@@ -178,9 +178,9 @@ def test_nothing_is_lost(bits, dtype, device):
         assert all(torch.equal(result, results[0]) for result in results)
         outputs += results[0].double().cpu()
     errors = torch.stack([plan.error.double().cpu() for plan in plans]).mean(0)
-    for part in layout.quantised:
+    for part in layout.quantized:
         outputs[part.in_bucket] += errors[part.stored]
-    assert (outputs - inputs).norm() <= QUANTISED_IDENTITY[dtype] * inputs.norm()
+    assert (outputs - inputs).norm() <= QUANTIZED_IDENTITY[dtype] * inputs.norm()
     assert errors.any()
 
 
@@ -203,14 +203,14 @@ def test_magnitudes_at_the_ends_of_fp32(bits, scale, device):
     layout = BlockLayout([(8, 16)], 16, 1)
     (plan,) = plans_of(layout, torch.float32, device, bits=bits)
     flat = torch.linspace(-3, 3, 128, device=device) * scale
-    check_quantised([plan], [flat], bits, torch.float32)
+    check_quantized([plan], [flat], bits, torch.float32)
     assert plan.error.isfinite().all()
     if scale == 1e38:
         all_to_all([plan])
         plan.average(0)
         assert plan.shard_error.isfinite().all()
         codes, scales, _ = sections_of(plan.mean, layout, torch.float32, bits)
-        decoded = dequantised(codes, scales, torch.float32, bits).flatten()
+        decoded = dequantized(codes, scales, torch.float32, bits).flatten()
         assert (decoded - flat.cpu()).double().norm() < 0.2 * flat.cpu().double().norm()
 
 
@@ -245,13 +245,13 @@ def test_layers_that_are_skipped_keep_their_errors(bits, device):
     for plan, other in zip(plans, plain, strict=True):
         other.error.copy_(plan.error)
         other.shard_error.copy_(plan.shard_error)
-    first = layout.quantised[0]
+    first = layout.quantized[0]
     before = [plan.error.clone() for plan in plans]
     grads = random_grads(layout, torch.float32, device, 1)
     for rank, (plan, other, grad) in enumerate(zip(plans, plain, grads, strict=True)):
         grad[first.in_bucket] = 0.0
-        plan.quantise(grad, rank, [first])
-        other.quantise(grad.cpu(), rank, [first])
+        plan.quantize(grad, rank, [first])
+        other.quantize(grad.cpu(), rank, [first])
         assert torch.equal(plan.error[first.stored].cpu(), other.error[first.stored])
     all_to_all(plans)
     for rank, plan in enumerate(plans):
@@ -263,7 +263,7 @@ def test_layers_that_are_skipped_keep_their_errors(bits, device):
         assert torch.allclose(plan.error[part], before[rank][part], rtol=0, atol=4 * SMALLEST_ERROR)
     all_gather(plans)
     for plan, grad in zip(plans, grads, strict=True):
-        plan.dequantise(grad)
+        plan.dequantize(grad)
         assert not grad[first.in_bucket].any()
 
 
@@ -282,6 +282,6 @@ def test_it_is_chosen_where_kernels_run(monkeypatch):
     layout, cpu = BlockLayout([(16, 16)], 16, 1), torch.device("cpu")
     options = {"bits": 4, "error_feedback": True}
     monkeypatch.setattr(ops, "_INTERPRETED", False)
-    plan = ops.quantised_plan(layout, torch.float32, cpu, **options)
-    assert not isinstance(plan, quantise_plan.QuantisedPlan)
-    ops.compile_quantised(layout, torch.float32, cpu, **options)  # nothing to compile
+    plan = ops.quantized_plan(layout, torch.float32, cpu, **options)
+    assert not isinstance(plan, quantize_plan.QuantizedPlan)
+    ops.compile_quantized(layout, torch.float32, cpu, **options)  # nothing to compile

@@ -1,4 +1,4 @@
-"""The oracle of the quantised all-reduce agrees with arithmetic by hand, and with the hook step by step."""
+"""The oracle of the quantized all-reduce agrees with arithmetic by hand, and with the hook step by step."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_hook,
     quantization_perchannel_hook,
 )
-from gradcomp.testing.oracle import QuantisedOracle, mean, normal_levels, quantised, split
+from gradcomp.testing.oracle import QuantizedOracle, mean, normal_levels, quantized, split
 from gradcomp.testing.ranks import run_ranks
 from tests.distributed.powersgd_oracle import Bucket, random_gradient
-from tests.tolerances import QUANTISED_LOSS, QUANTISED_STEP, UNLIKE_BLOCKS
+from tests.tolerances import QUANTIZED_LOSS, QUANTIZED_STEP, UNLIKE_BLOCKS
 
 # 84 blocks of 16, so that no rank of 2 or 3 has a block of zeros: plain torch rounds scales twice beside one.
 SHAPES = ((38, 32), (17,), (8, 3, 5), (3, 2), (16,))
@@ -26,7 +26,7 @@ def flat(tensors):
 def test_eight_bits_by_hand():
     """The scale of largest value 127 is 1; of 254 it is 2; codes are rounded to even; inf makes NaN."""
     blocks = torch.tensor([[127, 0.4, -3.5, 2.6], [-254, 1, 3.2, 0], [torch.inf, 1, 2, 3], [0, 0, 0, 0]])
-    result = quantised(blocks.double(), 8)
+    result = quantized(blocks.double(), 8)
     assert result[:2].tolist() == [[127, 0, -4, 3], [-254, 0, 4, 0]]
     assert result[2].isnan().all()
     assert not result[3].any()
@@ -39,15 +39,15 @@ def test_four_bits_by_hand():
     assert normal_levels()[7:10] == pytest.approx([0.0, 0.2739, 0.5548], abs=1e-4)
     assert normal_levels()[7] == 0.0
     signs = torch.tensor([[3.0, -3, -3, 3]]).double()
-    assert torch.allclose(quantised(signs, 4), signs, rtol=2**-8)
-    assert not quantised(torch.zeros(1, 4).double(), 4).any()
+    assert torch.allclose(quantized(signs, 4), signs, rtol=2**-8)
+    assert not quantized(torch.zeros(1, 4).double(), 4).any()
 
 
 @BITS
 def test_error_feedback_loses_nothing(bits):
     """Σ outputs + the mean of what is owed = Σ mean gradients with error feedback, and only then."""
     for error_feedback in (True, False):
-        oracle = QuantisedOracle(SHAPES, bits, 16, error_feedback=error_feedback)
+        oracle = QuantizedOracle(SHAPES, bits, 16, error_feedback=error_feedback)
         inputs = outputs = 0.0
         for step in range(4):
             gradients = [split(random_gradient(SHAPES, rank, step), SHAPES) for rank in range(3)]
@@ -57,7 +57,7 @@ def test_error_feedback_loses_nothing(bits):
 
 
 def test_a_tensor_that_every_rank_skips_keeps_what_is_owed():
-    oracle = QuantisedOracle([(4, 8)], 4, 16)
+    oracle = QuantizedOracle([(4, 8)], 4, 16)
     oracle.step([split(random_gradient([(4, 8)], rank, 0), [(4, 8)]) for rank in range(2)])
     (owed,) = oracle.owner_errors
     oracle.errors = None
@@ -98,7 +98,7 @@ def continue_from(oracle, errors, shard_errors):
 def test_the_hook_step_by_step(bits, world_size, dtype):
     """From the hook's errors of each step: the same, but for blocks with a value between two levels."""
     runs = run_ranks(steps_of_hook, world_size, bits, dtype)
-    oracle = QuantisedOracle(SHAPES, bits, 16)
+    oracle = QuantizedOracle(SHAPES, bits, 16)
     unlike = 0.0
     for of_ranks in zip(*runs, strict=True):
         gradients, outputs, errors, shard_errors = zip(*of_ranks, strict=True)
@@ -108,10 +108,10 @@ def test_the_hook_step_by_step(bits, world_size, dtype):
         exact = (torch.stack(gradients).double().sum(0) + sum(owed)) / world_size
         expected = flat(oracle.step([split(gradient, SHAPES) for gradient in gradients]))
         got = outputs[0].double()
-        unlike += float(((got - expected).abs() > QUANTISED_STEP * exact.abs().max()).double().mean()) / STEPS
-        assert (got - exact).norm() <= QUANTISED_LOSS * (expected - exact).norm()
+        unlike += float(((got - expected).abs() > QUANTIZED_STEP * exact.abs().max()).double().mean()) / STEPS
+        assert (got - exact).norm() <= QUANTIZED_LOSS * (expected - exact).norm()
         is_exact = torch.tensor([False] * 1216 + [True] * 17 + [False] * 120 + [True] * 22)
-        assert (got - exact)[is_exact].abs().max() <= QUANTISED_STEP
+        assert (got - exact)[is_exact].abs().max() <= QUANTIZED_STEP
     assert unlike <= UNLIKE_BLOCKS
 
 
@@ -120,7 +120,7 @@ def test_the_hook_step_by_step(bits, world_size, dtype):
 def test_the_hook_left_to_itself(bits):
     """After some steps of its own the hook owes no more than the oracle."""
     runs = run_ranks(steps_of_hook, 3, bits, torch.float32)
-    oracle = QuantisedOracle(SHAPES, bits, 16)
+    oracle = QuantizedOracle(SHAPES, bits, 16)
     inputs = outputs = expected = 0.0
     for of_ranks in zip(*runs, strict=True):
         gradients = [split(gradient, SHAPES) for gradient, *_ in of_ranks]
@@ -139,10 +139,10 @@ def channels(rank, group):
 def test_the_hook_without_state():
     runs = run_ranks(channels, 2)  # 43 blocks each
     numel = len(runs[0][0])
-    oracle = QuantisedOracle([(1, numel)], 8, 16, error_feedback=False)
+    oracle = QuantizedOracle([(1, numel)], 8, 16, error_feedback=False)
     (expected,) = oracle.step([[gradient.view(1, numel)] for gradient, _ in runs])
     assert not oracle.owner_errors[0].any()
     exact = torch.stack([gradient for gradient, _ in runs]).double().mean(0)
     got = runs[0][1].double()
-    assert (got - exact).norm() <= QUANTISED_LOSS * (expected[0] - exact).norm()
-    assert ((got - expected[0]).abs() > QUANTISED_STEP).double().mean() <= UNLIKE_BLOCKS
+    assert (got - exact).norm() <= QUANTIZED_LOSS * (expected[0] - exact).norm()
+    assert ((got - expected[0]).abs() > QUANTIZED_STEP).double().mean() <= UNLIKE_BLOCKS

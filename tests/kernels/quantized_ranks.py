@@ -1,4 +1,4 @@
-"""Quantised all-reduces of simulated ranks, and what quantised blocks have to be, for the kernels' tests."""
+"""Quantized all-reduces of simulated ranks, and what quantized blocks have to be, for the kernels' tests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from gradcomp import ops
 from gradcomp.cpu import quantize as plain
-from gradcomp.cpu.quantize_plan import QuantisedPlan as PlainPlan
-from gradcomp.kernels.quantize.plan import QuantisedPlan
+from gradcomp.cpu.quantize_plan import QuantizedPlan as PlainPlan
+from gradcomp.kernels.quantize.plan import QuantizedPlan
 from gradcomp.layout import BlockLayout
-from tests.tolerances import QUANTISED_SCALE, QUANTISED_THRESHOLD
+from tests.tolerances import QUANTIZED_SCALE, QUANTIZED_THRESHOLD
 
 
 def plans_of(
@@ -20,8 +20,8 @@ def plans_of(
 ) -> list[Any]:
     """Return a plan on the kernels for each simulated rank."""
     options = {"bits": bits, "error_feedback": error_feedback}
-    plans = [ops.quantised_plan(layout, dtype, device, **options) for _ in range(layout.world_size)]
-    assert all(isinstance(plan, QuantisedPlan) for plan in plans)
+    plans = [ops.quantized_plan(layout, dtype, device, **options) for _ in range(layout.world_size)]
+    assert all(isinstance(plan, QuantizedPlan) for plan in plans)
     return plans
 
 
@@ -53,13 +53,13 @@ def all_reduce(plans: Sequence[Any], grads: Sequence[torch.Tensor]) -> list[torc
     """Return what every rank's bucket becomes."""
     outputs = [grad.clone() for grad in grads]
     for rank, plan in enumerate(plans):
-        plan.quantise(outputs[rank], rank)
+        plan.quantize(outputs[rank], rank)
     all_to_all(plans)
     for rank, plan in enumerate(plans):
         plan.average(rank)
     all_gather(plans)
     for rank, plan in enumerate(plans):
-        plan.dequantise(outputs[rank])
+        plan.dequantize(outputs[rank])
     return outputs
 
 
@@ -74,9 +74,9 @@ def sections_of(
 
 
 def blocks_of(layout: BlockLayout, flat: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """Return a bucket's quantised tensors in blocks [blocks, size], zeros in their padding."""
+    """Return a bucket's quantized tensors in blocks [blocks, size], zeros in their padding."""
     blocks = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
-    for part in layout.quantised:
+    for part in layout.quantized:
         blocks[part.stored] = flat[part.in_bucket].cpu().to(wide)
     return blocks.view(-1, layout.block_size)
 
@@ -87,11 +87,11 @@ def decoded_4(codes: torch.Tensor) -> torch.Tensor:
     return plain.levels().double()[pairs.long()]
 
 
-def assert_quantised(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
+def assert_quantized(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
     """Check codes and scales of finite blocks, fp32 or fp64, against the definition."""
     if bits == 8:
         own_codes, own_scales = torch.empty_like(codes), torch.empty_like(scales)
-        plain.quantise(values.clone(), codes=own_codes, scales=own_scales, bits=8)
+        plain.quantize(values.clone(), codes=own_codes, scales=own_scales, bits=8)
         assert torch.equal(codes, own_codes)
         assert torch.equal(scales, own_scales)
         return
@@ -100,12 +100,12 @@ def assert_quantised(values: torch.Tensor, codes: torch.Tensor, scales: torch.Te
     level = decoded_4(codes)
     unit = values / values.square().mean(1, keepdim=True).sqrt().clamp(1e-300, cap / 1.5)
     chosen, nearest = (unit - level).abs(), (unit[:, :, None] - plain.levels().double()).abs().amin(2)
-    assert (chosen <= nearest + QUANTISED_THRESHOLD).all()
+    assert (chosen <= nearest + QUANTIZED_THRESHOLD).all()
     best = ((values * level).sum(1) / level.square().sum(1).clamp_min(0.5)).clamp_max(cap)
-    assert torch.allclose(scales.double(), best, rtol=QUANTISED_SCALE, atol=2.0**-134)
+    assert torch.allclose(scales.double(), best, rtol=QUANTIZED_SCALE, atol=2.0**-134)
 
 
-def dequantised(codes: torch.Tensor, scales: torch.Tensor, wide: torch.dtype, bits: int) -> torch.Tensor:
+def dequantized(codes: torch.Tensor, scales: torch.Tensor, wide: torch.dtype, bits: int) -> torch.Tensor:
     """Return what codes stand for, rounded once."""
     decoded = codes.view(torch.int8) if bits == 8 else decoded_4(codes)
     return decoded.to(wide) * scales.to(wide)[:, None]

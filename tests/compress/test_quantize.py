@@ -1,4 +1,4 @@
-"""The quantisation of blocks, against the definition in float64."""
+"""The quantization of blocks, against the definition in float64."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradcomp.compress import BucketSpec
-from gradcomp.compress.quantized import QuantisedCompressor, QuantisedOptions
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.cpu import quantize as plain
 from gradcomp.layout import BlockLayout
 
@@ -14,14 +14,14 @@ BOTH = pytest.mark.parametrize("bits", [4, 8])
 WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-def quantised(values, bits):
+def quantized(values, bits):
     """Return codes and scales of blocks, what they stand for, and what is lost."""
     lost = values.clone()
     codes = torch.empty(len(values), values.shape[1] * bits // 8, dtype=torch.uint8)
     scales = torch.empty(len(values), dtype=torch.bfloat16)
-    plain.quantise(lost, codes=codes, scales=scales, bits=bits)
+    plain.quantize(lost, codes=codes, scales=scales, bits=bits)
     out = torch.full_like(values, math.nan)
-    plain.dequantise(codes, scales, out=out, bits=bits)
+    plain.dequantize(codes, scales, out=out, bits=bits)
     return codes, scales, out, lost
 
 
@@ -38,13 +38,13 @@ def test_no_code_of_8_bits_is_beyond_127(sign, dtype):
     steps = 1 + torch.arange(2**12, dtype=dtype) / 2**12
     worst = torch.tensor([1 + 2**-8, 1 + 2**-8 - 2**-23], dtype=dtype)
     largest = 127 * torch.cat([steps, worst])[:, None]
-    codes, _, _, _ = quantised(sign * largest * torch.tensor([1.0, 0.5], dtype=dtype), 8)
+    codes, _, _, _ = quantized(sign * largest * torch.tensor([1.0, 0.5], dtype=dtype), 8)
     assert (codes.view(torch.int8)[:, 0].int().abs() >= 126).all()
     assert (codes.view(torch.int8)[:, 0].int().sign() == sign).all()
 
 
 def test_the_levels_are_lloyds():
-    """Each level is the mean of a normal variable between its thresholds, as in the best quantiser."""
+    """Each level is the mean of a normal variable between its thresholds, as in the best quantizer."""
     normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
     bounds = torch.tensor([-math.inf, *plain.THRESHOLDS, math.inf], dtype=torch.float64)
     density = torch.exp(-bounds.square() / 2) / math.sqrt(2 * math.pi)
@@ -56,7 +56,7 @@ def test_the_levels_are_lloyds():
 @WIDE
 def test_4_bits_are_the_nearest_level_at_the_best_scale(dtype):
     values = random_blocks(dtype)
-    _, scales, out, lost = quantised(values, 4)
+    _, scales, out, lost = quantized(values, 4)
     wide = values.double()
     levels = plain.levels().double()
     unit = wide / wide.square().mean(1, keepdim=True).sqrt()
@@ -73,7 +73,7 @@ def test_4_bits_are_the_nearest_level_at_the_best_scale(dtype):
 @WIDE
 def test_8_bits_are_the_nearest_multiple_of_the_scale(dtype):
     values = random_blocks(dtype)
-    codes, scales, out, lost = quantised(values, 8)
+    codes, scales, out, lost = quantized(values, 8)
     wide, scale = values.double(), scales.double()[:, None]
     assert torch.allclose(scales.double() * 127, wide.abs().amax(1), rtol=2**-8)
     # The largest value's own rounding and the scale's, to 8 bits, are all that is lost.
@@ -87,7 +87,7 @@ def test_8_bits_are_the_nearest_multiple_of_the_scale(dtype):
 def test_blocks_that_are_not_finite_become_nan_and_lose_nothing(bits, dtype):
     values = torch.randn(5, 16, dtype=dtype)
     values[1, 3], values[2, 0], values[3, 15] = math.inf, -math.inf, math.nan
-    _, _, out, lost = quantised(values, bits)
+    _, _, out, lost = quantized(values, bits)
     assert out[1:4].isnan().all()
     assert (lost[1:4] == 0).all()
     assert out[[0, 4]].isfinite().all()
@@ -95,7 +95,7 @@ def test_blocks_that_are_not_finite_become_nan_and_lose_nothing(bits, dtype):
 
 @BOTH
 def test_zeros_stay_zeros(bits):
-    _, scales, out, lost = quantised(torch.zeros(3, 8), bits)
+    _, scales, out, lost = quantized(torch.zeros(3, 8), bits)
     assert not scales.any()
     assert not out.any()
     assert not lost.any()
@@ -104,11 +104,11 @@ def test_zeros_stay_zeros(bits):
 @BOTH
 @pytest.mark.parametrize("block_size", [2, 6, 128])
 def test_blocks_do_not_depend_on_one_another(bits, block_size):
-    """They do not depend on the chunks in which they are quantised either."""
+    """They do not depend on the chunks in which they are quantized either."""
     values = torch.randn(plain.CHUNK_NUMEL // block_size + 3, block_size)
-    _, _, together, _ = quantised(values, bits)
+    _, _, together, _ = quantized(values, bits)
     for row in (0, 1, len(values) - 4, len(values) - 1):
-        _, _, alone, _ = quantised(values[row : row + 1], bits)
+        _, _, alone, _ = quantized(values[row : row + 1], bits)
         assert torch.equal(alone[0], together[row])
 
 
@@ -123,9 +123,9 @@ def test_unusual_blocks_change_nothing_for_others(bits, dtype):
     values[22] *= 1e-38
     values[23] = 1e38
     values[[24, 25, 26], 3] = torch.tensor([math.inf, -math.inf, math.nan], dtype=dtype)
-    together = quantised(values, bits)
+    together = quantized(values, bits)
     for row in range(len(values)):
-        alone = quantised(values[row : row + 1], bits)
+        alone = quantized(values[row : row + 1], bits)
         for one, other in zip(alone, together, strict=True):
             assert torch.equal(one[0].nan_to_num(), other[row].nan_to_num())
     _, _, out, lost = together
@@ -134,23 +134,23 @@ def test_unusual_blocks_change_nothing_for_others(bits, dtype):
     assert ((finite - kept).abs() <= 1e-6 * finite.abs().amax(1, keepdim=True)).all()
 
 
-def test_dequantising_may_add():
-    codes, scales, out, _ = quantised(torch.randn(4, 8), 4)
+def test_dequantizing_may_add():
+    codes, scales, out, _ = quantized(torch.randn(4, 8), 4)
     total = torch.ones(4, 8)
-    plain.dequantise(codes, scales, out=total, bits=4, add=True)
+    plain.dequantize(codes, scales, out=total, bits=4, add=True)
     assert torch.allclose(total, out + 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("block_size", [2, 16])
 def test_every_element_is_in_one_place(block_size, world_size):
-    """Each tensor is quantised or exact, no block has elements of two, and padding is what is left."""
+    """Each tensor is quantized or exact, no block has elements of two, and padding is what is left."""
     shapes = [(7, 5), (3,), (), (16, 16), (0, 4), (2, 2), (4, 4), (33,)]
     layout = BlockLayout(shapes, block_size, world_size)
     blocks = torch.zeros(world_size * layout.shard_numel, dtype=torch.int64)
     exact = torch.zeros(world_size * layout.exact_numel, dtype=torch.int64)
     bucket = torch.zeros(layout.numel, dtype=torch.int64)
-    for parts, places in ((layout.quantised, blocks), (layout.exact, exact)):
+    for parts, places in ((layout.quantized, blocks), (layout.exact, exact)):
         for index, part in enumerate(parts):
             assert places is exact or part.stored.start % block_size == 0
             assert not places[part.stored].any()
@@ -162,7 +162,7 @@ def test_every_element_is_in_one_place(block_size, world_size):
     for padding in layout.padding:
         blocks[padding] -= 1
     assert (blocks != 0).all()
-    assert len(layout.quantised) == sum(len(s) > 1 and math.prod(s) >= block_size for s in shapes)
+    assert len(layout.quantized) == sum(len(s) > 1 and math.prod(s) >= block_size for s in shapes)
 
 
 def test_bytes_per_rank_do_not_grow_with_the_number_of_ranks():
@@ -175,7 +175,7 @@ def test_bytes_per_rank_do_not_grow_with_the_number_of_ranks():
 
 def test_taking_back_changes_one_tensors_error():
     spec = BucketSpec(((4, 8), (3,), (6, 8)), torch.float32, torch.device("cpu"), 2, 0)
-    compressor, values = QuantisedCompressor(spec, QuantisedOptions(4, 16)), torch.randn(48)
+    compressor, values = QuantizedCompressor(spec, QuantizedOptions(4, 16)), torch.randn(48)
     compressor.add_to_error(35, values)
     compressor.add_to_error(32, torch.ones(3))  # sent exactly, so there is no error
     assert torch.equal(compressor.state()["error"], torch.cat([torch.zeros(35), values]))

@@ -98,7 +98,7 @@ class _WithPeer:
         if not dist.is_initialized():
             self._folder = tempfile.TemporaryDirectory(prefix="gradcomp-")
             store = Path(self._folder.name, "store")
-            command = [sys.executable, "-m", "benchmarks.quantised_hooks", self._name, str(store)]
+            command = [sys.executable, "-m", "benchmarks.quantized_hooks", self._name, str(store)]
             subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL)
             _join(store, rank=0)
         _meet()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.cpu.orthonormalize import orthonormalise
+from gradcomp.cpu.orthonormalize import orthonormalize
 
 RANK = 5
 
@@ -16,10 +16,10 @@ def panel_of(rows, condition, seed):
     return basis @ torch.diag(torch.logspace(0, -condition, RANK, dtype=torch.float64)) @ turned
 
 
-def orthonormalised(panels, epsilon=0.0):
+def orthonormalized(panels, epsilon=0.0):
     results = [panel.clone() for panel in panels]
     scratch = [torch.full((2, *panel.shape), torch.nan, dtype=torch.float64) for panel in panels]
-    orthonormalise(results, epsilon, scratch)
+    orthonormalize(results, epsilon, scratch)
     return results
 
 
@@ -30,7 +30,7 @@ def gram(panel):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_ill_conditioned_beside_well_conditioned(dtype):
     panels = [panel_of(rows, condition, rows).to(dtype) for rows, condition in ((6, 0), (40, 6), (300, 3))]
-    for panel, basis in zip(panels, orthonormalised(panels), strict=True):
+    for panel, basis in zip(panels, orthonormalized(panels), strict=True):
         assert basis.dtype == dtype
         assert torch.linalg.matrix_norm(gram(basis) - torch.eye(RANK, dtype=torch.float64)).max() <= 1e-5
         # The same columns are spanned.
@@ -38,11 +38,11 @@ def test_ill_conditioned_beside_well_conditioned(dtype):
         assert left.norm() <= 1e-6 * panel.norm()
 
 
-def test_dependent_columns_become_zero_whatever_the_neighbours():
+def test_dependent_columns_become_zero_whatever_the_neighbors():
     dependent = panel_of(30, 0, 0).float()
     dependent[0, :, 2] = dependent[0, :, 0] - 3 * dependent[0, :, 1]
     dependent[1, :, 4] = 0.0
-    basis, other = orthonormalised([dependent, panel_of(7, 5, 1).float()])
+    basis, other = orthonormalized([dependent, panel_of(7, 5, 1).float()])
     expected = torch.eye(RANK, dtype=torch.float64).repeat(2, 1, 1)
     expected[0, 2, 2] = expected[1, 4, 4] = 0.0
     assert torch.allclose(gram(basis), expected, atol=1e-5)
@@ -52,7 +52,7 @@ def test_dependent_columns_become_zero_whatever_the_neighbours():
 def test_only_the_panel_that_is_not_finite_becomes_nan():
     given = panel_of(30, 0, 0).float()
     given[1, 3, 0] = torch.inf
-    basis, other = orthonormalised([given, panel_of(7, 0, 1).float()])
+    basis, other = orthonormalized([given, panel_of(7, 0, 1).float()])
     assert basis[1].isnan().all()
     assert torch.allclose(gram(basis[0]), torch.eye(RANK, dtype=torch.float64), atol=1e-5)
     assert other.isfinite().all()
@@ -62,7 +62,7 @@ def test_only_the_panel_that_is_not_finite_becomes_nan():
 def test_one_column(epsilon):
     panel = panel_of(30, 1, 0)[:, :, :1].repeat(2, 1, 1)
     panel[1], panel[2, 7] = 0.0, torch.nan
-    (basis,) = orthonormalised([panel], epsilon)
+    (basis,) = orthonormalized([panel], epsilon)
     for i in (0, 3):
         assert torch.allclose(basis[i], panel[i] / (panel[i].norm() + epsilon), rtol=1e-14)
     assert not basis[1].any()
@@ -78,5 +78,5 @@ def test_epsilon_is_added_to_every_length():
         column /= column.norm(dim=1, keepdim=True) + epsilon
         rest = expected[:, :, i + 1 :]
         rest -= column * (column * rest).sum(dim=1, keepdim=True)
-    (basis,) = orthonormalised([panel], epsilon)
+    (basis,) = orthonormalized([panel], epsilon)
     assert torch.allclose(basis, expected, rtol=0, atol=1e-12)

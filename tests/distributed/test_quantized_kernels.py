@@ -1,16 +1,16 @@
-"""Test the quantised all-reduce on the Triton kernels (on a GPU, or interpreted), with real processes."""
+"""Test the quantized all-reduce on the Triton kernels (on a GPU, or interpreted), with real processes."""
 
 import pytest
 import torch
 
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradcomp.kernels.quantize import plan as quantise_plan
+from gradcomp.kernels.quantize import plan as quantize_plan
 from tests.devices import device_of_rank
 from tests.distributed.powersgd_oracle import Bucket, random_gradient, relative
 from tests.distributed.powersgd_runs import reload
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_quantization_hook import LOSS, SHAPES
-from tests.tolerances import QUANTISED_IDENTITY
+from tests.tolerances import QUANTIZED_IDENTITY
 
 BITS = pytest.mark.parametrize("bits", [4, 8])
 
@@ -31,7 +31,7 @@ def steps_on_kernels(rank, bits):
         (memory, _) = state._memories.memory_of(bucket.parameters()[0])
         del bucket  # a state takes the next buckets for a new model's
     error = state.state_dict()["buckets"][0]["error"].cpu()
-    return results, error, isinstance(memory.compressor._plan, quantise_plan.QuantisedPlan)
+    return results, error, isinstance(memory.compressor._plan, quantize_plan.QuantizedPlan)
 
 
 @BITS
@@ -44,7 +44,7 @@ def test_steps_on_kernels(bits):
         assert torch.equal(torch.stack([step[1] for step in steps]).double(), outputs)
     assert relative(outputs[0], inputs[0]) < LOSS[bits]
     error = torch.stack([error for _, error, _ in ranks]).double().mean(0)
-    assert relative(outputs.sum(0) + error, inputs.sum(0)) < QUANTISED_IDENTITY[torch.float32]
+    assert relative(outputs.sum(0) + error, inputs.sum(0)) < QUANTIZED_IDENTITY[torch.float32]
 
 
 def broken_off(rank):

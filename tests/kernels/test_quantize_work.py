@@ -1,11 +1,11 @@
-"""The tables of the quantised all-reduce: what they promise to the kernels, by arithmetic alone."""
+"""The tables of the quantized all-reduce: what they promise to the kernels, by arithmetic alone."""
 
 from collections import Counter
 
 import pytest
 
-from gradcomp.kernels.quantize import work as quantise_work
-from gradcomp.kernels.quantize.work import BLOCKS, COPY, WORK_FIELDS, QuantisedWork, padded_size, tile_shape
+from gradcomp.kernels.quantize import work as quantize_work
+from gradcomp.kernels.quantize.work import BLOCKS, COPY, WORK_FIELDS, QuantizedWork, padded_size, tile_shape
 from gradcomp.layout import BlockLayout
 
 SHAPES = [(3,), (7, 13), (5,), (4, 4), (1, 17), (40, 9), (33,), (2, 8), (64, 70)]
@@ -13,7 +13,7 @@ SHAPES = [(3,), (7, 13), (5,), (4, 4), (1, 17), (40, 9), (33,), (2, 8), (64, 70)
 
 @pytest.fixture
 def small_copies(monkeypatch):
-    monkeypatch.setattr(quantise_work, "COPY_BLOCK", 8)
+    monkeypatch.setattr(quantize_work, "COPY_BLOCK", 8)
 
 
 @pytest.mark.usefixtures("small_copies")
@@ -21,7 +21,7 @@ def small_copies(monkeypatch):
 @pytest.mark.parametrize(("block_size", "bits"), [(16, 4), (6, 8), (2, 4)])
 def test_every_element_is_in_one_program(block_size, bits, world_size):
     layout = BlockLayout(SHAPES, block_size, world_size)
-    work = QuantisedWork(layout, bits, 4)
+    work = QuantizedWork(layout, bits, 4)
     in_bucket, payload, blocks = Counter(), Counter(), Counter()
     for row in work.bucket_work:
         assert len(row) == WORK_FIELDS
@@ -48,7 +48,7 @@ def test_every_element_is_in_one_program(block_size, bits, world_size):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_shard_is_averaged_whole(world_size):
     layout = BlockLayout(SHAPES, 16, world_size)
-    work = QuantisedWork(layout, 4, 2)
+    work = QuantizedWork(layout, 4, 2)
     assert {row[1] for row in work.shard_work} == {work.payload_bytes}
     blocks = [row[4] + i for row in work.shard_work if row[0] == BLOCKS for i in range(row[3])]
     assert blocks == list(range(layout.num_blocks))
@@ -81,7 +81,7 @@ def test_tiles_of_the_default_block():
 def test_positions_beyond_two_billion():
     """No place overflows 32 bits on its way into the table."""
     layout = BlockLayout([(60_000, 50_000), (5,)], 128, 1)
-    work = QuantisedWork.__new__(QuantisedWork)
+    work = QuantizedWork.__new__(QuantizedWork)
     work.layout, work.bits, work.code_bytes, work.payload_bytes = layout, 4, 64, 1 << 33
     work._scales_at, work._exact_at, work._exact_itemsize = layout.num_blocks * 64, 1 << 32, 4
     (copy,) = work._copy_work()

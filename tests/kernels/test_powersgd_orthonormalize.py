@@ -7,7 +7,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
 from gradcomp.kernels.powersgd import work as powersgd_work
-from gradcomp.kernels.powersgd.orthonormalize import orthonormalise
+from gradcomp.kernels.powersgd.orthonormalize import orthonormalize
 from gradcomp.kernels.powersgd.work import LowRankWork, wire_stride
 from gradcomp.layout import Matrix
 from tests.tolerances import ORTHONORMAL, SPAN
@@ -26,7 +26,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(powersgd_work, "CHUNK_NUMEL", 64)
 
 
-def orthonormalised(
+def orthonormalized(
     panels: list[torch.Tensor], epsilon: float = 0.0, *, pairs: bool = False
 ) -> list[torch.Tensor]:
     """The launch on these n×r panels."""
@@ -43,9 +43,9 @@ def orthonormalised(
     wire = torch.cat([each.flatten() for each in columns])
     out = torch.full((work.p_panel_numel,), math.nan, dtype=dtype, device=device)
     table = torch.tensor(work.matrix_table, device=device)
-    chunks = torch.tensor(work.orthonormalise_work, device=device)
-    scratch = torch.full((work.orthonormalise_numel,), math.nan, dtype=torch.float64, device=device)
-    orthonormalise(
+    chunks = torch.tensor(work.orthonormalize_work, device=device)
+    scratch = torch.full((work.orthonormalize_numel,), math.nan, dtype=torch.float64, device=device)
+    orthonormalize(
         wire, table, chunks, scratch=scratch, out=out, rank=work.rank, epsilon=epsilon, pairs=pairs
     )
     result, start = [], 0
@@ -82,14 +82,14 @@ def test_orthonormal_up_to_a_million(rank, pairs, device):
     conditions = {1: [1.0], 40: [1e1, 1e6]}.get(rank, [1e0, 1e4, 1e5, 1e6])
     n = 300 if rank <= 32 else 100
     panels = [with_condition(n, rank, condition).to(device, torch.float32) for condition in conditions]
-    for panel, q in zip(panels, orthonormalised(panels, pairs=pairs), strict=True):
+    for panel, q in zip(panels, orthonormalized(panels, pairs=pairs), strict=True):
         check(panel, q)
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16, 40])
 def test_in_fp64(rank, device):
     panel = with_condition(130, rank, 1e4 if rank > 1 else 1).to(device)
-    (q,) = orthonormalised([panel], pairs=True)  # of fp32 they wouldn't do
+    (q,) = orthonormalized([panel], pairs=True)  # of fp32 they wouldn't do
     assert deviation(q) <= ORTHONORMAL[torch.float64]
     assert float((panel - q @ (q.T @ panel)).norm() / panel.norm()) <= SPAN[torch.float64]
 
@@ -98,7 +98,7 @@ def test_in_fp64(rank, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_from_16_bits(rank, pairs, dtype, device):
     panel = with_condition(130, rank, 10).to(device, dtype)
-    (q,) = orthonormalised([panel], pairs=pairs)
+    (q,) = orthonormalized([panel], pairs=pairs)
     assert q.dtype == torch.float32
     check(panel, q)
 
@@ -112,7 +112,7 @@ def test_zero_and_dependent_columns_become_zeros(rank, pairs, device):
         panel[:, 2] = 0
         panel[:, rank - 2] = panel[:, 0] + panel[:, 1]
         dead |= {2, rank - 2}
-    q, zeros = orthonormalised([panel, torch.zeros_like(panel)], pairs=pairs)
+    q, zeros = orthonormalized([panel, torch.zeros_like(panel)], pairs=pairs)
     assert {j for j in range(rank) if not q[:, j].any()} == dead
     alive = [j for j in range(rank) if j not in dead]
     assert deviation(q[:, alive]) <= ORTHONORMAL[torch.float32]
@@ -123,7 +123,7 @@ def test_zero_and_dependent_columns_become_zeros(rank, pairs, device):
 def test_duplicate_columns_become_zeros(rank, pairs, device):
     panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1)).to(device)
     panel[:, rank // 2 :] = panel[:, : rank // 2]
-    (q,) = orthonormalised([panel], pairs=pairs)
+    (q,) = orthonormalized([panel], pairs=pairs)
     check(panel[:, : rank // 2], q[:, : rank // 2])
     assert not q[:, rank // 2 :].any()
 
@@ -132,7 +132,7 @@ def test_duplicate_columns_become_zeros(rank, pairs, device):
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_any_scale(rank, pairs, scale, device):
     panel = with_condition(70, rank, 10).to(device, torch.float32) * scale
-    check(panel.double() / scale, orthonormalised([panel], pairs=pairs)[0])
+    check(panel.double() / scale, orthonormalized([panel], pairs=pairs)[0])
 
 
 @with_arithmetic(2, 16)
@@ -144,7 +144,7 @@ def test_chunks_and_columns_of_unlike_scale(rank, pairs, device):
     panel[64:128] *= 1e15
     panel[128:] = 0
     panel[:, 1] *= 1e-18
-    (q,) = orthonormalised([panel.to(device)], pairs=pairs)
+    (q,) = orthonormalized([panel.to(device)], pairs=pairs)
     assert deviation(q) <= ORTHONORMAL[torch.float32]
     # The first chunk is lost beside the second, and the third is zero.
     check(panel[64:128] / panel[64:128].norm(dim=0), q[64:128].cpu())
@@ -162,7 +162,7 @@ def test_chunks(rank, pairs, device):
         for n, condition in zip(lengths, conditions, strict=True)
     ]
     one_row = torch.full((1, 1), -3.0, device=device)
-    first, *others = orthonormalised([one_row, *panels], pairs=pairs)
+    first, *others = orthonormalized([one_row, *panels], pairs=pairs)
     assert first.tolist() == [[-1.0]]
     for panel, q in zip(panels, others, strict=True):
         check(panel, q)
@@ -172,9 +172,9 @@ def test_chunks(rank, pairs, device):
 def test_chunks_make_no_difference_but_rounding(rank, pairs, device, monkeypatch):
     """Every program of a matrix takes the same decisions; in another's place a row would be another's."""
     panel = with_condition(200, rank, 1e2).to(device, torch.float32)
-    (whole,) = orthonormalised([panel], pairs=pairs)
+    (whole,) = orthonormalized([panel], pairs=pairs)
     monkeypatch.setattr(powersgd_work, "CHUNK_NUMEL", 64)
-    (split,) = orthonormalised([panel], pairs=pairs)
+    (split,) = orthonormalized([panel], pairs=pairs)
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
 
 
@@ -187,7 +187,7 @@ def test_a_panel_with_anything_not_finite_becomes_so_and_no_other(rank, pairs, d
     for bad, row, column in ((math.nan, 0, 0), (math.inf, 69, rank - 1), (-math.inf, 35, rank // 2)):
         panels.append(good.clone())
         panels[-1][row, column] = bad
-    *bad_ones, untouched = orthonormalised([*panels, good], pairs=pairs)
+    *bad_ones, untouched = orthonormalized([*panels, good], pairs=pairs)
     # One column of NaN is enough: every element of P Qᵀ is a sum over all columns.
     assert all(q.isnan().all(dim=0).any() for q in bad_ones)
     assert untouched.isfinite().all()
@@ -199,7 +199,7 @@ def test_epsilon_as_in_torch(rank, pairs, device):
     panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1))
     expected = panel.double().unsqueeze(0).clone()
     _orthogonalize_gram_schmidt(expected, epsilon)
-    (q,) = orthonormalised([panel.to(device)], epsilon, pairs=pairs)
+    (q,) = orthonormalized([panel.to(device)], epsilon, pairs=pairs)
     torch.testing.assert_close(q.cpu().double(), expected[0], rtol=1e-6, atol=1e-7)
 
 
@@ -208,7 +208,7 @@ def test_many_panels_at_once_and_bitwise_again(pairs, device):
     generator = torch.Generator().manual_seed(2)
     shapes = [(1, 1), (3, 2), (40, 4), (65, 3), (64, 4), (33, 1), (300, 4)]
     panels = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-    together = orthonormalised(panels, pairs=pairs)
+    together = orthonormalized(panels, pairs=pairs)
     for panel, q in zip(panels, together, strict=True):
         assert deviation(q) <= ORTHONORMAL[torch.float32]
-        assert torch.equal(q, orthonormalised([panel, panels[2]], pairs=pairs)[0])
+        assert torch.equal(q, orthonormalized([panel, panels[2]], pairs=pairs)[0])
