@@ -104,7 +104,7 @@ def clocked() -> Iterator[Parts]:
     parts.clock("Future", torch.futures.Future, "set_result")
     parts.clock("streams", state, "in_order")
     parts.clock("streams", streams, "completed")
-    parts.clock("state", state.CompressedAveraging, "average")
+    parts.clock("state", state.CompressorState, "average")
     parts.clock("state", powersgd, "powerSGD_hook")
     # The sequence that in_order runs is the state's and the compressor's.
     parts.clock("state", powersgd.LowRankCompressor, "average")

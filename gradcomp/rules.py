@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -48,6 +48,25 @@ class Rule:
         return self.convert(value)
 
 
+def checked(default: Any, rule: Rule, *, is_compared: bool = True) -> Any:
+    """Return a field of a frozen dataclass of options; `check_fields` checks its values by the rule.
+
+    is_compared: False for an option that may differ between equal options.
+    """
+    return field(default=default, compare=is_compared, metadata={"rule": rule})
+
+
+def check_fields(options: Any) -> None:
+    """Check a frozen dataclass's fields by their rules, and store the values that the rules return.
+
+    Call it in ``__post_init__``. Raises ValueError for a value that a rule refuses.
+    """
+    for each in fields(options):
+        if "rule" in each.metadata:
+            value = each.metadata["rule"](each.name, getattr(options, each.name))
+            object.__setattr__(options, each.name, value)
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
@@ -65,7 +84,8 @@ FACTOR_DTYPE = Rule(
 UNCOMPRESSED_DTYPE = Rule(
     "None, torch.bfloat16 or torch.float16", lambda value: value in (None, torch.bfloat16, torch.float16)
 )
-BITS = Rule("None, 4 or 8", lambda value: value is None or (type(value) is int and value in (4, 8)))
+BITS = Rule("4 or 8", lambda value: type(value) is int and value in (4, 8))
+START_BITS = Rule("None, 4 or 8", lambda value: value is None or BITS.accepts(value))
 BLOCK_SIZE = Rule(
     f"an even number of elements from 2 to {MAX_BLOCK_SIZE}: longer blocks don't fit the kernels' registers, "
     "and would save less than 0.1 % of the bytes",

@@ -69,7 +69,7 @@ def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
 def _low_rank(
     hook: Candidate, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, world_size: int
 ) -> Work:
-    options = hook.low_rank_options
+    options = hook.powersgd_options
     plan = ops.low_rank_plan(
         options.layout(shapes, dtype),
         dtype,

@@ -38,10 +38,10 @@ def register(model: DistributedDataParallel, name: str) -> None:
 def state_and_hook(candidate: Candidate) -> tuple[Any, Any]:
     """Return the state and the hook that a candidate stands for; in the default group."""
     if candidate.rank is not None:
-        options = candidate.low_rank_options
+        options = candidate.powersgd_options
         state = powerSGD_hook.PowerSGDState(
             None,
-            matrix_approximation_rank=options.rank,
+            matrix_approximation_rank=options.matrix_approximation_rank,
             start_powerSGD_iter=FIRST_COMPRESSED_STEP,
             min_compression_rate=options.min_compression_rate,
             factor_dtype=options.factor_dtype,

@@ -4,9 +4,9 @@ docs/new_compressor.md describes that interface.
 """
 
 from .compressor import BucketSpec, Compressor
-from .compressor_state import CompressorState, compress_hook
 from .consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from .recording.recorder import Recorder
+from .state import CompressorState, compress_hook
 
 __all__ = [
     "BucketSpec",

@@ -24,31 +24,15 @@ def silenced() -> Iterator[None]:
         _num_silencers -= 1
 
 
-class StartAnnouncement:
-    """Says once for a state, at the end of its first compressed step, how many bytes it saves.
+def announce_start(
+    what: str, step: int, gradient_bytes: int, sent_bytes: int, group: dist.ProcessGroup | None
+) -> None:
+    """Say on rank 0 that a state has begun to compress, and how many bytes that saves.
 
-    A state whose first steps are quantized says so of them, and again when PowerSGD takes over.
+    what: the algorithm. step: its first compressed step. gradient_bytes, sent_bytes: of that step.
     """
-
-    def __init__(self) -> None:
-        self._what = ""
-        self._gradient_bytes = self._sent_bytes = 0
-        self._has_said: set[str] = set()
-
-    def count(self, what: str, gradient_bytes: int, sent_bytes: int) -> None:
-        """Count a compressed bucket of the current step. what: the algorithm that compresses it."""
-        if what not in self._has_said:
-            self._what = what
-            self._gradient_bytes += gradient_bytes
-            self._sent_bytes += sent_bytes
-
-    def end_step(self, step: int, group: dist.ProcessGroup | None) -> None:
-        """Announce if this step was the first that was compressed; step: its number."""
-        if self._gradient_bytes:
-            self._has_said.add(self._what)
-            if group is None or group.rank() == 0:
-                _say(_text(self._what, step, self._gradient_bytes, self._sent_bytes))
-            self._gradient_bytes = self._sent_bytes = 0
+    if group is None or group.rank() == 0:
+        _say(_text(what, step, gradient_bytes, sent_bytes))
 
 
 def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int) -> str:

@@ -6,17 +6,18 @@ integer keys and fills only the entries that the target has already.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..comm.process_group import joined_group
-from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule
-from .compressor import errors_in
-from .memories import Memory
+from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule, check_fields
+from ..rules import checked as checked_field
+from .compressor import Compressor, errors_in
+from .memories import BucketMemories, Memory
 
 
 def owner_of(process_group: Any) -> dict[str, Any] | None:
@@ -54,10 +55,30 @@ NOT_THROUGH_DCP = (
     "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict(state), and load "
     "it with load_from_dcp"
 )
-# The settings of a CompressorState, by name.
-SETTINGS = {"start_iter": WHOLE, "random_seed": SEED, "compression_stats_logging_frequency": FREQUENCY}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every state has beside its compressor's options.
+
+    start_iter: steps of plain all-reduce before compression starts.
+    random_seed: the seed for random choices, the same on all ranks.
+    compression_stats_logging_frequency: steps between log lines with statistics.
+
+    Raises ValueError for other values.
+    """
+
+    start_iter: int = checked_field(2, WHOLE)
+    random_seed: int = checked_field(0, SEED)
+    compression_stats_logging_frequency: int = checked_field(10_000, FREQUENCY)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+_SETTINGS = [each.name for each in fields(Settings)]
 _KEYS = (
-    *("version", "algorithm", "options", *SETTINGS, *PROGRESS),
+    *("version", "algorithm", "options", *_SETTINGS, *PROGRESS),
     *("errors_of", "parameters", "contents", "buckets"),
 )
 # "kind" holds a bucket's dtype and its compressor's options.
@@ -70,25 +91,55 @@ def progress_of(state: Any) -> dict[str, int]:
 
 
 def to_state_dict(
-    state: Any, errors_of: Mapping[str, Any] | None, parameters: dict[str, Any], memories: Iterable[Memory]
+    algorithm: str, options: Any, settings: Settings, progress: Mapping[str, int], memories: BucketMemories
 ) -> dict[str, Any]:
-    """Return the state_dict of a state with any compressor. errors_of: see owner_of. parameters: see
-    ParameterIdentity.of.
-    """
-    buckets = {index: _bucket_entry(memory) for index, memory in enumerate(memories)}
-    values: dict[str, Any] = {
+    """Return a state_dict without "errors_of". progress: see progress_of."""
+    parameters, saved = memories.saved()
+    buckets = {index: _bucket_entry(memory) for index, memory in enumerate(saved)}
+    return {
         "version": VERSION,
-        "algorithm": state.algorithm,
-        "options": as_dict(state.options),
+        "algorithm": algorithm,
+        "options": as_dict(options),
+        **asdict(settings),
+        **progress,
+        "parameters": parameters,
+        # Shows what is missing: a container that fills only the target's own entries leaves "buckets" empty.
+        "contents": {"buckets": list(buckets)},
+        "buckets": buckets,
     }
-    values |= {name: getattr(state, name) for name in SETTINGS} | progress_of(state)
-    values |= {"errors_of": errors_of, "parameters": parameters}
-    return values | {"contents": {"buckets": list(buckets)}, "buckets": buckets}
 
 
 def as_dict(options: Any) -> dict[str, Any]:
     """Return a compressor's options by name; an empty dict for None."""
     return asdict(options) if is_dataclass(options) and not isinstance(options, type) else {}
+
+
+def compared(options: Any) -> dict[str, Any]:
+    """Return the options that must be equal on all ranks, by name."""
+    return {each.name: getattr(options, each.name) for each in _fields(type(options)) if each.compare}
+
+
+def _fields(options_class: type) -> tuple[Any, ...]:
+    return fields(options_class) if is_dataclass(options_class) else ()
+
+
+def settings_of(state_dict: dict[str, Any]) -> Settings:
+    """Return a state_dict's settings."""
+    return Settings(**{name: state_dict[name] for name in _SETTINGS})
+
+
+def options_from(what: str, given: Any, options_class: type) -> Any:
+    """Return the options made from a dict; what: where the dict is, in messages, or "".
+
+    options_class: a dataclass, or NoneType for a compressor without options.
+
+    Raises ValueError for anything but a dict and for invalid options, KeyError unless it has every option.
+    """
+    require_keys(what or "options", given, [each.name for each in _fields(options_class)])
+    try:
+        return options_class(**given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}" if what else str(error)) from error
 
 
 def _bucket_entry(memory: Memory) -> dict[str, Any]:
@@ -108,28 +159,34 @@ def finite(saved: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def memories_of(state_dict: dict[str, Any], make_options: Callable[[dict[str, Any]], Any]) -> list[Memory]:
+def memories_of(state_dict: dict[str, Any], options_class: type) -> list[Memory]:
     """Return the memories in a checked state_dict."""
     memories = []
     for index, saved in state_dict["buckets"].items():
         options = dict(saved["kind"])
         dtype = options.pop("dtype")
-        memory = Memory(make_options(options), dtype, index, list(saved["shapes"]), list(saved["parameters"]))
+        options = options_from(f"bucket {index}", options, options_class)
+        memory = Memory(options, dtype, index, list(saved["shapes"]), list(saved["parameters"]))
         memory.saved = {name: value for name, value in saved.items() if name not in _BUCKET_KEYS} or None
         memories.append(memory)
     return memories
 
 
-def has_errors(state_dict: dict[str, Any], parts: Iterable[str] = ("buckets",)) -> bool:
-    """Return whether any memory in these parts of the state_dict has an error."""
-    return any(memory.get("error") is not None for part in parts for memory in state_dict[part].values())
+def has_errors(state_dict: dict[str, Any]) -> bool:
+    """Return whether any memory in the state_dict has an error."""
+    return any(
+        memory.get("error") is not None
+        for part in state_dict["contents"]
+        for memory in state_dict[part].values()
+    )
 
 
-def checked(state_dict: Any, algorithm: str, make_options: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+def checked(
+    state_dict: Any, algorithm: str, compressor: type[Compressor], options_class: type
+) -> dict[str, Any]:
     """Return the state_dict in plain types, if it is of this version and algorithm.
 
-    make_options: makes the algorithm's options from their values by name; raises TypeError or ValueError for
-    invalid ones.
+    options_class: see options_from.
 
     Raises TypeError for anything but a state_dict, KeyError for missing and unknown keys, ValueError for any
     other misfit.
@@ -141,16 +198,22 @@ def checked(state_dict: Any, algorithm: str, make_options: Callable[[dict[str, A
             f"the state_dict is of {state_dict['algorithm']!r}, but this state is of {algorithm!r}"
         )
     buckets = {
-        index: _bucket(f"bucket {index}", memory, make_options)
+        index: _bucket(f"bucket {index}", memory, compressor, options_class)
         for index, memory in indexed("buckets", state_dict["buckets"])
     }
-    require_contents(state_dict, {"buckets": buckets})
-    _options("the state_dict", state_dict["options"], make_options)
+    parameters = [i for memory in buckets.values() for i in memory["parameters"]]
+    if len(parameters) != len(set(parameters)):
+        raise ValueError(
+            f"the state_dict has parameters in several places of its buckets: {sorted(parameters)}"
+        )
     return {
         **state_dict,
-        **{name: rule(name, state_dict[name]) for name, rule in (SETTINGS | PROGRESS).items()},
+        "options": as_dict(options_from("", state_dict["options"], options_class)),
+        **asdict(settings_of(state_dict)),
+        **{name: rule(name, state_dict[name]) for name, rule in PROGRESS.items()},
         "errors_of": checked_owner(state_dict["errors_of"]),
         "parameters": checked_identity(state_dict["parameters"], buckets),
+        "contents": checked_contents(state_dict["contents"], "buckets", buckets),
         "buckets": buckets,
     }
 
@@ -167,33 +230,18 @@ def require_version(state_dict: Any) -> None:
         )
 
 
-def require_contents(state_dict: dict[str, Any], parts: dict[str, dict[int, Any]]) -> None:
-    """Raise ValueError for a parameter in several buckets, and for parts that differ from the contents."""
-    parameters = [i for memory in parts["buckets"].values() for i in memory["parameters"]]
-    if len(parameters) != len(set(parameters)):
+def checked_contents(contents: Any, name: str, memories: dict[int, Any]) -> dict[str, list[int]]:
+    """Return "contents" for one dict of memories, by name. Raises ValueError if it lists other indices."""
+    found = {name: list(memories)}
+    if not isinstance(contents, dict) or contents.get(name) != found[name]:
         raise ValueError(
-            f"the state_dict has parameters in several places of its buckets: {sorted(parameters)}"
+            f"the state_dict should hold {contents}, but holds {found}. Likely cause: {NOT_THROUGH_DCP}"
         )
-    contents = {name: list(part) for name, part in parts.items()}
-    if state_dict.get("contents", contents) != contents:
-        raise ValueError(
-            f"the state_dict should hold {state_dict['contents']}, but holds {contents}. Likely cause: "
-            f"{NOT_THROUGH_DCP}"
-        )
+    return found
 
 
-def _options(what: str, given: Any, make_options: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return the options made from a dict. Raises ValueError for anything else, and for invalid ones."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{what}: options is a {type(given).__name__}, but must be a dict")
-    try:
-        return make_options(given)
-    except TypeError as error:
-        raise ValueError(f"{what} has options that cannot be: {error}") from error
-
-
-def _bucket(what: str, memory: Any, make_options: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """Return one bucket's entry, whose error and lists fit its shapes."""
+def _bucket(what: str, memory: Any, compressor: type[Compressor], options_class: type) -> dict[str, Any]:
+    """Return one bucket's entry, in plain types and copied tensors, if its state fits its shapes."""
     if not isinstance(memory, dict):
         raise ValueError(f"{what} is a {type(memory).__name__}, but must be a dict")
     state = {name: value for name, value in memory.items() if name not in _BUCKET_KEYS}
@@ -202,9 +250,10 @@ def _bucket(what: str, memory: Any, make_options: Callable[[dict[str, Any]], Any
     if not isinstance(kind, dict) or "dtype" not in kind:
         raise ValueError(f"{what}: kind is {kind!r}, but must be a dict with a dtype")
     dtype = DTYPE(f"{what}: dtype", kind["dtype"])
-    _options(what, {name: value for name, value in kind.items() if name != "dtype"}, make_options)
+    options = {name: value for name, value in kind.items() if name != "dtype"}
+    options = options_from(f"{what}: kind", options, options_class)
     if (error := state.pop("error", None)) is not None:
-        error = checked_error(f"{what}: the error", error, sum(map(math.prod, shapes)), dtype)
+        error = checked_error(f"{what}: the error", error, shapes, dtype)
     for name, value in state.items():
         if isinstance(value, list) and len(value) != len(shapes):
             raise ValueError(f"{what}: {name} has {len(value)} entries for {len(shapes)} tensors")
@@ -213,7 +262,12 @@ def _bucket(what: str, memory: Any, make_options: Callable[[dict[str, Any]], Any
         ]
         state[name] = entries if isinstance(value, list) else entries[0]
     state |= {} if error is None else {"error": error}
-    return {"kind": dict(kind), "shapes": shapes, "parameters": parameters, **state}
+    try:
+        compressor.check_state(state, shapes, dtype, options)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    kind = {"dtype": dtype, **as_dict(options)}
+    return {"kind": kind, "shapes": shapes, "parameters": parameters, **state}
 
 
 def _entry(what: str, given: Any) -> torch.Tensor | None:
@@ -223,6 +277,21 @@ def _entry(what: str, given: Any) -> torch.Tensor | None:
     if isinstance(given, torch.Tensor) and not given.is_floating_point():
         return given.detach().clone()
     return checked_tensor(what, given, getattr(given, "shape", None), None)
+
+
+def require_error(
+    state: dict[str, Any], known: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless a compressor's state is empty or has an error, and only known entries.
+
+    shapes, dtype: the bucket's.
+    """
+    if unknown := [name for name in state if name not in known]:
+        raise ValueError(f"has the unknown {', '.join(map(repr, unknown))}")
+    if state and "error" not in state:
+        raise ValueError(f"has {' and '.join(state)} but no error")
+    if "shard_error" in state:
+        checked_error("the shard_error", state["shard_error"], shapes, dtype)
 
 
 def checked_outline(what: str, memory: dict[str, Any]) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -304,9 +373,9 @@ def counts(what: str, given: Any) -> list[int]:
     return [COUNT(what, each) for each in as_list(what, given)]
 
 
-def checked_error(what: str, given: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def checked_error(what: str, given: Any, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
     """Return a copy of a bucket's error, [numel], in the bucket's dtype or a wider one."""
-    error = checked_tensor(what, given, (numel,), None)
+    error = checked_tensor(what, given, (sum(map(math.prod, shapes)),), None)
     if torch.promote_types(error.dtype, dtype) != error.dtype:
         raise ValueError(f"{what} is of {error.dtype}, but must be of {dtype} or a wider dtype")
     return error

@@ -75,21 +75,32 @@ class Compressor(ABC):
         """
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Do what average does, and yield every collective that was issued with async_op instead of waiting.
+        """Average in steps: yield every collective that was issued with async_op, instead of waiting for it.
 
-        Optional: on a CPU the hook then returns while the collective is under way, and a later bucket's hook
-        goes on from here. It may yield None, for a collective that needs no waiting.
+        Optional. On a CPU the hook returns while the collective is under way, and a later bucket's hook goes
+        on from here. It may yield None, for a collective that needs no waiting.
         """
         self.average(flat, group, seed)
         yield from ()
 
     @abstractmethod
     def state(self) -> State:
-        """Return what has to be kept across a restart or a change of buckets, in tensors of its own."""
+        """Return the tensors to keep across a restart or a change of buckets; nothing else refers to them."""
 
     @abstractmethod
     def load(self, state: State) -> None:
         """Continue from another compressor's state(). Entries may be missing after a change of buckets."""
+
+    @classmethod  # noqa: B027 may stay empty
+    def check_state(
+        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: Any
+    ) -> None:
+        """Raise ValueError for a checkpoint's state that `load` could not take.
+
+        shapes, dtype: the tensors' shapes and the dtype of the bucket that the state was saved for.
+
+        Entries of one element per element, and lists of one entry per tensor, have been checked to be so.
+        """
 
     def leave_out(self, unused: Sequence[int]) -> None:  # noqa: B027 may stay empty
         """Note, before average, the positions of the tensors that this rank's backward has not used.

@@ -17,7 +17,7 @@ import ctypes
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.bucket import real_shape
-from .compressor import Compressor, State, with_scaled_errors
+from .compressor import BucketSpec, Compressor, State, with_scaled_errors
 from .parameter_identity import ParameterIdentity
 
 Shape = tuple[int, ...]
@@ -36,16 +36,17 @@ ByParameter = dict[str, dict[int, torch.Tensor]]
 
 @dataclass
 class Memory:
-    """What is remembered of one bucket.
+    """What a state keeps of one bucket from step to step.
 
-    options, dtype: what its compressor depends on, beside the shapes.
-    index: the bucket's index, on which its random choices depend.
+    It is empty before its first compressed step; live while a compressor has its state, and saved otherwise.
+    A checkpoint's memory is loaded until a bucket brings its parameters. It is dead once these are deleted.
+
+    options, dtype: its compressor's options, and the bucket's dtype.
+    index: the bucket's index; random choices depend on it.
     shapes, parameter_indices, parameters: one entry per parameter, in the bucket's order. parameters is None
-    for a loaded memory until a bucket brings its parameters.
-    compressor, device, make: the compressor, from the first compressed step on, its device, and what made
-    it.
-    saved: the state that the compressor will load once it is made.
-    is_warmed_up: whether the compressor of the steps after the first ones has been warmed up.
+        for a loaded memory.
+    compressor, device: a live memory's compressor, and the device that it was made for.
+    saved: the state that the next compressor will load; None for an empty and for a live memory.
     """
 
     options: Any
@@ -57,8 +58,54 @@ class Memory:
     compressor: Compressor | None = None
     saved: State | None = None
     device: torch.device | None = None
-    make: Callable[..., Compressor] | None = None
-    is_warmed_up: bool = False
+    _is_warmed_up: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing has been compressed or loaded yet."""
+        return self.compressor is None and self.saved is None
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if it came from a checkpoint, and no bucket has brought its parameters yet."""
+        return self.parameters is None
+
+    @property
+    def is_dead(self) -> bool:
+        """True if its parameters were once known, and all have been deleted since."""
+        return self.parameters is not None and all(ref() is None for ref in self.parameters)
+
+    def live_compressor(
+        self, kind: type[Compressor], device: torch.device, world_size: int, seed: int
+    ) -> Compressor:
+        """Return its compressor of this class on this device; a new one, which loads its state, if need be.
+
+        world_size: of the group that will average. seed: for the new compressor's random choices.
+        """
+        if self.device != device or type(self.compressor) is not kind:
+            self.put_away()
+        if self.compressor is None:
+            make: Any = kind  # a subclass takes options, too
+            self.compressor = make(self._spec(device, world_size, seed), self.options)
+            self.device = device
+            saved, self.saved = self.saved, None
+            if saved is not None:
+                self.compressor.load(saved)
+        return self.compressor
+
+    def put_away(self) -> None:
+        """Save the compressor's state, and drop the compressor."""
+        if self.compressor is not None:
+            self.saved, self.compressor = self.compressor.state() or None, None
+
+    def warm_up(self, kind: type[Compressor], device: torch.device, world_size: int) -> None:
+        """Warm up the class of its later compressor, once."""
+        if not self._is_warmed_up:
+            self._is_warmed_up = True
+            kind.warm_up(self._spec(device, world_size, 0), self.options)
+
+    def _spec(self, device: torch.device, world_size: int, seed: int) -> BucketSpec:
+        return BucketSpec(tuple(self.shapes), self.dtype, device, world_size, seed)
 
     @property
     def state(self) -> State | None:
@@ -69,22 +116,12 @@ class Memory:
         """Return the state in tensors that nothing else refers to."""
         return _copied(self.saved) if self.compressor is None else self.compressor.state()
 
-    def put_away(self) -> None:
-        """Take the state out of the compressor, which is not needed any more."""
-        if self.compressor is not None:
-            self.saved, self.compressor = self.compressor.state() or None, None
-
     def scale_errors(self, factor: float) -> None:
         """Multiply the errors, wherever they are."""
         if self.compressor is not None:
             self.compressor.scale_errors(factor)
         elif self.saved is not None:
             self.saved = with_scaled_errors(self.saved, factor)
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing has been compressed or loaded yet."""
-        return self.compressor is None and self.saved is None
 
     @property
     def numels(self) -> list[int]:
@@ -97,8 +134,8 @@ class Memory:
         return dict(zip(self.parameter_indices, accumulate(self.numels, initial=0), strict=False))
 
     @property
-    def made_for(self) -> tuple[Any, ...]:
-        """The values that its compressor depends on."""
+    def compressor_depends_on(self) -> tuple[Any, ...]:
+        """The options, dtype and shapes: a compressor of others can't load its state."""
         return self.options, self.dtype, self.shapes
 
     def is_for(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -110,18 +147,13 @@ class Memory:
             and all(ref() is parameter for ref, parameter in zip(refs, parameters, strict=True))
         )
 
-    def is_still_for(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
+    def is_unchanged_for(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
         """Return whether it belongs to these parameters, in this order, and nothing has changed."""
         if not (self.dtype == dtype and self.is_for(parameters) and self.options == options):
             return False
         # Real parameters' shapes are the gradients'; those of complex ones take longer to tell.
         shapes: list[Shape] = [parameter.shape for parameter in parameters]
         return shapes == self.shapes or list(map(real_shape, parameters)) == self.shapes
-
-    @property
-    def is_dead(self) -> bool:
-        """True if its parameters were once known, and all have been deleted since."""
-        return self.parameters is not None and all(ref() is None for ref in self.parameters)
 
     def is_elements(self, value: Any) -> bool:
         """Return whether an entry of a state has one element per element of the bucket."""
@@ -172,7 +204,7 @@ class BucketPart:
         """Return the positions of its tensors that this rank's backward has not used, if that can be known.
 
         torch's DDP calls a hook before it writes averages, so a parameter without a gradient was not used.
-        gradcomp's buckets don't say. The Reducer calls CompressedAveraging.take_back once it knows what no
+        gradcomp's buckets don't say. The Reducer calls CompressorState.take_back once it knows what no
         rank has used.
         """
         if not isinstance(bucket, dist.GradBucket) or all(p.grad is not None for p in bucket.parameters()):
@@ -224,13 +256,12 @@ class BucketMemories:
         memory = self._of_last_step.get(index)
         lost: list[Memory] = []
         num_unidentified = 0
-        if memory is None or not memory.is_still_for(parameters, dtype, options):
+        if memory is None or not memory.is_unchanged_for(parameters, dtype, options):
             shapes = list(map(real_shape, parameters))
-            made_for = (options, dtype, shapes)
             indices, num_unidentified = self._indices_of(parameters, index, shapes)
             memory = Memory(options, dtype, index, shapes, indices, list(map(weakref.ref, parameters)))
             found = self._memories.get(tuple(indices))
-            if found is not None and found.made_for == made_for:
+            if found is not None and found.compressor_depends_on == memory.compressor_depends_on:
                 found.index, found.parameters, memory = index, memory.parameters, found
             else:
                 parts, lost = self._memories_of(memory)
@@ -238,7 +269,7 @@ class BucketMemories:
                 if divided and frozenset(indices) not in self._divided_once:
                     self._divided_once.add(frozenset(indices))
                     return divided, lost, num_unidentified
-                self._take_over(memory, parts)
+                self._take_from(memory, parts)
                 before = self._of_last_step.get(index)
                 if before is not None and self._is_unclaimed(before):
                     lost.append(before)
@@ -289,7 +320,7 @@ class BucketMemories:
 
     def _loaded(self) -> list[Memory]:
         """Return the loaded memories that no bucket has brought the parameters of."""
-        return [memory for memory in self._memories.values() if memory.parameters is None]
+        return [memory for memory in self._memories.values() if memory.is_loaded]
 
     def unclaimed(self) -> list[str]:
         """Return the names (or else shapes) of the parameters whose loaded memory no bucket has claimed."""
@@ -312,8 +343,10 @@ class BucketMemories:
             if not common:
                 continue
             # A loaded memory that is empty still says how the saved run had arranged its buckets.
-            is_needed = not other.is_empty or other.parameters is None
-            fits = other.made_for[:2] == memory.made_for[:2] and all(shapes[i] == shape_of[i] for i in common)
+            is_needed = not other.is_empty or other.is_loaded
+            fits = (other.options, other.dtype) == (memory.options, memory.dtype) and all(
+                shapes[i] == shape_of[i] for i in common
+            )
             if is_needed and fits:
                 parts.append(other)
                 continue
@@ -336,7 +369,7 @@ class BucketMemories:
             divided.append(BucketPart(part, slices))
         return divided
 
-    def _take_over(self, memory: Memory, parts: list[Memory]) -> None:
+    def _take_from(self, memory: Memory, parts: list[Memory]) -> None:
         """Make it the memory of its parameters; a part's other parameters keep the remainder of that part."""
         elements: ByParameter = {}
         tensors: ByParameter = {}

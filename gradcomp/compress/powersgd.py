@@ -13,30 +13,52 @@ from gradcomp.layout import BlockLayout, LowRankLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
 from ..comm.pipeline import run_through
+from ..rules import (
+    EPSILON,
+    FACTOR_DTYPE,
+    FLAG,
+    RANK,
+    RATE,
+    START_BITS,
+    UNCOMPRESSED_DTYPE,
+    check_fields,
+    checked,
+)
+from .checkpoint import as_list, checked_tensor, require_error
 from .compressor import BucketSpec, Compressor, State, Works
 from .quantized import QuantizedCompressor, QuantizedOptions, average_payload
 
 
 @dataclass(frozen=True)
-class LowRankOptions:
-    """The options that PowerSGD's working set depends on, beside the bucket.
+class PowerSGDOptions:
+    """PowerSGD's options, by torch's names where torch has them. PowerSGDState's docstring describes them.
 
-    square: the whole bucket is one square matrix. epsilon: torch's, for P summed over the ranks. The others
-    are PowerSGDState's.
+    square: True if a bucket is compressed as one square matrix, by batched_powerSGD_hook.
+
+    Raises ValueError for other values.
     """
 
     # int8 factors have a scale for so many elements, column after column.
     BLOCK_SIZE = 128
 
-    square: bool
-    rank: int
-    min_compression_rate: float
-    error_feedback: bool
-    warm_start: bool
-    epsilon: float
-    factor_dtype: torch.dtype | None = None
-    uncompressed_dtype: torch.dtype | None = None
-    start_bits: int | None = None
+    matrix_approximation_rank: int = checked(1, RANK)
+    min_compression_rate: float = checked(2.0, RATE)
+    use_error_feedback: bool = checked(True, FLAG)
+    warm_start: bool = checked(True, FLAG)
+    orthogonalization_epsilon: float = checked(0.0, EPSILON)
+    batch_tensors_with_same_shape: bool = checked(False, FLAG, is_compared=False)
+    factor_dtype: torch.dtype | None = checked(None, FACTOR_DTYPE)
+    uncompressed_dtype: torch.dtype | None = checked(None, UNCOMPRESSED_DTYPE)
+    start_bits: int | None = checked(None, START_BITS)
+    square: bool = checked(False, FLAG)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.uncompressed_dtype is not None and not self.is_quantized:
+            raise ValueError(
+                f"uncompressed_dtype is {self.uncompressed_dtype}, which goes with factor_dtype=torch.int8 "
+                f"only, but factor_dtype is {self.factor_dtype}: what isn't compressed is sent in that, too"
+            )
 
     @property
     def is_quantized(self) -> bool:
@@ -50,18 +72,18 @@ class LowRankOptions:
     def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> LowRankLayout:
         """Return the layout of a bucket with these shapes."""
         if self.square:
-            return LowRankLayout.square(sum(map(math.prod, shapes)), self.rank)
+            return LowRankLayout.square(sum(map(math.prod, shapes)), self.matrix_approximation_rank)
         rate = self.min_compression_rate
         if self.factor_dtype is not None:
             scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantized else 0
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
-        return LowRankLayout(shapes, self.rank, rate)
+        return LowRankLayout(shapes, self.matrix_approximation_rank, rate)
 
     def arithmetic(self, world_size: int) -> dict[str, Any]:
         """Return the options of the plan's arithmetic."""
         # P is averaged here where torch sums it, hence the quotient.
-        epsilon = self.epsilon / world_size
-        return {"error_feedback": self.error_feedback, "warm_start": self.warm_start, "epsilon": epsilon}
+        epsilon = self.orthogonalization_epsilon / world_size
+        return {"error_feedback": self.use_error_feedback, "warm_start": self.warm_start, "epsilon": epsilon}
 
     def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
         """Return the position in the bucket of each matrix's tensor; an empty list for a square view."""
@@ -75,7 +97,7 @@ class LowRankOptions:
         return [starts[matrix.offset] for matrix in self.layout(shapes, dtype).matrices]
 
 
-class LowRankCompressor(Compressor):
+class PowerSGDCompressor(Compressor):
     """PowerSGD for one bucket (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2).
 
     Its state: "error", this rank's error, and "directions", the Q [cols, rank] that the next step projects
@@ -85,10 +107,10 @@ class LowRankCompressor(Compressor):
     next gradient of its tensor that is used.
     """
 
-    def __init__(self, bucket: BucketSpec, options: LowRankOptions):
+    def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
         self._num_tensors = len(bucket.shapes)
         self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
-        self._is_square, self._keeps_error = options.square, options.error_feedback
+        self._is_square, self._keeps_error = options.square, options.use_error_feedback
         self._left_out: list[int] = []
         self._unused: Sequence[int] = ()
         self.plan = ops.low_rank_plan(
@@ -104,7 +126,7 @@ class LowRankCompressor(Compressor):
         self._wires = _QuantizedWires(self.plan, bucket, options) if options.is_quantized else None
         # The errors of tensors that are sent exactly, by position: (the tensor's slice of the bucket, error).
         self._owed: dict[int, tuple[slice, torch.Tensor]] = {}
-        if options.start_bits is not None and options.error_feedback and not options.square:
+        if options.start_bits is not None and options.use_error_feedback and not options.square:
             wide = torch.promote_types(bucket.dtype, torch.float32)
             start = 0
             for position, numel in enumerate(bucket.numels):
@@ -121,7 +143,26 @@ class LowRankCompressor(Compressor):
         self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
 
     @classmethod
-    def warm_up(cls, bucket: BucketSpec, options: LowRankOptions) -> None:
+    def check_state(
+        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: PowerSGDOptions
+    ) -> None:
+        require_error(state, ("error", "shard_error", "directions"), shapes, dtype)
+        given = state.get("directions")
+        if given is None:
+            return
+        matrices = options.layout(shapes, dtype).matrices
+        if options.square:
+            given, tensors = [given], [0] * len(matrices)
+        else:
+            tensors = options.tensors_of_matrices(shapes, dtype)
+            given = as_list("directions", given)
+        for position, matrix in zip(tensors, matrices, strict=True):
+            if given[position] is not None:
+                wide = torch.promote_types(dtype, torch.float32)
+                checked_tensor("a direction", given[position], (matrix.cols, matrix.rank), wide)
+
+    @classmethod
+    def warm_up(cls, bucket: BucketSpec, options: PowerSGDOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
         exact_dtype = options.uncompressed_dtype or bucket.dtype
         ops.compile_low_rank(
@@ -217,7 +258,7 @@ class LowRankCompressor(Compressor):
 class _QuantizedWires:
     """The working sets of the two quantized all-reduces of a plan's wires."""
 
-    def __init__(self, plan: ops.LowRankPlan, bucket: BucketSpec, options: LowRankOptions):
+    def __init__(self, plan: ops.LowRankPlan, bucket: BucketSpec, options: PowerSGDOptions):
         p_numel, uncompressed_numel, q_numel = plan.wire_numels
         exact_dtype = options.uncompressed_dtype or bucket.dtype
 
@@ -237,8 +278,17 @@ class _QuantizedWires:
         plan.send_in_codes(self.p, self.q)
 
 
-def start_compressor(bucket: BucketSpec, options: LowRankOptions) -> Compressor:
-    """Return the compressor of PowerSGD's first steps, if these are quantized."""
+class QuantizedStart(QuantizedCompressor):
+    """The compressor of PowerSGD's first steps, if these are quantized."""
+
+    def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
+        super().__init__(bucket, _start_options(options))
+
+    @classmethod
+    def warm_up(cls, bucket: BucketSpec, options: PowerSGDOptions) -> None:  # type: ignore[override]
+        super().warm_up(bucket, _start_options(options))
+
+
+def _start_options(options: PowerSGDOptions) -> QuantizedOptions:
     assert options.start_bits is not None
-    quantized = QuantizedOptions(options.start_bits, error_feedback=options.error_feedback)
-    return QuantizedCompressor(bucket, quantized)
+    return QuantizedOptions(options.start_bits, error_feedback=options.use_error_feedback)

@@ -19,7 +19,8 @@ from gradcomp.layout.blocks import BlockLayout, Part
 
 from ..comm.exchange import all_gather, all_to_all
 from ..comm.pipeline import run_through
-from ..rules import BLOCK_SIZE, UNCOMPRESSED_DTYPE
+from ..rules import BITS, BLOCK_SIZE, FLAG, UNCOMPRESSED_DTYPE, check_fields, checked
+from .checkpoint import require_error
 from .compressor import BucketSpec, Compressor, State, Works
 
 
@@ -27,25 +28,21 @@ from .compressor import BucketSpec, Compressor, State, Works
 class QuantizedOptions:
     """The options of a quantized all-reduce.
 
-    bits: 4 or 8 for an element. block_size: elements that have one scale; even, at most 4096.
-    error_feedback: add what a step's rounding loses to the next step's gradients. uncompressed_dtype: what
-    vectors and small tensors are rounded to, torch.bfloat16 or torch.float16; None to send them exactly.
+    bits: 4 or 8 for an element.
+    block_size: elements that have one scale; even, at most 4096.
+    error_feedback: add a step's rounding errors to the next step's gradients.
+    uncompressed_dtype: torch.bfloat16 or torch.float16 for vectors and small tensors; None: exactly.
 
     Raises ValueError for other values.
     """
 
-    bits: int = 4
-    block_size: int = 128
-    error_feedback: bool = True
-    uncompressed_dtype: torch.dtype | None = None
+    bits: int = checked(4, BITS)
+    block_size: int = checked(128, BLOCK_SIZE)
+    error_feedback: bool = checked(True, FLAG)
+    uncompressed_dtype: torch.dtype | None = checked(None, UNCOMPRESSED_DTYPE)
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8) or isinstance(self.bits, bool):
-            raise ValueError(f"bits is {self.bits!r}; it has to be 4 or 8")
-        object.__setattr__(self, "block_size", BLOCK_SIZE("block_size", self.block_size))
-        if not isinstance(self.error_feedback, bool):
-            raise ValueError(f"error_feedback is {self.error_feedback!r}; it has to be True or False")
-        UNCOMPRESSED_DTYPE("uncompressed_dtype", self.uncompressed_dtype)
+        check_fields(self)
 
 
 class QuantizedCompressor(Compressor):
@@ -74,6 +71,12 @@ class QuantizedCompressor(Compressor):
         self._loaded_shard_error: torch.Tensor | None = None
         # An all-reduce of as many bytes would have as many elements.
         self.sent_numel = -(-self._plan.payload.numel() // bucket.dtype.itemsize)
+
+    @classmethod
+    def check_state(
+        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: QuantizedOptions
+    ) -> None:
+        require_error(state, ("error", "shard_error"), shapes, dtype)
 
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:

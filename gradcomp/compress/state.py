@@ -1,11 +1,27 @@
-"""The state of compressing hooks: plain first steps, then a compressor for every bucket."""
+"""The state of a compressing hook, and the hook that takes any compressor.
+
+    hook(state, bucket) ──▶ state.average
+        phase       how this step's buckets are averaged: plainly, or by a class of compressors
+        memories    which memory belongs to the bucket's parameters, and its live compressor
+        stages      the compressor's work and collectives, on a side stream (CUDA) or in the Pipeline (CPU)
+
+A bucket's index() and is_last() are hints: in a static graph's first step torch gives every bucket the index
+0 and calls none the last, and with skip_all_reduce_unused_params the last bucket may not come at all. So a
+step ends in one of three ways:
+
+    a bucket says that it is the last
+    backward ends: the step is over, unless its next bucket brings parameters that have not come yet
+        (as in several backwards of one forward, and in reentrant checkpoints, which have their own backwards)
+    a bucket brings a parameter for the second time: the step before has ended, and another one begins
+"""
 
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import is_dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,49 +34,184 @@ from ..comm.operation import Operation
 from ..comm.pipeline import Pipeline, Stages, explained, run_through
 from ..comm.process_group import joined_group, require_group, resolve_group
 from ..comm.streams import Future, average_in_place, in_order
-from .announcement import StartAnnouncement
-from .checkpoint import PROGRESS, another_ranks_errors, owner_of
-from .compressor import BucketSpec, Compressor, errors_in
-from .memories import BucketMemories, BucketPart
-from .step_buckets import StepBuckets, is_waited_for_at_once
+from ..rules import described
+from . import checkpoint
+from .announcement import announce_start
+from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
+from .compressor import Compressor, errors_in
+from .memories import BucketMemories, BucketPart, Memory
 
-MakeCompressor = Callable[[BucketSpec, Any], Compressor]
 
+class Phase(NamedTuple):
+    """How a state averages the buckets of a step.
 
-class CompressedAveraging:
-    """The common state of compressing hooks: plain first steps, memory, comparison of ranks, statistics.
-
-    The first start_iter steps are plain all-reduces.
-    recorder: the Recorder of its steps, which sets it; None if there is none.
+    name: the algorithm's name in log lines.
+    compressor: the class of the buckets' compressors; None for plain averages.
+    options: the compressors' options.
+    warms_up: the class of a later phase's compressors, which these steps warm up; None if there is none.
     """
 
-    random_seed: int
-    compression_stats_logging_frequency: int
+    name: str
+    compressor: type[Compressor] | None
+    options: Any
+    warms_up: type[Compressor] | None = None
+
+
+class _Attribute:
+    """A state's attribute that is a field of its options or settings. An assignment checks the value."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: Any, owner: type) -> Any:
+        return self if state is None else getattr(getattr(state, self._part), self._name)
+
+    def __set__(self, state: Any, value: Any) -> None:
+        state.change(**{self._part: replace(getattr(state, self._part), **{self._name: value})})
+
+
+def option() -> Any:
+    """Return a class attribute that stands for the field of a state's options with its name."""
+    return _Attribute("options")
+
+
+def setting() -> Any:
+    """Return a class attribute that stands for the field of a state's settings with its name."""
+    return _Attribute("settings")
+
+
+class CompressorState:
+    """The state that compress_hook is registered with: your own compressor, and all that it needs around it.
+
+    compressor: a subclass of Compressor, called as compressor(bucket: BucketSpec, options) for every bucket.
+    options: a frozen dataclass of plain values, which raises ValueError for invalid ones; None for a
+        compressor without options.
+    process_group: None for the default one.
+    start_iter: steps of plain all-reduce before compression starts; at least 2, because DDP rebuilds its
+        buckets after the first step.
+    random_seed: the seed for a compressor's random choices; the same on all ranks.
+    compression_stats_logging_frequency: steps between log lines with compression_stats().
+
+    recorder: the Recorder of its steps, which sets it; None if there is none.
+
+    Raises TypeError for arguments of other types, ValueError for an invalid setting. So does an assignment.
+
+    Checkpoints: state_dict() and load_state_dict(). Every rank has its own errors: save one per rank to
+    continue exactly, or consolidated_state_dict(state) for all ranks; per_rank_state_dict and load_from_dcp
+    for torch.distributed.checkpoint.
+
+    Example::
+
+        state = CompressorState(TopK, TopKOptions(density=0.01))
+        ddp_model.register_comm_hook(state, compress_hook)
+    """
+
+    min_start_iter = 2
+    # Subclasses with one compressor set both: their saved states are plain types, which name no class.
+    _compressor: type[Compressor]
+    _options_class: type
+
+    start_iter: int = setting()
+    random_seed: int = setting()
+    compression_stats_logging_frequency: int = setting()
+
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
 
-    def __init__(self, process_group: Any) -> None:
-        self.process_group = process_group
+    def __init__(
+        self,
+        compressor: type[Compressor],
+        options: Any = None,
+        process_group: Any = None,
+        *,
+        start_iter: int = 2,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+    ):
+        if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
+            raise TypeError(f"CompressorState takes a subclass of Compressor, got {compressor!r}")
+        if options is not None and (isinstance(options, type) or not _is_frozen(options)):
+            raise TypeError(
+                f"CompressorState takes a frozen dataclass or None as its options, got {options!r}"
+            )
+        settings = Settings(start_iter, random_seed, compression_stats_logging_frequency)
+        self._require_start(settings.start_iter, options)
+        require_group(type(self).__name__, process_group)
+        self._compressor, self._options_class = compressor, type(options)
+        self._begin(process_group, settings, options)
+
+    def _begin(self, process_group: Any, settings: Settings, options: Any) -> None:
+        """Set all attributes, as before a first step."""
+        self._process_group = process_group
+        self._settings, self._options = settings, options
         # The group of the last step's collectives. None: none yet.
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._num_steps = self.next_stats_report = 0
-        self._step = StepBuckets()
         self.total_numel_before_compression = self.total_numel_after_compression = 0
+        self._step = _StepBuckets()
+        self._phase: Phase | None = None
+        self._announced: set[str] = set()
         self._memories = BucketMemories()
-        self._waits_for_buckets = False
         self._pipeline = Pipeline()
         self._is_compared = self._was_loaded = self._discards_step = False
         # The rank whose errors were loaded, until it is known which rank uses them.
         self._errors_of: dict[str, Any] | None = None
-        self._announcement = StartAnnouncement()
         self.recorder: Any = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "process_group":
-            require_group(type(self).__name__, value)
-            self._is_compared = False
-        super().__setattr__(name, value)
+    # --- options ---
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm's name in messages, log lines and checkpoints."""
+        return self._compressor.__name__
+
+    @property
+    def options(self) -> Any:
+        """The compressor's options."""
+        return self._options
+
+    @property
+    def settings(self) -> Settings:
+        """What every state has beside its compressor's options."""
+        return self._settings
+
+    def change(self, *, options: Any = None, settings: Settings | None = None) -> None:
+        """Go on with other options or settings. The ranks are compared again in the next step.
+
+        Raises ValueError if compression would start too early for these options.
+        """
+        options, settings = options or self._options, settings or self._settings
+        self._require_start(settings.start_iter, options)
+        self._options, self._settings, self._is_compared = options, settings, False
+
+    @property
+    def process_group(self) -> Any:
+        """The process group that averages; None for the default one. Assign to change it."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        require_group(type(self).__name__, group)
+        self._process_group, self._is_compared = group, False
+
+    def _require_start(self, start_iter: int, options: Any) -> None:
+        """Raise ValueError if compression would start too early."""
+        if start_iter < self.min_start_iter:
+            raise ValueError(
+                f"start_iter is {start_iter}, but DDP rebuilds its buckets after the first step: at least "
+                f"{self.min_start_iter}"
+            )
+
+    def compared_options(self) -> dict[str, Any]:
+        """Return the options that must be equal on all ranks, by name."""
+        shared = {"start_iter": self.start_iter, "random_seed": self.random_seed}
+        return {"compressor": self.algorithm, **shared, **checkpoint.compared(self._options)}
+
+    # --- steps ---
 
     @property
     def iter(self) -> int:
@@ -72,38 +223,11 @@ class CompressedAveraging:
         self._num_steps = value
         self._step.end()
 
-    @property
-    def algorithm(self) -> str:
-        """The algorithm's name in messages and log lines."""
-        raise NotImplementedError
-
-    @property
-    def start_iter(self) -> int:
-        """Steps of plain all-reduce before compression starts."""
-        raise NotImplementedError
-
-    @property
-    def is_plain_step(self) -> bool:
-        """True if the current step's buckets are averaged plainly."""
-        return self.iter < self.start_iter or self._waits_for_buckets
-
-    @property
-    def _logger(self) -> logging.Logger:
-        return logging.getLogger(type(self).__module__)
-
-    @property
-    def _is_same_on_all_processors(self) -> bool:
-        """Compressor.is_same_on_all_processors of the compressors."""
-        return False
-
-    def compared_options(self) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks, by name."""
-        raise NotImplementedError
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """Return (compression rate, elements before compression, elements after), summed over all steps."""
-        before, after = self.total_numel_before_compression, self.total_numel_after_compression
-        return (before / after if after else 0), before, after
+    def phase(self, options: Any) -> Phase:
+        """Return how the current step's buckets with these options are averaged."""
+        if self.iter < self.start_iter:
+            return Phase(self.algorithm, None, options, warms_up=self._compressor)
+        return Phase(self.algorithm, self._compressor, options)
 
     @property
     def is_compared(self) -> bool:
@@ -114,6 +238,11 @@ class CompressedAveraging:
     def has_model(self) -> bool:
         """True if the state averages the gradients of a model, or knows the names in one."""
         return self._memories.have_parameters
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Return (compression rate, elements before compression, elements after), summed over all steps."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0), before, after
 
     def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Know a model's parameters by their names, in this run and in checkpoints.
@@ -163,18 +292,22 @@ class CompressedAveraging:
 
     def end_step(self) -> None:
         """Count the step. Call this yourself, after the last bucket, if no bucket reports is_last()."""
+        gradient_bytes, sent_bytes = self._step.gradient_bytes, self._step.sent_bytes
         self._step.end()
         self._memories.end_step()
         if self._was_loaded:
             self._was_loaded = False
             self._warn_of_unclaimed_memories()
-        if not self.is_plain_step and self.iter >= self.next_stats_report:
+        phase = self.phase(self._options)
+        if phase.compressor is not None and self.iter >= self.next_stats_report:
             self._report_stats()
-        self._announcement.end_step(self.iter, joined_group(self.process_group))
-        self._is_compared, self._waits_for_buckets = True, False
+        if gradient_bytes and phase.name not in self._announced:
+            self._announced.add(phase.name)
+            announce_start(
+                phase.name, self.iter, gradient_bytes, sent_bytes, joined_group(self.process_group)
+            )
+        self._is_compared = True
         self._num_steps += 1
-        if self.iter == self.start_iter:
-            self._logger.info("Start to apply %s after %s iterations.", self.algorithm, self.iter)
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add a parameter's average to the error again, because it was not used.
@@ -214,19 +347,12 @@ class CompressedAveraging:
         if factor != 1:
             self._memories.scale_errors(factor)
 
-    def average(
-        self,
-        hook_name: str,
-        bucket: dist.GradBucket,
-        make: MakeCompressor,
-        options: Any,
-        later: MakeCompressor | None = None,
-    ) -> Future:
+    def average(self, hook_name: str, bucket: dist.GradBucket, options: Any = None) -> Future:
         """Average a hook's bucket, plainly in the first steps, then with compressors.
 
-        hook_name: the name in messages. make(BucketSpec, options): makes a compressor. options: comparable by
-        ==; a bucket's memory starts afresh when they have changed. later: what makes the compressors of later
-        steps, if this step's are of another kind; they are warmed up.
+        hook_name: the name in messages.
+        options: the bucket's, comparable by ==; when they have changed, its memory starts again at zero.
+            None for the state's.
 
         Raises TypeError for anything but a dense floating-point bucket; in a state's first step RuntimeError,
         on every rank, where the ranks differ.
@@ -237,18 +363,40 @@ class CompressedAveraging:
         require_dense_floats(hook_name, buffer)
         is_first = self._begin_bucket(bucket, group)
         self._compare_once(hook_name, bucket, group, is_first=is_first)
+        options = self._options if options is None else options
+        if is_first or self._phase is None or self._phase.options is not options:
+            self._phase = self.phase(options)
+        phase = self._phase
         parts = self._parts_of(bucket, options)
-        operation = Operation.averaging(bucket.index(), hook_name, group)
-        if self.is_plain_step:
-            if self.recorder is not None:
-                self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
-            self.maybe_increase_iter(bucket)
-            plain = average_in_place(buffer, group, operation)
-            self._warm_up(parts, buffer.device, group, later or make)
-            return plain
-        self._warn_of_another_ranks_errors(group)
-        compressors = [self._compressor_of(part, buffer.device, group, make) for part in parts]
-        # A step ends by choosing what the next one projects on, hence the next step's seed.
+        if phase.compressor is None:
+            future = self._average_plainly(hook_name, bucket, group)
+        else:
+            self._warn_of_another_ranks_errors(group)
+            future = self._average_compressed(hook_name, bucket, group, phase.compressor, parts)
+        if phase.warms_up is not None:  # after this step's work is under way
+            for part in parts:
+                part.memory.warm_up(phase.warms_up, buffer.device, group.size())
+        self.maybe_increase_iter(bucket)
+        return future
+
+    def _average_plainly(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Future:
+        buffer = bucket.buffer()
+        if self.recorder is not None:
+            self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
+        return average_in_place(buffer, group, Operation.averaging(bucket.index(), hook_name, group))
+
+    def _average_compressed(
+        self,
+        hook_name: str,
+        bucket: dist.GradBucket,
+        group: dist.ProcessGroup,
+        kind: type[Compressor],
+        parts: list[BucketPart],
+    ) -> Future:
+        """Average a bucket part by part, with compressors of this class."""
+        buffer = bucket.buffer()
+        compressors = [self._compressor_of(part.memory, kind, buffer.device, group) for part in parts]
+        # A step ends with the choice of the next step's projections, so it takes the next step's seed.
         seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
         unused = [part.unused(bucket) for part in parts]
         keeps_errors = self._discards_step
@@ -264,23 +412,20 @@ class CompressedAveraging:
                 part.scatter(flat, buffer)
             return buffer
 
-        running = explained(stages(), operation)
+        running = explained(stages(), Operation.averaging(bucket.index(), hook_name, group))
         if self.recorder is not None:
             named = (self.iter, bucket.index(), buffer)
             running = self.recorder.recorded(running, *named, parts, compressors, group)
         if ops.runs_triton(buffer.device):
             future: Future = in_order(buffer.device, lambda: run_through(running))
         else:
-            is_last = bucket.is_last() or is_waited_for_at_once(bucket)
-            future = self._pipeline.add(running, is_first=is_first, is_last=is_last)
-        if later is not None:
-            self._warm_up(parts, buffer.device, group, later)
+            is_last = bucket.is_last() or _is_waited_for_at_once(bucket)
+            future = self._pipeline.add(running, is_first=self._step.num_buckets == 1, is_last=is_last)
         sent_numel = sum(compressor.sent_numel for compressor in compressors)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += sent_numel
-        what = self.algorithm if later is None else f"the quantized start of {self.algorithm}"
-        self._announcement.count(what, buffer.nbytes, sent_numel * buffer.itemsize)
-        self.maybe_increase_iter(bucket)
+        self._step.gradient_bytes += buffer.nbytes
+        self._step.sent_bytes += sent_numel * buffer.itemsize
         return future
 
     def _begin_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> bool:
@@ -293,9 +438,8 @@ class CompressedAveraging:
             self._memories.put_away()
             self._is_compared = False
         self._group = weakref.ref(group)
-        is_first = self._step.is_empty
         self._step.add(parameters)
-        return is_first
+        return self._step.num_buckets == 1
 
     def _compare_once(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
@@ -325,10 +469,10 @@ class CompressedAveraging:
             device,
             "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
             "the same step",
-            notes={} if self._is_same_on_all_processors else ops.processor(device),
+            notes={} if self._compressor.is_same_on_all_processors else ops.processor(device),
         )
         if unlike:
-            self._logger.warning(
+            _logger_of(self).warning(
                 "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
                 "will drift apart by rounding errors; see docs/powersgd.md.",
                 self.algorithm,
@@ -339,7 +483,7 @@ class CompressedAveraging:
         """Return the bucket's parts, and log the memories that were dropped."""
         parts, lost, unidentified = self._memories.parts_of(bucket, options)
         if unidentified:
-            self._logger.warning(
+            _logger_of(self).warning(
                 "%s: the checkpoint knows its parameters by the first step's buckets, and this run's first "
                 "step has other buckets: the memory of %s parameters starts afresh. Likely cause: another "
                 "bucket_cap_mb, find_unused_parameters or model. Call state.number_parameters("
@@ -349,7 +493,7 @@ class CompressedAveraging:
             )
         for memory in lost:
             is_alike = (memory.options, memory.dtype) == (options, bucket.buffer().dtype)
-            self._logger.warning(
+            _logger_of(self).warning(
                 "%s: bucket %s has %s %s: its memory starts afresh.",
                 self.algorithm,
                 memory.index,
@@ -362,7 +506,7 @@ class CompressedAveraging:
         """Warn if a loaded memory is of parameters that the first step has not brought."""
         if names := self._memories.unclaimed():
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            self._logger.warning(
+            _logger_of(self).warning(
                 "%s: the checkpoint has a memory of parameters that the first step has not brought: %s. It "
                 "waits for them, and the parameters that came without one start afresh. Likely cause: "
                 "another model, or a run whose parameters have names and one whose parameters have none: "
@@ -372,33 +516,9 @@ class CompressedAveraging:
             )
 
     def _compressor_of(
-        self, part: BucketPart, device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
+        self, memory: Memory, kind: type[Compressor], device: torch.device, group: dist.ProcessGroup
     ) -> Compressor:
-        """Return the part's compressor: the kept one, or a new one, which loads the memory's saved state."""
-        memory = part.memory
-        if (memory.device, memory.make) != (device, make):
-            memory.put_away()
-        if memory.compressor is not None:
-            return memory.compressor
-        saved = memory.saved
-        seed = self._seed(memory.index, self.iter)
-        spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), seed)
-        memory.compressor, memory.saved = make(spec, memory.options), None
-        memory.device, memory.make = device, make
-        if saved is not None:
-            memory.compressor.load(saved)
-        return memory.compressor
-
-    def _warm_up(
-        self, parts: list[BucketPart], device: torch.device, group: dist.ProcessGroup, make: MakeCompressor
-    ) -> None:
-        """Warm up the compressors that the parts will have, once, after this step's work is under way."""
-        warm_up = getattr(make, "warm_up", None)  # a function that makes compressors has none
-        for memory in (part.memory for part in parts):
-            if warm_up is not None and not memory.is_warmed_up:
-                memory.is_warmed_up = True
-                spec = BucketSpec(tuple(memory.shapes), memory.dtype, device, group.size(), 0)
-                warm_up(spec, memory.options)
+        return memory.live_compressor(kind, device, group.size(), self._seed(memory.index, self.iter))
 
     def _seed(self, index: int, step: int) -> int:
         """Return the seed for a bucket's random choices in a step, the same on every rank."""
@@ -407,27 +527,81 @@ class CompressedAveraging:
     def _report_stats(self) -> None:
         """Log the statistics, and note when they are due again."""
         rate, before, after = self.compression_stats()
-        self._logger.info(
+        _logger_of(self).info(
             "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
             *(self.iter, before, after, rate),
         )
         self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
-    def _contents(self) -> dict[str, Any]:
-        """Return what a pickle or a copy holds: all but the process group, in plain types."""
-        raise NotImplementedError
+    # --- checkpoints ---
 
-    def _restore(self, contents: dict[str, Any], process_group: Any) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the process group, in plain types and tensors of its own.
+
+        "version": the format's version. "algorithm": the compressor's name. "options": its options. Settings
+        and progress by name. "buckets": maps a bucket's index to its "kind" (dtype and options), "shapes",
+        "parameters" (indices), and the entries of the compressor's state(). "parameters": "names" by index,
+        and "first_buckets", the indices and shapes of parameters without a name. "errors_of": whose errors
+        they are, {"rank", "world_size"}. "contents": the indices in "buckets".
+        """
+        saved = checkpoint.to_state_dict(
+            self.algorithm, self._options, self._settings, progress_of(self), self._memories
+        )
+        return {**saved, "errors_of": self._errors_of or owner_of(self.process_group)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state_dict, options included; the process group stays.
+
+        The memory goes to the parameters that it was saved for, in whatever buckets a new model's first step
+        has them. Memory that does not fit starts again at zero, with a log line. Another rank's errors are
+        logged, too.
+
+        Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown
+        version, of another compressor, or with anything that doesn't fit, TypeError for anything but a
+        state_dict. The state is unchanged then.
+        """
+        self._take(self.checked(state_dict))
+        self._warn_of_another_ranks_errors()
+
+    def checked(self, state_dict: Any) -> dict[str, Any]:
+        """Return a state_dict that may be loaded, in plain types. Raises what load_state_dict raises."""
+        checked = checkpoint.checked(state_dict, self.algorithm, self._compressor, self._options_class)
+        self._require_start(checked["start_iter"], self._options_class(**checked["options"]))
+        return checked
+
+    def _take(self, checked: dict[str, Any]) -> None:
+        """Continue from a checked state_dict; the ranks are compared again in the next step."""
+        self._options = self._options_class(**checked["options"])
+        self._settings = checkpoint.settings_of(checked)
+        self._memories.load(checked["parameters"], checkpoint.memories_of(checked, self._options_class))
+        for name in PROGRESS:
+            setattr(self, name, checked[name])
+        self._is_compared, self._was_loaded = False, True
+        self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
+
+    def _contents(self) -> Any:
+        """Return what a pickle or a copy holds: all but the process group."""
+        if _has_one_compressor(type(self)):
+            return self.state_dict()
+        classes = {"compressor": self._compressor, "options_class": self._options_class}
+        return {**classes, "state_dict": self.state_dict()}
+
+    def _restore(self, contents: Any, process_group: Any) -> None:
         """Become a state with these contents. Raises what load_state_dict raises."""
-        raise NotImplementedError
+        if not _has_one_compressor(type(self)):
+            self._compressor, self._options_class = contents["compressor"], contents["options_class"]
+            contents = contents["state_dict"]
+        checked = self.checked(contents)
+        self._begin(process_group, checkpoint.settings_of(checked), None)
+        self._take(checked)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Any:
         return self._contents()
 
-    def __setstate__(self, contents: dict[str, Any]) -> None:
+    def __setstate__(self, contents: Any) -> None:
         # The group may still change, so the first compressed step checks whose errors these are.
         self._restore(contents, joined_group(None) if dist.is_initialized() else None)
-        self._logger.warning(
+        _logger_of(self).warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
             "is desired, please set `self.process_group` after %s state is loaded.",
             self.algorithm,
@@ -443,15 +617,6 @@ class CompressedAveraging:
         copied._memories.identity.share_names(self._memories.identity)
         return copied
 
-    def _whose_errors(self) -> dict[str, Any] | None:
-        return self._errors_of or owner_of(self.process_group)
-
-    def _set_progress(self, values: Mapping[str, Any]) -> None:
-        """Take a checkpoint's step and statistics; the ranks are compared again in the next step."""
-        for name in PROGRESS:
-            setattr(self, name, values[name])
-        self._is_compared, self._was_loaded = False, True
-
     def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:
         """Warn if the loaded errors are another rank's, as soon as this rank is known."""
         group = group or joined_group(self.process_group)
@@ -460,4 +625,84 @@ class CompressedAveraging:
         warning = another_ranks_errors(self.algorithm, self._errors_of, group)
         self._errors_of = None
         if warning is not None:
-            self._logger.warning(warning)
+            _logger_of(self).warning(warning)
+
+
+def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket with the state's compressor; plainly in the first state.start_iter steps.
+
+    On the wire: what the compressor sends. On CUDA its work and collectives run on a side stream, in bucket
+    order.
+
+    Raises TypeError for another state than a CompressorState, for anything but a bucket, and for a bucket
+    that is not floating-point.
+
+    Example::
+
+        ddp_model.register_comm_hook(CompressorState(TopK, TopKOptions(density=0.01)), compress_hook)
+    """
+    if not isinstance(state, CompressorState):
+        raise TypeError(f"compress_hook takes a CompressorState as its state, got {described(state)}")
+    return state.average("compress_hook", bucket)
+
+
+def _logger_of(state: CompressorState) -> logging.Logger:
+    """Return the logger of the module that users import the state from."""
+    return logging.getLogger(type(state).__module__)
+
+
+def _has_one_compressor(state_class: type[CompressorState]) -> bool:
+    return hasattr(state_class, "_compressor")
+
+
+def _is_frozen(options: Any) -> bool:
+    """Return whether options are a frozen dataclass."""
+    # Stubs don't have __dataclass_params__, hence getattr.
+    return is_dataclass(options) and bool(getattr(options, "__dataclass_params__").frozen)  # noqa: B009
+
+
+class _StepBuckets:
+    """The buckets of the current step, known by their parameters.
+
+    is_over: True if backward has ended since the last bucket.
+    num_buckets: buckets so far.
+    gradient_bytes, sent_bytes: of the compressed ones.
+    """
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self.end()
+
+    def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether one of a bucket's parameters has come in this step."""
+        return not self._parameters.isdisjoint(map(id, parameters))
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note a bucket by its parameters, and when the backward that brings it ends."""
+        self._parameters.update(map(id, parameters))
+        self.is_over = False
+        self.num_buckets += 1
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def end(self) -> None:
+        """Begin the next step."""
+        self.is_over = False
+        self.num_buckets = self.gradient_bytes = self.sent_bytes = 0
+        self._parameters: set[int] = set()
+
+    def _end_backward(self) -> None:
+        self._backward = -1
+        self.is_over = self.num_buckets > 0
+
+
+def _is_waited_for_at_once(bucket: dist.GradBucket) -> bool:
+    """Return whether this bucket's average is waited for before another bucket's hook is called.
+
+    In a static graph's first step, torch's DDP calls all hooks at the end of backward, in a callback of the
+    engine, and waits for their futures there: after it no hook and no callback comes that could complete one.
+    """
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    return isinstance(bucket, dist.GradBucket) and is_in_backward and not torch._C._current_autograd_node()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 from gradcomp.compress import consolidated_state_dict
-from gradcomp.compress.state import CompressedAveraging
+from gradcomp.compress.state import CompressorState
 from gradcomp.parallel import DistributedDataParallel
 
 SCALE = "gradient_scale"  # its key in a CommHook's state_dict
@@ -76,7 +76,7 @@ class CommHook:
     @property
     def has_memory(self) -> bool:
         """True if the state is one that compresses, with errors to save and to rescale."""
-        return isinstance(self.state, CompressedAveraging)
+        return isinstance(self.state, CompressorState)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a file that all ranks load: consolidated_state_dict of it. A collective.

@@ -17,11 +17,8 @@ from gradcomp.comm.operation import Operation
 from gradcomp.comm.process_group import require_group
 from gradcomp.comm.streams import average_in_place
 from gradcomp.compress import CompressorState, compress_hook
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from .param_groups import ParamGroup, call_after_backward, param_groups_of
-
-AnyState = CompressorState | PowerSGDState
 
 
 class ReplicaAverage:
@@ -30,7 +27,7 @@ class ReplicaAverage:
     state: None for an exact average in the bucket's dtype.
     """
 
-    def __init__(self, replicate_group: dist.ProcessGroup, state: AnyState | None):
+    def __init__(self, replicate_group: dist.ProcessGroup, state: CompressorState | None):
         self.group, self._state = replicate_group, state
         self._is_in_step = False
 
@@ -69,8 +66,6 @@ class ReplicaAverage:
         with operation:
             if self._state is None:
                 average_in_place(bucket.buffer(), self.group, operation).wait()
-            elif isinstance(self._state, PowerSGDState):
-                powerSGD_hook(self._state, bucket).wait()
             else:
                 compress_hook(self._state, bucket).wait()
 
@@ -135,7 +130,7 @@ _ADVICE = "Give every rank the same model, mesh and state"
 
 
 def compress_replicas(
-    model: nn.Module, replicate_group: dist.ProcessGroup, state: AnyState | None = None
+    model: nn.Module, replicate_group: dist.ProcessGroup, state: CompressorState | None = None
 ) -> None:
     """Average a sharded model's gradients over its replicas, compressed.
 
@@ -222,7 +217,7 @@ def _check_ranks(name: str, shard_group: dist.ProcessGroup, replicate_group: dis
 def _check_state(state: Any, replicate_group: dist.ProcessGroup) -> None:
     if state is None:
         return
-    if not isinstance(state, CompressorState | PowerSGDState):
+    if not isinstance(state, CompressorState):
         raise TypeError(
             f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as its "
             f"state, got {state!r}"
@@ -241,7 +236,7 @@ def _check_state(state: Any, replicate_group: dist.ProcessGroup) -> None:
 
 
 def _require_agreement(
-    groups: list[ParamGroup], replicate_group: dist.ProcessGroup, state: AnyState | None
+    groups: list[ParamGroup], replicate_group: dist.ProcessGroup, state: CompressorState | None
 ) -> None:
     """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and options.
 

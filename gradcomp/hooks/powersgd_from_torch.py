@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from gradcomp.compress.checkpoint import checked_tensor, require_keys
 from gradcomp.compress.memories import Memory
 from gradcomp.layout.matrices import is_compressed
 
@@ -21,6 +22,18 @@ def memories_of(state: Any) -> dict[int, dict[str, Any]]:
             for name, each in theirs.items()
         }
         for index in sorted({*state.error_dict, *state.q_memory_dict})
+    }
+
+
+def checked(what: str, memory: Any) -> dict[str, Any]:
+    """Return an entry of memories_of that a checkpoint has, copied. Sizes are checked when its bucket comes.
+
+    Raises ValueError and KeyError for a misfit; what: the entry, in messages.
+    """
+    require_keys(what, memory, ("error", "directions"))
+    return {
+        name: None if each is None else checked_tensor(f"{what}: the {name}", each, None, None)
+        for name, each in memory.items()
     }
 
 
@@ -44,10 +57,11 @@ def _split(flat: torch.Tensor, memory: Memory) -> list[torch.Tensor]:
     It also holds vectors, as matrices of one column, where min_compression_rate allows.
     """
     groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
+    max_rank = memory.options.matrix_approximation_rank
     for shape in memory.shapes:
         rows, cols = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
-        if is_compressed((rows, cols), memory.options.rank, memory.options.min_compression_rate):
-            rank = min(rows, cols, memory.options.rank)
+        if is_compressed((rows, cols), max_rank, memory.options.min_compression_rate):
+            rank = min(rows, cols, max_rank)
             groups.setdefault((rows, cols), []).append((cols, rank, len(shape) > 1))
     theirs = [each for group in groups.values() for each in group]
     numels = [cols * rank for cols, rank, _ in theirs]

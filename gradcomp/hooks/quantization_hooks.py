@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from gradcomp.comm.bucket import require_bucket, require_dense_floats
 from gradcomp.comm.process_group import resolve_group
-from gradcomp.compress.compressor_state import CompressorState
 from gradcomp.compress.kept_plans import BlockSize, average_in_8_bits
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
+from gradcomp.compress.state import CompressorState
 from gradcomp.rules import BLOCK_SIZE, described
 
 __all__ = [
@@ -44,6 +44,7 @@ class QuantizationState(CompressorState):
     """
 
     min_start_iter = 0
+    _compressor, _options_class = QuantizedCompressor, QuantizedOptions
 
     def __init__(
         self,
@@ -63,15 +64,6 @@ class QuantizationState(CompressorState):
             start_iter=start_iter,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
         )
-
-    # Plain types and tensors only, which torch.load's safe default takes.
-    def _contents(self) -> dict[str, Any]:
-        return {"state_dict": self.state_dict()}
-
-    def _restore(self, contents: dict[str, Any], process_group: Any) -> None:
-        options = QuantizedOptions(**contents["state_dict"]["options"])
-        contents = {**contents, "compressor": QuantizedCompressor, "options": options}
-        super()._restore(contents, process_group)
 
 
 def quantization_hook(
@@ -97,7 +89,7 @@ def quantization_hook(
     require_bucket("quantization_hook", bucket)
     if not isinstance(state, QuantizationState):
         raise TypeError(f"quantization_hook takes a QuantizationState as its state, got {described(state)}")
-    return state.average("quantization_hook", bucket, QuantizedCompressor, state.options)
+    return state.average("quantization_hook", bucket)
 
 
 def quantization_pertensor_hook(

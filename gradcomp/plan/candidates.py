@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from gradcomp.compress.powersgd import LowRankOptions
+from gradcomp.compress.powersgd import PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.layout import BlockLayout
 from gradcomp.layout.blocks import SCALE_BYTES
@@ -72,16 +72,11 @@ class Candidate:
         return (self.bits, self.rank, self.wire_dtype) != (None, None, None)
 
     @property
-    def low_rank_options(self) -> LowRankOptions:
+    def powersgd_options(self) -> PowerSGDOptions:
         """PowerSGDState's defaults but for rank and factors."""
         assert self.rank is not None
-        return LowRankOptions(
-            square=False,
-            rank=self.rank,
-            min_compression_rate=2,
-            error_feedback=True,
-            warm_start=True,
-            epsilon=0.0,
+        return PowerSGDOptions(
+            self.rank,
             factor_dtype=self.wire_dtype,
             uncompressed_dtype=torch.bfloat16 if self.wire_dtype == torch.int8 else None,
         )
@@ -96,7 +91,7 @@ class Candidate:
 @cache
 def _payload(hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int) -> Payload:
     if hook.rank is not None:
-        return _low_rank(hook.low_rank_options, shapes, dtype, world_size)
+        return _low_rank(hook.powersgd_options, shapes, dtype, world_size)
     if hook.bits is not None:
         layout = BlockLayout(shapes, QuantizedOptions(hook.bits).block_size, world_size)
         return _quantized(layout, hook.bits, dtype.itemsize, dtype.itemsize, error_feedback=True)
@@ -134,7 +129,7 @@ def _quantized(
 
 
 def _low_rank(
-    options: LowRankOptions, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int
+    options: PowerSGDOptions, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int
 ) -> Payload:
     """Return PowerSGD's payload: P with the uncompressed tensors, then Q.
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
-from gradcomp.hooks import powerSGD_hook
 from gradcomp.layout.matrices import is_compressed
 from gradcomp.testing.claims import (
     LARGEST_OF_LOSSY,
@@ -197,7 +196,7 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
     if factor_dtype is not None:
         rate *= factor_dtype.itemsize / 8  # min_compression_rate counts bytes; most are saved in fp64
     keeps_error = state.use_error_feedback
-    ours = isinstance(state, powerSGD_hook.PowerSGDState)
+    ours = isinstance(state, CompressorState)
     largest = LARGEST_OF_OURS if ours else LARGEST_OF_LOSSY
     return replace(
         claims,

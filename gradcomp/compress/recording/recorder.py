@@ -18,7 +18,7 @@ from ...comm.process_group import device_for, resolve_group
 from ...rules import RANK
 from ..compressor import Compressor
 from ..memories import BucketPart
-from ..state import CompressedAveraging
+from ..state import CompressorState
 from . import file as recording_file
 from .row import NUM_VALUES, RecordedBucket, Stopwatch, measure, relative_errors, step_values
 
@@ -49,8 +49,8 @@ class Recorder:
         recorder.save("recording.jsonl")
     """
 
-    def __init__(self, state: CompressedAveraging, *, every: int = 1, max_rows: int = 4096):
-        if not isinstance(state, CompressedAveraging):
+    def __init__(self, state: CompressorState, *, every: int = 1, max_rows: int = 4096):
+        if not isinstance(state, CompressorState):
             raise TypeError(
                 "Recorder takes the state of a compressing hook (PowerSGDState, QuantizationState, "
                 f"CompressorState), got {state!r}"
