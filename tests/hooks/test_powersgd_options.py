@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from gradcomp.compress.checkpoint import PROGRESS, progress_of
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.powersgd_options import OPTIONS, options_of
-from tests.distributed.powersgd_runs import Messages, reload
+from tests.hooks.powersgd_runs import Messages, reload
 
 NAN, INF = math.nan, math.inf
 FLAGS = ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape")

@@ -7,7 +7,7 @@ import torch
 
 from gradcomp import ops
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
-from tests.distributed.powersgd_runs import START, equal, new_state, reload, run_steps
+from tests.hooks.powersgd_runs import START, equal, new_state, reload, run_steps
 
 NUMEL = 64 * 48 + 7 + 40 * 90 + 64 * 48 + 9
 NOT_THROUGH_DCP = "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict"
