@@ -3,8 +3,8 @@
 It runs from a bare checkout with torch, triton, pytest and hypothesis installed, without a network, in
 under 9 minutes. First all at once, as they check but don't measure:
 
-- kernels, hooks, distributed, testing: the tests of those folders, which run on CUDA where there is one,
-  the larger ones in several processes (kernels:1, kernels:2 ...);
+- kernels, hooks, reducer ...: the tests of the folders in TESTS, which run on CUDA where there is one, the
+  larger ones in several processes (kernels:1, kernels:2 ...);
 - ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on gradcomp's Reducer, on NCCL with all GPUs
   (world size 1 where there is one), and on gloo with 2 ranks that share the first GPU (ddp_check.py);
 - reducer-nccl, reducer-gloo: what the Reducer, the wrapper and average_ do beside that, likewise
@@ -38,6 +38,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOTAL_S = 520  # under 9 minutes, including the time to start and to end
+# Folders of tests/, and in how many processes their tests run on CUDA.
+TESTS = {
+    "kernels": 6,
+    "comm": 1,
+    "compress": 1,
+    "fsdp": 1,
+    "hooks": 2,
+    "parallel": 1,
+    "reducer": 1,
+    "testing": 2,
+}
 
 PASSED = "passed"
 
@@ -66,7 +77,7 @@ def stages(device: str) -> list[list[Step]]:
         Step("ddp-gloo", _on_ranks("ddp_check", device, "gloo", timeout_s=140), 150),
         Step("reducer-gloo", _on_ranks("reducer_check", device, "gloo", timeout_s=210), 220),
     ]
-    for folder, processes in (("kernels", 6), ("hooks", 1), ("distributed", 4), ("testing", 2)):
+    for folder, processes in TESTS.items():
         checks += _tests(folder, processes if cuda else 1)
     if cuda:
         checks += [

@@ -16,8 +16,8 @@ from benchmarks.demo.__main__ import descendants, is_running, parse
 from benchmarks.demo.measure import WireMeter, check_replicas
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from gradcomp.comm.exchange import all_gather, all_to_all
-from tests.distributed.ranks import run_ranks
 from tests.programs import ROOT, users_environment
+from tests.ranks import run_ranks
 
 TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--batch", "2", "--sequence", "16"]
 TIMEOUT_S = 240  # 90 were not enough on a busy machine

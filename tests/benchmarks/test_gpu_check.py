@@ -96,7 +96,7 @@ def test_what_passes_is_recorded_whatever_fails(exit_status, only, tmp_path, mon
 def test_the_stages_end_within_nine_minutes():
     stages = gpu_check.stages("cuda")
     names = {step.name.partition(":")[0] for stage in stages for step in stage}
-    checks = {"kernels", "hooks", "distributed", "testing"}
+    checks = set(gpu_check.TESTS)
     checks |= {f"{check}-{backend}" for check in ("ddp", "reducer") for backend in ("gloo", "nccl")}
     assert names == checks | {"streams", "benchmarks"}
     assert sum(max(step.budget_s for step in stage) for stage in stages) <= gpu_check.TOTAL_S < 9 * 60
@@ -107,8 +107,7 @@ def test_every_test_file_of_its_folders_runs_once(device):
     """The exception is the file that compiles ahead of time, which takes minutes and no GPU."""
     steps = [step for stage in gpu_check.stages(device) for step in stage]
     files = [argument for step in steps for argument in step.command if argument.startswith("tests/")]
-    folders = ("kernels", "hooks", "distributed", "testing")
-    there = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("test_*.py")]
+    there = [path for folder in gpu_check.TESTS for path in (ROOT / "tests" / folder).rglob("test_*.py")]
     expected = {str(path.relative_to(ROOT)) for path in there} - {"tests/kernels/test_compiled.py"}
     assert "tests/testing/ranks/test_simulation.py" in expected
     assert sorted(files) == sorted(expected)

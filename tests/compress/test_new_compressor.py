@@ -13,9 +13,9 @@ from torch import nn
 import gradcomp
 from gradcomp.compress import Compressor, CompressorState, compress_hook
 from gradcomp.testing import check_hook
-from tests.distributed.powersgd_oracle import Bucket, random_gradient, starts
-from tests.distributed.powersgd_runs import equal, simulate
-from tests.distributed.ranks import RankError, run_ranks
+from tests.hooks.powersgd_oracle import Bucket, random_gradient, starts
+from tests.hooks.powersgd_runs import equal, simulate
+from tests.ranks import RankError, run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "new_compressor.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)

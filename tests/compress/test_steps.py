@@ -6,7 +6,7 @@ import torch
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.distributed.ranks import run_ranks
+from tests.ranks import run_ranks
 
 
 def average(state, index, parameter, is_last=False):

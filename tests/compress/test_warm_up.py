@@ -10,8 +10,8 @@ from gradcomp.compress import Compressor, CompressorState, compress_hook
 from gradcomp.compress import quantized as quantized
 from gradcomp.hooks import powerSGD_hook as powersgd
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.distributed.powersgd_oracle import Bucket
-from tests.distributed.powersgd_runs import simulate
+from tests.hooks.powersgd_oracle import Bucket
+from tests.hooks.powersgd_runs import simulate
 
 
 class Noted(Compressor):

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from tests.distributed.ranks import run_ranks
 from tests.docs import preambles
 from tests.docs.code_blocks import ROOT, all_blocks, blocks_in
 from tests.docs.commands import problem_of
 from tests.docs.running import run_in_rank, run_without_group
+from tests.ranks import run_ranks
 
 BLOCKS = all_blocks()
 PYTHON = [block for block in BLOCKS if block.language == "python"]

@@ -11,7 +11,7 @@ from gradcomp.frameworks import CommHook
 from gradcomp.hooks.default_hooks import bf16_compress_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.distributed.ranks import run_ranks
+from tests.ranks import run_ranks
 
 
 class Wrapped(nn.Module):

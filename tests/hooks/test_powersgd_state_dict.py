@@ -7,7 +7,7 @@ import torch
 
 from gradcomp import ops
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
-from tests.distributed.powersgd_runs import START, equal, new_state, reload, run_steps
+from tests.hooks.powersgd_runs import START, equal, new_state, reload, run_steps
 
 NUMEL = 64 * 48 + 7 + 40 * 90 + 64 * 48 + 9
 NOT_THROUGH_DCP = "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict"
@@ -64,6 +64,11 @@ def of_directions(function):
     return change
 
 
+def each(function):
+    """Return a function of a list with an entry per tensor, None for those that aren't compressed."""
+    return lambda entries: [entry if entry is None else function(entry) for entry in entries]
+
+
 def with_nan(tensor):
     tensor[5] = torch.nan
     return tensor
@@ -94,21 +99,24 @@ MISFITS = {
     "error of floats": (of_error(lambda e: e.tolist()), "the error is a list, but must be a tensor"),
     "sparse error": (of_error(lambda e: e.to_sparse()), r"the error is torch\.sparse_coo on cpu"),
     "error without values": (of_error(lambda e: e.to("meta")), "on meta, but must be dense and have values"),
-    "no error": (of_error(lambda e: None), "bucket 0 has directions or a shard_error but no error"),
-    "directions too few": (of_directions(lambda d: d[:-1]), "has 2 directions for 3 matrices"),
-    "directions of one row": (of_directions(lambda d: [e[:1] for e in d]), r"a direction is \[1, 2\]"),
+    "no error": (lambda d: d["buckets"][0].pop("error"), "bucket 0: has directions but no error"),
+    "directions too few": (of_directions(lambda d: d[:-1]), "directions has 4 entries for 5 tensors"),
+    "directions of one row": (of_directions(each(lambda d: d[:1])), r"a direction is \[1, 2\]"),
     "directions of NaN": (
-        of_directions(lambda d: [e / 0 for e in d]),
-        "a direction has values that aren't finite",
+        of_directions(each(lambda d: d / 0)),
+        "bucket 0: directions has values that aren't finite",
     ),
-    "directions in fp16": (of_directions(lambda d: [e.half() for e in d]), "a direction is .*float16"),
+    "directions in fp16": (of_directions(each(lambda d: d.half())), "a direction is .*float16"),
     "directions as a tensor": (of_directions(lambda d: d[0]), "directions is a Tensor, but must be a list"),
     "shapes too few": (of_bucket(shapes=[(64, 48)]), "has 1 shapes for 5 parameters"),
     "a negative shape": (of_bucket(shapes=[(-1,)] * 5), "a shape is -1, but must be a whole number"),
     "a shape of strings": (of_bucket(shapes=["ab"] * 5), "a shape is a str, but must be a list"),
     "parameters of strings": (of_bucket(parameters=list("abcde")), "parameters is 'a', but must be"),
     "a parameter twice": (of_bucket(parameters=[0, 1, 1, 3, 4]), r"in several places .*\[0, 1, 1, 3, 4\]"),
-    "a rank of 0": (of_kind(rank=0), "bucket 0: rank is 0, but must be an int and at least 1"),
+    "a rank of 0": (
+        of_kind(matrix_approximation_rank=0),
+        "bucket 0: kind: matrix_approximation_rank is 0, but must be an int and at least 1",
+    ),
     "a rate of NaN": (of_kind(min_compression_rate=torch.nan), "min_compression_rate is nan"),
     "another dtype": (
         of_kind(dtype=torch.float64),
@@ -118,8 +126,8 @@ MISFITS = {
         of_kind(dtype=torch.int64),
         "dtype is torch.int64, but must be a floating-point dtype",
     ),
-    "another rank": (of_kind(rank=3), r"a direction is \[48, 2\] .* \[48, 3\]"),
-    "a square": (of_kind(square=True), "has 3 directions for 1 matrices"),
+    "another rank": (of_kind(matrix_approximation_rank=3), r"a direction is \[48, 2\] .* \[48, 3\]"),
+    "a square": (of_kind(square=True), "a direction is a list, but must be a tensor"),
     "a future version": (of_all(version=2), "version is 2, but this gradcomp reads 1"),
     "a version of True": (of_all(version=True), "version is True, but this gradcomp reads 1"),
     "a version of None": (of_all(version=None), "version is None, but this gradcomp reads 1"),
@@ -153,12 +161,16 @@ MISFITS = {
     "filled by DCP with strings": (like_dcp_with_strings, rf"has the key '0'.*{NOT_THROUGH_DCP}"),
 }
 KEYS = {
-    "a missing key": (lambda d: d.pop("warm_start"), "the state_dict lacks warm_start"),
+    "a missing key": (lambda d: d.pop("options"), "the state_dict lacks options"),
     "missing keys": (lambda d: [d.pop("iter"), d.pop("buckets")], "the state_dict lacks iter, buckets"),
     "an unknown key": (of_all(warmstart=True), "the state_dict has the unknown 'warmstart'"),
     "both": (lambda d: d.update(a=d.pop("iter")), "the state_dict lacks iter and has the unknown 'a'"),
-    "of a bucket": (lambda d: d["buckets"][0].pop("error"), "bucket 0 lacks error"),
-    "of a kind": (lambda d: d["buckets"][0]["kind"].pop("rank"), "bucket 0: kind lacks rank"),
+    "of a bucket": (lambda d: d["buckets"][0].pop("shapes"), "bucket 0 lacks shapes"),
+    "of the options": (lambda d: d["options"].pop("warm_start"), "options lacks warm_start"),
+    "of a kind": (
+        lambda d: d["buckets"][0]["kind"].pop("warm_start"),
+        "bucket 0: kind lacks warm_start",
+    ),
     "no version": (lambda d: d.pop("version"), "the state_dict lacks version"),
     "of the parameters": (lambda d: d["parameters"].pop("names"), "parameters lacks names"),
 }

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm import kept_buffers as kept
-from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, powersgd_state, quantization_hooks
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
 HOOKS = [
     default_hooks.allreduce_hook,
@@ -64,13 +64,13 @@ def nothing_communicates(monkeypatch, group_of_one):
         for module in (dist, dist.distributed_c10d):
             monkeypatch.setattr(module, name, note(name))
     wires, safe, random = len(kept._wires), _safe_globals(), torch.get_rng_state()
-    loggers = [module.logger.level for module in (powersgd_state,)]
+    loggers = [module.logger.level for module in (powerSGD_hook,)]
     yield
     monkeypatch.undo()
     assert called == []
     assert (len(kept._wires), _safe_globals()) == (wires, safe)
     assert torch.equal(torch.get_rng_state(), random)
-    assert [module.logger.level for module in (powersgd_state,)] == loggers
+    assert [module.logger.level for module in (powerSGD_hook,)] == loggers
 
 
 def _safe_globals():

@@ -158,7 +158,7 @@ def defines_hooks(source: str) -> bool:
 def test_annotations_of_hooks_are_types():
     """DDP compares a hook's annotations with types; `from __future__ import annotations` makes them text."""
     hooks = {module: source for module, source in SOURCES.items() if defines_hooks(source)}
-    assert {"gradcomp.hooks.default_hooks", "gradcomp.compress.compressor_state"} <= set(hooks)
+    assert {"gradcomp.hooks.default_hooks", "gradcomp.compress.state"} <= set(hooks)
     names = {module: imported_names(source, module) for module, source in hooks.items()}
     assert [module for module, imports in names.items() if "__future__.annotations" in imports] == []
 

@@ -9,7 +9,7 @@ import torch
 from gradcomp.kernels.powersgd.plan import LowRankPlan
 from gradcomp.kernels.scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
 from gradcomp.layout import LowRankLayout
-from tests.kernels.powersgd_ranks import COMPRESS_ALL, random_grads, step
+from tests.kernels.powersgd.ranks import COMPRESS_ALL, random_grads, step
 
 FP32, BF16 = torch.float32, torch.bfloat16
 OPTIONS = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}

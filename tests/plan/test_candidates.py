@@ -13,8 +13,8 @@ from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
 from gradcomp.plan.candidates import CANDIDATES, Candidate, candidate_named
 from gradcomp.plan.models import buckets_of, built_in_model
 from gradcomp.plan.recommendation import MEASURED, accuracy_cost
-from tests.distributed.ranks import run_ranks
 from tests.programs import ROOT
+from tests.ranks import run_ranks
 
 FP32 = torch.float32
 SHAPES = ((300, 200), (200,), (64, 3, 7, 7), (5, 4), ())

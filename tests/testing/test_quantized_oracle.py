@@ -10,7 +10,7 @@ from gradcomp.hooks.quantization_hooks import (
 )
 from gradcomp.testing.oracle import QuantizedOracle, mean, normal_levels, quantized, split
 from gradcomp.testing.ranks import run_ranks
-from tests.distributed.powersgd_oracle import Bucket, random_gradient
+from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.tolerances import QUANTIZED_LOSS, QUANTIZED_STEP, UNLIKE_BLOCKS
 
 # 84 blocks of 16, so that no rank of 2 or 3 has a block of zeros: plain torch rounds scales twice beside one.

@@ -1,0 +1,121 @@
+"""The two collectives of a quantized all-reduce on gloo: what arrives, the order of posts, errors."""
+
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradcomp.comm.exchange import all_gather, all_to_all
+from tests.ranks import run_ranks
+
+
+def row(source, destination, length):
+    return torch.arange(length, dtype=torch.uint8) + 16 * source + destination
+
+
+def both(rank, length, group):
+    """Return what all_to_all and all_gather received, one under way while the other is."""
+    size = group.size()
+    rows = torch.stack([row(rank, destination, length) for destination in range(size)])
+    exchanged, gathered = torch.full_like(rows, 255), torch.full_like(rows, 255)
+    works = [all_to_all(exchanged, rows, group), all_gather(gathered, row(rank, 9, length), group)]
+    for work in works:
+        work.wait()
+    return exchanged, gathered
+
+
+def check(rank, length, group):
+    exchanged, gathered = both(rank, length, group)
+    for source in range(group.size()):
+        assert torch.equal(exchanged[source], row(source, rank, length))
+        assert torch.equal(gathered[source], row(source, 9, length))
+
+
+def on_every_rank(rank):
+    for length in (1, 5, 1000):
+        check(rank, length, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_row_arrives(world_size):
+    run_ranks(on_every_rank, world_size)
+
+
+def on_some_ranks(rank):
+    group = dist.new_group([1, 3], timeout=timedelta(seconds=10))
+    if rank in (1, 3):
+        check(group.rank(), 7, group)
+
+
+def test_ranks_are_the_groups_own():
+    run_ranks(on_some_ranks, 4)
+
+
+def posted(rank):
+    """Return what is posted, in order. With every receive first, neither direction of a link waits."""
+    order = []
+
+    def note(name):
+        function = getattr(dist, name)
+
+        def noted(tensor, **arguments):
+            order.append((name, arguments["group_dst" if name == "isend" else "group_src"]))
+            return function(tensor, **arguments)
+
+        return mock.patch.object(dist, name, noted)
+
+    with note("isend"), note("irecv"):
+        check(rank, 3, dist.group.WORLD)
+    return order
+
+
+def test_receives_are_posted_first_and_ranks_begin_with_different_ones():
+    for rank, order in enumerate(run_ranks(posted, 3)):
+        others = [(rank + 1) % 3, (rank + 2) % 3]
+        one = [(name, other) for name in ("irecv", "isend") for other in others]
+        assert order == one + one
+
+
+def forgotten(rank, length):
+    both_ranks = torch.zeros(2, length, dtype=torch.uint8)
+    # As when another bucket's error ends the step.
+    all_to_all(both_ranks.clone(), both_ranks, dist.group.WORLD)
+    check(rank, length, dist.group.WORLD)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("length", [3, 3_000_000])
+def test_an_exchange_that_nobody_waits_for_leaves_the_group_usable(length):
+    run_ranks(forgotten, 2, length)
+
+
+def out_of_step(rank):
+    """Leave an exchange out on rank 0, as an error there would."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    rows = torch.zeros(2, 5, dtype=torch.uint8)
+    all_to_all(torch.empty_like(rows), rows, group).wait()
+    if rank == 0:
+        pending = all_to_all(torch.empty_like(rows), rows, group)
+    else:
+        pending = all_gather(torch.empty_like(rows), rows[0], group)
+    with pytest.raises(RuntimeError, match=r"Timed out|Connection (reset|closed) by peer"):
+        pending.wait()
+
+
+def test_ranks_that_are_out_of_step_get_an_error_and_no_other_exchanges_bytes():
+    run_ranks(out_of_step, 2)
+
+
+def repeated(rank):
+    rows = torch.full((2, 5), rank, dtype=torch.uint8)
+    received = torch.empty_like(rows)
+    work = all_to_all(received, rows, dist.group.WORLD)
+    assert work.wait()
+    assert work.wait()
+    assert received[:, 0].tolist() == [0, 1]
+
+
+def test_a_second_wait_returns_at_once():
+    run_ranks(repeated, 2)

@@ -1,0 +1,106 @@
+"""Test 16-bit wire buffers: buckets in flight share none, and they take at most half the gradients' size."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.kept_buffers import _wires, keep_wire, take_wire
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradcomp.testing import run_ranks as run_simulated_ranks
+from tests.ranks import run_ranks
+
+
+def wrapped(state, bucket):
+    """Average with a hook that the wrappers don't replace by one of ours."""
+    return allreduce_hook(state, bucket)
+
+
+HOOKS = [
+    fp16_compress_hook,
+    bf16_compress_hook,
+    default_hooks.fp16_compress_wrapper(wrapped),
+    default_hooks.bf16_compress_wrapper(wrapped),
+]
+
+
+def two_buckets_of_one_parameter(rank, process_group, hook):
+    """Start the averaging of both buckets before waiting for either."""
+    parameter = nn.Parameter(torch.zeros(8))
+    buckets = [GradBucket(0, torch.full((8,), 1.0 + rank + 10 * i), [parameter], True) for i in range(2)]
+    futures = [hook(process_group, bucket) for bucket in buckets]
+    return [future.wait().tolist() for future in futures]
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
+def test_a_hook_called_again_before_anyone_waits_has_another_wire(hook):
+    for averages in run_simulated_ranks(two_buckets_of_one_parameter, 2, hook):
+        assert averages == [[1.5] * 8, [11.5] * 8]
+
+
+def two_towers_with_one_head(rank):
+    """Return the gradients of two models with one last layer, in one backward, with and without a hook."""
+    torch.manual_seed(0)
+    head = nn.Linear(64, 64)
+    towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), head) for _ in range(2))
+    inputs = torch.randn(2, 2, 16, 64)[rank]
+
+    def gradients(hook):
+        models = copy.deepcopy(towers)
+        ddps = [DistributedDataParallel(model, bucket_cap_mb=0.01) for model in models]
+        for ddp in ddps:
+            ddp.register_comm_hook(None, hook)
+        for _ in range(3):
+            models.zero_grad()
+            sum(
+                ddp(each).square().mean() * (1 + 9 * i)
+                for i, (ddp, each) in enumerate(zip(ddps, inputs, strict=True))
+            ).backward()
+        return torch.cat([p.grad.flatten() for p in models.parameters()])
+
+    exact = gradients(allreduce_hook)
+    return [(gradients(hook), exact) for hook in HOOKS[:2]]
+
+
+def test_two_models_that_share_a_layer_in_one_backward():
+    ranks = run_ranks(two_towers_with_one_head, 2)
+    for by_rank in zip(*ranks, strict=True):
+        assert torch.equal(by_rank[0][0], by_rank[1][0])
+        for got, exact in by_rank:
+            assert (got - exact).norm() < 2e-2 * exact.norm()
+
+
+def bytes_kept(rank):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.03)
+    ddp.register_comm_hook(None, fp16_compress_hook)
+    kept = []
+    for _ in range(3):
+        ddp(torch.randn(4, 64)).sum().backward()
+        kept.append(sum(wire.nbytes for wires in _wires.values() for wire in wires.values()))
+    return kept, sum(p.nbytes for p in model.parameters())
+
+
+def test_half_of_the_gradients_bytes_are_kept_after_buckets_are_rebuilt():
+    for kept, gradients in run_ranks(bytes_kept, 2):
+        assert kept == [gradients // 2] * 3
+
+
+def test_a_wire_is_kept_for_the_next_step_of_its_bucket_alone():
+    first, other = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(2))
+    bucket = GradBucket(0, torch.zeros(6), [first], True)
+    wire = take_wire(bucket, "a hook", torch.float16)
+    keep_wire(first, "a hook", wire)
+    assert take_wire(bucket, "a hook", torch.float16) is wire
+    assert take_wire(bucket, "a hook", torch.float16) is not wire  # it is in flight
+    keep_wire(first, "a hook", wire)
+    larger = GradBucket(0, torch.zeros(8), [other, first], True)
+    assert take_wire(larger, "a hook", torch.float16).numel() == 8
+    assert not _wires[first]
+    keep_wire(first, "a hook", wire)
+    bucket.set_buffer(torch.zeros(6, device="meta"))  # the model has moved
+    assert take_wire(bucket, "a hook", torch.float16).device.type == "meta"

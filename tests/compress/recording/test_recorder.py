@@ -1,0 +1,332 @@
+"""A recorder's values against float64, and that recording changes nothing, on simulated ranks."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.compress import CompressorState, Recorder, compress_hook
+from gradcomp.compress.recording import recorder
+from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.testing import RankError, compression_report
+from tests.compress.test_new_compressor import TopK, TopKOptions
+from tests.hooks.powersgd_oracle import Bucket, random_gradient, starts
+from tests.hooks.powersgd_runs import equal, simulate
+from tests.tolerances import RECORDED_NORM, SKETCHED_MEAN, SKETCHED_RATIO
+
+START, STEPS = 2, 12
+SHAPES = [[(64, 48), (7,), (40, 90)], [(64, 48), (33,)]]
+POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": START, "min_compression_rate": 1}
+
+
+def powersgd(**options):
+    return lambda: powerSGD_hook.PowerSGDState(None, **POWERSGD | options)
+
+
+# Of each hook: a function that makes a state, and the hook.
+HOOKS = {
+    "PowerSGD": (powersgd(), powerSGD_hook.powerSGD_hook),
+    "PowerSGD without error feedback": (powersgd(use_error_feedback=False), powerSGD_hook.powerSGD_hook),
+    "PowerSGD, int8 factors, quantized start": (
+        powersgd(factor_dtype=torch.int8, start_bits=8),
+        powerSGD_hook.powerSGD_hook,
+    ),
+    "PowerSGD of whole buckets": (powersgd(), powerSGD_hook.batched_powerSGD_hook),
+    "int4": (lambda: QuantizationState(bits=4, start_iter=START), quantization_hook),
+    "int8 without error feedback": (
+        lambda: QuantizationState(bits=8, start_iter=START, use_error_feedback=False),
+        quantization_hook,
+    ),
+    "top-k": (lambda: CompressorState(TopK, TopKOptions(0.25)), compress_hook),
+}
+WRAPPED = default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+ALL = HOOKS | {"bf16 around PowerSGD": (powersgd(), WRAPPED)}
+
+
+def gradient_of(rank, step, index, dtype=torch.float32):
+    return random_gradient(SHAPES[index], rank, 100 * step + index, dtype)
+
+
+def errors_of(state):
+    """Return this rank's error of every bucket in float64, zeros where it keeps none."""
+    buckets = state.state_dict()["buckets"].values()
+    numels = [starts(shapes)[-1] for shapes in SHAPES]
+    found = [bucket.get("error") for bucket in buckets] or [None, None]
+    return [torch.zeros(n) if each is None else each for n, each in zip(numels, found, strict=True)]
+
+
+def train(rank, name, every=None, complete=True, num_steps=STEPS, max_rows=4096):
+    """Return rows (none without every), outputs [step][bucket], errors after each step, and sent bytes."""
+    make_state, hook = ALL[name]
+    state = make_state()
+    recording = None if every is None else Recorder(state, every=every, max_rows=max_rows)
+    parameters = [[torch.empty(shape) for shape in shapes] for shapes in SHAPES]
+    outputs, errors = [], []
+    for step in range(num_steps):
+        futures = []
+        for index in range(len(SHAPES)):
+            is_last = index == len(SHAPES) - 1
+            bucket = GradBucket(index, gradient_of(rank, step, index), parameters[index], is_last)
+            futures.append(hook(state, bucket))
+        outputs.append([future.wait().clone() for future in futures])
+        errors.append([each.double() for each in errors_of(state)])
+    if recording is not None and complete:
+        recording.complete()
+    sent = torch.distributed.group.WORLD.sent_bytes
+    return recording.rows() if recording else [], outputs, errors, sent
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.usefixtures("plain_torch")
+def test_values_against_float64(name):
+    ranks = simulate(train, 2, name, 1)
+    is_quantized_start = "quantized start" in name
+    ratios = []
+    for index in range(len(SHAPES)):
+        rows = [[row for row in rank[0] if row["bucket"] == index] for rank in ranks]
+        assert [row["step"] for row in rows[0]] == list(range(STEPS))
+        for step in range(STEPS):
+            ours = [of_rank[step] for of_rank in rows]
+            if step < START and not is_quantized_start:
+                assert not ours[0]["compressed"]
+                continue
+            gradients = [gradient_of(rank, step, index).double() for rank in range(2)]
+            output = ranks[0][1][step][index].double()
+            errors = [rank[2][step][index] for rank in ranks]
+            before = [rank[2][step - 1][index] if step else 0 * errors[0] for rank in ranks]
+            for row, gradient, error in zip(ours, gradients, errors, strict=True):
+                assert math.isclose(row["gradient_norm"], gradient.norm(), rel_tol=RECORDED_NORM)
+                assert math.isclose(row["average_norm"], output.norm(), rel_tol=RECORDED_NORM)
+                if "without error feedback" in name:
+                    assert row["error_norm"] is None
+                else:
+                    assert math.isclose(row["error_norm"], error.norm(), rel_tol=RECORDED_NORM)
+            mean = (sum(gradients) + sum(before)) / 2
+            expected = float((mean - output).norm() / mean.norm())
+            assert ours[0]["relative_error"] == ours[1]["relative_error"]
+            found = ours[0]["relative_error"]
+            assert math.isclose(found, expected, rel_tol=SKETCHED_RATIO), (step, found, expected)
+            assert math.isclose(ours[0]["mean_norm"], mean.norm(), rel_tol=SKETCHED_RATIO)
+            assert math.isclose(ours[0]["energy_kept"], 1 - found**2)
+            ratios.append(found / expected)
+    assert abs(sum(ratios) / len(ratios) - 1) < SKETCHED_MEAN
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.usefixtures("plain_torch")
+def test_recording_changes_no_bit(name):
+    """Nor what crosses the wire, until complete() is called."""
+    without = simulate(train, 2, name)
+    for every in (1, 5):
+        recorded = simulate(train, 2, name, every, False)
+        for (_, *one), (rows, *other) in zip(without, recorded, strict=True):
+            assert rows
+            assert equal(one, other)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_bytes_are_those_of_the_statistics():
+    make_state, hook = HOOKS["PowerSGD"]
+
+    def run(rank):
+        state = make_state()
+        recording = Recorder(state)
+        for step in range(5):
+            hook(state, Bucket(gradient_of(rank, step, 0), SHAPES[0])).wait()
+        return state.compression_stats(), recording.rows()
+
+    (((rate, before, after), rows),) = simulate(run, 1)
+    compressed = [row for row in rows if row["compressed"]]
+    assert len(compressed) == 3
+    assert sum(row["gradient_bytes"] for row in compressed) == 4 * before
+    assert sum(row["sent_bytes"] for row in compressed) == 4 * after
+    assert compressed[0]["rate"] == rate
+    plain = rows[0]
+    assert plain["sent_bytes"] == plain["gradient_bytes"] == 4 * plain["numel"]
+    assert (plain["rate"], plain["relative_error"], plain["energy_kept"]) == (1.0, 0.0, 1.0)
+    assert plain["time_ms"] is plain["gradient_norm"] is plain["error_norm"] is None
+    assert all(row["time_ms"] > 0 for row in compressed)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_the_first_compressed_step_has_the_relative_error_of_compression_report():
+    """There is no error yet, so the mean of gradients plus errors is that of the gradients."""
+    shape = (96, 80)
+    tall, wide = random_gradient([(96, 2)], 0, 0).view(96, 2), random_gradient([(2, 80)], 0, 0).view(2, 80)
+    noise = [random_gradient([shape], rank, START).view(shape) for rank in range(2)]
+    gradients = [[tall @ wide + 0.4 * each] for each in noise]
+    make_state, hook = HOOKS["PowerSGD"]
+
+    def run(rank):
+        state = make_state()
+        recording = Recorder(state)
+        for _ in range(START + 1):
+            hook(state, Bucket(gradients[rank][0].flatten().clone(), [shape])).wait()
+        recording.complete()
+        return recording.rows()[-1]["relative_error"]
+
+    found, _ = simulate(run, 2)
+    assert found < 0.6
+    report = compression_report(
+        hook,
+        gradients,
+        make_state=lambda group: powerSGD_hook.PowerSGDState(group, **POWERSGD),
+    )
+    # Both project on random directions, though not on the same ones.
+    assert math.isclose(found, report.overall.relative_error, rel_tol=SKETCHED_RATIO)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_every_and_max_rows():
+    (rows, *_), _ = simulate(train, 2, "int4", 5)
+    assert [(row["step"], row["bucket"]) for row in rows] == [(s, b) for s in (0, 5, 10) for b in (0, 1)]
+    (rows, *_), _ = simulate(train, 2, "int4", 1, True, STEPS, 4)
+    assert [(row["step"], row["bucket"]) for row in rows] == [(s, b) for s in (10, 11) for b in (0, 1)]
+
+
+def one_rank(*names, steps=5):
+    """Return (state, recorder) of a run of one rank with the first bucket alone."""
+    make_state, hook = HOOKS["int4"]
+    state = make_state()
+    recording = Recorder(state, **dict.fromkeys(names, 2))
+    for step in range(steps):
+        hook(state, Bucket(gradient_of(0, step, 0), SHAPES[0])).wait()
+    return state, recording
+
+
+def forgetting(rank):
+    _, recording = one_rank()
+    state, bounded = one_rank("max_rows")
+    found = {"dropped": bounded.num_dropped, "drained": len(recording.drain()), "left": recording.rows()}
+    bounded.detach()
+    found["detached"] = state.recorder
+    Recorder(state)
+    return found
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_rows_are_forgotten_and_recorders_detached():
+    assert simulate(forgetting, 1) == [{"dropped": 3, "drained": 5, "left": [], "detached": None}]
+
+
+def not_finite(rank, name, value):
+    make_state, hook = HOOKS[name]
+    state = make_state()
+    recording = Recorder(state)
+    for step in range(6):
+        gradient = gradient_of(rank, step, 0)
+        if step == 3 and rank == 0:
+            gradient[5] = value
+        hook(state, Bucket(gradient, SHAPES[0])).wait()
+    recording.complete()
+    return recording.rows()
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.usefixtures("plain_torch")
+def test_a_step_of_inf_or_nan_is_a_row_like_others(name, value):
+    first, _ = simulate(not_finite, 2, name, value)
+    assert len(first) == 6
+    assert not math.isfinite(first[3]["gradient_norm"])
+    if name != "top-k":  # which sends other elements than inf first, or NaN never
+        assert not math.isfinite(first[3]["relative_error"])
+    for row in (first[2], *first[4:]):
+        assert all(math.isfinite(each) for each in row.values() if each is not None)
+
+
+def saved_with_a_recorder(rank, name):
+    make_state, hook = HOOKS[name]
+    results = []
+    for is_recorded in (False, True):
+        state = make_state()
+        if is_recorded:
+            Recorder(state)
+        for step in range(4):
+            hook(state, Bucket(gradient_of(rank, step, 0), SHAPES[0])).wait()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=name != "top-k")
+        assert loaded.recorder is None
+        assert copy.deepcopy(state).recorder is None
+        assert (state.recorder is not None) == is_recorded
+        results.append((state.state_dict(), loaded.state_dict()))
+    return results
+
+
+@pytest.mark.parametrize("name", ["PowerSGD", "int4", "top-k"])
+@pytest.mark.usefixtures("plain_torch")
+def test_checkpoints_do_not_contain_it(name, monkeypatch):
+    if name == "top-k":  # its class is in no module that pickle finds
+        monkeypatch.setattr(CompressorState, "__getstate__", lambda self: self.state_dict())
+        monkeypatch.setattr(CompressorState, "__setstate__", load_top_k)
+    for without, recorded in simulate(saved_with_a_recorder, 2, name):
+        assert equal(without, recorded)
+
+
+def load_top_k(self, state):
+    CompressorState.__init__(self, TopK, TopKOptions(0.25))
+    self.load_state_dict(state)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_without_a_recorder_nothing_is_measured(monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(recorder, "measure", fail)
+    simulate(train, 1, "PowerSGD")
+    with pytest.raises(RankError, match="measured"):
+        simulate(train, 1, "PowerSGD", 1)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_a_step_that_is_not_due_is_not_measured(monkeypatch):
+    measured = []
+    monkeypatch.setattr(recorder, "measure", lambda *_, **__: measured.append(1))
+    simulate(train, 1, "int4", 100, False)
+    assert not measured
+
+
+def record_steps(rank, num_steps, *everies):
+    """Record steps 1 to num_steps, every so many on each rank."""
+    make_state, hook = HOOKS["int4"]
+    state = make_state()
+    hook(state, Bucket(gradient_of(rank, 0, 0), SHAPES[0])).wait()
+    recording = Recorder(state, every=everies[rank])
+    for step in range(1, num_steps + 1):
+        hook(state, Bucket(gradient_of(rank, step, 0), SHAPES[0])).wait()
+    recording.complete()
+    return recording.rows()
+
+
+@pytest.mark.parametrize("other", [2, 100])  # with 100, a rank has no rows at all
+@pytest.mark.usefixtures("plain_torch")
+def test_ranks_with_other_rows_are_told_so(other):
+    with pytest.raises(
+        RankError, match=r"Recorder.complete\(\) differs between the ranks: the number of recorded rows"
+    ):
+        simulate(record_steps, 2, 4, 1, other)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_nothing_recorded_is_complete():
+    assert simulate(record_steps, 2, 4, 100, 100) == [[], []]
+
+
+def test_what_it_refuses():
+    state = QuantizationState()
+    with pytest.raises(TypeError, match=r"takes the state of a compressing hook .* got None"):
+        Recorder(None)
+    for name in ("every", "max_rows"):
+        with pytest.raises(ValueError, match=f"{name} is 0, but must be an int and at least 1"):
+            Recorder(state, **{name: 0})
+    assert state.recorder is None
+    Recorder(state)
+    with pytest.raises(ValueError, match="has a recorder already"):
+        Recorder(state)

@@ -1,0 +1,184 @@
+"""Recorders on real gloo ranks: with every way to train, and with steps that leave layers out."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import gradcomp
+from gradcomp.compress import Recorder
+from gradcomp.compress.recording.file import read
+from gradcomp.fsdp import compress_replicas
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
+from tests.ranks import run_ranks
+
+SIZE, STEPS = 40, 10
+STATES = {
+    "PowerSGD": (lambda: PowerSGDState(None, 4, 3, min_compression_rate=1), powerSGD_hook),
+    "int4": (lambda: QuantizationState(bits=4, start_iter=3), quantization_hook),
+}
+WAYS = ("torch's DDP", "gradcomp's DDP", "Reducer", "average_")
+
+
+class Net(nn.Module):
+    """Three layers, the second of which every other step leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+
+    def forward(self, x, step):
+        x = torch.tanh(self.layers[0](x))
+        if step % 2:
+            x = torch.tanh(self.layers[1](x))
+        return self.layers[2](x)
+
+
+def train(rank, name, way, is_recorded):
+    """Return the rows and the parameters after some steps."""
+    torch.manual_seed(0)
+    model, (make_state, hook) = Net(), STATES[name]
+    state, wrapped = make_state(), model
+    recorder = Recorder(state) if is_recorded else None
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.01}
+    no_sync = None
+    if way == "torch's DDP":
+        wrapped = nn.parallel.DistributedDataParallel(model, **options)
+    elif way == "gradcomp's DDP":
+        wrapped = gradcomp.DistributedDataParallel(model, **options)
+    elif way == "Reducer":
+        reducer = gradcomp.Reducer(model.parameters(), **options)
+        reducer.register_comm_hook(state, hook)
+        no_sync = reducer.no_sync
+    if wrapped is not model:
+        wrapped.register_comm_hook(state, hook)
+        no_sync = wrapped.no_sync
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(8, SIZE, generator=data)
+        if no_sync is not None and step % 3 == 0:
+            with no_sync():
+                wrapped(x, step).square().mean().backward()
+        loss = (wrapped(x, step) - x).square().mean()
+        if way == "Reducer":
+            reducer.prepare_for_backward([loss])
+        loss.backward()
+        if way == "average_":
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+            gradcomp.average_(gradients, hook, state, keys=list(range(len(gradients))))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+        optimizer.step()
+    rows = []
+    if recorder is not None:
+        recorder.complete()
+        rows = recorder.rows()
+    return rows, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def all_ways(rank, name):
+    return [[train(rank, name, way, is_recorded) for is_recorded in (False, True)] for way in WAYS]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_way_to_train(name):
+    ranks = run_ranks(all_ways, 2, name)
+    for way, one, other in zip(WAYS, *ranks, strict=True):
+        for (_, without), (rows, recorded) in (one, other):
+            assert torch.equal(without, recorded), way
+            assert {row["step"] for row in rows} == set(range(STEPS)), way
+            assert [row["compressed"] for row in rows] == [row["step"] >= 3 for row in rows], way
+        assert torch.equal(one[0][1], other[0][1]), way
+        for ours, theirs in zip(one[1][0], other[1][0], strict=True):
+            for shared in ("step", "bucket", "rate", "average_norm", "relative_error", "mean_norm"):
+                assert ours[shared] == theirs[shared], (way, shared)
+            assert (ours["rank"], theirs["rank"]) == (0, 1)
+            if ours["compressed"]:
+                assert 0 < ours["relative_error"] < 2, way
+                assert ours["time_ms"] > 0
+
+
+def sharded_replicas(rank):
+    """Return rows and weights of a model that FSDP2 shards, with and without a recorder."""
+    grid, results = new_grid(), []
+    for is_recorded in (False, True):
+        state = PowerSGDState(None, 2, 2, min_compression_rate=1)
+        torch.manual_seed(0)
+        model = sharded(grid.shards)
+        compress_replicas(model, grid.replicas, state)
+        recorder = Recorder(state) if is_recorded else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        for number in range(6):
+            x = batch_of(rank, number)
+            optimizer.zero_grad()
+            (model(x) - x.sum(dim=1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        if recorder is not None:
+            recorder.complete()
+        results.append((recorder.rows() if recorder else [], weights(model)))
+    return results
+
+
+def test_replicas_that_fsdp2_shards():
+    ranks = run_ranks(sharded_replicas, RANKS)
+    for (_, without), (rows, recorded) in ranks:
+        assert all(map(torch.equal, without, recorded))
+        assert {row["step"] for row in rows} == set(range(6))
+        assert all(row["relative_error"] is not None for row in rows)
+    for shard in (0, 1):  # ranks shard and shard + 2 are replicas of each other
+        ours, theirs = (ranks[rank][1][0] for rank in (shard, shard + 2))
+        assert [row["rank"] for row in ours] == [0] * len(ours)
+        assert [row["rank"] for row in theirs] == [1] * len(theirs)
+        assert [row["relative_error"] for row in ours] == [row["relative_error"] for row in theirs]
+
+
+def logged(rank, folder):
+    """Return what flush gives to a logger, and leave files; every rank in its own."""
+    torch.manual_seed(0)
+    model, state = Net(), STATES["PowerSGD"][0]()
+    ddp = gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.01, find_unused_parameters=True)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    recorder, calls = Recorder(state), []
+    data = torch.Generator().manual_seed(rank)
+    path = f"{folder}/rank{rank}.jsonl"
+    for step in range(12):
+        ddp(torch.randn(8, SIZE, generator=data), step).square().mean().backward()
+        if step in (3, 7):
+            recorder.complete()
+            recorder.save(path)
+    recorder.complete()
+    expected = recorder.rows()
+    recorder.flush(lambda *values: calls.append(values))
+    assert recorder.rows() == []
+    return expected, calls
+
+
+def test_what_a_logger_and_a_file_get(tmp_path):
+    expected, calls = run_ranks(logged, 2, str(tmp_path))[0]
+    assert [step for step, _ in calls] == [8, 9, 10, 11]
+    for step, values in calls:
+        buckets = [row for row in expected if row["step"] == step]
+        assert values["gradcomp/sent_bytes"] == sum(row["sent_bytes"] for row in buckets)
+        # The parameters' 4,920 elements, in the hook's buckets.
+        assert values["gradcomp/gradient_bytes"] == 4 * 4920
+        assert len(buckets) > 1
+        squares = [(row["mean_norm"] ** 2, row["relative_error"] ** 2) for row in buckets]
+        whole = (sum(m * r for m, r in squares) / sum(m for m, _ in squares)) ** 0.5
+        assert abs(values["gradcomp/relative_error"] - whole) < 1e-9
+        for row in buckets:
+            assert values[f"gradcomp/bucket {row['bucket']}/relative_error"] == row["relative_error"]
+        assert all(isinstance(value, int | float) for value in values.values())
+    for rank in (0, 1):
+        path = tmp_path / f"rank{rank}.jsonl"
+        (recording,) = read(path)
+        assert (recording.algorithm, recording.rank, recording.world_size) == ("PowerSGD", rank, 2)
+        assert recording.options["matrix_approximation_rank"] == 4
+        assert {row["step"] for row in recording.rows} == set(range(8))
+        assert {row["rank"] for row in recording.rows} == {rank}
+        for line in path.read_text().splitlines():
+            json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

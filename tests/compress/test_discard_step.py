@@ -1,0 +1,103 @@
+"""Test steps whose averages are thrown away: with discard_step, nothing of the errors goes with them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradcomp
+from gradcomp.hooks.default_hooks import bf16_compress_wrapper
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.ranks import run_ranks
+
+SIZE, STEPS, START = 32, 40, 2
+
+
+def power_sgd(**options):
+    return PowerSGDState(None, 2, start_powerSGD_iter=START, **options)
+
+
+KINDS = {
+    "int4": (lambda: QuantizationState(bits=4, block_size=32), quantization_hook),
+    "int8": (lambda: QuantizationState(bits=8, block_size=32), quantization_hook),
+    "PowerSGD": (power_sgd, powerSGD_hook),
+    "batched": (power_sgd, batched_powerSGD_hook),
+    "int8 factors after 4 bits": (lambda: power_sgd(factor_dtype=torch.int8, start_bits=4), powerSGD_hook),
+    "bf16 around PowerSGD": (power_sgd, bf16_compress_wrapper(powerSGD_hook)),
+}
+
+
+class Weights(nn.Module):
+    """This model's gradients are its inputs; a use of the first may leave out the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(SIZE, SIZE)) for _ in range(2))
+
+    def forward(self, gradients):
+        return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=False))
+
+
+def gradients_of(rank, step, scale=1.0, num=2):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return scale * torch.randn(2, SIZE, SIZE, generator=generator)[:num]
+
+
+def train(rank, library):
+    """Throw a step away before each one; return what is lost and the steps counted, by kind."""
+    found = {}
+    for name, (make, hook) in KINDS.items():
+        model, state = Weights(), make()
+        ddp = library(model, find_unused_parameters=True, bucket_cap_mb=0.003)
+        ddp.register_comm_hook(state, hook)
+        given, out = torch.zeros(2, 2, SIZE, SIZE, dtype=torch.float64)
+        for step in range(STEPS):
+            with state.discard_step():
+                # Some of these steps leave out a layer on one rank, or on all ranks.
+                num = 1 if step % 4 == 3 or (step % 4 == 1 and rank) else 2
+                ddp(gradients_of(rank, step + 500, 10.0, num)).backward()
+            ddp.zero_grad()
+            gradients = gradients_of(rank, step)
+            ddp(gradients).backward()
+            given += gradients.double()
+            out += torch.stack([weight.grad for weight in model.weights]).double()
+            ddp.zero_grad()
+        owed = []
+        for weight in model.weights:
+            memory, offset = state._memories.memory_of(weight)
+            owed.append(memory.state["error"][offset : offset + SIZE * SIZE].view(SIZE, SIZE).double())
+        lost = given - out - torch.stack(owed)
+        dist.all_reduce(lost)
+        found[name] = (float(lost.norm() / given.norm()), state.iter)
+    return found
+
+
+@pytest.mark.parametrize("library", [nn.parallel.DistributedDataParallel, gradcomp.DistributedDataParallel])
+def test_discarded_steps_take_nothing_out_of_the_errors(library):
+    for found in run_ranks(train, 2, library):
+        for name, (lost, num_steps) in found.items():
+            # A bucket that the wrapper has rounded to bf16 is rounded in every step.
+            assert lost < (0.02 if name.startswith("bf16") else 1e-4), name
+            assert num_steps == 2 * STEPS
+
+
+def agree(rank):
+    """Discard steps on one rank only; return the averages."""
+    averages = []
+    for make, hook in KINDS.values():
+        state, ddp = make(), nn.parallel.DistributedDataParallel(Weights())
+        ddp.register_comm_hook(state, hook)
+        for step in range(6):
+            ddp.zero_grad()
+            if rank == 0 and step % 2:
+                with state.discard_step():
+                    ddp(gradients_of(rank, step)).backward()
+            else:
+                ddp(gradients_of(rank, step)).backward()
+            averages.append(torch.stack([p.grad for p in ddp.parameters()]))
+    return torch.stack(averages)
+
+
+def test_replicas_are_equal_where_one_rank_alone_discards_a_step():
+    assert torch.equal(*run_ranks(agree, 2))

@@ -1,0 +1,86 @@
+"""Errors that follow a GradScaler's scale: scaled gradients are averaged as if they had no scale."""
+
+import pytest
+import torch
+
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, from_torch, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.hooks.powersgd_oracle import Bucket, random_gradient
+from tests.ranks import run_ranks
+
+SHAPES = [(24, 18), (7,), (5, 3, 4)]
+SCALES = [2.0**16, 2.0**16, 2.0**15, 2.0**17, 2.0**17, 2.0**3]  # so that scaling rounds nothing
+
+
+def powersgd(**options):
+    return PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1, **options)
+
+
+KINDS = {
+    "int4": (lambda: QuantizationState(bits=4, block_size=16), quantization_hook),
+    "int8": (lambda: QuantizationState(bits=8, block_size=16), quantization_hook),
+    "without errors": (
+        lambda: QuantizationState(use_error_feedback=False, block_size=16),
+        quantization_hook,
+    ),
+    "PowerSGD": (powersgd, powerSGD_hook),
+    "batched": (powersgd, batched_powerSGD_hook),
+    "int8 factors": (lambda: powersgd(factor_dtype=torch.int8, start_bits=8), powerSGD_hook),
+    "PowerSGD without error feedback": (lambda: powersgd(use_error_feedback=False), powerSGD_hook),
+}
+
+
+def averages(rank, name, scales, follow=True, resume_at=None):
+    """Average a bucket in each step, multiplied by its scale; return the averages without it."""
+    make, hook = KINDS[name]
+    state, found = make(), []
+    for step, scale in enumerate(scales):
+        if step == resume_at:
+            saved, state = state.state_dict(), make()
+            state.load_state_dict(saved)
+        if step and follow:
+            state.rescale_errors(scale / scales[step - 1])
+        gradient = random_gradient(SHAPES, rank, step) * scale
+        found.append(hook(state, Bucket(gradient, SHAPES)).wait() / scale)
+    return torch.stack(found)
+
+
+def runs(rank, name):
+    return (
+        averages(rank, name, [1.0] * len(SCALES)),
+        averages(rank, name, SCALES),
+        averages(rank, name, SCALES, resume_at=4),
+        averages(rank, name, SCALES, follow=False),
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
+def test_the_scale_makes_no_difference_to_averages(name, interpret):
+    for without_scale, followed, resumed, not_followed in run_ranks(runs, 2, name, interpret=interpret):
+        for scaled in (followed, resumed):
+            if interpret:
+                # The kernels subtract P Qᵀ in the next step: an error that is read is rounded once more.
+                torch.testing.assert_close(scaled, without_scale, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(scaled, without_scale)
+        difference = (not_followed - without_scale).abs().max()
+        assert (difference > 0.1) == ("without" not in name)
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_errors_of_torchs_state_are_rescaled_before_a_bucket_takes_them():
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState as TorchsState
+
+    theirs = TorchsState(None)
+    theirs.error_dict = {0: torch.arange(6.0)}
+    state = from_torch(theirs)
+    state.rescale_errors(0.5)
+    assert torch.equal(state.state_dict()["from_torch"][0]["error"], torch.arange(6.0) / 2)
+    assert torch.equal(theirs.error_dict[0], torch.arange(6.0))
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), None, "2"])
+def test_a_factor_that_is_none(factor):
+    with pytest.raises(ValueError, match="the new scale divided by the old one, finite and positive; got"):
+        QuantizationState().rescale_errors(factor)

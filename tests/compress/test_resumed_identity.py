@@ -1,0 +1,169 @@
+"""Test that a resumed run gives errors to the layers that they are of, or says that it can't."""
+
+import copy
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradcomp
+from gradcomp.frameworks import CommHook
+from gradcomp.hooks import DDPCommHookType
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.hooks.powersgd_runs import Messages, reload
+from tests.ranks import run_ranks
+
+NUM_LAYERS, SIZE, STEPS = 8, 24, 6
+HOOKS = {
+    "PowerSGD": (lambda: PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook),
+    "int4": (lambda: QuantizationState(bits=4, block_size=32), quantization_hook),
+}
+SMALL, LARGE = 0.005, 25  # MB: two layers to a bucket, or all
+
+
+class Layers(nn.Module):
+    """This model has layers of one shape; their gradients are its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(SIZE, SIZE)) for _ in range(NUM_LAYERS))
+
+    def forward(self, gradients):
+        return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))
+
+
+def register(model, how, state, hook, cap, find_unused):
+    """Wrap the model; register the hook on it. how: the wrapper, and who names the parameters."""
+    if how == "Reducer":
+        reducer = gradcomp.Reducer(model.named_parameters(), bucket_cap_mb=cap)
+        reducer.register_comm_hook(state, hook)
+        return model, reducer
+    library = gradcomp.DistributedDataParallel if how == "gradcomp" else nn.parallel.DistributedDataParallel
+    ddp = library(model, bucket_cap_mb=cap, find_unused_parameters=find_unused)
+    if how == "torch, named":
+        state.number_parameters(ddp.named_parameters())
+    if how == "torch, CommHook":
+        CommHook(state, hook).register(ddp)
+    else:
+        ddp.register_comm_hook(state, hook)
+    return ddp, None
+
+
+def train(rank, state, hook, steps, run):
+    """Train with zero weights; return, by layer, Σ mean gradients, Σ averages, and this rank's errors."""
+    model = Layers()
+    ddp, _reducer = register(model, run[0], state, hook, *run[1:])
+    given, out = torch.zeros(2, NUM_LAYERS, SIZE, SIZE, dtype=torch.float64)
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        gradients = torch.randn(NUM_LAYERS, SIZE, SIZE, generator=generator)
+        model.zero_grad()
+        ddp(gradients).backward()
+        given += gradients.double()
+        out += torch.stack([weight.grad for weight in model.weights]).double()
+    errors = []
+    for weight in model.weights:
+        memory, offset = state._memories.memory_of(weight)
+        errors.append(memory.state["error"][offset : offset + SIZE * SIZE].view(SIZE, SIZE).double())
+    return given, out, torch.stack(errors)
+
+
+def resumed(rank, first, second):
+    """Return (what is lost of each layer, what was held back, the log) of a resumed run, for each hook."""
+    return [resumed_with(rank, make, hook, first, second) for make, hook in HOOKS.values()]
+
+
+def resumed_with(rank, make, hook, first, second):
+    state, later = make(), make()
+    one = train(rank, state, hook, range(STEPS), first)
+    with Messages("gradcomp") as said:
+        later.load_state_dict(reload(state.state_dict()))
+        two = train(rank, later, hook, range(STEPS, 2 * STEPS), second)
+    lost = one[0] + two[0] - one[1] - two[1] - two[2]  # the averages are the ranks' own
+    held = one[2]
+    for each in (lost, held):
+        dist.all_reduce(each)
+    warnings = [line for line in said if line.startswith("WARNING")]
+    return lost.flatten(1).norm(dim=1), held.flatten(1).norm(dim=1), warnings
+
+
+TORCH, NAMED, OURS = "torch", "torch, named", "gradcomp"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((TORCH, SMALL, True), (TORCH, SMALL, True)),
+        ((TORCH, SMALL, False), (TORCH, LARGE, False)),
+        ((NAMED, SMALL, True), (NAMED, LARGE, True)),
+        ((NAMED, LARGE, True), ("torch, CommHook", SMALL, False)),
+        ((OURS, SMALL, True), (NAMED, LARGE, False)),
+        ((NAMED, LARGE, False), (OURS, LARGE, False)),
+        ((OURS, SMALL, False), ("Reducer", LARGE, False)),
+    ],
+    ids=str,
+)
+def test_every_layer_gets_its_own_error(first, second):
+    for lost, held, warnings in chain(*run_ranks(resumed, 2, first, second)):
+        assert held.min() > 0.1
+        assert lost.max() < 1e-4 * held.max()
+        assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((TORCH, SMALL, True), (TORCH, LARGE, True), "the memory of 8 parameters starts afresh"),
+        ((TORCH, LARGE, True), (TORCH, SMALL, True), "the memory of 8 parameters starts afresh"),
+        ((TORCH, SMALL, True), (TORCH, SMALL, False), "the memory of 8 parameters starts afresh"),
+        ((TORCH, LARGE, False), (OURS, LARGE, False), "has not brought: one of shape [24, 24]"),
+        ((OURS, LARGE, False), (TORCH, LARGE, False), "has not brought: weights."),
+    ],
+    ids=str,
+)
+def test_what_nobody_can_identify_is_dropped_with_a_warning(first, second, message):
+    """Every layer loses its own error then, and no layer gets another layer's."""
+    for lost, held, warnings in chain(*run_ranks(resumed, 2, first, second)):
+        torch.testing.assert_close(lost, held, rtol=1e-4, atol=1e-4)
+        (line,) = warnings
+        assert message in line
+        assert "state.number_parameters(model.named_parameters())" in line
+
+
+def names_of_torchs(rank):
+    """Return the names in the checkpoints of hooks that know torch's DDP: registered by type, copied."""
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(40, 40))
+    states = []
+    ddp.register_comm_hook = lambda state, hook: states.append((state, hook))
+    DDPCommHookType.POWER_SGD.value(model=ddp, start_powerSGD_iter=2)
+    del ddp.register_comm_hook
+    ((state, hook),) = states
+    ddp.register_comm_hook(
+        copy.copy(state), lambda copied, bucket: (states.append(copied), hook(copied, bucket))[1]
+    )
+    ddp(torch.ones(2, 40)).sum().backward()
+    return states[-1].state_dict()["parameters"]["names"]
+
+
+def test_a_power_sgd_type_knows_its_models_names():
+    for names in run_ranks(names_of_torchs, 2):
+        assert sorted(names.values()) == ["bias", "weight"]
+
+
+def named_on_one_rank(rank):
+    state = QuantizationState(bits=8)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(40, 40))
+    if rank:
+        state.number_parameters(ddp.named_parameters())
+    ddp.register_comm_hook(state, quantization_hook)
+    with pytest.raises(RuntimeError) as caught:
+        ddp(torch.ones(2, 40)).sum().backward()
+    return str(caught.value)
+
+
+def test_names_on_one_rank_only_are_refused_on_every_rank():
+    for message in run_ranks(named_on_one_rank, 2):
+        assert "names of parameters (number_parameters gives them)[0] is null on rank 0 and " in message

@@ -1,0 +1,116 @@
+"""What all ranks have to call, called on one rank: the error names it on every rank, within the time-out."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradcomp
+from gradcomp.compress import Recorder, consolidated_state_dict, load_from_dcp, per_rank_state_dict
+from gradcomp.frameworks import CommHook
+from gradcomp.hooks.default_hooks import allreduce_hook
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.ranks import run_ranks
+
+TIMEOUT = timedelta(seconds=3)
+
+
+def hooks_of(name, group):
+    """Return a state and its hook."""
+    if name == "PowerSGD":
+        return PowerSGDState(group, 2, start_powerSGD_iter=2, min_compression_rate=1), powerSGD_hook
+    return QuantizationState(group), quantization_hook
+
+
+def make_the_call(call, state, folder):
+    if call == "CommHook.state_dict":
+        CommHook(state, quantization_hook).state_dict()
+    elif call == "consolidated_state_dict":
+        consolidated_state_dict(state)
+    elif call == "load_from_dcp":
+        load_from_dcp(state, folder)
+    else:
+        Recorder(state).complete()
+
+
+def messages(rank, call, hook_name, folder):
+    """Return the error of rank 0, which makes the call alone, or of rank 1, which goes on averaging."""
+    group = dist.new_group([0, 1], timeout=TIMEOUT)
+    state, hook = hooks_of(hook_name, None)
+    model = gradcomp.DistributedDataParallel(nn.Linear(32, 32))
+    model.register_comm_hook(state, hook)
+    for _ in range(3):
+        model(torch.ones(2, 32)).sum().backward()
+    state.process_group = group
+    try:
+        if rank == 0:
+            make_the_call(call, state, folder)
+        else:
+            gradcomp.average_([torch.ones(8)], allreduce_hook, group)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+CALLS = {
+    "CommHook.state_dict": ("consolidated_state_dict", "save the state of QuantizedCompressor"),
+    "consolidated_state_dict": ("consolidated_state_dict", "save the state of PowerSGD"),
+    "load_from_dcp": ("load_from_dcp", "load the state of QuantizedCompressor"),
+    "Recorder.complete": ("Recorder.complete", "find the relative errors of the recorded rows"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_rank_is_told(call, tmp_path):
+    hook_name = "PowerSGD" if call == "consolidated_state_dict" else "int4"
+    alone, other = run_ranks(messages, 2, call, hook_name, tmp_path)
+    name, what = CALLS[call]
+    assert alone.startswith(
+        f"rank 0 of 2 could not {what}: rank 1 has not come to {name} within the time-out."
+    )
+    assert other.startswith("rank 1 of 2 could not average bucket 0 with allreduce_hook: [")
+    assert f"rank 0 has come to {name}, which all ranks have to call." in other
+    if "state_dict" in name:
+        for message in (alone, other):
+            assert (
+                "a save on some ranks only, under `if is_main_process` say. Call accelerator.save_s"
+                in message
+            )
+
+
+def together_after_alone(rank):
+    """Save alone on one rank, which fails; then save on both."""
+    group = dist.new_group([0, 1], timeout=TIMEOUT)
+    state = QuantizationState(group)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="rank 1 has not come to consolidated_state_dict"):
+            consolidated_state_dict(state)
+    dist.barrier()
+    state.process_group = None
+    first = consolidated_state_dict(state)
+    state.process_group = group
+    return first == consolidated_state_dict(state), bool(per_rank_state_dict(state))
+
+
+def test_a_save_on_every_rank_succeeds_after_one_that_failed():
+    assert run_ranks(together_after_alone, 2) == [(True, True)] * 2
+
+
+def unannounced(rank):
+    """Return the message of a rank that nobody waits for, after a save that all ranks came to."""
+    consolidated_state_dict(QuantizationState())
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(RuntimeError) as raised:
+            gradcomp.average_([torch.ones(8)], process_group=group)
+        return str(raised.value)
+    return ""
+
+
+def test_a_save_that_all_ranks_came_to_is_not_named():
+    message, _ = run_ranks(unannounced, 2)
+    assert "another rank has ended, raised an error, left this step out" in message
+    assert "has come to" not in message

@@ -1,0 +1,313 @@
+"""Compare compress_replicas with torch's own averaging over replicas, HSDP, where nothing is lost."""
+
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp import ops
+from gradcomp.compress import CompressorState
+from gradcomp.fsdp import compress_replicas
+from gradcomp.fsdp.replicas import AllReduceHook
+from gradcomp.hooks.powerSGD_hook import PowerSGDState
+from tests.fsdp.models import (
+    RANKS,
+    Exact,
+    Net,
+    batch_of,
+    gradients,
+    local,
+    new_grid,
+    sharded,
+    weights,
+)
+from tests.ranks import run_ranks
+from tests.reducer.models import run_cases
+from tests.tolerances import UNIT_ROUNDOFF, average
+
+STEPS = 3
+
+
+def step(model, rank, number, **options):
+    model(batch_of(rank, number), **options).square().mean().backward()
+
+
+def accumulate(model, rank, number, *, switch, uses_all=True):
+    """Run three backwards, the last of which is averaged; uses_all: not the first alone."""
+    for part in range(3):
+        getattr(model, switch)(part == 2)
+        left_out = {} if uses_all else {"use_spare": part == 0, "skip": [1] if part else []}
+        step(model, rank, 3 * number + part, **left_out)
+
+
+def skip_a_layer(model, rank, number):
+    step(model, rank, number, skip=[number % 3], use_spare=number % 2 == 1)
+
+
+def run_a_layer_twice(model, rank, number):
+    x = batch_of(rank, number)
+    (model(x) + model(x + 1)).square().mean().backward()
+
+
+def finalize(model, rank, number):
+    """Run two backwards; what the autograd engine has not had reduced by then is reduced afterwards."""
+    model.set_manual_backward_finalization(True)
+    for part in range(2):
+        model.set_requires_gradient_sync(part == 1)
+        step(model, rank, 2 * number + part)
+    model.finalize_backward()
+
+
+def freeze(model):
+    model.layers[1].requires_grad_(False)
+    model.layers[2][0].weight.requires_grad_(False)
+    return model
+
+
+def with_zeros(model):
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # since torch 2.13
+        model.set_reduce_scatter_unused_params(True)
+    return model
+
+
+def divided_by(model, factor):
+    for module in (model.embed, *model.layers, model):
+        module.set_gradient_divide_factor(factor)
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def by_columns(parameter):
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
+
+
+def layers_in_one_group(mesh):
+    model = Net()
+    fully_shard(list(model.layers), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def mixed(**dtypes):
+    return partial(sharded, mp_policy=MixedPrecisionPolicy(**dtypes))
+
+
+# name -> (how the model is made on a mesh, what a step does)
+SCENARIOS = {
+    "plain": (sharded, step),
+    "resharded after forward": (partial(sharded, reshard_after_forward=True), step),
+    "accumulated before the reduce-scatter": (
+        sharded,
+        partial(accumulate, switch="set_requires_gradient_sync"),
+    ),
+    "accumulated after the reduce-scatter": (sharded, partial(accumulate, switch="set_requires_all_reduce")),
+    "accumulated in a wider dtype": (
+        mixed(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        partial(accumulate, switch="set_requires_gradient_sync", uses_all=False),
+    ),
+    "accumulated in a narrower dtype": (
+        mixed(reduce_dtype=torch.bfloat16),
+        partial(accumulate, switch="set_requires_all_reduce"),
+    ),
+    "bf16 parameters": (mixed(param_dtype=torch.bfloat16), step),
+    "reduced in bf16": (mixed(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16), step),
+    "reduced in fp16": (mixed(reduce_dtype=torch.float16), step),
+    "frozen parameters": (lambda mesh: freeze(sharded(mesh)), step),
+    "unused parameters": (sharded, skip_a_layer),
+    "zeros for unused parameters": (lambda mesh: with_zeros(sharded(mesh)), skip_a_layer),
+    "two forwards": (sharded, run_a_layer_twice),
+    "checkpointed activations": (lambda mesh: sharded(mesh, Net("non-reentrant")), step),
+    "checkpointed activations, reentrant": (lambda mesh: sharded(mesh, Net("reentrant")), step),
+    "another divisor": (lambda mesh: divided_by(sharded(mesh), 2.0), step),
+    "sharded by columns": (partial(sharded, shard_placement_fn=by_columns), step),
+    "several modules in one group": (layers_in_one_group, step),
+    "offloaded": (partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)), step),
+}
+if hasattr(FSDPModule, "set_manual_backward_finalization"):  # since torch 2.15
+    SCENARIOS["backwards that the caller finalizes"] = (sharded, finalize)
+STATES = {
+    "no state": lambda group: None,
+    "exact compressor": lambda group: CompressorState(Exact),
+    "plain steps": lambda group: PowerSGDState(group, start_powerSGD_iter=100),
+}
+
+
+# torch divides by all ranks before and after it sums in fp16, gradcomp by the replicas in between.
+HSDP = {"reduced in fp16": UNIT_ROUNDOFF[torch.float16]}
+
+
+def compare(rank, name):
+    """Train with HSDP and with compress_replicas; return the largest differences, by the state's name."""
+    grid = new_grid()
+    make, run_step = SCENARIOS[name]
+    found = {}
+    for state_name, make_state in STATES.items():
+        models = []
+        for mesh in (grid.mesh, grid.shards):
+            torch.manual_seed(0)
+            models.append(make(mesh))
+        state = make_state(grid.replicas)
+        compress_replicas(models[1], grid.replicas, state)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+        worst = 0.0
+        for number in range(STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                run_step(model, rank, number)
+            theirs, ours = map(gradients, models)
+            assert any(each is not None and each.any() for each in theirs)
+            for one, other in zip(ours, theirs, strict=True):
+                assert (one is None) == (other is None)
+                if other is not None and other.numel():
+                    assert one.dtype == other.dtype
+                    worst = max(worst, ((one - other).abs().max() / other.abs().max().clamp(min=1)).item())
+            for optimizer in optimizers:
+                optimizer.step()
+        for one, other in zip(*map(weights, models), strict=True):
+            worst = max([worst, *(one - other).abs().flatten().tolist()])
+        found[state_name] = worst, state and state.iter
+    return found
+
+
+def test_it_equals_hsdp():
+    cases = [(name,) for name in SCENARIOS]
+    for results in run_ranks(run_cases, RANKS, compare, cases, timeout_s=240):
+        for name, found in zip(SCENARIOS, results, strict=True):
+            for state_name, (worst, num_steps) in found.items():
+                assert worst <= HSDP.get(name, 1e-6), f"{name}, {state_name}"
+                assert num_steps in (None, STEPS), f"{name}, {state_name}"
+
+
+def one_shard(rank):
+    """Average with a shard mesh of size 1, and with torch's DDP."""
+    grid = new_grid(2, 1)
+    torch.manual_seed(rank)  # unequal models: both begin with rank 0's
+    model, ddp = sharded(grid.shards), DistributedDataParallel(Net(), find_unused_parameters=True)
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), ddp.parameters(), strict=True):
+            ours.to_local().copy_(theirs if rank == 0 else theirs + 1)
+    compress_replicas(model, grid.replicas)
+    for each in (model, ddp):
+        step(each, rank, 0)
+    pairs = zip(gradients(model), (each.grad for each in ddp.parameters()), strict=True)
+    return [(ours, theirs) for ours, theirs in pairs if ours is not None]
+
+
+def test_a_shard_mesh_of_size_1_makes_it_ddp():
+    for pairs in run_ranks(one_shard, 2):
+        assert len(pairs) > 10
+        for ours, theirs in pairs:
+            assert (ours - theirs).abs().max() <= 10 * average(torch.float32, 2, theirs.abs().max())
+
+
+class WithBuffers(nn.Module):
+    """Parameters and buffers in many dtypes, some with strides."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((5, 3), float(value)))
+        self.ignored = nn.Parameter(torch.full((2,), float(value)))
+        self.register_buffer("flag", torch.tensor(value > 0))
+        self.register_buffer("count", torch.tensor([value]))
+        self.register_buffer("strided", torch.full((4, 6), float(value), dtype=torch.complex64).t()[::2])
+        self.register_buffer("narrow", torch.full((3,), float(value), dtype=torch.bfloat16))
+        self.register_buffer("empty", torch.empty(0))
+
+
+def first_weights(rank):
+    grid = new_grid()
+    model = WithBuffers(rank)
+    fully_shard(model, mesh=grid.shards, ignored_params={model.ignored})
+    compress_replicas(model, grid.replicas)
+    return [local(model.weight), *(each.detach() for each in (model.ignored, *model.buffers()))]
+
+
+def test_the_replicas_begin_with_the_first_ones_weights():
+    for rank, values in enumerate(run_ranks(first_weights, RANKS)):
+        of_rank = rank % 2  # the rank of the first replica with the same shard
+        for value in values:
+            assert torch.equal(value, torch.full_like(value, of_rank))
+
+
+def weights_after_a_forward(rank):
+    grid = new_grid()
+    model = WithBuffers(rank)
+    model.forward = lambda x: x @ model.weight.t()
+    fully_shard(model, mesh=grid.shards, reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(1, 3))  # leaves the whole weight in place
+    compress_replicas(model, grid.replicas)
+    model.reshard()  # which frees the whole weight
+    with torch.no_grad():
+        return model(torch.ones(1, 3)).flatten().tolist()
+
+
+def test_the_weights_are_exchanged_after_a_forward_too():
+    for values in run_ranks(weights_after_a_forward, RANKS):
+        assert values == [0.0] * 3 + [3.0] * 2
+
+
+def elements_between_replicas(rank):
+    """Return the elements of each all-reduce over the replicas in a step, and of each padded shard."""
+    grid = new_grid()
+    model, sizes = sharded(grid.shards), []
+    compress_replicas(model, grid.replicas)
+    all_reduce = dist.all_reduce
+
+    def counting(tensor, *arguments, **options):
+        if options.get("group") is grid.replicas:
+            sizes.append(tensor.numel())
+        return all_reduce(tensor, *arguments, **options)
+
+    dist.all_reduce = counting
+    step(model, rank, 0)
+    used = [each for each in model.parameters() if each.grad is not None]
+    return sizes, [-(-each.shape[0] // 2) * each.shape[1:].numel() for each in used]
+
+
+def test_only_shards_cross_between_replicas():
+    for sizes, padded in run_ranks(elements_between_replicas, RANKS):
+        assert len(sizes) == 5  # one per FSDP module
+        assert sum(sizes) == sum(padded)
+
+
+def mesh_of_one_dimension(rank):
+    """On a mesh that has no replicas of its own; the replicas' group is made by hand."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(first["shard"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compress_replicas(model, groups[rank % 2], PowerSGDState(None))
+    step(model, rank, 0)
+    return [each for each in gradients(model) if each is not None]
+
+
+def test_a_group_made_by_hand():
+    ranks = run_ranks(mesh_of_one_dimension, RANKS)
+    for one, other in ((0, 2), (1, 3)):
+        for ours, theirs in zip(ranks[one], ranks[other], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_reduced_tensor_is_not_freed_before_it_is_averaged(monkeypatch):
+    """It belongs to the reduce-scatter's stream, which knows nothing of what the hook does on another."""
+    log = []
+    monkeypatch.setattr(ops, "has_streams", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the all-reduce stream")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append((tensor, stream)))
+    output, parameter = torch.ones(3), torch.empty(3, device="meta")
+    group = SimpleNamespace(
+        reduced=lambda output: [parameter], shard_group=object(), averages_now=True, divide_factor=None
+    )
+    replicas = SimpleNamespace(average=lambda bucket, shard_group: log.append("averaged"))
+    AllReduceHook(0, group, replicas)(output)
+    first, (recorded, stream) = log
+    assert (first, stream) == ("averaged", "the all-reduce stream")
+    assert recorded is output

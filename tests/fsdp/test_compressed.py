@@ -1,0 +1,202 @@
+"""Test that sharded models train with compression between replicas, and what its memory belongs to."""
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from gradcomp.compress import load_from_dcp, per_rank_state_dict
+from gradcomp.fsdp import compress_replicas
+from gradcomp.hooks.powerSGD_hook import PowerSGDState
+from gradcomp.hooks.quantization_hooks import QuantizationState
+from tests.fsdp.models import RANKS, batch_of, gradients, new_grid, sharded, weights
+from tests.ranks import run_ranks
+from tests.reducer.models import run_cases
+
+START = 2
+STATES = {
+    "PowerSGD": lambda: PowerSGDState(None, 2, START, min_compression_rate=1),
+    "PowerSGD, int8 factors, quantized start": lambda: PowerSGDState(
+        None, 2, START, min_compression_rate=1, factor_dtype=torch.int8, start_bits=8
+    ),
+    "int4": lambda: QuantizationState(None, bits=4, block_size=16),
+}
+PRECISIONS = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+}
+
+
+def train(rank, name, precision):
+    """Return the losses, the weights at the end, the state's step, and the compression rate."""
+    grid, state = new_grid(), STATES[name]()
+    torch.manual_seed(0)
+    model = sharded(grid.shards, mp_policy=PRECISIONS[precision])
+    compress_replicas(model, grid.replicas, state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+    for number in range(20):
+        x = batch_of(rank, number % 4)
+        loss = (model(x).float() - x.sum(dim=1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, weights(model), state.iter, state.compression_stats()[0]
+
+
+def test_models_train_and_replicas_stay_bitwise_equal():
+    cases = [(name, precision) for name in STATES for precision in PRECISIONS]
+    ranks = run_ranks(run_cases, RANKS, train, cases, timeout_s=240)
+    for index, case in enumerate(cases):
+        for losses, _, num_steps, rate in (results[index] for results in ranks):
+            assert sum(losses[-4:]) < 0.05 * sum(losses[:4]), case
+            assert num_steps == 20, case
+            assert rate > 1.5, case
+        for one, other in ((0, 2), (1, 3)):
+            for ours, theirs in zip(ranks[one][index][1], ranks[other][index][1], strict=True):
+                assert torch.equal(ours, theirs), case
+
+
+class Terms(nn.Module):
+    """A module whose gradients are what the caller gives: its output is the sum of products with them."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        self.terms = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, total, given):
+        for term, gradient in zip(self.terms, given, strict=True):
+            if gradient is not None:
+                total = total + (term * gradient).sum()
+        return total
+
+
+class Sum(nn.Module):
+    """Terms of its own, after those of its three layers."""
+
+    SHAPES = ((33, 7), (33,), (16, 20))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Terms(*self.SHAPES) for _ in range(3))
+        self.own = Terms(*self.SHAPES)
+        self.embed = nn.Identity()  # what sharded() expects
+
+    def forward(self, given):
+        total = torch.zeros((), requires_grad=True)
+        for layer, gradients_of_layer in zip((*self.layers, self.own), given, strict=True):
+            if any(each is not None for each in gradients_of_layer):
+                total = layer(total, gradients_of_layer)
+        return total
+
+
+def given_gradients(rank, number):
+    """Return gradients by layer and parameter. A part is None, another one in every step."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    given = [[torch.randn(shape, generator=generator) for shape in Sum.SHAPES] for _ in range(4)]
+    if number >= START:
+        given[number % 4] = [None] * 3
+        given[(number + 1) % 4][number % 3] = None
+    return given
+
+
+def by_parameter(state):
+    """Return the state's errors by the name of the parameter."""
+    errors, saved = {}, state.state_dict()
+    names = saved["parameters"]["names"]
+    for memory in saved["buckets"].values():
+        if "error" in memory:
+            numels = [torch.Size(shape).numel() for shape in memory["shapes"]]
+            pairs = zip(memory["parameters"], memory["error"].split(numels), strict=True)
+            errors |= {names[index]: error for index, error in pairs}
+    return errors
+
+
+def add_up(rank, name):
+    """Return by parameter: the sum of the averages, the sum of torch's, and this rank's error at the end."""
+    grid, state = new_grid(), STATES[name]()
+    models = [sharded(mesh, Sum()) for mesh in (grid.mesh, grid.shards)]
+    compress_replicas(models[1], grid.replicas, state)
+    sums = [[torch.zeros_like(each) for each in weights(model)] for model in models]
+    for number in range(12):
+        for model, sums_of_model in zip(models, sums, strict=True):
+            model.zero_grad()
+            model(given_gradients(rank, number)).backward()
+            for total, gradient in zip(sums_of_model, gradients(model), strict=True):
+                if gradient is not None:
+                    total += gradient
+    errors = by_parameter(state)
+    return sums[1], sums[0], [errors[name] for name, _ in models[1].named_parameters()]
+
+
+def test_errors_follow_parameters_that_only_some_steps_use():
+    """What was averaged and what the replicas' errors hold back are the sum of all mean gradients."""
+    ranks = run_ranks(run_cases, RANKS, add_up, [(name,) for name in STATES], timeout_s=240)
+    for index, name in enumerate(STATES):
+        for one, other in ((0, 2), (1, 3)):
+            (ours, exact, errors), (again, _, more_errors) = ranks[one][index], ranks[other][index]
+            for total, same, expected, *held in zip(ours, again, exact, errors, more_errors, strict=True):
+                assert torch.equal(total, same), name
+                mean = (held[0] + held[1])[: total.numel()].view_as(total) / 2
+                assert (mean.norm() > 0.01 * expected.norm()) == (total.ndim == 2), name
+                assert (total + mean - expected).abs().max() <= 1e-5, name
+
+
+def skipped(number):
+    """Return which layers a step leaves out: in the first steps of the resumed run, too."""
+    return {"skip": [0] if number in (5, 6) else [], "use_spare": number % 2 == 0}
+
+
+def resume(rank, folder, name, loads_first):
+    """Save after five steps and go on; load that in a new model. Return both runs' weights and errors."""
+    grid = new_grid()
+    key = f"{name} of shard {grid.shard_rank}"
+
+    def start(seed):
+        torch.manual_seed(seed)
+        model = sharded(grid.shards)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        return model, optimizer, STATES[name]()
+
+    def run(model, optimizer, numbers):
+        for number in numbers:
+            optimizer.zero_grad()
+            model(batch_of(rank, number), **skipped(number)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer, state = start(0)
+    compress_replicas(model, grid.replicas, state)
+    run(model, optimizer, range(5))
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    saved = {"model": of_model, "optimizer": of_optimizer, key: per_rank_state_dict(state)}
+    dcp.save(saved, checkpoint_id=folder)
+    run(model, optimizer, range(5, 9))
+    results = [(weights(model), by_parameter(state), state.iter)]
+
+    model, optimizer, state = start(1)
+    if loads_first:
+        state.process_group = grid.replicas
+        load_from_dcp(state, folder, key)
+    compress_replicas(model, grid.replicas, state)
+    if not loads_first:
+        load_from_dcp(state, folder, key)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    run(model, optimizer, range(5, 9))
+    return [*results, (weights(model), by_parameter(state), state.iter)]
+
+
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path):
+    cases = [(str(tmp_path / f"{name} {first}"), name, first) for name in STATES for first in (False, True)]
+    for results in run_ranks(run_cases, RANKS, resume, cases, timeout_s=240):
+        for case, (straight, resumed) in zip(cases, results, strict=True):
+            assert straight[2] == resumed[2] == 9, case
+            assert straight[1].keys() == resumed[1].keys(), case
+            assert any(error.any() for error in straight[1].values()), case
+            for index, error in straight[1].items():
+                assert torch.equal(error, resumed[1][index]), f"{case}, parameter {index}"
+            for one, other in zip(straight[0], resumed[0], strict=True):
+                assert torch.equal(one, other), case

@@ -1,0 +1,155 @@
+"""Run PowerSGD on fake buckets: hooks, states, steps, and what a state remembers after them."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+
+from gradcomp import ops, testing
+from gradcomp.hooks import default_hooks, powerSGD_hook
+from tests.hooks.powersgd_oracle import (
+    Bucket,
+    random_gradient,
+)
+
+START = 2
+MODULES = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}
+# There are convolutions, vectors, small, tall and wide tensors, and three of one shape apart from each other.
+SHAPES = (
+    *((64, 48), (7,), (16, 3, 3, 3), (64, 48), (5,), (2, 3), (200, 10), (10, 300), (33, 65)),
+    *((96, 30, 2, 2), (1, 40), (64, 48), (13, 1), (128, 160), (1,), (31, 37)),
+)
+FEW_SHAPES = ((64, 48), (7,), (40, 90), (64, 48), (3, 3))
+MATRICES = ((64, 48), (30, 90), (64, 48), (150, 40))
+OTHER_SHAPES = ((64, 48), (40, 90), (7,))
+HOOKS = {
+    "powerSGD": powerSGD_hook.powerSGD_hook,
+    "batched": powerSGD_hook.batched_powerSGD_hook,
+    "fp16 around powerSGD": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    "bf16 around powerSGD": default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    "fp16 around batched": default_hooks.fp16_compress_wrapper(powerSGD_hook.batched_powerSGD_hook),
+    "bf16 around batched": default_hooks.bf16_compress_wrapper(powerSGD_hook.batched_powerSGD_hook),
+    "none": None,
+}
+RESUMED = ("powerSGD", "batched", "fp16 around powerSGD", "bf16 around powerSGD")
+LOGGER = "gradcomp.hooks.powerSGD_hook"
+# The attributes that torch's state and gradcomp's both have.
+COMMON = (
+    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback"),
+    *("warm_start", "orthogonalization_epsilon", "compression_stats_logging_frequency"),
+    *("batch_tensors_with_same_shape", "iter", "next_stats_report"),
+    *("total_numel_before_compression", "total_numel_after_compression"),
+)
+
+
+def error_of(state, bucket_index=0):
+    return state.state_dict()["buckets"][bucket_index]["error"]
+
+
+def directions_of(state, bucket_index=0):
+    return state.state_dict()["buckets"][bucket_index]["directions"]
+
+
+class Messages(logging.Handler):
+    """This context collects a logger's messages, as "LEVEL text"."""
+
+    def __init__(self, name: str = LOGGER):
+        super().__init__()
+        self.lines, self._logger = [], logging.getLogger(name)
+
+    def emit(self, record):
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+    def __enter__(self):
+        self._level, self._propagate = self._logger.level, self._logger.propagate
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        self._logger.addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_):
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
+        self._logger.propagate = self._propagate
+
+
+def reload(value):
+    """Save the value with torch.save, and load it with torch.load's safe default."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def equal(one, other):
+    """Return whether nested lists, dicts, tensors and plain values are equal; tensors, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def new_state(module=powerSGD_hook, **options):
+    """Return a state of gradcomp's module, or of torch's."""
+    defaults = {"process_group": None, "matrix_approximation_rank": 2, "start_powerSGD_iter": START}
+    return module.PowerSGDState(**(defaults | options))
+
+
+def run_step(module, state, gradient, shapes, hook="powerSGD_hook"):
+    return getattr(module, hook)(state, Bucket(gradient.clone(), shapes)).wait()
+
+
+def run_steps(state, rank, steps, shapes=FEW_SHAPES, hook="powerSGD", dtype=torch.float32):
+    """Run the hook once per step, on new parameters each time: a state takes them for a new model's."""
+    gradients = [random_gradient(shapes, rank, step, dtype) for step in steps]
+    return [HOOKS[hook](state, Bucket(gradient, shapes)).wait() for gradient in gradients]
+
+
+def steps_of_ours(rank, hook_name, options, shapes, num_steps, dtype):
+    """Return (gradient, (error, Q) before, output, (error, Q) after) of num_steps compressed steps."""
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=START, **options)
+    for step in range(START):
+        HOOKS[hook_name](state, Bucket(random_gradient(shapes, rank, step, dtype), shapes)).wait()
+    results, before = [], None
+    for step in range(num_steps):
+        gradient = random_gradient(shapes, rank, START + step, dtype)
+        output = HOOKS[hook_name](state, Bucket(gradient.clone(), shapes)).wait()
+        after = (error_of(state), directions_of(state))
+        results.append((gradient, before, output, after))
+        before = after
+    return results
+
+
+def step_of_both(rank, options, shapes, steps_before):
+    """Return (gradient, ours, theirs) of a step after steps_before steps of torch's.
+
+    ours: (output, error, Q). theirs: (output, error before, error after).
+    """
+    options = {"process_group": None, "start_powerSGD_iter": START, **options}
+    theirs = torch_powersgd.PowerSGDState(**options)
+    for step in range(START + steps_before):
+        bucket = Bucket(random_gradient(shapes, rank, step), shapes)
+        torch_powersgd.powerSGD_hook(theirs, bucket).wait()
+    ours = powerSGD_hook.from_torch(copy.deepcopy(theirs), wait_for_buckets=False)
+    gradient = random_gradient(shapes, rank, 99)
+    their_error = theirs.error_dict.get(0)
+    their_output = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient.clone(), shapes)).wait()
+    our_output = powerSGD_hook.powerSGD_hook(ours, Bucket(gradient.clone(), shapes)).wait()
+    return (
+        gradient,
+        (our_output, error_of(ours), directions_of(ours)),
+        (their_output, their_error, theirs.error_dict.get(0)),
+    )
+
+
+def simulate(function, world_size, *arguments):
+    """Call function(rank, *arguments) on simulated ranks, which suffice; return the results, by rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_INTERPRETED", False)  # plain torch, as in a rank that is a process
+        return testing.run_ranks(lambda rank, _, *given: function(rank, *given), world_size, *arguments)

@@ -1,0 +1,256 @@
+"""Test the default hooks on torch's DDP with real processes: averages, replicas, options, a lost peer."""
+
+import copy
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.hooks import debugging_hooks, default_hooks
+from tests.devices import device_of_rank
+from tests.ranks import RankError, run_ranks
+from tests.tolerances import average
+
+STEPS = 4
+HOOKS = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16 around torch's allreduce": default_hooks.fp16_compress_wrapper(torch_default.allreduce_hook),
+    "bf16 around fp16": default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_hook),
+    "noop": debugging_hooks.noop_hook,
+    "torch's allreduce": torch_default.allreduce_hook,
+    "torch's fp16": torch_default.fp16_compress_hook,
+    "torch's noop": torch_debugging.noop_hook,
+    "none": None,
+}
+# The dtypes that a hook rounds a gradient to.
+ROUNDED_TO = {
+    "allreduce": [torch.float32],
+    "fp16": [torch.float16],
+    "bf16": [torch.bfloat16],
+    "fp16 around torch's allreduce": [torch.float16],
+    "bf16 around fp16": [torch.bfloat16, torch.float16],
+}
+
+
+class Net(nn.Module):
+    """This model has linear and conv layers of odd sizes, and on request a layer that no rank uses."""
+
+    def __init__(self, unused: bool = False):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(108, 108), nn.Tanh()) for _ in range(5)))
+        self.head = nn.Linear(108, 7)
+        self.unused = nn.Linear(11, 5) if unused else None
+
+    def forward(self, x):
+        return self.head(self.body(self.conv(x).flatten(1)))
+
+
+def flat_grads(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.reshape(-1).cpu() for p in model.parameters() if p.grad is not None])
+
+
+def backward(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(5, 1, 8, 8, generator=generator).to(device_of_rank(), dtype)
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def local_and_averaged(rank, hook_name, options, dtype=torch.float32, group_ranks=None):
+    """Return [(local gradients, DDP's result)] by step, and the buckets' indices in averaging order."""
+    torch.manual_seed(0)
+    unused = options.get("find_unused_parameters", False)
+    local = Net(unused).to(device_of_rank(), dtype)
+    group = dist.new_group(group_ranks) if group_ranks else None
+    if group_ranks and rank not in group_ranks:
+        return [], []
+    model = DistributedDataParallel(copy.deepcopy(local), process_group=group, bucket_cap_mb=0.02, **options)
+    order = []
+    hook = HOOKS[hook_name]
+    if hook is not None:
+
+        def recorded(state, bucket):
+            order.append(bucket.index())
+            return hook(state, bucket)
+
+        model.register_comm_hook(group, recorded)
+    results = []
+    for step in range(STEPS):
+        local.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
+        backward(local, rank, step, dtype)
+        backward(model, rank, step, dtype)
+        assert all(p.grad.dtype == dtype for p in model.parameters() if p.grad is not None)
+        results.append((flat_grads(local), flat_grads(model)))
+    return results, order
+
+
+def assert_averages(ranks, rounded_to):
+    """Assert that every rank has the same bits at every step, which are the float64 mean within rounding."""
+    for step in range(STEPS):
+        locals_ = torch.stack([results[step][0].double() for results, _ in ranks])
+        averaged = [results[step][1] for results, _ in ranks]
+        assert all(torch.equal(averaged[0], other) for other in averaged[1:]), (
+            f"replicas differ at step {step}"
+        )
+        bound = sum(average(dtype, len(ranks), locals_.abs().amax(0)) for dtype in rounded_to)
+        error = (averaged[0].double() - locals_.mean(0)).abs()
+        assert bool((error <= bound).all()), f"step {step}: off by {(error / bound).max():.2f} × the bound"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("hook", list(ROUNDED_TO))
+def test_hooks_average(hook, world_size):
+    ranks = run_ranks(local_and_averaged, world_size, hook, {})
+    assert_averages(ranks, ROUNDED_TO[hook])
+    for _, order in ranks:
+        buckets = max(order) + 1
+        assert buckets >= 5, "too few buckets to have several in flight"
+        assert order[-buckets:] == list(range(buckets))
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16"])
+def test_same_as_torchs_hook(hook):
+    """The results of allreduce are equal to the bit; those of fp16 within its rounding (ours rounds once)."""
+    ours = run_ranks(local_and_averaged, 2, hook, {})
+    theirs = run_ranks(local_and_averaged, 2, f"torch's {hook}", {})
+    for (local, mine), (_, other) in zip(ours[0][0], theirs[0][0], strict=True):
+        if hook == "allreduce":
+            assert torch.equal(mine, other)
+        else:
+            assert (mine - other).abs().max() <= 2 * average(torch.float16, 2, local.abs().max())
+
+
+def test_allreduce_hook_equals_no_hook():
+    ours, without = (run_ranks(local_and_averaged, 2, hook, {}) for hook in ("allreduce", "none"))
+    for (_, mine), (_, other) in zip(ours[0][0], without[0][0], strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_noop_hook_keeps_each_ranks_own_gradients():
+    for results, _ in run_ranks(local_and_averaged, 2, "noop", {}):
+        for local, result in results:
+            assert torch.equal(local, result)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+        {"static_graph": True},
+    ],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
+def test_hooks_with_ddp_options(hook, options):
+    assert_averages(run_ranks(local_and_averaged, 2, hook, options), ROUNDED_TO[hook])
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_other_bucket_dtypes(hook, dtype):
+    """Results have the bucket's dtype (asserted in the worker), at its own or the wire's precision."""
+    rounded_to = [dtype] if hook == "allreduce" else [dtype, *ROUNDED_TO[hook]]
+    assert_averages(run_ranks(local_and_averaged, 2, hook, {}, dtype), rounded_to)
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
+def test_a_group_of_some_ranks(hook):
+    ranks = run_ranks(local_and_averaged, 3, hook, {}, torch.float32, [0, 2])
+    assert_averages([ranks[0], ranks[2]], ROUNDED_TO[hook])
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
+def test_hooks_run_the_triton_kernels_too(hook):
+    """Interpreted kernels, called from backward and communication threads, compute the same averages."""
+    assert_averages(run_ranks(local_and_averaged, 2, hook, {}, interpret=True), ROUNDED_TO[hook])
+
+
+def accumulate(rank, hook_name):
+    torch.manual_seed(0)
+    local = Net().to(device_of_rank())
+    model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.02)
+    model.register_comm_hook(None, HOOKS[hook_name])
+    results = []
+    for step in range(STEPS):
+        local.zero_grad()
+        model.zero_grad()
+        for micro in range(3):
+            backward(local, rank, 10 * step + micro)
+            with model.no_sync() if micro < 2 else nullcontext():
+                backward(model, rank, 10 * step + micro)
+        results.append((flat_grads(local), flat_grads(model)))
+    return results, []
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
+def test_no_sync_accumulates(hook):
+    assert_averages(run_ranks(accumulate, 2, hook), ROUNDED_TO[hook])
+
+
+def average_large_gradients(rank, hook_name):
+    """Average gradients of 40,000 and 80,000, whose average, 60,000, fits float16 while their sum doesn't."""
+    model = nn.Linear(3, 2, bias=False).to(device_of_rank())
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(None, HOOKS[hook_name])
+    (model(torch.ones(1, 3, device=device_of_rank())) * 40_000.0 * (rank + 1)).sum().backward()
+    return flat_grads(model).tolist()
+
+
+def test_fp16_divides_before_it_rounds():
+    """torch's hook casts first, so that 80,000 is infinite before it divides."""
+    assert run_ranks(average_large_gradients, 2, "fp16") == [[60_000.0] * 6] * 2
+    assert run_ranks(average_large_gradients, 2, "torch's fp16") == [[float("inf")] * 6] * 2
+
+
+def train(rank, hook_name):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net().to(device_of_rank()), bucket_cap_mb=0.02)
+    if HOOKS[hook_name] is not None:
+        model.register_comm_hook(None, HOOKS[hook_name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    losses = []
+    for step in range(60):
+        optimizer.zero_grad()
+        losses.append(backward(model, rank, step % 4).item())
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
+def test_training_reaches_the_loss_of_no_hook(hook):
+    with_hook, without = run_ranks(train, 2, hook), run_ranks(train, 2, "none")
+    for mine, other in zip(with_hook, without, strict=True):
+        assert other[-1] < 0.3 * other[0], "the training itself does not converge"
+        assert mine[-1] < 0.3 * mine[0]
+        # After 60 steps, the losses agree to a tenth of what was gained.
+        assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
+
+
+def lose_the_peer(rank, hook_name):
+    model = DistributedDataParallel(nn.Linear(3, 2).to(device_of_rank()))
+    model.register_comm_hook(None, HOOKS[hook_name])
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(1, 3, device=device_of_rank())).sum().backward()
+    raise AssertionError(f"backward raised: {error.value}")
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
+def test_a_lost_peer_surfaces_from_backward(hook):
+    """Rank 1 dies before its backward; rank 0's backward raises instead of hanging."""
+    with pytest.raises(RankError, match=r"backward raised: .*Connection (reset|closed) by peer"):
+        run_ranks(lose_the_peer, 2, hook, timeout_s=30)

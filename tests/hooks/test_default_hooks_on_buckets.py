@@ -1,0 +1,126 @@
+"""Test the default hooks on buckets, without DDP: asynchronous collectives, errors, wrapped hooks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.hooks import debugging_hooks, default_hooks
+from tests.devices import device_of_rank
+from tests.ranks import run_ranks
+
+HOOKS = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "bf16 around fp16": default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_hook),
+}
+
+
+class Bucket(GradBucket):
+    """This bucket holds one gradient of any dtype; a complex one isn't viewed as real."""
+
+    def __init__(self, buffer: torch.Tensor):
+        super().__init__(0, buffer, [torch.empty_like(buffer)], is_last=True)
+        self.set_buffer(buffer)
+
+
+def overlap(rank, hook_name, store_path):
+    """Let rank 1 join the collective only after rank 0's hook has returned; a blocking hook never would."""
+    store = dist.FileStore(store_path, 2)
+    buffer = torch.full((1000,), float(rank), device=device_of_rank())
+    if rank == 1:
+        store.wait(["rank 0 is back from its hook"])
+    future = HOOKS[hook_name](None, Bucket(buffer))
+    done_early = future.done()
+    if rank == 0:
+        store.set("rank 0 is back from its hook", "yes")
+    return done_early, future.wait().unique().tolist()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo on CUDA tensors waits on the host by its nature")
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16", "bf16 around fp16"])
+def test_hooks_return_while_the_collective_is_under_way(hook, tmp_path):
+    (early, values), (_, others) = run_ranks(overlap, 2, hook, str(tmp_path / "store"), timeout_s=30)
+    assert not early
+    assert values == others == [0.5]
+
+
+def call_with_bad_buckets(rank):
+    messages = []
+    for hook_name, buffer in [
+        ("allreduce", torch.ones(4, dtype=torch.int64)),
+        ("fp16", torch.ones(4, dtype=torch.int32)),
+        ("bf16", torch.ones(4, dtype=torch.complex64)),
+        ("bf16 around fp16", torch.ones(4, dtype=torch.int8)),
+        ("fp16", torch.ones(4).to_sparse()),
+    ]:
+        with pytest.raises(TypeError) as error:
+            HOOKS[hook_name](None, Bucket(buffer))
+        messages.append(str(error.value))
+    return messages
+
+
+def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank():
+    for messages in run_ranks(call_with_bad_buckets, 2):
+        assert messages == [
+            "allreduce_hook averages floating-point buckets, got torch.int64",
+            "fp16_compress_hook compresses floating-point buckets, got torch.int32",
+            "bf16_compress_hook compresses floating-point buckets, got torch.complex64",
+            "bf16_compress_wrapper compresses floating-point buckets, got torch.int8",
+            "fp16_compress_hook compresses dense buckets, got torch.sparse_coo. Likely cause: "
+            "nn.Embedding(sparse=True), for which torch's DDP makes a sparse bucket; gradcomp's averages it "
+            "apart from the hook",
+        ]
+
+
+class WithoutBf16(dist.ProcessGroup):
+    """This backend can't all-reduce bfloat16."""
+
+    def getBackendName(self):  # noqa: N802
+        return "nobf16"
+
+    def allreduce(self, tensors, options=None):
+        raise RuntimeError("Invalid scalar type")
+
+
+def train_without_bf16(rank):
+    dist.Backend.register_backend("nobf16", lambda store, rank, size, timeout: WithoutBf16(rank, size))
+    group = dist.new_group(backend="nobf16")
+    bucket = Bucket(torch.ones(4))
+    with pytest.raises(RuntimeError) as error:
+        default_hooks.bf16_compress_hook(group, bucket)
+    return str(error.value)
+
+
+def test_a_backend_without_bf16_is_named():
+    for message in run_ranks(train_without_bf16, 2):
+        assert message.startswith(
+            "backend 'nobf16' did not all-reduce a torch.bfloat16 tensor on cpu: Invalid"
+        )
+        assert message.endswith("register a hook that sends another dtype")
+
+
+def wrap_faulty_hooks(rank):
+    def raising(state, bucket):
+        raise ValueError("inside the hook")
+
+    outcomes = []
+    for hook, error in [(raising, ValueError), (lambda state, bucket: 7, RuntimeError)]:
+        buffer = torch.ones(4)
+        bucket = Bucket(buffer)
+        with pytest.raises(error) as raised:
+            default_hooks.fp16_compress_wrapper(hook)(None, bucket)
+        outcomes.append((str(raised.value), bucket.buffer() is buffer))
+    buffer = torch.full((4,), 1 + 2.0**-12)
+    bucket = Bucket(buffer)
+    result = default_hooks.fp16_compress_wrapper(debugging_hooks.noop_hook)(None, bucket).wait()
+    outcomes.append((result.tolist(), bucket.buffer() is buffer))
+    return outcomes
+
+
+def test_a_wrapper_puts_the_bucket_back():
+    inside, (message, is_back), result = run_ranks(wrap_faulty_hooks, 1)[0]
+    assert (inside, result) == (("inside the hook", True), ([1.0] * 4, True))
+    assert is_back
+    assert "lambda> returned int, but has to return a torch.futures.Future" in message

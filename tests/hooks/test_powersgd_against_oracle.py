@@ -1,0 +1,149 @@
+"""Test one step of PowerSGD with real processes against torch's and a float64 oracle, in every dtype."""
+
+import pytest
+import torch
+
+from gradcomp.testing.oracle import projector
+from tests.hooks.powersgd_oracle import (
+    compressed,
+    positions,
+    powersgd_step,
+    relative,
+)
+from tests.hooks.powersgd_runs import (
+    SHAPES,
+    simulate,
+    step_of_both,
+    steps_of_ours,
+)
+from tests.tolerances import (
+    EPSILON_STEP,
+    ONE_STEP,
+    ONE_STEP_FP64,
+    ONE_STEP_SPAN,
+    SIXTEEN_BIT_ROUNDINGS,
+    UNIT_ROUNDOFF,
+)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_one_step_as_torchs(rank, world_size):
+    """The step starts from torch's own state after some steps, whether torch batches the matrices or not."""
+    for batched in (False, True):
+        options = {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batched}
+        ranks = simulate(step_of_both, world_size, options, SHAPES, 3)
+        mask = positions(SHAPES, compressed(SHAPES, rank))
+        for _, (our_output, our_error, _), (their_output, _, their_error) in ranks:
+            assert relative(our_output, their_output) <= ONE_STEP
+            assert relative(our_error[mask], their_error[mask]) <= ONE_STEP
+            assert not our_error[~mask].any()
+            assert torch.equal(our_output, ranks[0][1][0])
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_one_step_with_epsilon_as_torchs(rank):
+    """Torch's Gram–Schmidt, which takes an epsilon, runs for ranks 1 and 2."""
+    options = {"matrix_approximation_rank": rank, "orthogonalization_epsilon": 1e-8}
+    for _, (ours, _, _), (theirs, _, _) in simulate(step_of_both, 2, options, SHAPES, 3):
+        assert relative(ours, theirs) <= EPSILON_STEP
+
+
+def assert_steps_as_the_oracle(ranks, shapes, order, bound, span_bound):
+    for step in range(1, len(ranks[0])):
+        gradients = [results[step][0] for results in ranks]
+        errors = [results[step][1][0] for results in ranks]
+        qs = ranks[0][step][1][1]
+        expected = powersgd_step(shapes, gradients, errors, qs, order)
+        for results, error in zip(ranks, expected.errors, strict=True):
+            _, _, output, (our_error, directions) = results[step]
+            assert output.dtype == gradients[0].dtype
+            assert relative(output, expected.output) <= bound
+            if error.any():
+                assert relative(our_error, error) <= bound
+            for direction, q in zip(directions, expected.qs, strict=True):
+                assert relative(projector(direction), projector(q)) <= span_bound
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_steps_as_the_oracles(rank, world_size):
+    options = {"matrix_approximation_rank": rank}
+    ranks = simulate(steps_of_ours, world_size, "powerSGD", options, SHAPES, 3, torch.float32)
+    assert_steps_as_the_oracle(ranks, SHAPES, compressed(SHAPES, rank), ONE_STEP, ONE_STEP_SPAN)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_fp64_buckets_in_fp64(rank):
+    options = {"matrix_approximation_rank": rank}
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, torch.float64)
+    assert_steps_as_the_oracle(ranks, SHAPES, compressed(SHAPES, rank), ONE_STEP_FP64, 100 * ONE_STEP_FP64)
+
+
+def test_min_compression_rate():
+    """At 0.5 even matrices that grow by it are compressed; at 30 only the largest."""
+    for rate, rank in [(0.5, 4), (30, 2)]:
+        options = {"matrix_approximation_rank": rank, "min_compression_rate": rate}
+        order = compressed(SHAPES, rank, rate)
+        # Matrices of one row or column, or of rank min(n, m), leave no error to compare.
+        ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, torch.float32)
+        assert_steps_as_the_oracle(ranks, SHAPES, order, ONE_STEP, ONE_STEP_SPAN)
+    assert len(compressed(SHAPES, 4, 0.5)) > len(compressed(SHAPES, 4)) > len(compressed(SHAPES, 2, 30)) > 0
+
+
+def test_rank_above_the_matrix():
+    """With a rank above min(n, m), P Qᵀ is the mean itself, and there is no error."""
+    shapes = ((3, 40), (40, 3), (5, 5), (1, 9), (9, 1), (4,))
+    options = {"matrix_approximation_rank": 64, "min_compression_rate": 0.1}
+    assert len(compressed(shapes, 64, 0.1)) == 5
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, shapes, 3, torch.float32)
+    for step in range(3):
+        mean = torch.stack([results[step][0].double() for results in ranks]).mean(0)
+        for results in ranks:
+            _, _, output, (_, directions) = results[step]
+            assert relative(output, mean + owed_before(ranks, step)) <= ONE_STEP
+            assert [tuple(direction.shape) for direction in directions] == [
+                *((40, 3), (3, 3), (5, 5), (9, 1), (1, 1))
+            ]
+
+
+def owed_before(ranks, step):
+    """Return the ranks' mean error before a step, which its output may hold beside the mean gradient."""
+    if step == 0:
+        return torch.zeros(ranks[0][0][0].numel(), dtype=torch.float64)
+    return torch.stack([results[step][1][0].double() for results in ranks]).mean(0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("hook", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)], ids=["fp16", "bf16"]
+)
+@pytest.mark.parametrize("inner", ["powerSGD", "batched"])
+def test_one_wrapped_step_is_close(inner, hook, dtype, world_size):
+    """The first steps of both project on the same random directions."""
+    options = {"matrix_approximation_rank": 2}
+    plain, wrapped = (
+        simulate(steps_of_ours, world_size, name, options, SHAPES, 1, torch.float32)
+        for name in (inner, f"{hook} around {inner}")
+    )
+    for ((_, _, expected, _),), ((_, _, output, _),) in zip(plain, wrapped, strict=True):
+        assert output.dtype == torch.float32
+        distance = relative(output, expected)
+        assert 0 < distance <= SIXTEEN_BIT_ROUNDINGS * UNIT_ROUNDOFF[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_buckets(dtype):
+    """A 16-bit model's step is the oracle's from the same state, within 16-bit rounding."""
+    options = {"matrix_approximation_rank": 2}
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, dtype)
+    order = compressed(SHAPES, 2)
+    for step in range(1, 3):
+        gradients = [results[step][0] for results in ranks]
+        errors = [results[step][1][0] for results in ranks]
+        expected = powersgd_step(SHAPES, gradients, errors, ranks[0][step][1][1], order)
+        for results, error in zip(ranks, expected.errors, strict=True):
+            bound = SIXTEEN_BIT_ROUNDINGS * UNIT_ROUNDOFF[dtype]
+            assert results[step][2].dtype == dtype
+            assert relative(results[step][2], expected.output) <= bound
+            assert relative(results[step][3][0], error) <= bound

@@ -1,0 +1,228 @@
+"""Test that ranks whose PowerSGD differs all raise an error in the first step, which names the difference."""
+
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp import ops
+from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.hooks.powersgd_oracle import Bucket
+from tests.hooks.powersgd_runs import Messages
+from tests.ranks import RankError, run_ranks
+
+PLAIN, BATCHED = powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
+# Rank 1's (options, hook, shapes in the bucket), which differ from the other ranks', and the message.
+DIFFERENT = [
+    (
+        {"matrix_approximation_rank": 4},
+        PLAIN,
+        [(6, 4)],
+        "matrix_approximation_rank is 2 on ranks 0, 2 and 4 on rank 1",
+    ),
+    ({"start_powerSGD_iter": 2}, PLAIN, [(6, 4)], "start_powerSGD_iter is 3 on ranks 0, 2 and 2 on rank 1"),
+    (
+        {"min_compression_rate": 1.5},
+        PLAIN,
+        [(6, 4)],
+        "min_compression_rate is 2.0 on ranks 0, 2 and 1.5 on rank 1",
+    ),
+    (
+        {"orthogonalization_epsilon": 1e-8},
+        PLAIN,
+        [(6, 4)],
+        "orthogonalization_epsilon is 0.0 on ranks 0, 2 and 1e-08",
+    ),
+    (
+        {"use_error_feedback": False},
+        PLAIN,
+        [(6, 4)],
+        "use_error_feedback is true on ranks 0, 2 and false on rank 1",
+    ),
+    ({"warm_start": False}, PLAIN, [(6, 4)], "warm_start is true on ranks 0, 2 and false on rank 1"),
+    ({"random_seed": 5}, PLAIN, [(6, 4)], "random_seed is 0 on ranks 0, 2 and 5 on rank 1"),
+    ({}, BATCHED, [(6, 4)], 'hook is "powerSGD_hook" on ranks 0, 2 and "batched_powerSGD_hook" on rank 1'),
+    (
+        {},
+        default_hooks.bf16_compress_wrapper(PLAIN),
+        [(6, 4)],
+        'is "torch.float32" on ranks 0, 2 and "torch.bfloat16"',
+    ),
+    ({}, PLAIN, [(6, 4), (3,)], "the number of shapes in the bucket is 1 on ranks 0, 2 and 2 on rank 1"),
+    ({}, PLAIN, [(8, 3)], "shapes in the bucket[0] is [6, 4] on ranks 0, 2 and [8, 3] on rank 1"),
+]
+
+
+def one_step_of_each(rank):
+    """Return each case's message on this rank; between cases all ranks take a step with the same options."""
+    said = []
+    for options, hook, shapes, _ in DIFFERENT:
+        if rank != 1:
+            options, hook, shapes = {}, PLAIN, [(6, 4)]
+        state = powerSGD_hook.PowerSGDState(None, **(OPTIONS | options))
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        try:
+            hook(state, Bucket(torch.ones(numel), shapes)).wait()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+        same = powerSGD_hook.PowerSGDState(None, **OPTIONS)
+        for _ in range(2):
+            assert torch.equal(
+                PLAIN(same, Bucket(torch.full((24,), float(rank)), [(6, 4)])).wait(), torch.ones(24)
+            )
+    return said
+
+
+def test_a_different_option_is_named_on_every_rank():
+    for said in run_ranks(one_step_of_each, 3):
+        for (*_, expected), message in zip(DIFFERENT, said, strict=True):
+            assert expected in message
+            assert "Give every rank the same" in message
+
+
+def checkpoints_of_different_steps(rank):
+    """Load a checkpoint on every rank, on rank 1 a later one; then one with other directions."""
+    saved = []
+    state = powerSGD_hook.PowerSGDState(None, 1, 2)
+    for step in range(5):
+        PLAIN(
+            state, Bucket(torch.randn(600, generator=torch.Generator().manual_seed(step)), [(30, 20)])
+        ).wait()
+        saved.append(state.state_dict())
+    said = []
+    for mine in (saved[3 + rank], saved[4] | {"buckets": saved[3 + rank]["buckets"]}):
+        loaded = powerSGD_hook.PowerSGDState(None)
+        loaded.load_state_dict(mine)
+        try:
+            PLAIN(loaded, Bucket(torch.ones(600), [(30, 20)])).wait()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_checkpoints_of_different_steps_are_refused():
+    for iterations, directions in run_ranks(checkpoints_of_different_steps, 2):
+        assert "iter is 4 on rank 0 and 5 on rank 1" in iterations
+        assert "iter is" not in directions
+        assert "directions is " in directions
+
+
+def different_bucket_caps(rank):
+    """Train with each rank's own cap, by which torch's DDP cuts buckets if it finds unused parameters."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=[0.01, 1][rank], find_unused_parameters=True)
+    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), PLAIN)
+    with pytest.raises(
+        RuntimeError, match="the number of shapes in the bucket is 1 on rank 0 and 8 on rank 1"
+    ):
+        ddp(torch.randn(2, 64)).sum().backward()
+    return True
+
+
+def test_different_bucket_caps_are_named_under_torchs_ddp():
+    assert run_ranks(different_bucket_caps, 2) == [True, True]
+
+
+def different_later_buckets(rank, start):
+    """Let only later buckets differ; torch does not rebuild buckets if it looks for unused parameters."""
+    sizes = [256, 256, 256, 512, 128]
+    layers = [nn.Linear(n, m, bias=False) for n, m in pairwise(sizes)]
+    ddp = DistributedDataParallel(
+        nn.Sequential(*layers), find_unused_parameters=True, bucket_cap_mb=0.3 if rank else 0.2
+    )
+    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=start), PLAIN)
+    with pytest.raises(RuntimeError, match=r"shapes in the bucket.* on rank 0 and .* on rank 1"):
+        ddp(torch.randn(2, 256)).sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("start", [2, 1000])
+def test_bucket_caps_that_differ_in_later_buckets_are_named_under_torchs_ddp(start):
+    assert run_ranks(different_later_buckets, 2, start) == [True, True]
+
+
+def different_ranks_of_a_subgroup(rank):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return ""
+    state = powerSGD_hook.PowerSGDState(group, rank, 2)
+    with pytest.raises(RuntimeError) as raised:
+        powerSGD_hook.powerSGD_hook(state, Bucket(torch.ones(4)))
+    return str(raised.value)
+
+
+def test_ranks_of_a_subgroup_are_named_as_everywhere():
+    for message in run_ranks(different_ranks_of_a_subgroup, 3)[1:]:
+        assert "matrix_approximation_rank is 1 on rank 1 and 2 on rank 2" in message
+
+
+def different_groups(rank):
+    own = [dist.new_group([each]) for each in range(2)]
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    model.register_comm_hook(powerSGD_hook.PowerSGDState(own[1] if rank == 1 else None), PLAIN)
+    distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def test_states_of_different_groups_end_with_an_error():
+    with pytest.raises(RankError) as raised:
+        run_ranks(different_groups, 2)
+    message = "on rank 0 averages over ranks [0, 1], but these have not come"
+    assert message in str(raised.value)
+    assert "rank 1, which averages over ranks [1]" in str(raised.value)
+
+
+def unlike_cpus(rank):
+    with pytest.MonkeyPatch.context() as patch, Messages() as said:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ["AVX2", "AVX512"][rank])
+        PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
+    return [line for line in said if "unlike processors" in line]
+
+
+def test_unlike_cpus_are_said():
+    for (line,) in run_ranks(unlike_cpus, 2):
+        assert 'CPU capability is "AVX2" on rank 0 and "AVX512" on rank 1' in line
+
+
+def unlike_cpus_with_codes(rank):
+    """Ranks of a quantized all-reduce dequantize the same bytes, whatever computes there."""
+    with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ["AVX2", "AVX512"][rank])
+        bucket = Bucket(torch.randn(300, generator=torch.Generator().manual_seed(rank)), [(30, 10)])
+        average = quantization_hook(QuantizationState(bits=4), bucket).wait()
+    return said, average
+
+
+def test_unlike_cpus_are_not_said_of_a_quantized_all_reduce():
+    (said, average), (others, theirs) = run_ranks(unlike_cpus_with_codes, 2)
+    assert not any("unlike processors" in line for line in (*said, *others))
+    assert torch.equal(average, theirs)
+
+
+PROCESSORS = [
+    {"GPU compute capability": "9.0", "orthonormalizing in": "fp64"},
+    {"GPU compute capability": "8.9", "orthonormalizing in": "pairs of fp32"},
+]
+
+
+def unlike_gpus(rank):
+    """Ranks that take their CPU for a GPU of this compute capability."""
+    with pytest.MonkeyPatch.context() as patch, Messages() as said:
+        patch.setattr(ops, "processor", lambda _: PROCESSORS[rank])
+        PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
+    return [line for line in said if "unlike processors" in line]
+
+
+def test_unlike_gpus_are_said():
+    for (line,) in run_ranks(unlike_gpus, 2):
+        assert 'GPU compute capability is "9.0" on rank 0 and "8.9" on rank 1' in line
+        assert 'orthonormalizing in is "fp64" on rank 0 and "pairs of fp32" on rank 1' in line

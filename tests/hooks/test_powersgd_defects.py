@@ -1,0 +1,230 @@
+"""Show that each defect of torch's PowerSGD hooks fails in torch, and not here."""
+
+import io
+import math
+import pickle
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.hooks import powerSGD_hook
+from tests.hooks.powersgd_oracle import (
+    compressed,
+    random_gradient,
+    relative,
+)
+from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, new_state, run_step
+from tests.programs import ROOT
+from tests.ranks import RankError, run_ranks
+from tests.tolerances import ONE_STEP, WANDERED, average
+
+MATRICES = compressed(FEW_SHAPES, 2)
+
+
+# Two or more buckets in flight.
+
+
+def train_mlp(rank, name):
+    torch.manual_seed(0)
+    layers = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1)
+    indices = []
+
+    def recorded(state, bucket):
+        indices.append(bucket.index())
+        return MODULES[name].powerSGD_hook(state, bucket)
+
+    model.register_comm_hook(new_state(MODULES[name], matrix_approximation_rank=1), recorded)
+    for step in range(40):
+        model.zero_grad()
+        x = torch.randn(4, 784, generator=torch.Generator().manual_seed(100 * rank + step))
+        model(x).square().mean().backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return max(indices) + 1, gradients.double().norm().item(), gradients[::1000].tolist()
+
+
+def test_buckets_in_flight():
+    """Torch issues collectives from callbacks, whose order differs between ranks.
+
+    gloo then aborts the process as a rule, and sometimes hangs.
+    """
+    first, second = run_ranks(train_mlp, 2, "gradcomp")
+    assert first == second
+    assert first[0] >= 2
+    assert math.isfinite(first[1])
+    with pytest.raises(RankError, match=r"the process died|did not finish in time"):
+        run_ranks(train_mlp, 2, "torch", timeout_s=20)
+
+
+# The batched hook.
+
+
+def batched_steps(rank, name):
+    state = new_state(MODULES[name])
+    for step in range(START):
+        run_step(
+            MODULES[name], state, random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES, "batched_powerSGD_hook"
+        )
+    gradient = random_gradient(FEW_SHAPES, rank, START)
+    if name == "torch":
+        with pytest.raises(AssertionError):
+            run_step(torch_powersgd, state, gradient, FEW_SHAPES, "batched_powerSGD_hook")
+        return None
+    output = run_step(powerSGD_hook, state, gradient, FEW_SHAPES, "batched_powerSGD_hook")
+    return gradient, output, state.state_dict()["buckets"][0]["error"]
+
+
+def test_the_batched_hook():
+    """Torch's batched hook raises AssertionError in its first compressed step."""
+    assert run_ranks(batched_steps, 1, "torch") == [None]
+    ranks = run_ranks(batched_steps, 2, "gradcomp")
+    mean = torch.stack([gradient.double() for gradient, _, _ in ranks]).mean(0)
+    errors = torch.stack([error.double() for _, _, error in ranks]).mean(0)
+    assert torch.equal(ranks[0][1], ranks[1][1])
+    assert ranks[0][1].any()
+    assert relative(ranks[0][1].double() + errors, mean) <= ONE_STEP
+
+
+# Checkpoints.
+
+
+def save_and_load(rank, name):
+    module = MODULES[name]
+    state = new_state(module)
+    for step in range(START + 2):
+        run_step(module, state, random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES)
+    file = io.BytesIO()
+    torch.save({"comm_hook": module.powerSGD_hook, "comm_hook_state": state}, file)
+    file.seek(0)
+    if name == "torch":
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            torch.load(file)
+        return None
+    loaded = torch.load(file)
+    assert loaded["comm_hook"] is powerSGD_hook.powerSGD_hook
+    return [
+        run_step(powerSGD_hook, each, random_gradient(FEW_SHAPES, rank, 99), FEW_SHAPES)
+        for each in (state, loaded["comm_hook_state"])
+    ]
+
+
+def test_checkpoints_load_under_the_safe_default():
+    """torch.load, as torch's documentation uses it, refuses torch's own state."""
+    assert run_ranks(save_and_load, 1, "torch") == [None]
+    for original, loaded in run_ranks(save_and_load, 2, "gradcomp"):
+        assert torch.equal(original, loaded)
+
+
+# Collectives.
+
+
+@contextmanager
+def counted_all_reduces():
+    original, counted = dist.all_reduce, []
+
+    def counting(tensor, *arguments, **options):
+        counted.append(tensor.numel())
+        return original(tensor, *arguments, **options)
+
+    dist.all_reduce = counting
+    try:
+        yield counted
+    finally:
+        dist.all_reduce = original
+
+
+def count_collectives(rank, name, hook, shapes, factor_rank):
+    """Return the number of elements of each all-reduce in one compressed step."""
+    module = MODULES[name]
+    state = new_state(module, matrix_approximation_rank=factor_rank)
+    for step in range(START + 1):
+        run_step(module, state, random_gradient(shapes, rank, step), shapes, hook)
+    with counted_all_reduces() as counted:
+        run_step(module, state, random_gradient(shapes, rank, 99), shapes, hook)
+    return counted
+
+
+def test_two_collectives_per_bucket():
+    """Torch has three: P, Q and the uncompressed tensors. Here one all-reduce averages the latter with P."""
+    uncompressed, p, q = 7 + 9, 2 * (64 + 40 + 64), 2 * (48 + 90 + 48)
+    assert len(MATRICES) == 3
+    for counted in run_ranks(count_collectives, 2, "gradcomp", "powerSGD_hook", FEW_SHAPES, 2):
+        assert counted == [p + uncompressed, q]
+    for counted in run_ranks(count_collectives, 2, "torch", "powerSGD_hook", FEW_SHAPES, 2):
+        assert counted == [uncompressed, p, q]
+
+
+@pytest.mark.parametrize("factor_rank", [1, 4, 32])
+@pytest.mark.parametrize("num_matrices", [1, 8, 60])
+def test_two_collectives_whatever_the_bucket(num_matrices, factor_rank):
+    shapes = [(160, 150)] * num_matrices + [(11,)]
+    for hook in ("powerSGD_hook", "batched_powerSGD_hook"):
+        (counted,) = run_ranks(count_collectives, 1, "gradcomp", hook, shapes, factor_rank)
+        assert len(counted) == 2
+    (alone,) = run_ranks(count_collectives, 1, "gradcomp", "powerSGD_hook", [(11,), (3, 3)], factor_rank)
+    assert alone == [20]
+
+
+# Error feedback for tensors that are not compressed.
+
+
+def errors_of_a_vector(rank, name):
+    """Return the rms of a vector's error after 200 steps, and its (gradient, output) in every step."""
+    module = MODULES[name]
+    state, shapes = new_state(module), [(500,), (64, 48)]
+    outputs = []
+    for step in range(START + 200):
+        gradient = random_gradient(shapes, rank, step)
+        outputs.append((gradient[:500].clone(), run_step(module, state, gradient, shapes)[:500].clone()))
+    error = state.error_dict[0] if name == "torch" else state.state_dict()["buckets"][0]["error"]
+    return error[:500].square().mean().sqrt().item(), outputs
+
+
+def test_tensors_not_compressed_have_no_error():
+    """Torch remembers local − mean for them, which is a random walk. Here they are averaged in every step."""
+    for wandered, _ in run_ranks(errors_of_a_vector, 2, "torch"):
+        assert wandered > WANDERED
+    ranks = run_ranks(errors_of_a_vector, 2, "gradcomp")
+    for wandered, outputs in ranks:
+        assert wandered == 0
+        for step in range(START + 200):
+            locals_ = torch.stack([ours[step][0].double() for _, ours in ranks])
+            bound = average(torch.float32, 2, locals_.abs().amax(0))
+            assert ((outputs[step][1] - locals_.mean(0)).abs() <= bound).all()
+
+
+# Host synchronization.
+
+
+def sources():
+    """Return the source files of all that runs in a training step."""
+    others = {ROOT / "gradcomp" / name for name in ("testing", "bench", "plan")}
+    package = [path for path in (ROOT / "gradcomp").rglob("*.py") if others.isdisjoint(path.parents)]
+    return [*package, *(ROOT / "kernels").rglob("*.py")]
+
+
+def test_no_host_synchronization():
+    """Torch waits for the whole device in every bucket, which nothing in the library may do.
+
+    Plain torch for CPU tensors may read a tensor's value on the host. So may the Reducer and the wrapper,
+    where the host has to know what other ranks did, and the comparison of options in a state's first step.
+    """
+    device_wide = re.compile(r"cuda\.synchronize|[eE]vent\w*\.synchronize|stream\w*\.synchronize")
+    waits = re.compile(r"\.item\(\)|\.tolist\(\)|\.nonzero\(\)")
+    assert device_wide.search(Path(torch_powersgd.__file__).read_text())
+    assert len(sources()) > 10
+    for path in sources():
+        text = path.read_text()
+        assert not device_wide.search(text), f"{path} waits for the device"
+        # The second reads a recorder's values when they are asked for, the third numpy's scalars.
+        if path.name in ("consistency.py", "row.py", "rules.py"):
+            continue
+        if path.parent.name in ("compress", "hooks", "kernels", "layout") or path.name == "ops.py":
+            assert not waits.search(text), f"{path} waits for a value"

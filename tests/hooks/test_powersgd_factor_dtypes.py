@@ -1,0 +1,213 @@
+"""Test PowerSGD with factors of fewer bits on the wire, and with quantized first steps."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, from_torch, powerSGD_hook
+from gradcomp.testing import check_hook, run_ranks
+from gradcomp.testing.run import run_hook
+from gradcomp.testing.workload import Workload
+from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
+from tests.hooks.powersgd_runs import HOOKS, START, error_of, new_state, reload
+from tests.tolerances import FACTOR_ROUNDINGS, FACTOR_UNIT, MEAN_ERROR
+
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
+
+SHAPES = ((64, 48), (7,), (30, 90), (2, 3), (150, 40))
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
+
+
+def make_state(group, **options):
+    return PowerSGDState(group, 2, START, min_compression_rate=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("powerSGD", {"factor_dtype": torch.bfloat16}),
+        ("powerSGD", {"factor_dtype": torch.float16}),
+        ("powerSGD", {"factor_dtype": torch.int8}),
+        ("batched", {"factor_dtype": torch.int8}),
+        ("powerSGD", {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16, "start_bits": 4}),
+    ],
+    ids=str,
+)
+def test_every_property_of_the_kit(name, options):
+    report = check_hook(HOOKS[name], partial(make_state, **options), max_examples=3)
+    report.raise_if_failed()
+    held = {name for name, verdict in report.verdicts.items() if "holds" in str(verdict)}
+    assert {
+        *("completes", "replicas_identical", "contraction", "error_feedback_identity", "rank_permutation"),
+        *("nonfinite_seen_by_all", "held_back_comes_out", "scale_equivariant", "checkpoint_round_trip"),
+    } <= held
+
+
+def errors_of(state):
+    error = error_of(state)
+    return {} if error is None else {0: error}
+
+
+@DTYPES
+@pytest.mark.parametrize("bucket_dtype", [torch.float32, torch.float64], ids=str)
+def test_the_error_is_what_the_average_lacks(dtype, bucket_dtype):
+    """The mean of the errors is, to its precision, the mean of gradients plus errors, − the output."""
+    workload = Workload(((40, 33), (64, 48)), steps=START + 4, noise=1.0, seed=3, dtype=bucket_dtype)
+    run = run_hook(powerSGD_hook, partial(make_state, factor_dtype=dtype), workload, errors_of=errors_of)
+    bound = MEAN_ERROR if bucket_dtype == torch.float32 else 1e-14
+    for step in range(START, workload.num_steps):
+        before = run.mean_error(step - 1) if step > START else [torch.zeros(())] * 2
+        for index, mean in enumerate(workload.mean(step)):
+            expected = mean + before[index] - run.outputs[step][0][index].double()
+            assert relative(run.mean_error(step)[index], expected) <= bound
+
+
+def one_step(rank, group, dtype):
+    """Return torch's output and ours of a step from one state, ours with factors in a dtype."""
+    shapes = ((64, 48), (30, 90), (150, 40))
+    theirs = torch_powersgd.PowerSGDState(group, 2, START)
+    for step in range(START + 3):
+        torch_powersgd.powerSGD_hook(theirs, Bucket(random_gradient(shapes, rank, step), shapes)).wait()
+    ours = from_torch(copy.copy(theirs), wait_for_buckets=False)
+    ours.factor_dtype = dtype
+    gradient = random_gradient(shapes, rank, 99)
+    expected = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient.clone(), shapes)).wait()
+    return expected, powerSGD_hook(ours, Bucket(gradient.clone(), shapes)).wait()
+
+
+@DTYPES
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_step_as_torchs_but_for_rounding(dtype, world_size):
+    ranks = run_ranks(one_step, world_size, dtype)
+    for theirs, ours in ranks:
+        assert relative(ours, theirs) <= FACTOR_ROUNDINGS * FACTOR_UNIT[dtype]
+        assert torch.equal(ours, ranks[0][1])
+
+
+def sent(rank, group, options):
+    state = PowerSGDState(group, 8, 2, **options)
+    shapes = ((64, 256), (256, 64), (64,))
+    for step in range(3):
+        powerSGD_hook(state, Bucket(random_gradient(shapes, rank, step), shapes)).wait()
+    return state.compression_stats()
+
+
+def test_bytes_on_the_wire():
+    """The statistics count elements of the bucket's dtype."""
+    factors, vectors = 2 * 8 * (64 + 256), 64
+    for options, expected in (
+        ({}, factors + vectors),
+        ({"factor_dtype": torch.bfloat16}, (factors + vectors) / 2),
+        ({"factor_dtype": torch.int8}, factors * (1 + 2 / 128) / 4 + vectors),
+        (
+            {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
+            factors * (1 + 2 / 128) / 4 + vectors / 2,
+        ),
+        (
+            {"start_bits": 4},
+            factors + vectors + 2 * ((64 * 256 * 2) * (0.5 + 2 / 128) / 4 + vectors),
+        ),
+    ):
+        (_, before, after), _ = run_ranks(sent, 2, options)
+        assert before == (3 if "start_bits" in options else 1) * (2 * 64 * 256 + 64)
+        assert expected <= after <= expected + 50  # two payloads' alignment
+
+
+def compressed_numel(rank, group, dtype):
+    state = PowerSGDState(group, 4, 2, min_compression_rate=2, factor_dtype=dtype)
+    for step in range(3):
+        powerSGD_hook(state, Bucket(random_gradient(((12, 12),), rank, step), ((12, 12),))).wait()
+    return int((error_of(state) != 0).sum())
+
+
+def test_min_compression_rate_counts_bytes():
+    """Factors of 96 elements take the place of 144: only in 16 bits or fewer are these half of the bytes."""
+    assert run_ranks(compressed_numel, 1, None) == [0]
+    assert run_ranks(compressed_numel, 1, torch.bfloat16)[0] > 100
+    assert run_ranks(compressed_numel, 1, torch.int8)[0] > 100
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_lost_between_a_quantized_start_and_powersgd(bits, dtype):
+    """Outputs and errors add up to the gradients, also where PowerSGD sends a tensor exactly."""
+    shapes = ((64, 48), (9,), (12, 12))
+    num_steps = START + 1
+    totals = run_ranks(through_the_start, 2, bits, shapes, dtype, num_steps)
+    gradients = sum(
+        random_gradient(shapes, rank, step, dtype).double() for rank in range(2) for step in range(num_steps)
+    )
+    outputs = totals[0][0]
+    errors = sum(error.double() for _, error in totals)
+    bound = 1e-6 if dtype == torch.float32 else 2e-2
+    assert relative(outputs + errors / 2, gradients / 2) <= bound
+    small = slice(64 * 48 + 9, None)
+    assert relative((outputs + errors / 2)[small], (gradients / 2)[small]) <= bound
+    assert not errors[small].any()
+
+
+def through_the_start(rank, group, bits, shapes, dtype, num_steps):
+    state = PowerSGDState(group, 8, START, min_compression_rate=2, start_bits=bits)
+    total = torch.zeros(())
+    for step in range(num_steps):
+        bucket = Bucket(random_gradient(shapes, rank, step, dtype), shapes)
+        bucket.parameters = partial(_kept, state, bucket.parameters())
+        total = total + powerSGD_hook(state, bucket).wait().double()
+    return total, error_of(state)
+
+
+def _kept(state, parameters):
+    """Return the parameters of the first bucket that was averaged with a state: those of one model."""
+    state.__dict__.setdefault("models_parameters", parameters)
+    return state.models_parameters
+
+
+def resumed(rank, group, options):
+    """Return the outputs of a run, and those of one that is saved and loaded after every step."""
+    runs = []
+    for is_saved in (False, True):
+        state, outputs = make_state(group, **options), []
+        for step in range(START + 3):
+            bucket = Bucket(random_gradient(SHAPES, rank, step), SHAPES)
+            outputs.append(powerSGD_hook(state, bucket).wait().clone())
+            if is_saved and step >= START:
+                state = reload(state)
+                state.process_group = group
+        runs.append(outputs)
+    return runs
+
+
+@DTYPES
+def test_a_resumed_run_has_the_same_bits(dtype):
+    for one, other in run_ranks(resumed, 2, {"factor_dtype": dtype}):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"factor_dtype": torch.int16}, r"factor_dtype is torch\.int16, but must be None, torch\.bfloat16"),
+        ({"factor_dtype": "int8"}, "factor_dtype is 'int8'"),
+        ({"uncompressed_dtype": torch.bfloat16}, r"goes with factor_dtype=torch\.int8 only"),
+        ({"start_bits": 5}, "start_bits is 5, but must be None, 4 or 8"),
+        ({"start_bits": True}, "start_bits is True"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        new_state(**options)
+
+
+def other_dtypes(rank, group):
+    state = make_state(group, factor_dtype=torch.int8 if rank else torch.bfloat16)
+    for step in range(START + 1):
+        powerSGD_hook(state, Bucket(random_gradient(SHAPES, rank, step), SHAPES)).wait()
+
+
+def test_ranks_that_disagree_are_told():
+    with pytest.raises(Exception, match="factor_dtype"):
+        run_ranks(other_dtypes, 2)

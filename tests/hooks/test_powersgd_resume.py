@@ -1,0 +1,265 @@
+"""Test that PowerSGD resumes bitwise in a new DDP model, and what happens when buckets are rearranged."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.hooks import powerSGD_hook
+from tests.devices import device_of_rank
+from tests.hooks.powersgd_oracle import (
+    Bucket,
+    random_gradient,
+)
+from tests.hooks.powersgd_runs import (
+    FEW_SHAPES,
+    HOOKS,
+    OTHER_SHAPES,
+    RESUMED,
+    START,
+    Messages,
+    error_of,
+    new_state,
+    run_steps,
+)
+from tests.hooks.test_default_hooks import Net, backward
+from tests.ranks import run_ranks
+
+
+class Alike(nn.Sequential):
+    """This model's layers have one shape and one bucket, whose order DDP reverses after the first step."""
+
+    def __init__(self, unused):
+        super().__init__(nn.Flatten(), *(nn.Linear(64, 64, bias=False) for _ in range(5)))
+
+
+def make_trainer(rank, hook, state, net, options):
+    torch.manual_seed(1)
+    unused = options.get("find_unused_parameters", False)
+    cap = 0.02 if net is Net else 1
+    model = DistributedDataParallel(net(unused).to(device_of_rank()), bucket_cap_mb=cap, **options)
+    indices = []
+
+    def recorded(state, bucket):
+        indices.append(bucket.index())
+        return HOOKS[hook](state, bucket)
+
+    model.register_comm_hook(state, recorded)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), indices
+
+
+def continue_training(rank, model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad(set_to_none=True)
+        backward(model, rank, step)
+        optimizer.step()
+
+
+def parameters_of(model):
+    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+
+def interrupt(rank, hook, options, warm_up, net=Net, after=6):
+    """Train 12 steps, then the last ones again from this rank's checkpoint; return the parameters of both."""
+    state = new_state()
+    model, optimizer, indices = make_trainer(rank, hook, state, net, options)
+    continue_training(rank, model, optimizer, range(after))
+    with Messages():
+        checkpoint = {
+            "model": copy.deepcopy(model.state_dict()),
+            "optimizer": copy.deepcopy(optimizer.state_dict()),
+            "comm_hook_state": state,
+        }
+        file = io.BytesIO()
+        torch.save(checkpoint, file)
+    continue_training(rank, model, optimizer, range(after, 12))
+    with Messages():
+        file.seek(0)
+        checkpoint = torch.load(file)
+    resumed_state = checkpoint["comm_hook_state"]
+    if warm_up:
+        saved, resumed_state = resumed_state.state_dict(), new_state()
+    resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, net, options)
+    if warm_up:
+        # In this step DDP arranges its buckets, which it does once.
+        continue_training(rank, resumed, resumed_optimizer, [0])
+        resumed(torch.zeros(1, 1, 8, 8, device=device_of_rank()))
+        resumed_state.load_state_dict(saved)
+    resumed.load_state_dict(checkpoint["model"])
+    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
+    with Messages() as said:
+        continue_training(rank, resumed, resumed_optimizer, range(after, 12))
+    afresh = [line for line in said if "afresh" in line]
+    return max(indices) + 1, afresh, parameters_of(model), parameters_of(resumed)
+
+
+def assert_resumed(ranks, num_buckets=5):
+    for buckets, afresh, uninterrupted, resumed in ranks:
+        assert buckets >= num_buckets
+        assert afresh == []
+        assert torch.equal(uninterrupted, ranks[0][2])
+        assert torch.equal(resumed, ranks[0][3])
+        if device_of_rank().type == "cpu":
+            assert torch.equal(resumed, uninterrupted)
+        else:  # the saved error is the kernels' except for its last bits
+            assert torch.allclose(resumed, uninterrupted, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("hook", RESUMED)
+def test_resuming_is_bitwise(hook, world_size):
+    """In a new model's first step, DDP puts all gradients in one bucket."""
+    assert_resumed(run_ranks(interrupt, world_size, hook, {}, False))
+
+
+@pytest.mark.parametrize("after", [1, START, START + 1])
+def test_resuming_is_bitwise_around_the_first_compressed_step(after):
+    """A state remembers its buckets before there are errors in them."""
+    assert_resumed(run_ranks(interrupt, 2, "powerSGD", {}, False, Net, after))
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
+def test_resuming_finds_layers_of_one_shape(hook):
+    """In the first step their gradients come in another order, which shapes do not show."""
+    assert_resumed(run_ranks(interrupt, 2, hook, {}, False, Alike), num_buckets=1)
+
+
+@pytest.mark.parametrize("hook", RESUMED)
+def test_resuming_is_bitwise_with_buckets_that_stay(hook):
+    """With find_unused_parameters DDP never rearranges its buckets."""
+    assert_resumed(run_ranks(interrupt, 2, hook, {"find_unused_parameters": True}, False))
+
+
+@pytest.mark.parametrize("hook", RESUMED)
+def test_resuming_is_bitwise_after_a_warm_up_step(hook):
+    """load_state_dict is called after DDP has arranged its buckets."""
+    assert_resumed(run_ranks(interrupt, 2, hook, {}, True))
+
+
+def change_layouts(rank):
+    """Return what is logged when the first of two buckets changes its layout, and a fresh state's outputs."""
+    state, fresh = new_state(), new_state()
+    plan = {
+        state: [(START + 2, FEW_SHAPES, FEW_SHAPES), (3, OTHER_SHAPES, FEW_SHAPES)],
+        fresh: [(START, OTHER_SHAPES, FEW_SHAPES), (2, OTHER_SHAPES, FEW_SHAPES)],
+    }
+    said, outputs = {}, {}
+    for each, phases in plan.items():
+        with Messages() as lines:
+            for phase, (steps, *bucket_shapes) in enumerate(phases):
+                for step in range(steps):
+                    for index, shapes in enumerate(bucket_shapes):
+                        gradient = random_gradient(shapes, rank, 100 * phase + step)
+                        bucket = Bucket(gradient, shapes, index, index == 1)
+                        output = powerSGD_hook.powerSGD_hook(each, bucket).wait()
+                        if phase == 1 and index == 0:
+                            outputs.setdefault(each, []).append((gradient.clone(), output))
+        said[each] = [line for line in lines if "layout" in line]
+    saved = state.state_dict()["buckets"]
+    return said[state], said[fresh], outputs[state], [saved[0]["error"], saved[1]["error"]]
+
+
+def test_a_changed_layout_starts_that_bucket_afresh():
+    ranks = run_ranks(change_layouts, 2)
+    for said, not_said, outputs, errors in ranks:
+        assert said == ["WARNING PowerSGD: bucket 0 has another layout now: its memory starts afresh."]
+        assert not_said == []
+        assert all(output.isfinite().all() for _, output in outputs)
+        assert errors[0].numel() == outputs[0][1].numel()
+        assert errors[1].any()
+
+
+def load_another_layout(rank, is_named):
+    """Load a checkpoint of another layout; return (log lines, outputs, this rank's error)."""
+
+    def average(state, shapes, steps):
+        parameters = [torch.zeros(shape) for shape in shapes]
+        if is_named:
+            state.number_parameters((f"parameter {i}", each) for i, each in enumerate(parameters))
+        buffers = [random_gradient(shapes, rank, step) for step in steps]
+        buckets = [GradBucket(0, buffer, parameters, is_last=True) for buffer in buffers]
+        return [powerSGD_hook.powerSGD_hook(state, bucket).wait() for bucket in buckets]
+
+    state, other = new_state(), new_state()
+    average(state, FEW_SHAPES, range(START + 2))
+    other.load_state_dict(state.state_dict())
+    with Messages() as said:
+        outputs = average(other, OTHER_SHAPES, [50, 51])
+    return said, outputs, error_of(other)
+
+
+@pytest.mark.parametrize(
+    ("is_named", "message"),
+    [
+        (True, "bucket 0 has another layout than its checkpoint: its memory starts afresh."),
+        (False, "this run's first step has other buckets: the memory of 5 parameters starts afresh"),
+    ],
+)
+def test_a_checkpoint_of_another_layout_starts_afresh(is_named, message):
+    for said, outputs, error in run_ranks(load_another_layout, 2, is_named):
+        (line,) = said
+        assert message in line
+        assert all(output.any() and output.isfinite().all() for output in outputs)
+        assert error.numel() == outputs[0].numel()
+
+
+def resume_with_larger_buckets(rank, hook):
+    """Return (collectives per step, log lines, parameters) of the saved run and one with larger buckets."""
+    calls, counts, all_reduce, state = [], [], dist.all_reduce, new_state()
+    model, optimizer, _ = make_trainer(rank, hook, state, Net, {})
+    continue_training(rank, model, optimizer, range(6))
+    resumed = new_state()
+    resumed.load_state_dict(copy.deepcopy(state.state_dict()))
+    torch.manual_seed(1)
+    larger = DistributedDataParallel(Net(False).to(device_of_rank()), bucket_cap_mb=10)
+    larger.load_state_dict(model.state_dict())
+    larger.register_comm_hook(resumed, HOOKS[hook])
+    again = torch.optim.SGD(larger.parameters(), lr=0.1, momentum=0.9)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with Messages() as said, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *a, **k: calls.append(1) or all_reduce(*a, **k))
+        for step in range(6, 10):
+            calls.clear()
+            continue_training(rank, larger, again, [step])
+            counts.append(len(calls))
+    continue_training(rank, model, optimizer, range(6, 10))
+    return counts, list(said), parameters_of(model), parameters_of(larger)
+
+
+def test_resuming_with_larger_buckets_joins_their_memories():
+    for counts, said, expected, found in run_ranks(resume_with_larger_buckets, 2, "powerSGD"):
+        assert counts[0] > 2
+        assert counts[1:] == [2, 2, 2]
+        assert said == []
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_resuming_the_batched_hook_with_larger_buckets():
+    """The errors stay, but a larger square has other directions."""
+    for counts, said, _, found in run_ranks(resume_with_larger_buckets, 2, "batched"):
+        assert counts[1:] == [2, 2, 2]
+        assert said == []
+        assert found.isfinite().all()
+
+
+def change_rank(rank):
+    """Raise the rank between steps, as a user may, after which the factors no longer fit."""
+    state = new_state()
+    run_steps(state, rank, range(START + 2))
+    state.matrix_approximation_rank = 4
+    with Messages() as said:
+        (output,) = run_steps(state, rank, [50])
+    return [line for line in said if "other options now" in line], torch.linalg.matrix_rank(
+        output[: 64 * 48].view(64, 48)
+    )
+
+
+def test_a_changed_rank_starts_afresh():
+    for said, found in run_ranks(change_rank, 1):
+        assert len(said) == 1
+        assert found == 4

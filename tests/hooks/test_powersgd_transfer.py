@@ -1,0 +1,245 @@
+"""Test that PowerSGD's memory moves to another world size, in one file or torch.distributed.checkpoint."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from gradcomp.hooks import powerSGD_hook
+from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
+from tests.hooks.powersgd_runs import (
+    FEW_SHAPES,
+    OTHER_SHAPES,
+    START,
+    Messages,
+    equal,
+    new_state,
+    reload,
+)
+from tests.hooks.test_default_hooks import Net
+from tests.hooks.test_powersgd_resume import continue_training, make_trainer, parameters_of
+from tests.ranks import run_ranks
+from tests.tolerances import MEAN_ERROR, ONE_STEP
+
+NO_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+
+
+def train(state, rank, steps):
+    """Take steps of two buckets; return the sums of this rank's gradients and of the outputs, in float64."""
+    sums = 0, 0
+    for step in steps:
+        flat = []
+        for index, shapes in enumerate((FEW_SHAPES, OTHER_SHAPES)):
+            gradient = random_gradient(shapes, rank, step)
+            bucket = Bucket(gradient.clone(), shapes, index, index == 1)
+            flat.append((gradient.double(), powerSGD_hook.powerSGD_hook(state, bucket).wait().double()))
+        sums = [total + torch.cat(parts) for total, parts in zip(sums, zip(*flat, strict=True), strict=True)]
+    return sums
+
+
+def errors_of(state_dict):
+    return torch.cat([memory["error"].double() for memory in state_dict["buckets"].values()])
+
+
+def consolidate(rank):
+    """Return what the steps add up to, this rank's state_dict, and one for all ranks, made without pickle."""
+    state = new_state()
+    sums = train(state, rank, range(START + 4))
+    before = state.state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in NO_OBJECTS:
+            patch.delattr(dist, name)
+        merged = powerSGD_hook.consolidated_state_dict(state)
+    assert equal(state.state_dict(), before), "it changed the state"
+    again = new_state()
+    again.load_state_dict(before)
+    assert equal(powerSGD_hook.consolidated_state_dict(again), merged), "not the same before a step"
+    return sums, before, merged
+
+
+def go_on(rank, saved):
+    """Load the state_dict and take steps, the first alone, so that errors that aren't a mean are noticed."""
+    state = new_state()
+    with Messages() as said:
+        state.load_state_dict(saved)
+        sums = train(state, rank, range(50, 54))
+    return sums, state.state_dict(), said
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_one_file_for_another_world_size(before, after):
+    """Σ outputs + the mean of the errors = Σ mean gradients, across the change."""
+    first = run_ranks(consolidate, before)
+    merged = first[0][2]
+    assert all(equal(other, merged) for _, _, other in first)
+    assert merged["errors_of"] == {"rank": None, "world_size": before}
+    averaged = powerSGD_hook.average_errors([each for _, each, _ in first])
+    assert relative(errors_of(merged), errors_of(averaged)) <= MEAN_ERROR
+    assert {**merged, "buckets": 0} == {**averaged, "buckets": 0}
+    second = run_ranks(go_on, after, reload(merged))
+    assert [said for *_, said in second] == [[]] * after, "a mean is everyone's"
+    gradients = sum(torch.stack([sums[0] for sums, *_ in ranks]).mean(0) for ranks in (first, second))
+    outputs = first[0][0][1] + second[0][0][1]
+    owed = torch.stack([errors_of(state_dict) for _, state_dict, _ in second]).mean(0)
+    assert relative(outputs + owed, gradients) <= ONE_STEP
+
+
+def consolidate_float64(rank):
+    """Consolidate a float64 state_dict, whose tensors are the caller's and are not summed in place."""
+    state = new_state()
+    for step in range(START + 1):
+        gradient = random_gradient(FEW_SHAPES, rank, step, torch.float64)
+        powerSGD_hook.powerSGD_hook(state, Bucket(gradient, FEW_SHAPES)).wait()
+    saved = state.state_dict()
+    kept, loaded = copy.deepcopy(saved), new_state()
+    loaded.load_state_dict(saved)
+    merged = powerSGD_hook.consolidated_state_dict(loaded)
+    late = new_state()
+    late.iter = rank
+    with pytest.raises(
+        RuntimeError, match="PowerSGD's state differs between the ranks: step is 0 on rank 0 and 1"
+    ):
+        powerSGD_hook.consolidated_state_dict(late)
+    return equal(saved, kept), merged["buckets"][0]["error"], saved["buckets"][0]["error"]
+
+
+def test_consolidating_leaves_the_state_and_compares_the_ranks():
+    ranks = run_ranks(consolidate_float64, 2)
+    for unchanged, mean, _ in ranks:
+        assert unchanged
+        assert torch.equal(mean, (ranks[0][2] + ranks[1][2]) / 2)
+
+
+def test_what_is_no_state_is_refused():
+    for function in (powerSGD_hook.consolidated_state_dict, powerSGD_hook.per_rank_state_dict):
+        with pytest.raises(
+            TypeError, match=rf"{function.__name__} takes the state of a compressing hook, got dict"
+        ):
+            function({})
+        with pytest.raises(
+            RuntimeError, match=rf"{function.__name__} .* call torch.distributed.init_process_group"
+        ):
+            function(new_state())
+
+
+def load_one_ranks_errors(rank, file):
+    """Load rank 0's file on every rank; return what states with a group and those of torch.load log."""
+    saved = torch.load(io.BytesIO(file))
+    with Messages() as when_loaded:
+        state = new_state()
+        state.load_state_dict(saved["state_dict"])
+        train(state, rank, [50])
+    with Messages() as when_used:
+        state = torch.load(io.BytesIO(file))["state"]
+        told = len(when_used)
+        train(state, rank, [50, 51])
+    with Messages() as of_its_own:
+        state = new_state()
+        here = {"rank": rank, "world_size": dist.get_world_size()}
+        state.load_state_dict(saved["state_dict"] | {"errors_of": here})
+    with Messages() as of_nothing:
+        empty = new_state()
+        empty.load_state_dict(empty.state_dict() | {"errors_of": {"rank": 7, "world_size": 8}})
+    return when_loaded[1:], when_used[told:], of_its_own[1:] + of_nothing[1:]
+
+
+def save_one_ranks_errors(rank):
+    state, file = new_state(), io.BytesIO()
+    train(state, rank, range(START + 2))
+    with Messages():
+        torch.save({"state": state, "state_dict": state.state_dict()}, file)
+    return file.getvalue()
+
+
+def test_one_ranks_errors_on_another_rank_are_noticed():
+    file = run_ranks(save_one_ranks_errors, 2)[0]
+    for world_size in (2, 3):
+        ranks = run_ranks(load_one_ranks_errors, world_size, file)
+        for rank, (when_loaded, when_used, silent) in enumerate(ranks):
+            assert when_loaded == when_used
+            if (rank, world_size) == (0, 2):
+                assert when_loaded == []
+            else:
+                (line,) = when_loaded
+                assert line.startswith(
+                    f"WARNING PowerSGD: the errors loaded on rank {rank} of {world_size} "
+                    "are those of rank 0 of 2."
+                )
+                assert "consolidated_state_dict(state)" in line
+            assert silent == []
+
+
+def save_with_dcp(rank, path):
+    """Train and save; return the parameters after more steps, and this rank's error at the time of saving."""
+    state = new_state()
+    model, optimizer, _ = make_trainer(rank, "powerSGD", state, Net, {})
+    continue_training(rank, model, optimizer, range(6))
+    entries = {
+        "model": model.state_dict(),
+        # Without a tuple, a fresh optimizer would get no momentum.
+        "optimizer": (optimizer.state_dict(),),
+        "app": {"powersgd": powerSGD_hook.per_rank_state_dict(state)},
+    }
+    dcp.save(entries, checkpoint_id=path / "good")
+    dcp.save({"powersgd": state}, checkpoint_id=path / "bad")
+    error = errors_of(state.state_dict())
+    continue_training(rank, model, optimizer, range(6, 10))
+    return parameters_of(model), error
+
+
+def load_with_dcp(rank, path):
+    """Load into a new model in a new process; return the parameters steps later, and the loaded error."""
+    state = new_state(matrix_approximation_rank=1)
+    model, optimizer, _ = make_trainer(rank, "powerSGD", state, Net, {})
+    entries = {"model": model.state_dict(), "optimizer": ()}
+    dcp.load(entries, checkpoint_id=path / "good")
+    model.load_state_dict(entries["model"])
+    optimizer.load_state_dict(entries["optimizer"][0])
+    with Messages() as said:
+        powerSGD_hook.load_from_dcp(state, path / "good", "app.powersgd")
+        error = errors_of(state.state_dict())
+        continue_training(rank, model, optimizer, range(6, 10))
+    return parameters_of(model), error, said
+
+
+def load_wrongly_with_dcp(rank, path):
+    messages = []
+    state = new_state()
+    before = state.state_dict()
+    with pytest.raises(ValueError, match="Likely cause") as error:
+        dcp.load({"powersgd": state}, checkpoint_id=path / "bad")
+    messages.append(str(error.value))
+    with pytest.raises(KeyError) as error:
+        powerSGD_hook.load_from_dcp(state, path / "bad")
+    messages.append(str(error.value))
+    return messages, equal(state.state_dict(), before)
+
+
+def test_torchs_distributed_checkpoint(tmp_path):
+    """As many ranks resume to the bit, others from the mean; a state's own state_dict raises, with advice."""
+    saved = run_ranks(save_with_dcp, 2, tmp_path)
+    for (parameters, error), (resumed, loaded, said) in zip(
+        saved, run_ranks(load_with_dcp, 2, tmp_path), strict=True
+    ):
+        assert torch.equal(resumed, parameters)
+        assert torch.equal(loaded, error)
+        assert said == []
+    mean = torch.stack([error for _, error in saved]).mean(0)
+    for _, loaded, said in run_ranks(load_with_dcp, 3, tmp_path):
+        assert relative(loaded, mean) <= MEAN_ERROR
+        assert said == []
+    for (filled, missing), unchanged in run_ranks(load_wrongly_with_dcp, 2, tmp_path):
+        assert "save per_rank_state_dict(state), and load it with load_from_dcp" in filled
+        assert "has no 'powersgd.rank 0 of 2': save {'powersgd': per_rank_state_dict(state)}" in missing
+        assert unchanged
+
+
+def test_torchs_distributed_checkpoint_with_fewer_ranks(tmp_path):
+    saved = run_ranks(save_with_dcp, 3, tmp_path)
+    mean = torch.stack([error for _, error in saved]).mean(0)
+    for _, loaded, said in run_ranks(load_with_dcp, 2, tmp_path):
+        assert relative(loaded, mean) <= MEAN_ERROR
+        assert said == []

@@ -1,0 +1,62 @@
+"""Test the quantized all-reduce on the Triton kernels (on a GPU, or interpreted), with real processes."""
+
+import pytest
+import torch
+
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.kernels.quantize import plan as quantize_plan
+from tests.devices import device_of_rank
+from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
+from tests.hooks.powersgd_runs import reload
+from tests.hooks.test_quantization_hook import LOSS, SHAPES
+from tests.ranks import run_ranks
+from tests.tolerances import QUANTIZED_IDENTITY
+
+BITS = pytest.mark.parametrize("bits", [4, 8])
+
+
+def take_step(state, rank, step):
+    """Average one bucket on the rank's device; return its input and output, and the bucket."""
+    gradient = random_gradient(SHAPES, rank, step)
+    bucket = Bucket(gradient.clone().to(device_of_rank()), SHAPES)
+    return gradient, quantization_hook(state, bucket).wait().cpu(), bucket
+
+
+def steps_on_kernels(rank, bits):
+    """Return inputs and outputs of three steps, the error after them, and whether kernels computed them."""
+    state, results = QuantizationState(bits=bits, block_size=16), []
+    for step in range(3):
+        gradient, output, bucket = take_step(state, rank, step)
+        results.append((gradient, output))
+        (memory, _) = state._memories.memory_of(bucket.parameters()[0])
+        del bucket  # a state takes the next buckets for a new model's
+    error = state.state_dict()["buckets"][0]["error"].cpu()
+    return results, error, isinstance(memory.compressor._plan, quantize_plan.QuantizedPlan)
+
+
+@BITS
+def test_steps_on_kernels(bits):
+    ranks = run_ranks(steps_on_kernels, 2, bits, interpret=True)
+    assert [is_on_kernels for _, _, is_on_kernels in ranks] == [True, True]
+    inputs = torch.stack([torch.stack([step[0] for step in steps]) for steps, _, _ in ranks]).double().mean(0)
+    outputs = torch.stack([step[1] for step in ranks[0][0]]).double()
+    for steps, _, _ in ranks:
+        assert torch.equal(torch.stack([step[1] for step in steps]).double(), outputs)
+    assert relative(outputs[0], inputs[0]) < LOSS[bits]
+    error = torch.stack([error for _, error, _ in ranks]).double().mean(0)
+    assert relative(outputs.sum(0) + error, inputs.sum(0)) < QUANTIZED_IDENTITY[torch.float32]
+
+
+def broken_off(rank):
+    """Return the outputs of a run, and of one that is saved, loaded and resumed after two steps."""
+    whole, first, second = (QuantizationState(block_size=16) for _ in range(3))
+    expected = [take_step(whole, rank, step)[1] for step in range(4)]
+    for step in range(2):
+        take_step(first, rank, step)
+    second.load_state_dict(reload(first.state_dict()))
+    return expected[2:], [take_step(second, rank, step)[1] for step in range(2, 4)]
+
+
+def test_a_resumed_run_has_the_same_bits():
+    for expected, resumed in run_ranks(broken_off, 2, interpret=True):
+        assert all(torch.equal(one, other) for one, other in zip(expected, resumed, strict=True))

@@ -1,0 +1,243 @@
+"""The 8-bit hooks under torch's names on real ranks: bounds, replicas, both DDPs, the plans kept."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_quantization
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.compress import kept_plans as quantized_plans
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks.quantization_hooks import (
+    LARGEST_BLOCK,
+    _largest_blocks,
+    quantization_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from gradcomp.testing import run_ranks as run_simulated_ranks
+from tests.hooks.powersgd_oracle import Bucket, random_gradient
+from tests.hooks.test_quantization_hook import state_of
+from tests.ranks import run_ranks
+
+SHAPES = [(120, 70), (17,), (8, 3, 5), (1,)]
+HOOKS = {"pertensor": quantization_pertensor_hook, "perchannel": quantization_perchannel_hook}
+BLOCKS = {"pertensor": _largest_blocks, "perchannel": lambda *_: 512}
+EACH = pytest.mark.parametrize("name", HOOKS)
+
+
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
+
+def bound(gradients, block_size):
+    """Return the error that 8 bits allow an element, by element.
+
+    A rank's code is off by half a scale, which is its block's largest value / 127, rounded to bf16. Beside a
+    block of zeros the scale is rounded once more, after the codes are chosen: that is off by 2⁻⁸ of the
+    value. The owner rounds the mean so again.
+    """
+    stacked = torch.stack(gradients).double().abs()
+    numel = stacked.shape[1]
+    padded = nn.functional.pad(stacked, (0, -numel % block_size)).view(len(stacked), -1, block_size)
+    half_scale = padded.amax(2) / 254 * (1 + 2**-8)
+    senders = half_scale.repeat_interleave(block_size, 1)[:, :numel] + stacked * 2**-8
+    return senders.mean(0) * (2 + 1 / 64)
+
+
+def one_step(rank, name, dtype, shapes):
+    gradient = random_gradient(shapes, rank, 0, dtype)
+    return gradient, HOOKS[name](None, Bucket(gradient.clone(), shapes)).wait()
+
+
+@EACH
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_every_element_is_within_two_roundings_of_the_mean(name, world_size, dtype):
+    results = run_ranks(one_step, world_size, name, dtype, SHAPES)
+    gradients = [gradient for gradient, _ in results]
+    mean = torch.stack(gradients).double().mean(0)
+    allowed = bound(gradients, BLOCKS[name](mean.numel(), world_size)) + mean.abs() * torch.finfo(dtype).eps
+    for _, output in results:
+        assert output.dtype == dtype
+        assert torch.equal(output, results[0][1])
+        assert ((output.double() - mean).abs() <= allowed).all()
+
+
+@EACH
+@pytest.mark.parametrize("shapes", [[(0,)], [(1,)], [(3,)]], ids=str)
+def test_a_bucket_smaller_than_a_block_is_exact(name, shapes):
+    (gradient, output), (other, _) = run_ranks(one_step, 2, name, torch.float32, shapes)
+    assert torch.equal(output, (gradient + other) / 2)
+
+
+def poisoned(rank, name, value):
+    gradient = random_gradient(SHAPES, rank, 0)
+    if rank == 1:
+        gradient[4000] = value
+    bad = HOOKS[name](None, Bucket(gradient, SHAPES)).wait()
+    return bad, one_step(rank, name, torch.float32, SHAPES)[1]
+
+
+@EACH
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(name, value):
+    for bad, good in run_ranks(poisoned, 3, name, value):
+        assert bad[4000].isnan()
+        assert bad[0].isfinite()
+        assert good.isfinite().all()
+
+
+class Net(nn.Module):
+    """It has several buckets' worth of layers, and a layer that each rank uses in other steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+        self.sometimes = nn.Linear(64, 64)
+
+    def forward(self, x, uses_all):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.sometimes(x) if uses_all else x
+
+
+def train(rank, way, hook):
+    """Return the parameters after training, the last loss, and the plans' bytes after every step."""
+    torch.manual_seed(0)
+    model = Net()
+    wrap = DistributedDataParallel if way == "torch" else gradcomp.DistributedDataParallel
+    wrapped = wrap(model, bucket_cap_mb=0.02, find_unused_parameters=True)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.5), []
+    data = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = (wrapped(data, step % 2 == rank) - data.sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+        plans = [plan for by_name in quantized_plans._plans.values() for _, plan in by_name.values()]
+        kept.append(sum(plan.payload.nbytes + plan.received.nbytes for plan in plans))
+    gradients = sum(p.nbytes for p in model.parameters())
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), loss.item(), kept, gradients
+
+
+@EACH
+@pytest.mark.parametrize("way", ["torch", "gradcomp"])
+def test_several_buckets_and_unused_layers_train_as_without_a_hook(name, way):
+    (one, loss, kept, gradients), (other, *_) = run_ranks(train, 2, way, HOOKS[name])
+    (_, exact, *_), _ = run_ranks(train, 2, way, None)
+    assert torch.equal(one, other)
+    assert abs(loss - exact) < 0.01 * exact
+    # Two buckets of codes, with scales and padding; those of the first step's buckets are dropped.
+    assert gradients / 2 <= kept[-1] <= 0.6 * gradients
+    assert kept[-1] == kept[2]
+
+
+def test_plans_leave_with_their_parameters(group_of_one):
+    before = len(quantized_plans._plans)
+    bucket = Bucket(torch.randn(100, 100).flatten(), [(100, 100)])
+    quantization_pertensor_hook(None, bucket).wait()
+    assert len(quantized_plans._plans) == before + 1
+    del bucket
+    assert len(quantized_plans._plans) == before
+
+
+def test_a_plan_is_made_once_and_again_for_another_dtype(group_of_one, monkeypatch):
+    made = []
+    plan = quantized_plans.ops.quantized_plan
+
+    def counting(*arguments, **options):
+        made.append(arguments[1])
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(quantized_plans.ops, "quantized_plan", counting)
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
+        buffer = torch.randn(64 * 64, dtype=dtype)
+        quantization_perchannel_hook(None, GradBucket(0, buffer, [parameter], True)).wait()
+    assert made == [torch.float32, torch.float64]
+
+
+def buckets_of_one_parameter(rank, process_group, hook):
+    """Start the averaging of both buckets before waiting for either."""
+    parameter = nn.Parameter(torch.zeros(4096))
+    buckets = [
+        GradBucket(0, torch.full((4096,), 127.0 * (1 + rank + 10 * i)), [parameter], True) for i in range(2)
+    ]
+    futures = [hook(process_group, bucket) for bucket in buckets]
+    return [future.wait()[:2].tolist() for future in futures]
+
+
+@EACH
+def test_ranks_in_one_process_share_no_plan(name):
+    for averages in run_simulated_ranks(buckets_of_one_parameter, 2, HOOKS[name]):
+        assert averages == [[127 * 1.5] * 2, [127 * 11.5] * 2]
+
+
+def in_wrapper(rank, wrapper):
+    """Return a gradient and its averages by the three hooks on buckets in 16 bits."""
+    gradient = random_gradient(SHAPES, rank, 0)
+    results = []
+    for hook, state in [*((hook, None) for hook in HOOKS.values()), (quantization_hook, state_of(8))]:
+        wrapped = getattr(default_hooks, wrapper)(hook)
+        results.append(wrapped(state, Bucket(gradient.clone(), SHAPES)).wait())
+    return gradient, results
+
+
+@pytest.mark.parametrize("wrapper", ["fp16_compress_wrapper", "bf16_compress_wrapper"])
+def test_they_run_in_the_wrappers(wrapper):
+    """The wrapper's rounding comes before the hook's, and once more after it."""
+    ranks = run_ranks(in_wrapper, 2, wrapper)
+    mean = torch.stack([gradient for gradient, _ in ranks]).double().mean(0)
+    eps = torch.finfo(torch.float16 if wrapper.startswith("fp16") else torch.bfloat16).eps
+    largest = max(gradient.abs().max() for gradient, _ in ranks)
+    for one, other in zip(*(results for _, results in ranks), strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+        assert (one - mean).abs().max() <= largest * (1.01 / 127 + eps)
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000, 4097, 6_553_600, 1_000_003])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 100])
+def test_pertensor_blocks_are_long_and_leave_little_padding(numel, world_size):
+    block = _largest_blocks(numel, world_size)
+    assert block % 16 == 0
+    assert block <= LARGEST_BLOCK
+    num_blocks = -(-numel // block)
+    padded = -(-num_blocks // world_size) * world_size * block
+    assert padded <= 1.02 * numel + 16 * world_size
+    # Scales take less than 0.4 % of the codes' bytes, unless shards are short.
+    assert block > LARGEST_BLOCK / 2 or num_blocks <= world_size
+
+
+def with_torchs_arithmetic(gradients):
+    """Return the mean of what torch's quantization_pertensor_hook would send of the ranks' gradients."""
+    decoded = []
+    for gradient in gradients:
+        observer = torch.ao.quantization.MinMaxObserver()
+        observer(gradient)
+        scale, zero = observer.calculate_qparams()
+        codes = torch_quantization._quantize_per_tensor_backend(gradient, scale, zero)
+        decoded.append(torch_quantization._dequantize_per_tensor_backend(codes, scale, zero))
+    return torch.stack(decoded).double().mean(0)
+
+
+@pytest.mark.parametrize("scales", [[1.0], [0.1, 1.0, 10.0]], ids=["alike", "unlike"])
+def test_pertensor_is_as_accurate_as_torchs(scales):
+    """It rounds twice, but in blocks: as accurate on normal gradients, more on layers of unlike sizes."""
+    shapes = [(1024, 1024)] * len(scales)
+    factor = torch.tensor(scales).repeat_interleave(1024**2)
+    gradients = [
+        torch.randn(len(factor), generator=torch.Generator().manual_seed(r)) * factor for r in (0, 1)
+    ]
+
+    def average(rank, group):
+        return quantization_pertensor_hook(group, Bucket(gradients[rank].clone(), shapes)).wait()
+
+    ours = run_simulated_ranks(average, 2)[0]
+    mean = torch.stack(gradients).double().mean(0)
+    theirs = with_torchs_arithmetic(gradients)
+    assert (ours - mean).norm() < (1.05 if len(scales) == 1 else 0.7) * (theirs - mean).norm()

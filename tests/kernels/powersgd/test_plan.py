@@ -1,0 +1,262 @@
+"""PowerSGD's plan on the kernels: a step's launches, offsets beyond 2³¹, and plain torch beside it."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradcomp import ops
+from gradcomp.cpu import powersgd_plan as cpu
+from gradcomp.kernels.powersgd.back_project import back_project
+from gradcomp.kernels.powersgd.plan import LowRankPlan
+from gradcomp.kernels.powersgd.project import project
+from gradcomp.kernels.powersgd.reconstruct import reconstruct
+from gradcomp.kernels.powersgd.tile import SHRINK
+from gradcomp.kernels.powersgd.work import TILES, LowRankWork
+from gradcomp.layout import BlockLayout, LowRankLayout, Matrix
+from tests.kernels.compiled import is_kernel, kernel_modules
+from tests.kernels.powersgd.ranks import COMPRESS_ALL, plans_of, random_grads, relative, step
+from tests.tolerances import POWERSGD_STEP as STEP
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SHAPES = [(70, 45), (13,), (9, 5, 3), (33, 130), (70, 45), (4,)]
+# What torch calls without launching anything or taking memory.
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "slice",
+    "select",
+    "detach",
+    "alias",
+    "as_strided",
+    "t",
+    "transpose",
+    "expand",
+}
+
+
+class LaunchingOps(TorchDispatchMode):
+    """Notes every torch operation that isn't a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+class Noted:
+    """Stands in for a kernel: notes that it would be launched."""
+
+    def __init__(self, name: str, launched: list[str]):
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid):
+        assert all(size > 0 for size in grid)
+        return lambda *_, **__: self.launched.append(self.name)
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """The names of the kernels launched from here on, none of which runs."""
+    names: list[str] = []
+    for module in kernel_modules():
+        for name in filter(is_kernel, vars(module).copy()):
+            monkeypatch.setattr(module, name, Noted(name, names))
+    return names
+
+
+def step_of(plan, buffer: torch.Tensor, seed: int = 0) -> None:
+    """A step of a single rank."""
+    plan.project(buffer, 1.0)
+    plan.back_project(buffer, 1.0)
+    plan.reconstruct(buffer, seed)
+
+
+def test_codes_are_packed_without_launches_of_their_own(launched, device):
+    shapes = [(140, 41), (3,), (9, 150)]
+    options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "wire_dtype": FP32}
+    plan = LowRankPlan(LowRankLayout(shapes, 4, COMPRESS_ALL), FP32, device, **options)
+    p_numel, uncompressed_numel, q_numel = plan.wire_numels
+    codes = [
+        ops.quantized_plan(BlockLayout(parts, 128, 2), FP32, device, bits=8, error_feedback=False)
+        for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
+    ]
+    plan.send_in_codes(*codes)
+    launched.clear()
+    step_of(plan, torch.zeros(plan.layout.numel, device=device))
+    assert len(launched) == 7
+    assert launched.count("_pack_codes_kernel") == 2
+    assert "_quantize_kernel" not in launched
+
+
+@pytest.mark.parametrize("rank", [1, 4, 32, 40])
+@pytest.mark.parametrize("count", [1, 8, 60])
+def test_a_step_is_seven_launches_and_allocates_nothing(count, rank, launched, device):
+    shapes = [shape for i in range(count) for shape in ((40, 41 + i), (3,))]
+    plan = LowRankPlan(
+        LowRankLayout(shapes, rank, COMPRESS_ALL), FP32, device,
+        error_feedback=True, warm_start=True, epsilon=0.0, seed=0,
+    )  # fmt: skip
+    assert launched == ["_random_q_kernel"]
+    launched.clear()
+    buffer = torch.zeros(plan.layout.numel, device=device)
+    with LaunchingOps() as ops:
+        step_of(plan, buffer)
+    assert len(launched) == (7 if rank <= 32 else 6)
+    assert ops.names == [], "torch's own operations: launches or allocations"
+    with LaunchingOps() as ops:
+        torch.zeros(3, device=device)[1:].view(-1)
+    assert ops.names == ["zeros"], "the mode sees no allocation: the test is idle"
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(("rank", "square"), [(1, True), (3, False), (16, False)])
+def test_as_in_plain_torch(rank, square, dtype, device):
+    """Steps follow one another, each from the state that the kernels' plan hands over."""
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
+    layout = LowRankLayout.square(numel, rank) if square else LowRankLayout(SHAPES, rank, 1.1)
+    assert layout.matrices
+    assert square or layout.uncompressed
+    options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 3}
+    (plan,) = plans_of(layout, rank, dtype, device, **options)
+    plain = cpu.LowRankPlan(layout, dtype, torch.device("cpu"), **options)
+    for seed in range(2):
+        plain.load(plan.error().cpu(), [direction.cpu() for direction in plan.directions()])
+        (grad,) = random_grads(layout, dtype, device, seed)
+        expected = grad.clone().cpu()
+        step_of(plan, grad)
+        step_of(plain, expected)
+        assert relative(grad.cpu().double(), expected.double()) <= STEP[dtype]
+        error, expected_error = plan.error().cpu().double(), plain.error().double()
+        assert relative(error, expected_error) <= STEP[dtype]
+        assert expected_error.norm() > 0.1 * expected.norm(), "nothing was left out: the test is idle"
+
+
+def test_another_plan_continues_from_what_is_saved(device):
+    (plan,) = plans_of(SHAPES, 4, FP32, device)
+    step([plan], random_grads(plan.layout, FP32, device, 0))
+    (resumed,) = plans_of(SHAPES, 4, FP32, device, seed=1)
+    resumed.load(plan.error(), plan.directions())
+    assert torch.equal(resumed.error(), plan.error())
+    assert all(map(torch.equal, resumed.directions(), plan.directions()))
+    (grad,) = random_grads(plan.layout, FP32, device, 1)
+    again = grad.clone()
+    step([plan], [grad])
+    step([resumed], [again])
+    assert relative(again.double(), grad.double()) <= STEP[FP32]
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("plan_class", [LowRankPlan, cpu.LowRankPlan], ids=["kernels", "plain"])
+def test_what_is_added_to_the_error_lies_where_its_parameter_does(plan_class, square, device):
+    """A compressed matrix has it added; what isn't compressed has no error."""
+    device = device if plan_class is LowRankPlan else torch.device("cpu")
+    numels = [torch.Size(shape).numel() for shape in SHAPES]
+    layout = LowRankLayout.square(sum(numels), 2) if square else LowRankLayout(SHAPES, 2, 1.1)
+    plan = plan_class(layout, FP32, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)
+    step_of(plan, random_grads(layout, FP32, device, 0)[0])
+    for number in (3, 1):
+        before, start, values = plan.error(), sum(numels[:number]), torch.ones(numels[number], device=device)
+        plan.add_to_error(start, values)
+        expected = before.clone()
+        if square or number == 3:
+            expected[start : start + len(values)] += values
+        assert torch.allclose(plan.error(), expected, rtol=0, atol=1e-6)
+
+
+def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
+    """What fits only once it is divided by the number of ranks doesn't overflow."""
+    (plan,) = plans_of([(16, 64), (3,)], 1, FP16, device)
+    plan.load(torch.zeros(plan.layout.numel, dtype=FP16, device=device), [torch.ones(64, 1, device=device)])
+    buffer = torch.full((plan.layout.numel,), 3e4, dtype=FP16, device=device)
+    plan.project(buffer, 1 / 8)
+    # Rows of 64 · 3e4 on a direction of 1/8 each: 2.4e5, where fp16 ends at 65504.
+    assert plan.p_wire.tolist() == [3e4] * 16 + [3e4 / 8] * 3 + [0.0] * 5
+    plan.back_project(buffer, 1 / 8)
+    # Columns of 16 · 3e4 on a P of 1/4 each: 1.2e5.
+    assert plan.q_wire.tolist() == [1.5e4] * 64
+
+
+@pytest.mark.parametrize("plan_class", [LowRankPlan, cpu.LowRankPlan], ids=["kernels", "plain"])
+def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
+    """It would make the next step infinite."""
+    device = device if plan_class is LowRankPlan else torch.device("cpu")
+    layout = LowRankLayout([(4, 4)], 1, COMPRESS_ALL)
+    plan = plan_class(layout, FP16, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)
+    plan.load(torch.zeros(16, dtype=FP16, device=device), [torch.ones(4, 1, device=device)])
+    gradient = torch.full((16,), 3e4, dtype=FP16, device=device)
+    gradient[0] = -6.5e4
+    output = gradient.clone()
+    step_of(plan, output)
+    lost = gradient.double() - output.double()
+    assert lost[0] < -65520
+    assert lost[1:].abs().max() < 65504
+    assert plan.error().double().tolist() == [0.0, *lost[1:].half().tolist()]
+    output.zero_()
+    step_of(plan, output)
+    assert output.isfinite().all()
+    assert output.any()
+
+
+def test_a_matrix_behind_2_to_the_31(device):
+    """A whole step; the bucket, a vector and a matrix start beyond, none of the memory between is touched."""
+    start = 2**31 + 5
+    layout = LowRankLayout.__new__(LowRankLayout)
+    layout._set(start + 99, [Matrix(start, 9, 10, 90, 2)], [(start + 90, 9)])
+    near = LowRankLayout.__new__(LowRankLayout)
+    near._set(99, [Matrix(0, 9, 10, 90, 2)], [(90, 9)])
+    (far_plan,), (near_plan,) = (plans_of(each, 2, FP16, device) for each in (layout, near))
+    buffer = torch.empty(start + 99, dtype=FP16, device=device)
+    for seed in range(2):
+        (grad,) = random_grads(near, FP16, device, seed)
+        buffer[start:] = grad
+        step_of(far_plan, buffer)
+        step_of(near_plan, grad)
+        assert torch.equal(buffer[start:], grad)
+
+
+def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
+    """The last program of every walk through it, in a gradient and a memory of which little is touched."""
+    n, m, r = 2**16 + 50, 2**15 + 8, 2
+    work = LowRankWork([Matrix(0, n, m, n * m)], [], rank=r, itemsize=2)
+    assert min(work.memory_numel, n * m) > 2**31
+    walk, back_walk = work.project_work[-1], work.back_project_work[-1]
+    rewrite = [row for row in work.reconstruct_work if row[0] == TILES][-1]
+    matrices, *tables = (
+        torch.tensor(rows, device=device) for rows in (work.matrix_table, [walk], [back_walk], [rewrite])
+    )
+    blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
+    first_row, first_col = walk[1] * work.block_rows, walk[2] * work.block_cols
+    back_row, back_col = back_walk[2] * work.block_rows, back_walk[1] * work.block_cols
+    grad, memory = (torch.empty(size, dtype=FP16, device=device) for size in (n * m, work.memory_numel))
+    for flat, value in ((grad, 1.0), (memory, 2.0)):
+        flat[: n * m].view(n, m)[first_row:, first_col:] = value
+        flat[: n * m].view(n, m)[back_row:, back_col:] = value
+    p = torch.zeros(work.p_panel_numel, device=device)
+    q = torch.zeros(work.q_panel_numel, device=device)
+    norms = torch.zeros(work.num_norms, work.rank, dtype=torch.float64, device=device)
+    partial = torch.zeros(work.rank * 64, device=device)
+
+    # P and Q are zero, so M = gradient + memory; Q's lengths too, so that M is projected on the random Q: on
+    # ones.
+    q[work.q_panel_numel // 2 :][:m] = 1.0
+    project(grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, unit=False, **blocks)
+    rows, cols = n - first_row, m - first_col
+    shrink = SHRINK.value
+    assert partial[:rows].tolist() == [3.0 * cols * shrink] * rows
+    assert (memory[: n * m].view(n, m)[first_row:, first_col:] == 3).all()
+
+    p[:n] = 1.0
+    back_project(memory, p, matrices, tables[1], out=partial, feedback=True, **blocks)
+    # project turned the last rows into 3; those before them still hold 2.
+    total = 3.0 * rows + 2.0 * (first_row - back_row)
+    assert partial[: m - back_col].tolist() == [total * shrink] * (m - back_col)
+
+    wire = torch.full((m * r,), 0.5, dtype=FP16, device=device)
+    options = {"q": q, "norms": norms, "seed": 0, "warm_start": True}
+    reconstruct(wire, wire, p, matrices, tables[2], out=grad, **options, **blocks)
+    assert (grad.view(n, m)[first_row:, first_col:] == 0.5).all()

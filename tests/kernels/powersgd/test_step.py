@@ -1,0 +1,214 @@
+"""Whole PowerSGD steps in Triton, on simulated ranks, against the algorithm in float64."""
+
+import math
+
+import pytest
+import torch
+
+from gradcomp.kernels.powersgd import work as powersgd_work
+from gradcomp.layout import LowRankLayout
+from tests.kernels.powersgd.ranks import (
+    MIXED,
+    check_step,
+    directions_of,
+    matrices_of,
+    on_wire,
+    orthonormal,
+    panel_of,
+    plans_of,
+    random_grads,
+    reference_step,
+    relative,
+    step,
+    sums_of,
+)
+from tests.tolerances import POWERSGD_STAGE as STAGE
+from tests.tolerances import POWERSGD_STAGE_DOT as STAGE_DOT
+from tests.tolerances import POWERSGD_STEP as STEP
+
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+# One row, one column, primes, one element around a block's end in both directions, several chunks of a slim
+# matrix. The vectors between them, one of them longer than COPY_BLOCK, make the offsets odd.
+AWKWARD = [(3,), (1, 70), (5,), (70, 1), (1,), (31, 37), (33, 65), (2100,), (32, 64), (10, 523), (523, 10)]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Every program walks through several tiles, as in a large bucket."""
+    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "world_size"),
+    [(FP32, 1, 1), (FP32, 3, 2), (FP32, 16, 1), (FP64, 3, 1), (BF16, 3, 1), (BF16, 16, 1)],
+    ids=str,
+)  # fmt: skip
+def test_awkward_shapes(dtype, rank, world_size, device):
+    plans = plans_of(AWKWARD, rank, dtype, device, world_size=world_size)
+    for seed in range(2):
+        check_step(plans, random_grads(plans[0].layout, dtype, device, seed, world_size))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank"), [(FP32, 4), (FP32, 32), (BF16, 4), (FP16, 32), (FP64, 16)], ids=str
+)
+def test_on_and_off_16_bytes(dtype, rank, device):
+    """The branch with wide accesses; beside it, the same bucket in a buffer that starts off 16 bytes."""
+    (on,), (off,) = (plans_of([(40, 72), (8,), (32, 64)], rank, dtype, device) for _ in range(2))
+    for seed in range(2):
+        (grad,) = random_grads(on.layout, dtype, device, seed)
+        home = torch.cat([grad[:1], grad])
+        before = home[0].clone()
+        check_step([on], [grad])
+        check_step([off], [home[1:]])
+        assert relative(home[1:].double(), grad.double()) <= STEP[dtype]
+        assert torch.equal(home[0], before), "wrote outside the bucket"
+
+
+@pytest.mark.parametrize(("rank", "warm_start"), [(4, True), (16, False), (40, True)])
+def test_without_error_feedback(rank, warm_start, device):
+    plans = plans_of(MIXED, rank, FP32, device, error_feedback=False, warm_start=warm_start)
+    assert not plans[0]._memory.numel()
+    for seed in range(2):
+        check_step(plans, random_grads(plans[0].layout, FP32, device, seed))
+    assert not plans[0].error().any()
+
+
+def test_without_warm_start(device):
+    """Every step projects on new random columns, the same on all ranks, and feeds the error back."""
+    plans = plans_of([(33, 67)], 4, FP32, device, world_size=2, warm_start=False)
+    seen = []
+    for seed in range(3):
+        directions = [plan.directions()[0] for plan in plans]
+        assert torch.equal(*directions)
+        assert not any(torch.equal(directions[0], other) for other in seen)
+        seen.append(directions[0])
+        check_step(plans, random_grads(plans[0].layout, FP32, device, seed, 2), seed + 1)
+
+
+@pytest.mark.parametrize("rank", [3, 16])
+def test_every_stage(rank, device):
+    """Each stage by itself, from what the stage before it left."""
+    (plan,) = plans_of(MIXED, rank, FP32, device)
+    bound = STAGE[FP32] if rank <= 8 else STAGE_DOT
+    first, grad = (random_grads(plan.layout, FP32, device, seed)[0] for seed in range(2))
+    step([plan], [first])
+    sums, directions = sums_of(plan, grad), [each.double().cpu() for each in plan.directions()]
+    plan.project(grad, 0.5)
+    for i, (total, direction) in enumerate(zip(sums, directions, strict=True)):
+        assert relative(plan._matrix(i).double().cpu(), total) <= bound
+        assert relative(on_wire(plan, i, "p"), 0.5 * total @ direction) <= bound
+    plan.back_project(grad, 0.5)
+    for i, total in enumerate(sums):
+        p = panel_of(plan, i, "p")
+        assert relative(p, orthonormal(on_wire(plan, i, "p"))) <= 10 * bound
+        assert relative(on_wire(plan, i, "q"), 0.5 * total.T @ p) <= bound
+    plan.reconstruct(grad, 0)
+    for i, output in enumerate(matrices_of(plan.layout, grad)):
+        q = panel_of(plan, i, "q")
+        assert torch.equal(q, on_wire(plan, i, "q"))
+        assert relative(output, panel_of(plan, i, "p") @ q.T) <= bound
+        direction = plan.directions()[i].double().cpu()
+        length, scale = direction.norm(dim=0), (direction / q)[0]
+        assert torch.equal(direction, q * scale), "a random column in place of a good one"
+        assert torch.equal(scale.log2(), scale.log2().round())
+        assert ((length > 0.5) & (length <= 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "world_size"), [(FP64, 1, 1), (FP32, 4, 2), (FP32, 16, 1), (BF16, 4, 2)], ids=str
+)
+def test_error_feedback_identity(dtype, rank, world_size, device):
+    """The sum of outputs and the mean final error are the sum of mean inputs, over six steps.
+
+    Rounding M is all that is lost, once a step: the output's rounding is part of the error.
+    """
+    plans = plans_of([(33, 70), (5,)], rank, dtype, device, world_size=world_size)
+    layout = plans[0].layout
+    received = torch.zeros(33, 70, dtype=FP64)
+    given, lost = torch.zeros_like(received), 0.0
+    for seed in range(6):
+        grads = random_grads(layout, dtype, device, seed, world_size)
+        given += sum(matrices_of(layout, grad)[0] for grad in grads) / world_size
+        step(plans, grads)
+        received += matrices_of(layout, grads[0])[0]
+        lost += sum(float(plan._matrix(0).double().norm()) for plan in plans) / world_size
+    error = sum(matrices_of(layout, plan.error())[0] for plan in plans) / world_size
+    # A rounding error per element and step, and what fp32 sums of products add to the approximation.
+    assert (received + error - given).norm() <= 2 * STAGE[dtype] * lost
+    assert error.norm() > 0.1 * given.norm(), "nothing was left out: the test is idle"
+
+
+@pytest.mark.parametrize(("dtype", "rank"), [(BF16, 8), (FP16, 16)], ids=str)
+def test_the_error_includes_the_rounding_of_the_output(dtype, rank, device):
+    """At full rank, rounding is all there is to the error: the next M, if the gradient is zero."""
+    (plan,) = plans_of([(rank, 70)], rank, dtype, device)
+    (grad,) = random_grads(plan.layout, dtype, device, 0)
+    step([plan], [grad])
+    expected = plan._matrix(0).double().cpu() - matrices_of(plan.layout, grad)[0]
+    plan.project(torch.zeros_like(grad), 1.0)
+    assert relative(plan._matrix(0).double().cpu(), expected) <= STAGE[dtype]
+    assert 0 < expected.norm() < 0.1 * grad.double().norm()
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_gradients_of_low_rank_are_recovered(rank, device):
+    (plan,) = plans_of([(40, 70), (70, 40)], rank, FP32, device)
+    generator = torch.Generator().manual_seed(0)
+    low = [
+        torch.randn(m.rows, rank - 1, generator=generator)
+        @ torch.randn(rank - 1, m.cols, generator=generator)
+        for m in plan.layout.matrices
+    ]
+    for _ in range(2):
+        grad = torch.cat([matrix.flatten() for matrix in low]).to(device)
+        step([plan], [grad])
+        for output, matrix in zip(matrices_of(plan.layout, grad), low, strict=True):
+            assert relative(output, matrix.double()) <= 10 * STEP[FP32]
+
+
+def test_sixty_matrices(device):
+    shapes = [shape for i in range(60) for shape in ((20 + i % 7, 30 + i % 5), (i % 4,))]
+    plans = plans_of(shapes, 2, FP32, device)
+    assert len(plans[0].layout.matrices) == 60
+    check_step(plans, random_grads(plans[0].layout, FP32, device, 0))
+
+
+@pytest.mark.parametrize("numel", [70 * 70 - 3, 70 * 69 - 2, 72 * 72 - 5])
+def test_a_matrix_whose_end_does_not_exist(numel, device):
+    """The batched hook makes a square with more elements than its bucket, the last of them zeros."""
+    plans = plans_of(LowRankLayout.square(numel, 4), 4, FP32, device)
+    side = plans[0].layout.matrices[0].cols
+    assert side * side > numel
+    assert (side % 4 == 0) == (numel > 70 * 70), "rows on 16 bytes, of which the last lacks its end"
+    for seed in range(2):
+        # Beyond the end lies somebody else's memory.
+        home = torch.full((numel + 200,), math.nan, device=device)
+        grad = home[:numel]
+        grad.copy_(random_grads(plans[0].layout, FP32, device, seed)[0])
+        (total,), (direction,) = sums_of(plans[0], grad), directions_of(plans[0])
+        step(plans, [grad])
+        expected = reference_step([total], direction).flatten()[:numel]
+        assert relative(grad.double().cpu(), expected) <= STEP[FP32]
+        assert home[numel:].isnan().all()
+        assert not plans[0]._matrix(0).flatten()[numel:].any()
+
+
+@pytest.mark.parametrize("rank", [4, 16, 40])
+def test_the_same_bits_whatever_the_scratch_held(rank, device):
+    results = []
+    for poison in (math.nan, 1e30):
+        (plan,) = plans_of(MIXED, rank, FP32, device)
+        for scratch in (plan._partial, plan.p_wire, plan.q_wire):
+            scratch.fill_(poison)
+        (grad,) = random_grads(plan.layout, FP32, device, 0)
+        step([plan], [grad])
+        results.append([grad, plan._memory, plan._p, plan._q, plan._norms])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_to_compress(device):
+    plans = plans_of([(5,), (2100,), (0,), (1,)], 4, FP32, device, world_size=2)
+    assert not plans[0].layout.matrices
+    check_step(plans, random_grads(plans[0].layout, FP32, device, 0, 2))

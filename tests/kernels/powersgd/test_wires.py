@@ -1,0 +1,77 @@
+"""PowerSGD in Triton with wires of another dtype than the bucket's, against float64 and plain torch."""
+
+import pytest
+import torch
+
+from gradcomp.cpu.powersgd_plan import LowRankPlan as PlainPlan
+from tests.kernels.powersgd.ranks import (
+    MIXED,
+    assert_padding_is_zero,
+    matrices_of,
+    on_wire,
+    plans_of,
+    random_grads,
+    relative,
+    step,
+    sums_of,
+)
+from tests.tolerances import FACTOR_ROUNDINGS, FACTOR_UNIT, POWERSGD_STAGE, POWERSGD_STEP
+
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype", "rank"),
+    [(FP32, BF16, 4), (FP32, FP16, 3), (FP32, FP32, 4), (FP64, BF16, 2), (BF16, FP16, 4), (BF16, FP32, 3)],
+    ids=str,
+)
+def test_a_step(dtype, wire_dtype, rank, device):
+    plans = plans_of(MIXED, rank, dtype, device, world_size=2, wire_dtype=wire_dtype)
+    layout = plans[0].layout
+    options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
+    plain = [PlainPlan(layout, dtype, torch.device("cpu"), wire_dtype=wire_dtype, **options) for _ in plans]
+    for each in plain:
+        each.load(each.error(), [direction.cpu() for direction in plans[0].directions()])
+    for seed in range(2):
+        grads = random_grads(layout, dtype, device, seed, world_size=2)
+        others = [grad.cpu().clone() for grad in grads]
+        sums = [sums_of(plan, grad) for plan, grad in zip(plans, grads, strict=True)]
+        step(plans, grads, seed)
+        step(plain, others, seed)
+        assert all(plan.p_wire.dtype == wire_dtype for plan in plans)
+        rounding = FACTOR_ROUNDINGS * FACTOR_UNIT[wire_dtype] if wire_dtype in FACTOR_UNIT else 0.0
+        assert torch.equal(*grads)
+        assert relative(grads[0].double().cpu(), others[0].double()) <= rounding + 2 * POWERSGD_STEP[dtype]
+        for index, output in enumerate(matrices_of(layout, grads[0])):
+            total = sum(each[index] for each in sums) / 2
+            error = sum(matrices_of(layout, plan.error())[index] for plan in plans) / 2
+            assert relative(error, total - output) <= POWERSGD_STAGE[dtype]
+        for plan in plans:
+            assert_padding_is_zero(plan)
+
+
+def test_factors_have_the_same_place_on_the_wire(device):
+    """Both plans' wires are columns one after another; the kernels' are padded to 16 bytes."""
+    (plan,) = plans_of(MIXED, 3, FP32, device, wire_dtype=FP32)
+    plain = PlainPlan(
+        plan.layout,
+        FP32,
+        torch.device("cpu"),
+        error_feedback=False,
+        warm_start=True,
+        epsilon=0.0,
+        seed=0,
+        wire_dtype=FP32,
+    )
+    plain.load(plain.error(), [direction.cpu() for direction in plan.directions()])
+    (grad,) = random_grads(plan.layout, FP32, device, 0)
+    plan.project(grad, 1.0)
+    plain.project(grad.cpu(), 1.0)
+    for index, matrix in enumerate(plan.layout.matrices):
+        sent = plain.sent_p(index).view(matrix.rank, matrix.rows).T.double()
+        own = on_wire(plan, index, "p")
+        # The kernels' directions are scaled otherwise.
+        assert relative(own / own.norm(dim=0), sent / sent.norm(dim=0)) <= POWERSGD_STEP[FP32]
+    numels = (len(plan.p_wire) - plan.wire_numels[1], *plan.wire_numels[1:])
+    assert (plan.wire_numels, sum(numels[:2])) == (numels, len(plan.p_wire))
+    assert sum(plain.wire_numels[:2]) == len(plain.p_wire)

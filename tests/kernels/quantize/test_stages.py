@@ -1,0 +1,287 @@
+"""The quantized all-reduce on the kernels, stage by stage, against float64 and plain torch."""
+
+import math
+
+import pytest
+import torch
+
+from gradcomp import ops
+from gradcomp.kernels.quantize import plan as quantize_plan
+from gradcomp.layout import BlockLayout
+from tests.kernels.copies import FLOATS
+from tests.kernels.quantize.ranks import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    assert_quantized,
+    blocks_of,
+    dequantized,
+    plain_plans_of,
+    plans_of,
+    random_grads,
+    sections_of,
+)
+from tests.tolerances import QUANTIZED_IDENTITY, SMALLEST, average
+
+BITS = pytest.mark.parametrize("bits", [4, 8])
+# Matrices at offsets that aren't multiples of 16 bytes, vectors between them, ±1 around a block of 16.
+MIXED = [(3,), (7, 13), (3, 5), (4, 4), (1, 17), (0, 4), (40, 9), (33,)]
+# Of two tiles, and a bit more than two, of blocks of 128.
+WHOLE = [(32, 128), (5,), (33, 131)]
+WIDE = {dtype: torch.promote_types(dtype, torch.float32) for dtype in FLOATS}
+
+
+def check_quantized(plans, grads, bits, dtype):
+    """Quantize every rank's bucket, and check the payloads and the errors."""
+    layout, wide = plans[0].layout, WIDE[dtype]
+    for rank, (plan, grad) in enumerate(zip(plans, grads, strict=True)):
+        values = plan.error.clone()
+        values[layout.shard(rank)] -= plan.shard_error
+        values = values.cpu().view(-1, layout.block_size) + blocks_of(layout, grad, wide)
+        plan.quantize(grad, rank)
+        sent = [sections_of(payload, layout, dtype, bits) for payload in plan.payload]
+        codes, scales, exact = (torch.cat(section) for section in zip(*sent, strict=True))
+        assert_quantized(values, codes, scales, bits)
+        lost = (values - dequantized(codes, scales, wide, bits)).flatten()
+        assert torch.equal(plan.error.cpu(), lost)
+        assert not any(lost[padding].any() for padding in layout.padding)
+        for part in layout.exact:
+            assert torch.equal(exact[part.stored], grad[part.in_bucket].cpu())
+
+
+def check_averaged(plans, bits, dtype):
+    """Average every shard, and check the means and the errors."""
+    layout, wide = plans[0].layout, WIDE[dtype]
+    for rank, plan in enumerate(plans):
+        before, kept = plan.error.clone().cpu(), plan.shard_error.clone().cpu()
+        plan.average(rank)
+        total, is_sent = torch.zeros(layout.num_blocks, layout.block_size, dtype=wide), False
+        exact = []
+        for payload in plan.received:
+            codes, scales, exact_of_one = sections_of(payload, layout, dtype, bits)
+            total += dequantized(codes, scales, wide, bits)
+            is_sent = is_sent | (scales != 0)[:, None]
+            exact.append(exact_of_one.double())
+        total = torch.where(is_sent, total + kept.view(total.shape), 0.0) / layout.world_size
+        codes, scales, mean = sections_of(plan.mean, layout, dtype, bits)
+        assert_quantized(total, codes, scales, bits)
+        lost = (total - dequantized(codes, scales, wide, bits)) * layout.world_size
+        expected = torch.where(is_sent, lost, kept.view(total.shape)).flatten()
+        assert torch.equal(plan.shard_error.cpu(), expected)
+        before[layout.shard(rank)] += expected
+        assert torch.equal(plan.error.cpu(), before)
+        means = torch.stack(exact).mean(0)
+        bound = average(dtype, layout.world_size, torch.stack(exact).abs().amax(0))
+        assert ((mean.double() - means).abs() <= bound).all()
+
+
+def check_dequantized(plans, flats, bits, dtype):
+    """Dequantize on every rank, and check the buckets."""
+    layout, wide = plans[0].layout, WIDE[dtype]
+    for plan, flat in zip(plans, flats, strict=True):
+        sent = [sections_of(payload, layout, dtype, bits) for payload in plan.payload]
+        codes, scales, exact = (torch.cat(section) for section in zip(*sent, strict=True))
+        blocks = dequantized(codes, scales, wide, bits).flatten().to(dtype)
+        flat.fill_(math.nan)
+        plan.dequantize(flat)
+        for parts, values in ((layout.quantized, blocks), (layout.exact, exact)):
+            for part in parts:
+                assert torch.equal(flat[part.in_bucket].cpu(), values[part.stored])
+
+
+def check_steps(layout, bits, dtype, device, num_steps=2, offset=0):
+    """Check every stage of some steps. offset: of the buckets in their memory, in elements."""
+    plans = plans_of(layout, dtype, device, bits=bits)
+    for step in range(num_steps):
+        grads = random_grads(layout, dtype, device, step)
+        flats = [torch.empty(layout.numel + offset, dtype=dtype, device=device)[offset:] for _ in grads]
+        for flat, grad in zip(flats, grads, strict=True):
+            flat.copy_(grad)
+        check_quantized(plans, flats, bits, dtype)
+        all_to_all(plans)
+        check_averaged(plans, bits, dtype)
+        all_gather(plans)
+        check_dequantized(plans, flats, bits, dtype)
+
+
+@BITS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_stage_of_every_dtype(bits, dtype, device):
+    check_steps(BlockLayout(MIXED, 16, 2), bits, dtype, device)
+
+
+@BITS
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_every_number_of_ranks(bits, world_size, device):
+    check_steps(BlockLayout(MIXED, 16, world_size), bits, torch.float32, device)
+
+
+@BITS
+@pytest.mark.parametrize("block_size", [2, 6, 128, 256])
+def test_every_block_size(bits, block_size, device):
+    check_steps(BlockLayout(WHOLE, block_size, 1 if block_size < 128 else 2), bits, torch.float32, device, 1)
+
+
+@BITS
+@pytest.mark.parametrize(
+    "shapes", [[(4, 4)], [(1, 16)], [(17, 1)], [(5,)], [(2, 8), (8, 2)], [(0,), (0, 3)], []], ids=str
+)
+def test_few_blocks(bits, shapes, device):
+    """One block, one and an element, only vectors, two tensors that are one run, nothing."""
+    for world_size in (1, 3):
+        check_steps(BlockLayout(shapes, 16, world_size), bits, torch.float32, device, 1)
+
+
+@BITS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_buckets_that_do_not_start_on_16_bytes(bits, dtype, device):
+    check_steps(BlockLayout([(32, 128), (5, 3)], 128, 1), bits, dtype, device, 1, offset=3)
+
+
+@BITS
+def test_many_tensors(bits, device):
+    check_steps(BlockLayout([(4, 5), (3,)] * 8 + [(4, 4)] * 5, 4, 2), bits, torch.float32, device, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_8_bits_are_those_of_plain_torch(dtype, world_size, device):
+    """Outputs, errors and what the ranks exchange, but for sums of what is sent exactly."""
+    layout = BlockLayout(MIXED, 16, world_size)
+    plans = plans_of(layout, dtype, device, bits=8)
+    plain = plain_plans_of(layout, dtype, bits=8, error_feedback=True)
+    for step in range(2):
+        outputs = all_reduce(plans, random_grads(layout, dtype, device, step))
+        expected = all_reduce(plain, random_grads(layout, dtype, torch.device("cpu"), step))
+        for one, other in zip(plans, plain, strict=True):
+            assert torch.equal(one.error.cpu(), other.error)
+            assert torch.equal(one.shard_error.cpu(), other.shard_error)
+            for index in (0, 1):
+                pair = [sections_of(each.mean, layout, dtype, 8)[index] for each in (one, other)]
+                assert torch.equal(*pair)
+        for output, other in zip(outputs, expected, strict=True):
+            for part in layout.quantized:
+                assert torch.equal(output[part.in_bucket].cpu(), other[part.in_bucket])
+
+
+@BITS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nothing_is_lost(bits, dtype, device):
+    """Outputs plus the mean error are the inputs, and every rank has the same output."""
+    layout = BlockLayout(MIXED, 16, 3)
+    plans = plans_of(layout, dtype, device, bits=bits)
+    inputs, outputs = torch.zeros(layout.numel).double(), torch.zeros(layout.numel).double()
+    for step in range(3):
+        grads = random_grads(layout, dtype, device, step)
+        inputs += torch.stack(grads).double().mean(0).cpu()
+        results = all_reduce(plans, grads)
+        assert all(torch.equal(result, results[0]) for result in results)
+        outputs += results[0].double().cpu()
+    errors = torch.stack([plan.error.double().cpu() for plan in plans]).mean(0)
+    for part in layout.quantized:
+        outputs[part.in_bucket] += errors[part.stored]
+    assert (outputs - inputs).norm() <= QUANTIZED_IDENTITY[dtype] * inputs.norm()
+    assert errors.any()
+
+
+@BITS
+def test_without_feedback(bits, device):
+    layout = BlockLayout(MIXED, 16, 2)
+    plans = plans_of(layout, torch.float32, device, bits=bits, error_feedback=False)
+    same = plans_of(layout, torch.float32, device, bits=bits)
+    grads = random_grads(layout, torch.float32, device, 0)
+    for _ in range(2):
+        assert all(plan.error is None and plan.shard_error is None for plan in plans)
+        outputs = all_reduce(plans, grads)
+    for output, other in zip(outputs, all_reduce(same, grads), strict=True):  # whose errors are zero so far
+        assert torch.equal(output, other)
+
+
+@BITS
+@pytest.mark.parametrize("scale", [1e38, 1e-38, 1e-42], ids=str)
+def test_magnitudes_at_the_ends_of_fp32(bits, scale, device):
+    layout = BlockLayout([(8, 16)], 16, 1)
+    (plan,) = plans_of(layout, torch.float32, device, bits=bits)
+    flat = torch.linspace(-3, 3, 128, device=device) * scale
+    check_quantized([plan], [flat], bits, torch.float32)
+    assert plan.error.isfinite().all()
+    if scale == 1e38:
+        all_to_all([plan])
+        plan.average(0)
+        assert plan.shard_error.isfinite().all()
+        codes, scales, _ = sections_of(plan.mean, layout, torch.float32, bits)
+        decoded = dequantized(codes, scales, torch.float32, bits).flatten()
+        assert (decoded - flat.cpu()).double().norm() < 0.2 * flat.cpu().double().norm()
+
+
+@BITS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_blocks_that_are_not_finite(bits, dtype, device):
+    """They are NaN on every rank, leave no error, and the others are as they would be without them."""
+    layout = BlockLayout([(8, 16), (3,)], 16, 2)
+    plans, others = (plans_of(layout, dtype, device, bits=bits) for _ in range(2))
+    grads = random_grads(layout, dtype, device, 0)
+    expected = all_reduce(others, grads)[0]
+    grads[1][20], grads[1][80], grads[0][127] = math.inf, math.nan, -math.inf
+    outputs = all_reduce(plans, grads)
+    is_bad = torch.zeros(layout.numel, dtype=torch.bool, device=device)
+    for block in (1, 5, 7):
+        is_bad[16 * block : 16 * (block + 1)] = True
+    for output in outputs:
+        assert output[is_bad].isnan().all()
+        assert torch.equal(output[~is_bad], expected[~is_bad])
+    assert all(plan.error.isfinite().all() for plan in plans)
+    assert not plans[0].error[112:].any()
+    assert not plans[1].error[16:32].any()
+
+
+@BITS
+def test_layers_that_are_skipped_keep_their_errors(bits, device):
+    """A tensor that no rank uses: what is sent of it is zero, and the errors are the old ones."""
+    layout = BlockLayout([(5, 7), (6, 11)], 16, 2)
+    plans = plans_of(layout, torch.float32, device, bits=bits)
+    plain = plain_plans_of(layout, torch.float32, bits=bits, error_feedback=True)
+    all_reduce(plans, random_grads(layout, torch.float32, device, 0))
+    for plan, other in zip(plans, plain, strict=True):
+        other.error.copy_(plan.error)
+        other.shard_error.copy_(plan.shard_error)
+    first = layout.quantized[0]
+    before = [plan.error.clone() for plan in plans]
+    grads = random_grads(layout, torch.float32, device, 1)
+    for rank, (plan, other, grad) in enumerate(zip(plans, plain, grads, strict=True)):
+        grad[first.in_bucket] = 0.0
+        plan.quantize(grad, rank, [first])
+        other.quantize(grad.cpu(), rank, [first])
+        assert torch.equal(plan.error[first.stored].cpu(), other.error[first.stored])
+    all_to_all(plans)
+    for rank, plan in enumerate(plans):
+        kept = plan.shard_error.clone()
+        plan.average(rank)
+        own, part = layout.shard(rank), first.stored
+        stop = max(0, min(part.stop, own.stop) - own.start)
+        assert torch.equal(plan.shard_error[:stop], kept[:stop])
+        assert torch.allclose(plan.error[part], before[rank][part], rtol=0, atol=4 * SMALLEST_ERROR)
+    all_gather(plans)
+    for plan, grad in zip(plans, grads, strict=True):
+        plan.dequantize(grad)
+        assert not grad[first.in_bucket].any()
+
+
+SMALLEST_ERROR = 2.0**-24 + SMALLEST[torch.float32]  # a rounding of a number below one
+
+
+def test_codes_of_opposite_signs_cancel(device):
+    layout = BlockLayout([(16, 16)], 16, 2)
+    plans = plans_of(layout, torch.float32, device, bits=4)
+    grad = random_grads(layout, torch.float32, device, 0)[0]
+    for output in all_reduce(plans, [grad, -grad]):
+        assert not output.any()
+
+
+def test_it_is_chosen_where_kernels_run(monkeypatch):
+    layout, cpu = BlockLayout([(16, 16)], 16, 1), torch.device("cpu")
+    options = {"bits": 4, "error_feedback": True}
+    monkeypatch.setattr(ops, "_INTERPRETED", False)
+    plan = ops.quantized_plan(layout, torch.float32, cpu, **options)
+    assert not isinstance(plan, quantize_plan.QuantizedPlan)
+    ops.compile_quantized(layout, torch.float32, cpu, **options)  # nothing to compile

@@ -1,0 +1,76 @@
+"""Run scenarios with torch's DistributedDataParallel and with gradcomp's, and compare how they end."""
+
+import warnings
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import gradcomp
+from tests.ranks import run_ranks
+from tests.reducer.models import run_cases
+from tests.tolerances import average
+
+CLASSES = {"torch": TorchDDP, "gradcomp": gradcomp.DistributedDataParallel}
+
+
+def run_quietly(scenario, cls, rank, *arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        return scenario(cls, rank, *arguments)
+
+
+def on_both(rank, scenario, *arguments):
+    return {name: run_quietly(scenario, cls, rank, *arguments) for name, cls in CLASSES.items()}
+
+
+def assert_alike(scenario, world_size, *arguments, exact=True):
+    """Assert that both classes' results are equal, or within the rounding of a sum; return them by rank."""
+    (ranks,) = assert_all_alike(scenario, world_size, [arguments], exact=exact)
+    return ranks
+
+
+def assert_all_alike(scenario, world_size, cases, exact=True):
+    """Assert it for several cases of arguments, in one set of processes; return results by case and rank."""
+    ranks = run_ranks(run_cases, world_size, on_both, [(scenario, *case) for case in cases])
+    for index, case in enumerate(cases):
+        for results in ranks:
+            ours, theirs = results[index]["gradcomp"], results[index]["torch"]
+            _compare(ours, theirs, world_size, exact, where=f"{scenario.__name__}{case}")
+    return [[results[index]["gradcomp"] for results in ranks] for index in range(len(cases))]
+
+
+def _compare(ours, theirs, world_size, exact, where):
+    if isinstance(theirs, torch.Tensor):
+        assert isinstance(ours, torch.Tensor), where
+        assert ours.shape == theirs.shape, where
+        assert ours.dtype == theirs.dtype, where
+        if exact:
+            assert torch.equal(ours, theirs), where
+        else:
+            bound = 10 * average(torch.float32, world_size, theirs.abs().max())
+            assert (ours - theirs).abs().max() <= bound, where
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs), where
+        for key in theirs:
+            _compare(ours[key], theirs[key], world_size, exact, where)
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs), where
+        for one, other in zip(ours, theirs, strict=True):
+            _compare(one, other, world_size, exact, where)
+    else:
+        assert ours == theirs, where
+
+
+def batch_of(model, rank, step):
+    return model.batch(torch.Generator().manual_seed(1000 * rank + step))
+
+
+def flat(model):
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def gradients(model):
+    def dense(gradient):
+        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+    return [None if p.grad is None else dense(p.grad).clone() for p in model.parameters()]

@@ -1,0 +1,247 @@
+"""Compare gradcomp.DistributedDataParallel with torch's in unusual forwards and backwards."""
+
+import collections
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import gradcomp
+from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, gradients, on_both
+from tests.ranks import run_ranks
+from tests.reducer.models import MLP, STATIC, UNUSED, Branches, ConvNet, loss_of
+
+
+@dataclasses.dataclass
+class Outputs:
+    first: torch.Tensor
+    others: list
+
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
+
+
+class Nested(nn.Module):
+    """This model takes and returns nested containers; the loss may leave out one of its outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, pair, *, extra, container):
+        first, second = self.one(pair.x), self.two(extra["y"][0])
+        return {
+            "dict": {"a": first, "b": [second, 3, None]},
+            "namedtuple": Pair(first, second),
+            "dataclass": Outputs(first, [second]),
+        }[container]
+
+
+def nested(cls, rank, container, part, options):
+    torch.manual_seed(0)
+    model = Nested()
+    ddp = cls(model, **options)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    outputs = ddp(Pair(x, None), extra={"y": [2 * x]}, container=container)
+    assert type(outputs).__name__ == {"dict": "dict", "namedtuple": "Pair", "dataclass": "Outputs"}[container]
+    first = {"dict": lambda o: o["a"], "namedtuple": lambda o: o.x, "dataclass": lambda o: o.first}[
+        container
+    ](outputs)
+    second = {"dict": lambda o: o["b"][0], "namedtuple": lambda o: o.y, "dataclass": lambda o: o.others[0]}[
+        container
+    ](outputs)
+    loss = first.square().sum() + (second.sum() if part == "all" else 0.0)
+    loss.backward()
+    return gradients(model)
+
+
+def test_nested_inputs_and_outputs():
+    containers = ("dict", "namedtuple", "dataclass")
+    assert_all_alike(
+        nested, 2, [(container, "all", options) for container in containers for options in ({}, UNUSED)]
+    )
+
+
+def test_outputs_that_the_loss_leaves_out():
+    """With find_unused_parameters, their parameters' gradients stay None."""
+    for ranks in assert_all_alike(
+        nested, 2, [(container, "first", UNUSED) for container in ("dict", "namedtuple")]
+    ):
+        for results in ranks:
+            assert [gradient is None for gradient in results] == [False, False, True, True]
+
+
+def changed_in_place(cls, rank, options):
+    torch.manual_seed(0)
+    model = Nested()
+    ddp = cls(model, **options)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    first, second = ddp(Pair(x, None), extra={"y": [x]}, container="namedtuple")
+    torch.relu_(first)
+    second += 1
+    (first * second).sum().backward()
+    return gradients(model)
+
+
+def test_outputs_may_be_changed_in_place():
+    assert_all_alike(changed_in_place, 2, [({},), (UNUSED,), (STATIC,)])
+
+
+def unfinished(cls, rank, debug):
+    model = Branches()
+    ddp = cls(model)
+    loss_of(ddp(torch.ones(2, 12))).backward()
+    with pytest.raises(RuntimeError) as caught:
+        ddp(torch.ones(2, 12))
+    return str(caught.value)
+
+
+def messages_of_unfinished(rank):
+    return on_both(rank, unfinished, False)
+
+
+def test_an_unfinished_reduction_is_told_at_the_next_forward():
+    for messages in run_ranks(messages_of_unfinished, 2):
+        for message in messages.values():
+            for part in (
+                "Expected to have finished reduction in the prior iteration",
+                "passing the keyword argument `find_unused_parameters=True`",
+                "`forward` function outputs participate in calculating loss",
+                "Parameter indices which did not receive grad for rank ",
+            ):
+                assert part in message
+        indices = [message.rsplit(":", 1)[1].split() for message in messages.values()]
+        assert sorted(indices[1]) == sorted(word for word in indices[0] if word.isdigit())
+
+
+def two_backwards(cls, rank):
+    """Run a step's backward in two calls, and a second backward of the same graph."""
+    torch.manual_seed(0)
+    model = Nested()
+    ddp = cls(model)
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    outputs = ddp(Pair(x, None), extra={"y": [x]}, container="namedtuple")
+    outputs.x.sum().backward()
+    outputs.y.square().sum().backward(retain_graph=True)
+    results = [gradients(model)]
+    outputs.y.square().sum().backward()
+    results.append(gradients(model))
+    return results
+
+
+def test_backward_in_several_calls():
+    assert_alike(two_backwards, 2)
+
+
+def gradients_of_gradients(cls, rank):
+    """Add a penalty on this rank's gradients to the loss."""
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model)
+    loss = loss_of(ddp(batch_of(model, rank, 1)))
+    grads = torch.autograd.grad(loss, list(ddp.parameters()), create_graph=True)
+    (loss + sum(gradient.square().sum() for gradient in grads)).backward()
+    return gradients(ddp)
+
+
+def test_gradients_of_gradients():
+    assert_alike(gradients_of_gradients, 2)
+
+
+def create_graph(rank):
+    """Run backward(create_graph=True), where torch's raises in this version."""
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = gradcomp.DistributedDataParallel(model)
+    results = []
+    for keep in (False, True, True):
+        ddp.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a reference cycle
+            loss_of(ddp(batch_of(model, rank, 0))).backward(create_graph=keep)
+        results.append([gradient.detach() for gradient in gradients(model)])
+    ddp.zero_grad()
+    return results
+
+
+def test_create_graph():
+    for plain, *kept in run_ranks(create_graph, 2):
+        for gradients_ in kept:
+            assert all(torch.equal(one, other) for one, other in zip(plain, gradients_, strict=True))
+
+
+def freeze_later(cls, rank):
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model, **UNUSED)
+    loss_of(ddp(batch_of(model, rank, 0))).backward()
+    model[0].requires_grad_(False)
+    ddp.zero_grad()
+    loss_of(ddp(batch_of(model, rank, 1))).backward()
+    return gradients(model)
+
+
+def test_parameters_frozen_later():
+    assert_alike(freeze_later, 2)
+
+
+def complex_model(cls, rank):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, dtype=torch.complex64)
+    ddp = cls(model)
+    x = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
+    ddp(x).abs().sum().backward()
+    return gradients(model)
+
+
+def test_complex_parameters():
+    assert_alike(complex_model, 2)
+
+
+def evaluate_on_one_rank(cls, rank):
+    model = ConvNet()
+    ddp = cls(model)
+    loss_of(ddp(batch_of(model, rank, 0))).backward()
+    model.eval()
+    if rank == 0:
+        with torch.no_grad():
+            ddp.module(batch_of(model, rank, 1))
+    model.train()
+    ddp.zero_grad()
+    loss_of(ddp(batch_of(model, 0, 2))).backward()
+    return len(gradients(model))
+
+
+def test_evaluation_of_the_module_on_one_rank():
+    assert_alike(evaluate_on_one_rank, 2)
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def reentrant(cls, rank, options):
+    torch.manual_seed(0)
+    model = Reentrant()
+    ddp = cls(model, bucket_cap_mb=0.001, **options)
+    results = []
+    for step in range(3):
+        ddp.zero_grad()
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * rank + step)).requires_grad_()
+        ddp(x).square().sum().backward()
+        results.append(gradients(model))
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, STATIC], ids=str)
+def test_reentrant_checkpointing(options):
+    assert_alike(reentrant, 2, options)

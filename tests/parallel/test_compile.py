@@ -1,0 +1,207 @@
+"""Test torch.compile around the wrapper, within it, and around a function that calls it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradcomp
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.reducer import autograd as module_of_not_compiled
+from tests.parallel.beside_torch import TorchDDP, assert_all_alike, gradients
+from tests.ranks import run_ranks
+from tests.reducer.models import run_cases
+
+BACKEND = "aot_eager"  # compiles graphs as the default does, without a C++ compiler
+NUM_LAYERS = 12
+PYTHON_REDUCER = "python_reducer"
+
+
+def chain():
+    """Return a model whose twelve layers have 1 MiB each."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(module for _ in range(NUM_LAYERS) for module in (nn.Linear(512, 512), nn.Tanh())))
+
+
+def wrapped(cls, order, **options):
+    """Return (the model, its wrapper, what a training step calls)."""
+    model = chain()
+    if order == "ddp(compile)":
+        ddp = cls(torch.compile(model, backend=BACKEND), **options)
+        return model, ddp, ddp
+    ddp = cls(model, **options)
+    if order == "compile(step)":
+        return model, ddp, torch.compile(lambda inputs: ddp(inputs).square(), backend=BACKEND)
+    return model, ddp, torch.compile(ddp, backend=BACKEND) if order == "compile(ddp)" else ddp
+
+
+def training(cls, rank, order, options):
+    torch._dynamo.reset()
+    model, _, step = wrapped(cls, order, bucket_cap_mb=2, **options)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        model.zero_grad()
+        step(torch.randn(4, 512, generator=generator)).sum().backward()
+    return gradients(model)
+
+
+def test_compiled_gradients_are_averaged_as_torchs():
+    unused, static = {"find_unused_parameters": True}, {"static_graph": True}
+    cases = [("compile(ddp)", {}), ("ddp(compile)", {}), ("compile(step)", {})]
+    cases += [("compile(ddp)", unused), ("compile(ddp)", static)]
+    assert_all_alike(training, 2, cases, exact=False)
+
+
+class Products(TorchDispatchMode):
+    """A counter of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def products_before_first_bucket(rank, order):
+    """Return the part of backward's matrix products that comes before bucket 0 is full, in the third step."""
+    torch._dynamo.reset()
+    model, ddp, step = wrapped(gradcomp.DistributedDataParallel, order, bucket_cap_mb=2)
+    products, counts = Products(), []
+
+    def hook(state, bucket):
+        if bucket.index() == 0:
+            counts.append(products.count)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    for _ in range(3):
+        model.zero_grad()
+        loss = step(torch.randn(4, 512)).sum()
+        products.count = 0
+        with products:
+            loss.backward()
+    return counts[-1] / products.count
+
+
+def test_the_first_bucket_leaves_before_four_tenths_of_backward():
+    """A graph that is compiled in one piece would compute all gradients first."""
+    orders = ["eager", "compile(ddp)", "ddp(compile)", "compile(step)"]
+    (parts,) = run_ranks(run_cases, 1, products_before_first_bucket, [(order,) for order in orders])
+    assert dict(zip(orders, parts, strict=True)) == pytest.approx(dict.fromkeys(orders, 0.2), abs=0.2)
+
+
+def test_a_torch_with_other_private_names_is_asked_in_public(monkeypatch):
+    monkeypatch.setattr(module_of_not_compiled, "eval_frame", object())
+    function = module_of_not_compiled.not_compiled(lambda number: number + 1)
+    assert function(1) == 2
+    assert function._torchdynamo_disable
+
+
+def in_compiled_autograd(rank, kind, hook, state_of, optimize_ddp, options):
+    """Compile steps with their backwards; return the last gradients, or an error's type and message."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    forward = model
+    with torch._dynamo.config.patch(compiled_autograd=True, optimize_ddp=optimize_ddp):
+        if kind == "reducer":
+            averaging = gradcomp.Reducer(model.named_parameters(), **options)
+        else:
+            averaging = {"torch": TorchDDP, "gradcomp": gradcomp.DistributedDataParallel}[kind](
+                model, **options
+            )
+            forward = averaging
+        if hook is not None:
+            averaging.register_comm_hook(state_of(), hook)
+
+        @torch.compile(backend=BACKEND)
+        def step(inputs):
+            outputs = forward(inputs)
+            if kind == "reducer":
+                averaging.prepare_for_backward(outputs)
+            outputs.square().mean().backward()
+
+        generator = torch.Generator().manual_seed(rank)
+        try:
+            for _ in range(2):
+                model.zero_grad()
+                step(torch.randn(4, 32, generator=generator))
+        except Exception as error:
+            return type(error), str(error)
+    return gradients(model)
+
+
+def no_state():
+    return None
+
+
+def test_a_compiled_backward_is_refused_with_what_to_do():
+    cases = [
+        ("gradcomp", None, no_state, True, {}),
+        ("reducer", None, no_state, PYTHON_REDUCER, {}),
+    ]
+    for results in run_ranks(run_cases, 2, in_compiled_autograd, cases):
+        for case, (error, message) in zip(cases, results, strict=True):
+            assert error is RuntimeError, (case, message)
+            assert message.startswith("compiled autograd (torch._dynamo.config.compiled_autograd) runs"), case
+            assert "compiled_autograd = False" in message, case
+            assert "optimize_ddp = 'python_reducer'" in message, case
+
+
+def test_all_reduce_hooks_run_in_torchs_python_reducer():
+    """They give the mean of torch's DDP without a hook, rounded to the wire's dtype."""
+    hooks = {
+        None: 1e-6,
+        default_hooks.allreduce_hook: 1e-6,
+        default_hooks.fp16_compress_hook: 2**-10,
+        default_hooks.bf16_compress_hook: 2**-7,
+    }
+    cases = [("torch", hook, no_state, PYTHON_REDUCER, {}) for hook in hooks]
+    first, second = run_ranks(run_cases, 2, in_compiled_autograd, cases)
+    means = first[0]
+    for bound, ours, others in zip(hooks.values(), first, second, strict=True):
+        for mean, our, other in zip(means, ours, others, strict=True):
+            assert torch.equal(our, other)
+            assert (our - mean).abs().max() <= bound * mean.abs().max()
+    assert not torch.equal(first[2][0], means[0])  # it has been rounded
+
+
+def test_other_hooks_say_what_to_do_in_torchs_python_reducer():
+    """Their messages hold no values of a gradient."""
+    states = {
+        powerSGD_hook.powerSGD_hook: powersgd_state,
+        quantization_hooks.quantization_hook: quantization_state,
+        quantization_hooks.quantization_pertensor_hook: no_state,
+        debugging_hooks.noop_hook: no_state,
+    }
+    cases = [("torch", hook, state_of, PYTHON_REDUCER, {}) for hook, state_of in states.items()]
+    (results,) = run_ranks(run_cases, 1, in_compiled_autograd, cases)
+    for case, (error, message) in zip(cases, results, strict=True):
+        assert error is TypeError, (case, message)
+        assert "got an object of type tuple. Likely cause: torch._dynamo.config.optimize_ddp" in message, case
+        assert "optimize_ddp = True" in message, case
+        assert "tensor(" not in message, case
+
+
+def powersgd_state():
+    return powerSGD_hook.PowerSGDState(None)
+
+
+def quantization_state():
+    return quantization_hooks.QuantizationState()
+
+
+@pytest.mark.parametrize("bucket", [torch.ones(3, 4), (torch.ones(5), torch.ones(5)), {"a": torch.ones(7)}])
+def test_a_message_about_a_wrong_argument_has_no_values(bucket):
+    for hook in (default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
+        with pytest.raises(TypeError, match=r"got (a tensor of shape \(3, 4\)|an object of type)") as caught:
+            hook(None, bucket)
+        assert "1." not in str(caught.value)
+    with pytest.raises(TypeError, match=r"got (a tensor of shape \(3, 4\)|an object of type)"):
+        default_hooks.allreduce_hook(
+            bucket, gradcomp.reducer.GradBucket(0, torch.ones(2), [torch.ones(2)], True)
+        )

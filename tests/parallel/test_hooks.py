@@ -1,0 +1,246 @@
+"""Compare gradcomp.DistributedDataParallel with torch's: hooks, and optimizers within backward."""
+
+import re
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_post_local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_quantization
+
+import gradcomp
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
+from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, flat, gradients
+from tests.ranks import run_ranks
+from tests.reducer.models import MLP, loss_of
+from tests.tolerances import average
+
+
+def refuse_hooks(cls, rank):
+    messages = []
+
+    def wrong_bucket(state, bucket: int):
+        pass
+
+    def wrong_return(state, bucket) -> int:
+        pass
+
+    def other_name(state, buckets):
+        pass
+
+    for hook in ("text", wrong_bucket, wrong_return, other_name):
+        ddp = cls(MLP())
+        with pytest.raises((TypeError, ValueError, KeyError)) as caught:
+            ddp.register_comm_hook(None, hook)
+        messages.append((type(caught.value).__name__, str(caught.value)))
+    ddp = cls(MLP())
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return messages
+
+
+def test_hooks_that_are_refused():
+    assert_alike(refuse_hooks, 1)
+
+
+def raise_in_hook(cls, rank):
+    def hook(state, bucket):
+        raise ZeroDivisionError("in the hook")
+
+    model = MLP()
+    ddp = cls(model)
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(Exception, match="in the hook"):
+        loss_of(ddp(batch_of(model, rank, 0))).backward()
+    return True
+
+
+def test_an_exception_in_a_hook_surfaces_from_backward():
+    assert_alike(raise_in_hook, 1)
+
+
+def hooks_of_ours():
+    """Return name -> (state, hook)."""
+    power = powerSGD_hook.PowerSGDState
+    return {
+        "powerSGD": (power(None, 2, 2), powerSGD_hook.powerSGD_hook),
+        "batched powerSGD": (power(None, 2, 2), powerSGD_hook.batched_powerSGD_hook),
+        "fp16 powerSGD": (
+            power(None, 2, 2),
+            default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        ),
+        "noop": (None, debugging_hooks.noop_hook),
+    }
+
+
+def hooks_of_torchs():
+    """Return name -> (state, hook). Each subgroup of post-localSGD has one rank."""
+    subgroup, _ = dist.new_subgroups(group_size=1)
+    local = torch_post_local_sgd.PostLocalSGDState(None, subgroup, start_localSGD_iter=2)
+    power = partial(torch_powersgd.PowerSGDState, None, matrix_approximation_rank=2)
+    return {
+        "allreduce": (None, torch_default.allreduce_hook),
+        "fp16": (None, torch_default.fp16_compress_hook),
+        "fp16 allreduce": (None, torch_default.fp16_compress_wrapper(torch_default.allreduce_hook)),
+        "noop": (None, torch_debugging.noop_hook),
+        "post-localSGD": (local, torch_post_local_sgd.post_localSGD_hook),
+        "powerSGD": (power(start_powerSGD_iter=2), torch_powersgd.powerSGD_hook),
+        "powerSGD, not yet": (power(start_powerSGD_iter=100), torch_powersgd.batched_powerSGD_hook),
+    }
+
+
+def train_with(cls, rank, hooks, name):
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model)  # one bucket, which both wrappers fill in the same order
+    ddp.register_comm_hook(*hooks()[name])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    results = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(ddp(batch_of(model, rank, step))).backward()
+        results.append(gradients(model))
+        optimizer.step()
+    return results
+
+
+def test_our_hooks_have_the_same_result():
+    names = ("powerSGD", "batched powerSGD", "fp16 powerSGD", "noop")
+    assert_all_alike(train_with, 2, [(hooks_of_ours, name) for name in names])
+
+
+def train_complex(cls, rank, name):
+    """Return the averages of a model with complex parameters, whose gradients hooks see as real ones."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4, dtype=torch.complex64)
+    ddp = cls(model)
+    hook = {
+        "powerSGD": (powerSGD_hook.PowerSGDState(None, 4, 2, 0.1), powerSGD_hook.powerSGD_hook),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "torch's allreduce": (None, torch_default.allreduce_hook),
+        "torch's fp16": (None, torch_default.fp16_compress_hook),
+    }.get(name)
+    if hook is not None:
+        ddp.register_comm_hook(*hook)
+    generator = torch.Generator().manual_seed(rank)
+    averages = []
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.randn(3, 6, dtype=torch.complex64, generator=generator)).abs().sum().backward()
+        averages.append(torch.view_as_real(model.weight.grad.clone()))
+    return torch.stack(averages)
+
+
+def test_hooks_average_complex_gradients():
+    names = ["none", "powerSGD", "fp16", "torch's allreduce", "torch's fp16"]
+    cases = assert_all_alike(train_complex, 2, [(name,) for name in names])
+    plain, full_rank = cases[0][0], cases[1][0]
+    assert (full_rank - plain).abs().max() <= 1e-5 * plain.abs().max()
+    for averages in cases:
+        assert torch.equal(averages[0], averages[1])
+        assert (averages[0] - plain).abs().max() <= 2e-3 * plain.abs().max()
+
+
+def test_torchs_hooks_have_the_same_result():
+    names = ("allreduce", "fp16", "fp16 allreduce", "noop", "post-localSGD", "powerSGD", "powerSGD, not yet")
+    assert_all_alike(train_with, 2, [(hooks_of_torchs, name) for name in names])
+
+
+def bf16_hooks():
+    """Return name -> (None, hook) of ours and of torch's, which torch's DDP refuses on gloo."""
+    return {
+        "torch": (None, torch_default.bf16_compress_hook),
+        "wrapped": (None, torch_default.bf16_compress_wrapper(torch_default.allreduce_hook)),
+        "ours": (None, default_hooks.bf16_compress_hook),
+    }
+
+
+def train_in_bf16(rank):
+    names = ("torch", "wrapped", "ours")
+    return [train_with(gradcomp.DistributedDataParallel, rank, bf16_hooks, name) for name in names]
+
+
+def test_bf16_hooks_of_torchs_and_ours():
+    for theirs, wrapped, ours in run_ranks(train_in_bf16, 2):
+        for their_step, wrapped_step, our_step in zip(theirs, wrapped, ours, strict=True):
+            for their, each, our in zip(their_step, wrapped_step, our_step, strict=True):
+                bound = 5 * average(torch.bfloat16, 2, their.abs().max())
+                assert (their - our).abs().max() <= bound
+                assert (their - each).abs().max() <= bound
+
+
+def quantized(cls, rank, name, like_nccl):
+    """Run a quantization hook of torch's; return the gradients, or its IndexErrors.
+
+    These hooks expect what the future of NCCL's all_gather holds: one tensor of all ranks', not a list.
+    """
+    hook = getattr(torch_quantization, name)
+    model = nn.Linear(30, 40)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.01)
+    ddp = cls(model)
+    ddp.register_comm_hook(dist.group.WORLD, hook)
+    gather = dist.all_gather
+    if like_nccl:
+        torch_quantization.dist.all_gather = partial(gather_like_nccl, gather)
+    try:
+        ddp(torch.randn(4, 30, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    except RuntimeError as error:
+        return re.findall(r"IndexError: .*", str(error))
+    finally:
+        torch_quantization.dist.all_gather = gather
+    return gradients(model)
+
+
+def gather_like_nccl(gather, *arguments, **options):
+    work = gather(*arguments, **options)
+    if work is None:
+        return None  # the Reducer's own all_gather, which is synchronous
+    nested = work.get_future().then(lambda future: [torch.stack(future.value())])
+    return SimpleNamespace(get_future=lambda: nested)
+
+
+def test_torchs_quantization_hooks():
+    """On gloo they fail under either reducer; with futures like NCCL's they return the same under both."""
+    names = ("quantization_pertensor_hook", "quantization_perchannel_hook")
+    first, second = assert_all_alike(quantized, 2, [(name, True) for name in names])
+    for ranks in (first, second):
+        assert all(torch.equal(one, other) for one, other in zip(*ranks, strict=True))
+        assert ranks[0][0].abs().max() > 0
+    for ranks in assert_all_alike(quantized, 2, [(name, False) for name in names]):
+        assert all(messages for messages in ranks)
+
+
+def optimizers_in_backward(rank, inside):
+    """Train with optimizers that step in backward (where torch's DDP needs an accelerator), or after it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit warns on import
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    torch.manual_seed(0)
+    model = MLP()
+    if inside:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    ddp = gradcomp.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(ddp(batch_of(model, rank, step))).backward()
+        if not inside:
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model)
+
+
+def test_optimizers_in_backward():
+    """They step once their parameters' gradients have been averaged."""
+    first, second = run_ranks(optimizers_in_backward, 2, True)
+    assert torch.equal(first, second)
+    assert torch.equal(first, run_ranks(optimizers_in_backward, 2, False)[0])

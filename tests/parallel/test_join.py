@@ -1,0 +1,122 @@
+"""Compare gradcomp.DistributedDataParallel.join with torch's: ranks with different numbers of inputs."""
+
+import warnings
+
+import torch
+
+import gradcomp
+from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, flat, gradients
+from tests.ranks import run_ranks
+from tests.reducer.models import CAP_MB, MLP, UNUSED, Branches, loss_of
+
+
+def uneven(cls, rank, divide, options):
+    """Train on two inputs on rank 0, and on five on rank 1."""
+    torch.manual_seed(0)
+    model = MLP() if not options else Branches()
+    ddp = cls(model, bucket_cap_mb=CAP_MB, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join(divide_by_initial_world_size=divide):
+        for step in range(2 + 3 * rank):
+            optimizer.zero_grad()
+            loss_of(ddp(batch_of(model, rank, step))).backward()
+            optimizer.step()
+    return flat(model)
+
+
+def test_join():
+    cases = [(divide, options) for divide in (True, False) for options in ({}, UNUSED)]
+    for first, second in assert_all_alike(uneven, 2, cases):
+        assert torch.equal(first, second)
+
+
+def without_any(cls, rank):
+    """Train on no input on rank 0, which joins in the comparison of the others' first step."""
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model)
+    with ddp.join():
+        for step in range(2 * rank):
+            loss_of(ddp(batch_of(model, rank, step))).backward()
+    return flat(model)
+
+
+def test_join_of_a_rank_without_input():
+    assert_alike(without_any, 2)
+
+
+def without_warnings(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return uneven(gradcomp.DistributedDataParallel, rank, False, {})
+
+
+def test_join_does_not_warn():
+    first, second = run_ranks(without_warnings, 2)
+    assert torch.equal(first, second)
+
+
+def join_in_both_ways(cls, rank):
+    """Join once dividing by the number of ranks that are left, and then dividing by that of all ranks."""
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model)
+    results = []
+    for divide_by_all in (False, True):
+        with ddp.join(divide_by_initial_world_size=divide_by_all):
+            for step in range(1 + 2 * rank):
+                ddp.zero_grad()
+                loss_of(ddp(batch_of(model, rank, step))).backward()
+                results.append(gradients(model))
+    return results
+
+
+def test_one_join_leaves_the_next_ones_mean_alone():
+    assert_alike(join_in_both_ways, 2)
+
+
+class OnlyOnRank1(torch.nn.Module):
+    """This model has a second layer, which only rank 1 uses."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.first, self.second = rank, torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x)) if self.rank else self.first(x)
+
+
+def static_graph_left_early(cls, rank):
+    """Train on one input on rank 1, which alone uses a layer, and on three on rank 0."""
+    torch.manual_seed(0)
+    model = OnlyOnRank1(rank)
+    ddp = cls(model, static_graph=True)
+    results = []
+    with ddp.join():
+        for _ in range(1 if rank else 3):
+            ddp.zero_grad()
+            loss_of(ddp(torch.ones(2, 3))).backward()
+            results.append(gradients(model))
+    return results
+
+
+def test_a_static_graph_stays_what_it_was_when_a_rank_has_left():
+    first, _ = assert_alike(static_graph_left_early, 2)
+    assert all(not gradient.any() for gradient in first[-1][2:])  # the second layer's are zeros, not None
+
+
+def throw_early(cls, rank):
+    model = MLP()
+    ddp = cls(model)
+    try:
+        with ddp.join(throw_on_early_termination=True):
+            for step in range(2 + rank):
+                loss_of(ddp(batch_of(model, rank, step))).backward()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_join_that_ends_when_one_rank_ends():
+    for message in assert_alike(throw_early, 2):
+        assert "exhausted" in message

@@ -1,0 +1,230 @@
+"""Run what scripts written for torch's DistributedDataParallel do on gradcomp's."""
+
+import copy
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import gradcomp
+from gradcomp.hooks import default_hooks
+from tests.parallel.beside_torch import CLASSES, TorchDDP, batch_of, gradients
+from tests.ranks import run_ranks
+from tests.reducer.models import MLP, STATIC, UNUSED, ConvNet, loss_of
+
+# That of an older torch has no forward_sync_buffers.
+KNOWN = [*[TorchDDP] * hasattr(TorchDDP, "broadcast_buffers"), gradcomp.DistributedDataParallel]
+
+
+def attributes(rank):
+    return [attributes_of(cls) for cls in KNOWN]
+
+
+def attributes_of(cls):
+    """Return attributes of several wrappers, after their setters were called, and of their copies.
+
+    The attributes are (has a device_mesh, forward_sync_buffers, broadcast_buffers).
+    """
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    results = []
+    for options in (
+        {},
+        {"device_mesh": mesh},
+        {"broadcast_buffers": False},
+        {"forward_sync_buffers": False},
+        {"forward_sync_buffers": True, "broadcast_buffers": False},
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # broadcast_buffers is deprecated
+            ddp = cls(ConvNet(), **options)
+        results.append(
+            (getattr(ddp, "device_mesh", None) is mesh, ddp.forward_sync_buffers, ddp.broadcast_buffers)
+        )
+        if "device_mesh" not in options:
+            other = copy.deepcopy(ddp)
+            other.broadcast_buffers = not other.broadcast_buffers
+            results.append((hasattr(other, "device_mesh"), other.forward_sync_buffers))
+    return results
+
+
+def test_attributes():
+    (results,) = run_ranks(attributes, 1)
+    of_a_copy = (False, False)
+    assert results[-1] == [
+        (False, True, True),
+        of_a_copy,
+        (True, True, True),
+        (False, False, False),
+        (False, True),
+        (False, False, False),
+        (False, True),
+        (False, True, True),
+        of_a_copy,
+    ]
+    assert results[0] == results[-1]
+
+
+def warned(rank):
+    """Return the constructors' warnings, and whether they point to this file."""
+    results = []
+    for cls in KNOWN:
+        for options in (
+            {},
+            {"broadcast_buffers": True},
+            {"broadcast_buffers": False, "forward_sync_buffers": True},
+            {"forward_sync_buffers": False},
+            {"check_reduction": True},
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                cls(MLP(), **options)
+            results.append([(each.category, str(each.message), each.filename == __file__) for each in caught])
+    return results
+
+
+def test_warnings():
+    (results,) = run_ranks(warned, 1)
+    theirs, ours = results[:5], results[-5:]
+    assert ours == theirs
+    assert [len(each) for each in ours] == [0, 1, 1, 0, 1]
+    assert ours[1][0][0] is FutureWarning
+    assert ours[1][0][2]
+
+
+def profiled(rank):
+    """Count how often each operator ran in a forward and backward, by class and hook, and the buckets."""
+    results = {}
+    names = ("DistributedDataParallel.forward", "c10d::allreduce_", "gloo:all_reduce", "c10d::broadcast_")
+    for key, cls in CLASSES.items():
+        for hook in (None, default_hooks.fp16_compress_hook):
+            ddp = cls(ConvNet(), bucket_cap_mb=0.001)
+            if hook is not None:
+                ddp.register_comm_hook(None, hook)
+            for step in range(3):
+                with profile(activities=[ProfilerActivity.CPU]) as seen:
+                    loss_of(ddp(batch_of(ddp.module, rank, step))).backward()
+            counts = {event.key: event.count for event in seen.key_averages()}
+            results[key, hook is None] = [counts.get(name, 0) for name in names]
+            if key == "gradcomp":
+                results[key, hook is None].append(len(ddp.reducer.communicator.buckets))
+    return results
+
+
+def test_what_a_profiler_shows():
+    (results,) = run_ranks(profiled, 1)
+    for (name, _), (forwards, reductions, on_gloo, broadcasts, *buckets) in results.items():
+        assert forwards == 1
+        assert reductions == on_gloo > 1
+        assert broadcasts >= 1
+        if name == "gradcomp":
+            assert buckets == [reductions]
+
+
+def searches(rank):
+    """Count how often the search for unused parameters is recorded, by options, profiler and class."""
+    counts = {}
+    cases = {"plain": {}, "unused": UNUSED, "static": STATIC, "both": UNUSED | STATIC}
+    for (key, cls), (name, options) in itertools.product(CLASSES.items(), cases.items()):
+        ddp = cls(MLP(), **options)
+        for step in range(3):
+            loss_of(ddp(batch_of(ddp.module, rank, step))).backward()
+        for profiler in (torch.autograd.profiler.profile(), profile(activities=[ProfilerActivity.CPU])):
+            with profiler as seen:
+                loss_of(ddp(batch_of(ddp.module, rank, 3))).backward()
+            ranges = [each for each in seen.key_averages() if each.key.endswith("search_unused_parameters")]
+            counts.setdefault((name, type(profiler).__module__), {})[key] = [
+                (each.key, each.count) for each in ranges
+            ]
+    return counts
+
+
+def test_a_profiler_shows_the_search_for_unused_parameters_as_torchs():
+    (counts,) = run_ranks(searches, 1)
+    assert len(counts) == 8
+    for (name, profiler), of_class in counts.items():
+        assert of_class["gradcomp"] == of_class["torch"], (name, profiler)
+        assert len(of_class["torch"]) == (name == "unused")
+
+
+def near_misses(rank):
+    dtensor = dist.tensor.distribute_tensor
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    model = MLP()
+    with pytest.raises(TypeError, match="takes a module, got generator: pass the model itself"):
+        gradcomp.DistributedDataParallel(model.parameters())
+    ddp = gradcomp.DistributedDataParallel(model)
+    with pytest.raises(
+        TypeError, match=r"must be callable\. register_comm_hook takes \(state, hook\), got them swapped"
+    ):
+        ddp.register_comm_hook(default_hooks.allreduce_hook, None)
+    model[2].weight = nn.Parameter(dtensor(model[2].weight.detach(), mesh, [dist.tensor.Shard(0)]))
+    for construct in (
+        gradcomp.DistributedDataParallel,
+        lambda model: gradcomp.Reducer(model.named_parameters()),
+    ):
+        with pytest.raises(
+            TypeError, match=r"parameter 2\.weight is a DTensor. Models of FSDP2 .* tensor parallel"
+        ):
+            construct(model)
+
+
+def test_near_misses_say_what_to_pass():
+    run_ranks(near_misses, 1)
+
+
+def newer_arguments(rank):
+    """Run the loop of a newer torch, which finalizes each backward itself."""
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = gradcomp.DistributedDataParallel(model, lazy_bucket_allocation=True)
+    assert not ddp.should_finalize_after_backward
+    ddp.require_manual_backward_finalization = True
+    loss = loss_of(ddp(batch_of(model, rank, 0)))
+    assert ddp.should_finalize_after_backward
+    loss.backward()
+    ddp.finalize_backward()
+    return gradients(model)
+
+
+def test_arguments_of_newer_versions():
+    first, second = run_ranks(newer_arguments, 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def hook_with_options(options, state, bucket):
+    options["calls"] += 1
+    return default_hooks.fp16_compress_hook(state, bucket)
+
+
+def partial_hooks(rank):
+    """Register partials of hooks, which torch's DDP refuses when it logs their names."""
+    counted = {"calls": 0}
+    hook = functools.partial(hook_with_options, counted)
+    results = []
+    for each in (
+        hook,
+        default_hooks.bf16_compress_wrapper(hook),
+        functools.partial(lambda state, bucket: None),
+    ):
+        torch.manual_seed(0)
+        ddp = gradcomp.DistributedDataParallel(model := MLP())
+        ddp.register_comm_hook(None, each)
+        try:
+            loss_of(ddp(batch_of(model, rank, 0))).backward()
+            results.append(gradients(model))
+        except RuntimeError as error:
+            results.append(str(error))
+    return counted["calls"], results
+
+
+def test_partial_hooks():
+    (calls, first), (_, second) = run_ranks(partial_hooks, 2)
+    assert calls == 2
+    for one, other in zip(first[:2], second[:2], strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    assert "returned NoneType, but has to return a torch.futures.Future" in first[2]

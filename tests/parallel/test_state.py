@@ -1,0 +1,125 @@
+"""Compare gradcomp.DistributedDataParallel with torch's: buffers, copies and checkpoints."""
+
+import copy
+import inspect
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import gradcomp
+from tests.parallel.beside_torch import assert_alike, batch_of, flat, gradients
+from tests.ranks import run_ranks
+from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of
+
+
+def reassigned_buffers(cls, rank, options):
+    torch.manual_seed(0)
+    model = ConvNet()
+    ddp = cls(model, **options)
+    results = []
+    for step in range(3):
+        model.body[1].register_buffer("running_mean", torch.full((8,), float(10 * rank + step)))
+        ddp.zero_grad()
+        loss_of(ddp(batch_of(model, 0, step))).backward()
+        results.append(model.body[1].running_mean.clone())
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
+def test_buffers_come_from_rank_0_in_every_forward(options):
+    first, second = assert_alike(reassigned_buffers, 2, options)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other) == (not options)
+
+
+def buffers_at_construction(cls, rank, options):
+    model = ConvNet()
+    model.body[1].running_mean.fill_(rank + 1.0)
+    if cls is TorchDDP:
+        # An older torch has no forward_sync_buffers.
+        options = {name: options[name] for name in options if name in inspect.signature(cls).parameters}
+    cls(model, **options)
+    return model.body[1].running_mean.clone()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}], ids=str
+)
+def test_buffers_at_construction(options):
+    """broadcast_buffers=False never broadcasts them; forward_sync_buffers=False does, at construction."""
+    first, second = assert_alike(buffers_at_construction, 2, options)
+    assert torch.equal(first, second) == ("broadcast_buffers" not in options)
+
+
+def serialize(cls, rank, how):
+    torch.manual_seed(0)
+    model = MLP()
+    ddp = cls(model, bucket_cap_mb=CAP_MB)
+    loss_of(ddp(batch_of(model, rank, 0))).backward()
+    if how == "deepcopy":
+        other = copy.deepcopy(ddp)
+    else:
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    other.zero_grad()
+    loss_of(other(batch_of(model, rank, 1))).backward()
+    return gradients(other), list(other.state_dict())
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_average(how):
+    first, second = assert_alike(serialize, 2, how)
+    assert torch.equal(first[0][0], second[0][0])
+    assert first[1][0] == "module.0.weight"
+
+
+def interchange(rank):
+    """Load a state_dict of torch's DDP into ours, and one of ours into torch's."""
+    torch.manual_seed(0)
+    theirs, ours = TorchDDP(ConvNet()), gradcomp.DistributedDataParallel(ConvNet())
+    ours.load_state_dict(theirs.state_dict())
+    same = torch.equal(flat(ours), flat(theirs))
+    with torch.no_grad():
+        for param in ours.parameters():
+            param.mul_(2)
+    theirs.load_state_dict(ours.state_dict())
+    return same, torch.equal(flat(ours), flat(theirs)), ours.train() is ours
+
+
+def test_state_dicts_are_interchangeable():
+    assert run_ranks(interchange, 1) == [(True, True, True)]
+
+
+def other_group(rank):
+    ddp = gradcomp.DistributedDataParallel(MLP(), process_group=dist.new_group([0]))
+    with pytest.raises(
+        RuntimeError, match="DDP Pickling/Unpickling are only supported when using DDP with the default"
+    ):
+        copy.deepcopy(ddp)
+
+
+def test_copies_need_the_default_group():
+    run_ranks(other_group, 1)
+
+
+def static_graph_and_checkpoints(rank):
+    """Save and load a wrapped module in mid-training, after which torch's stops averaging; ours must not."""
+    torch.manual_seed(rank)
+    model = MLP()
+    ddp = gradcomp.DistributedDataParallel(model, static_graph=True)
+    for step in range(4):
+        ddp.zero_grad()
+        loss_of(ddp(batch_of(model, rank, step))).backward()
+        if step == 1:
+            ddp = copy.deepcopy(ddp)
+    return gradients(ddp)
+
+
+def test_a_static_graph_survives_a_copy():
+    first, second = run_ranks(static_graph_and_checkpoints, 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -1,0 +1,52 @@
+"""Compare whole trainings with gradcomp.DistributedDataParallel and with torch's."""
+
+import torch
+
+from gradcomp.hooks import default_hooks
+from tests.parallel.beside_torch import assert_all_alike, batch_of, gradients
+from tests.reducer.models import CAP_MB, MODELS, STATIC, UNUSED, VIEW, loss_of
+
+
+def train(cls, rank, name, options, hook=None, steps=5):
+    """Train from weights that differ between ranks; return every step's gradients, and the state_dict."""
+    torch.manual_seed(rank)
+    model = MODELS[name]()
+    ddp = cls(model, bucket_cap_mb=CAP_MB, **options)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    results = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(ddp(batch_of(model, rank, step))).backward()
+        results.append(gradients(model))
+        optimizer.step()
+    return results, ddp.state_dict()
+
+
+HOOKS = [default_hooks.fp16_compress_hook, default_hooks.allreduce_hook]
+GRID = [
+    *((model, {}) for model in ("MLP", "ConvNet", "Transformer", "Embeddings")),
+    *((model, UNUSED) for model in ("MLP", "ConvNet", "Branches", "Embeddings")),
+    *((model, STATIC) for model in ("MLP", "Repeated", "Transformer")),
+    *((model, VIEW) for model in ("ConvNet", "Transformer")),
+    ("Branches", UNUSED | VIEW),
+    ("Repeated", STATIC | VIEW),
+    ("Repeated", STATIC | UNUSED),
+    ("ConvNet", {"broadcast_buffers": False}),
+]
+
+
+def test_training():
+    cases = [*GRID, *(("MLP", {}, hook) for hook in HOOKS)]
+    for first, second in assert_all_alike(train, 2, cases):
+        # Each forward starts from rank 0's BatchNorm statistics, and updates them with the rank's own input.
+        names = [name for name in first[1] if "running" not in name]
+        assert all(torch.equal(first[1][name], second[1][name]) for name in names)
+
+
+def test_training_on_three_ranks():
+    cases = [
+        (model, {}, hook, 2) for model, hook in (("MLP", None), ("Transformer", None), ("MLP", HOOKS[1]))
+    ]
+    assert_all_alike(train, 3, cases, exact=False)

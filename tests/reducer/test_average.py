@@ -1,0 +1,218 @@
+"""Test average_, which averages a list of tensors once, through any hook."""
+
+import pytest
+import torch
+
+import gradcomp
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
+from tests.hooks.powersgd_runs import Messages
+from tests.ranks import run_ranks
+from tests.tolerances import average
+
+HOOKS = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+
+
+def tensors_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 4), (), (0, 2), (7,), (5, 6))]
+    return [tensors[0], tensors[1], tensors[2], tensors[3], tensors[4].t()]
+
+
+def average_once(rank, hook, dtype):
+    mine = [tensor.to(dtype) for tensor in tensors_of(rank)]
+    result = [tensor.clone() for tensor in mine]
+    returned = gradcomp.average_(result, HOOKS[hook])
+    assert returned is result
+    return mine, result
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_mean_of_every_dtype(dtype, world_size):
+    check(run_ranks(average_once, world_size, "none", dtype), torch.float32 if dtype.is_complex else dtype)
+
+
+@pytest.mark.parametrize(("hook", "wire"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_the_mean_through_hooks(hook, wire):
+    check(run_ranks(average_once, 2, hook, torch.float32), wire)
+
+
+def check(ranks, wire):
+    for index, first in enumerate(ranks[0][1]):
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        values = torch.stack([mine[index].to(wide) for mine, _ in ranks])
+        bound = average(wire, len(ranks), values.abs().amax(0).double())
+        assert all(torch.equal(result[index], first) for _, result in ranks)
+        assert ((first.to(wide) - values.mean(0)).abs() <= 2 * bound).all()
+
+
+def average_mixed(rank):
+    """Average several dtypes at once, and with a state whose tensors are new in every call."""
+    mixed = [
+        torch.full((3,), float(rank)),
+        torch.full((2,), rank, dtype=torch.float64),
+        torch.full((4,), float(rank)),
+    ]
+    gradcomp.average_(mixed)
+    state = powerSGD_hook.PowerSGDState(None, 2, 2)
+    inputs, errors = [], []
+    for step in range(6):
+        generator = torch.Generator().manual_seed(10 * rank + step)
+        tensors = [torch.randn(40, 30, generator=generator), torch.randn(6, generator=generator)]
+        inputs.append([tensor.clone() for tensor in tensors])
+        gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state)
+        errors.append((tensors, state.state_dict()["buckets"][0]["error"]))
+    return mixed, inputs, errors
+
+
+def test_dtypes_together_and_states_that_remember():
+    ranks = run_ranks(average_mixed, 2)
+    for mixed, _, _ in ranks:
+        assert [tensor.tolist() for tensor in mixed] == [[0.5] * 3, [0.5] * 2, [0.5] * 4]
+    # Error feedback: over the compressed steps, the outputs and the last error add up to the inputs.
+    given = sum(inputs[step][0] for _, inputs, _ in ranks for step in range(2, 6)) / 2
+    out = sum(ranks[0][2][step][0][0] for step in range(2, 6))
+    still = sum(errors[5][1][:1200].view(40, 30) for _, _, errors in ranks) / 2
+    torch.testing.assert_close(out + still, given, rtol=0.0, atol=1e-5)
+    assert still.abs().max() > 0.1
+
+
+def wrong_arguments(rank):
+    with pytest.raises(TypeError, match=r"floating-point or complex tensors, got torch\.int64"):
+        gradcomp.average_([torch.ones(2, dtype=torch.int64)])
+    with pytest.raises(TypeError, match="got str"):
+        gradcomp.average_(["text"])
+    with pytest.raises(ValueError, match="in its state"):
+        gradcomp.average_(
+            [torch.ones(2)], debugging_hooks.noop_hook, process_group=torch.distributed.group.WORLD
+        )
+    with pytest.raises(RuntimeError, match="returned Tensor, but has to return"):
+        gradcomp.average_([torch.ones(2)], lambda state, bucket: bucket.buffer())
+    kept = torch.nn.Parameter(torch.ones(2))
+    gradcomp.average_([kept])
+    return gradcomp.average_([])
+
+
+def test_arguments():
+    assert run_ranks(wrong_arguments, 1) == [[]]
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        gradcomp.average_([torch.ones(2)])
+
+
+def alternate(rank, keyed):
+    """Average a persistent tensor and one that is new in every call, of one shape, in alternating order.
+
+    Return the sums of the inputs and of the outputs, and the last errors.
+    """
+    state = powerSGD_hook.PowerSGDState(None, 1, 2)
+    persistent, kept = torch.zeros(40, 30), []
+    given, out = torch.zeros(2, 40, 30), torch.zeros(2, 40, 30)
+    for step in range(12):
+        generator = torch.Generator().manual_seed(10 * rank + step)
+        values = torch.randn(2, 40, 30, generator=generator)
+        persistent.copy_(values[0])
+        tensors, keys = [persistent, values[1].clone()], ["persistent", "new"]
+        if step % 2:
+            tensors.reverse()
+            keys.reverse()
+        with Messages() as said:
+            gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state, keys=keys if keyed else None)
+        assert not any("afresh" in line for line in said)
+        averages = tensors[::-1] if step % 2 else tensors
+        kept.append(tensors)  # keeps them alive
+        if step >= 2:
+            given += values
+            out += torch.stack(averages)
+    (bucket,) = state.state_dict()["buckets"].values()
+    owed = bucket["error"].view(2, 40, 30)
+    return given, out, owed.flip(0) if keyed else owed  # with keys, errors are in the order of the keys
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_state_remembers_persistent_and_new_tensors_in_any_order(keyed):
+    ranks = run_ranks(alternate, 2, keyed)
+    given, out, owed = (torch.stack(each).mean(0) for each in zip(*ranks, strict=True))
+    torch.testing.assert_close(out + owed, given, rtol=0.0, atol=1e-5)
+    assert owed.abs().amax((1, 2)).min() > 0.1
+
+
+def keys_of_two_lists(rank):
+    """Average two lists of new tensors of one shape alternately, with one state."""
+    state = powerSGD_hook.PowerSGDState(None, 1, 2)
+    errors = {}
+    for step in range(8):
+        name = ("first", "second")[step % 2]
+        tensor = torch.full((40, 30), 1.0) if name == "first" else torch.randn(40, 30)
+        gradcomp.average_([tensor], powerSGD_hook.powerSGD_hook, state, keys=[name])
+        errors[name] = state.state_dict()["buckets"][step % 2]["error"]
+    for wrong in ["one"], ["one", "one"]:
+        with pytest.raises(ValueError, match="one key per tensor"):
+            gradcomp.average_([torch.ones(2), torch.ones(2)], powerSGD_hook.powerSGD_hook, state, keys=wrong)
+    with pytest.raises(TypeError, match=r"average_\(\[tensor\]\)"):
+        gradcomp.average_(torch.ones(2))
+    return errors
+
+
+def test_keys_tell_lists_apart():
+    for errors in run_ranks(keys_of_two_lists, 2):
+        # A matrix of rank 1 leaves no error, and gets none of the other list's.
+        assert errors["first"].abs().max() < 1e-5
+        assert errors["second"].abs().max() > 0.1
+
+
+def replaced(rank):
+    """Average persistent tensors, some of which are replaced; rank 0 keeps the old ones alive."""
+    state = powerSGD_hook.PowerSGDState(None, 1, 100)
+    tensors, kept = [torch.empty(8, 8) for _ in range(4)], []
+    results = []
+    for step in range(6):
+        if step == 3:
+            if rank == 0:
+                kept.extend(tensors)
+            tensors = [torch.empty(8, 8) for _ in range(3)] + tensors[3:]
+        for index, tensor in enumerate(tensors):
+            tensor.fill_(10.0**index)
+        gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state)
+        results.append([tensor.unique().tolist() for tensor in tensors])
+    return results
+
+
+def test_what_else_lives_on_a_rank_does_not_matter():
+    for results in run_ranks(replaced, 2):
+        assert results == [[[1.0], [10.0], [100.0], [1000.0]]] * 6
+
+
+def keys_in_any_order(rank):
+    """Average in another order on each rank; return the averages, and those of runs resumed in two orders."""
+    state = powerSGD_hook.PowerSGDState(None, 1, 2, min_compression_rate=1)
+
+    def average(state, values, order):
+        tensors = {key: value.clone() for key, value in values.items()}
+        gradcomp.average_([tensors[key] for key in order], powerSGD_hook.powerSGD_hook, state, keys=order)
+        return tensors
+
+    orders = [["a", "b"], ["b", "a"]]
+    generator = torch.Generator().manual_seed(rank)
+    plain = average(state, {"a": torch.ones(16, 16), "b": torch.full((16, 16), 10.0)}, orders[rank])
+    for _ in range(4):
+        values = {
+            key: size * torch.randn(16, 16, generator=generator) for key, size in (("a", 1), ("b", 100))
+        }
+        average(state, values, orders[rank])
+    resumed = []
+    for order in orders:
+        again = powerSGD_hook.PowerSGDState(None, 1, 2, min_compression_rate=1)
+        again.load_state_dict(state.state_dict())
+        resumed.append(average(again, dict.fromkeys("ab", torch.zeros(16, 16)), order))
+    return plain, resumed
+
+
+def test_keys_are_told_apart_in_any_order():
+    for plain, (one, other) in run_ranks(keys_in_any_order, 2):
+        assert (plain["a"].unique().tolist(), plain["b"].unique().tolist()) == ([1], [10])
+        assert all(torch.equal(one[key], other[key]) for key in "ab")
+        assert one["b"].norm() > 10 * one["a"].norm() > 0

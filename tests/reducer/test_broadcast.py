@@ -1,0 +1,111 @@
+"""Test the broadcast of one rank's tensors, of all shapes, dtypes and strides, and in few operators."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradcomp
+from gradcomp.reducer import RepeatedBroadcast, broadcast, broadcast_coalesced
+from tests.ranks import run_ranks
+
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16, torch.uint8)
+
+
+def assorted_tensors(seed):
+    """Return 0-dim, empty, prime-length, non-contiguous and channels-last tensors, whose dtypes alternate."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(*shape):
+        return torch.randn(*shape, generator=generator) * 9
+
+    made = []
+    for dtype in DTYPES:
+        flat = [values(()), values(0), values(7), values(3, 0), values(2, 3)]
+        flat += [values(4, 5).t(), values(10)[::3], values(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+        made.append([each.abs().to(dtype) for each in flat])
+    # Neighbors in the list have different dtypes.
+    return [each for several in zip(*made, strict=True) for each in several]
+
+
+def broadcast_all(rank, chunk_bytes):
+    """Broadcast twice with the same object and other values, and once with the function."""
+    broadcast.BROADCAST_BYTES = chunk_bytes
+    repeated = RepeatedBroadcast()
+    results = []
+    for seed, copy_all in ((0, repeated), (10, repeated), (20, broadcast_coalesced)):
+        tensors = assorted_tensors(seed + rank)
+        strides = [each.stride() for each in tensors]
+        copy_all(tensors, 1, dist.group.WORLD)
+        assert [each.stride() for each in tensors] == strides
+        results.append(tensors)
+    fewer = assorted_tensors(30 + rank)[::2]  # the object has not seen these
+    repeated(fewer, 1, dist.group.WORLD)
+    return [*results, fewer]
+
+
+@pytest.mark.parametrize("chunk_bytes", [250 << 20, 100, 1])
+def test_assorted_tensors(chunk_bytes):
+    ranks = run_ranks(broadcast_all, 2, chunk_bytes)
+    for index, seed in enumerate((0, 10, 20, 30)):
+        expected = assorted_tensors(seed + 1)[:: 2 if seed == 30 else 1]
+        for results in ranks:
+            for got, want in zip(results[index], expected, strict=True):
+                assert got.dtype == want.dtype
+                assert torch.equal(got, want)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class ManyBuffers(nn.Module):
+    """This model has 159 buffers of two dtypes, like ResNet-50."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        for index in range(53):
+            self.register_buffer(f"mean_{index}", torch.zeros(3))
+            self.register_buffer(f"variance_{index}", torch.ones(3))
+            self.register_buffer(f"count_{index}", torch.tensor(0))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+def operators_per_forward(rank):
+    model = ManyBuffers()
+    ddp = gradcomp.DistributedDataParallel(model)
+    ddp(torch.ones(3))
+    with torch.no_grad():
+        for each in model.buffers():
+            each.add_(rank + 1)
+    versions = [each._version for each in model.buffers()]
+    x = torch.ones(3)
+    with Operators() as seen:
+        ddp(x)
+    assert [
+        each._version for each in model.buffers()
+    ] == versions  # an earlier forward may need them in backward
+    other = copy.deepcopy(ddp)
+    return seen.names, list(model.buffers()), len(list(other.buffers()))
+
+
+def test_buffers_take_a_few_operators_per_forward():
+    for rank, (names, buffers, copied) in enumerate(run_ranks(operators_per_forward, 2)):
+        names = [name for name in names if not name.startswith("_record_function")]  # a profiler's label
+        assert sorted(names) == sorted(
+            ["mul.Tensor", "broadcast_.default", *["_foreach_copy_.default"] * 2]
+        ), rank
+        assert len(buffers) == copied == 159
+        assert [each.tolist() for each in buffers] == [[1.0] * 3, [2.0] * 3, 1] * 53

@@ -1,0 +1,269 @@
+"""Test the Reducer's errors when it is used wrongly."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from gradcomp.hooks import default_hooks
+from gradcomp.reducer import Reducer
+from tests.ranks import run_ranks
+from tests.reducer.models import MLP, Branches, Embeddings, loss_of, make_reducer
+
+
+def different_models(rank):
+    """Return this rank's messages where rank 1 has another parameter, shape, dtype or frozen layer."""
+    messages = []
+    for change in ("number", "shape", "dtype", "frozen"):
+        model = MLP()
+        if rank == 1:
+            model.append(nn.Linear(3, 3)) if change == "number" else None
+            model[2] = nn.Linear(65, 64) if change == "shape" else model[2]
+            model = model.double() if change == "dtype" else model
+        if change == "frozen":
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            model[rank].requires_grad_(False)
+        with pytest.raises(RuntimeError) as caught:
+            make_reducer(model)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_ranks_with_different_models():
+    first, second = run_ranks(different_models, 2)
+    assert first == second
+    number, shape, dtype, frozen = first
+    for message in first:
+        assert message.startswith("the ranks have different models: ")
+        assert message.endswith("Build the same model on every rank")
+    parameters = "parameters that require gradients"
+    assert f"the number of {parameters} is 6 on rank 0 and 8 on rank 1" in number
+    of_rank = '["{}", {}, "torch.{}"] on rank {}'.format
+    two, zero = f"{parameters}[2] is ", f"{parameters}[0] is "
+    wide, narrow = of_rank("2.weight", [64, 64], "float32", 0), of_rank("2.weight", [64, 65], "float32", 1)
+    assert f"{two}{wide} and {narrow}" in shape
+    single, double = of_rank("0.weight", [64, 20], "float32", 0), of_rank("0.weight", [64, 20], "float64", 1)
+    assert f"{zero}{single} and {double}" in dtype
+    one, other = of_rank("1.weight", [8, 8], "float32", 0), of_rank("0.weight", [8, 8], "float32", 1)
+    assert f"{zero}{one} and {other}" in frozen
+
+
+def unfinished(rank):
+    model = Branches()
+    kept = make_reducer(model)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            loss_of(model(torch.ones(2, 12))).backward()
+        messages.append(str(caught.value))
+    kept.close()
+    return messages
+
+
+def test_a_backward_that_does_not_reach_all_parameters():
+    for messages in run_ranks(unfinished, 2):
+        for message in messages:
+            assert "Expected to have finished reduction in the prior iteration" in message
+            assert "never.weight, never.bias" in message
+            assert "`find_unused_parameters=True`" in message
+            assert "`forward` function outputs participate in calculating loss" in message
+
+
+class Late(torch.autograd.Function):
+    """This function runs a second backward over the same parameters from within the first."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.weight.sum().backward()
+        return gradient, None
+
+
+def twice(rank):
+    model = MLP()
+    kept = make_reducer(model)
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(Late.apply(model(torch.randn(3, 20)), model[0].weight)).backward()
+    return str(caught.value), len(kept._names)
+
+
+def test_a_parameter_that_is_ready_twice():
+    ((message, _),) = run_ranks(twice, 1)
+    assert "Expected to mark a variable ready only once: parameter 0.weight became ready twice" in message
+
+
+class Breaks(torch.autograd.Function):
+    """This function raises in backward while `is_broken`."""
+
+    is_broken = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Breaks.is_broken:
+            raise ArithmeticError("half way")
+        return gradient
+
+
+def break_off(rank):
+    """Return the messages of three backwards, the first of which is aborted, and the last one's averages."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    kept = make_reducer(model)
+    said = []
+    for step in range(3):
+        model.zero_grad()
+        Breaks.is_broken = step == 0
+        try:
+            model[1](Breaks.apply(model[0](torch.full((1, 3), rank + 1.0)))).sum().backward()
+        except (ArithmeticError, RuntimeError) as error:
+            said.append(str(error))
+    kept.close()
+    return said, model[0].weight.grad
+
+
+def test_a_backward_that_is_broken_off():
+    (first, gradient), (second, same) = run_ranks(break_off, 2)
+    assert first == second
+    assert first[0] == "half way"
+    assert "parameter 1.bias became ready twice" in first[1]
+    assert "an exception that broke off the backward before this one" in first[1]
+    assert len(first) == 2
+    assert torch.equal(gradient, same)
+
+
+def static_reentrant(rank, prepared):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    kept = make_reducer(model, static_graph=True)
+    for step in range(2):
+        model.zero_grad()
+        x = torch.full((1, 4), rank + step + 1.0, requires_grad=True)
+        output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
+        if prepared:
+            kept.prepare_for_backward(output)
+        try:
+            output.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    kept.close()
+    return model.weight.grad
+
+
+def test_a_static_graph_with_reentrant_checkpointing_needs_the_outputs():
+    for message in run_ranks(static_reentrant, 2, False):
+        assert "prepare_for_backward(outputs) was not called" in message
+    for gradient in run_ranks(static_reentrant, 2, True):
+        assert torch.equal(gradient, torch.full((4, 4), 2.5))
+
+
+def not_prepared(rank):
+    model = MLP()
+    kept = make_reducer(model, find_unused_parameters=True)
+    with pytest.raises(RuntimeError, match="prepare_for_backward"):
+        loss_of(model(torch.randn(3, 20))).backward()
+    return kept._names[0]
+
+
+def test_find_unused_parameters_needs_the_outputs():
+    assert run_ranks(not_prepared, 1) == ["0.weight"]
+
+
+def changed_graph(rank):
+    model = Branches()
+    reducer = make_reducer(model, static_graph=True)
+    messages = []
+    for x in (torch.full((2, 12), 0.05), torch.full((2, 12), 0.15)):
+        try:
+            loss_of(model(x)).backward()
+        except RuntimeError as error:
+            messages.append(str(error))
+    reducer.close()
+    return messages
+
+
+def test_a_static_graph_that_changes():
+    for messages in run_ranks(changed_graph, 2):
+        (message,) = messages
+        assert message.startswith("Your training graph has changed in this iteration")
+        assert "branches." in message
+
+
+def undeclared_sparse(rank):
+    model = Embeddings()
+    kept = make_reducer(model, sparse_params=[])
+    with pytest.raises(RuntimeError, match=r"sparse.weight has a sparse gradient.*sparse_params"):
+        loss_of(model(torch.randint(0, 30, (5, 4)))).backward()
+    return len(kept._names)
+
+
+def test_sparse_gradients_have_to_be_declared():
+    assert run_ranks(undeclared_sparse, 1) == [4]
+
+
+def converted(rank):
+    """Return the message for a gradient that a user's hook has converted."""
+    model = MLP()
+    reducer = make_reducer(model)
+
+    def convert(param):
+        param.grad.data = param.grad.data.double()
+
+    model[4].bias.register_post_accumulate_grad_hook(convert)
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(model(torch.randn(3, 20))).backward()
+    reducer.close()
+    return str(caught.value)
+
+
+def test_a_gradient_of_another_dtype():
+    (message,) = run_ranks(converted, 1)
+    assert "the gradient of parameter 4.bias is torch.float64 on cpu, but" in message
+    assert "has torch.float32 on cpu" in message
+
+
+def arguments(rank):
+    frozen = MLP().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires gradients"):
+        Reducer(frozen.parameters())
+    with pytest.raises(TypeError, match="got str"):
+        Reducer(["weight"])
+    model = MLP()
+    for wrong, message in [
+        (model, r"takes model\.parameters\(\) or model\.named_parameters\(\), got the module itself"),
+        (dict(model.named_parameters()), r"got a dict: pass its items\(\)"),
+        (model[0].weight, "got one tensor: pass it in a list"),
+        ([(param, name) for name, param in model.named_parameters()], "pairs, got str"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            Reducer(wrong)
+    with pytest.raises(ValueError, match="number 0 is computed from other tensors"):
+        Reducer([model[0].weight * 2])
+    with pytest.raises(ValueError, match=r"used up by an optimizer: call it again"):
+        Reducer(iter([]))
+    reducer = Reducer(model.parameters())
+    with pytest.raises(TypeError, match=r"must be callable\. register_comm_hook takes \(state, hook\)"):
+        reducer.register_comm_hook(default_hooks.allreduce_hook, None)
+    for cap in (None, "25", -1, float("nan")):
+        with pytest.raises(ValueError, match=f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}"):
+            Reducer(MLP().parameters(), bucket_cap_mb=cap)
+    with pytest.raises(TypeError, match=r"process_group, got -100\. .* this rank is not in the group"):
+        Reducer(MLP().parameters(), torch.distributed.GroupMember.NON_GROUP_MEMBER)
+    shared = nn.Parameter(torch.zeros(3))
+    assert len(Reducer([shared, shared])._params) == 1
+
+
+def test_arguments():
+    run_ranks(arguments, 1)
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        Reducer(MLP().parameters())

@@ -1,0 +1,215 @@
+"""Test that the Reducer computes the gradients of torch's DDP, the same on every rank, in real processes."""
+
+import weakref
+
+import pytest
+import torch
+
+from gradcomp.reducer import Reducer, usage
+from tests.ranks import run_ranks
+from tests.reducer.models import (
+    MLP,
+    STATIC,
+    UNUSED,
+    VIEW,
+    Branches,
+    loss_of,
+    make_reducer,
+    run_cases,
+    train_both,
+)
+from tests.tolerances import average
+
+STEPS = 5
+
+
+GRID = [
+    *((model, {}) for model in ("MLP", "ConvNet", "Transformer", "Embeddings")),
+    *((model, VIEW) for model in ("MLP", "ConvNet", "Transformer")),
+    *((model, UNUSED) for model in ("MLP", "Branches", "Embeddings")),
+    ("Branches", UNUSED | VIEW),
+    *((model, STATIC) for model in ("MLP", "Repeated", "Transformer")),
+    ("Repeated", STATIC | VIEW),
+]
+
+
+def assert_as_torchs(ranks, wire, case):
+    """Assert that gradients are torch's up to the rounding of a sum, and have the same bits on every rank."""
+    world_size = len(ranks)
+    for rank, (steps, (_, parameters)) in enumerate(ranks):
+        assert torch.equal(parameters, ranks[0][1][1]), case
+        for step, (theirs, ours) in enumerate(steps):
+            # A bias before BatchNorm has a gradient of zero, and rounding errors of its neighbors' size.
+            largest = max(gradient.abs().max() for gradient in theirs if gradient is not None)
+            for index, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+                where = f"{case}, rank {rank}, step {step}, parameter {index}"
+                assert (their is None) == (our is None), where
+                if our is not None:
+                    first = ranks[0][0][step][1][index]
+                    assert torch.equal(our, first), where
+                    bound = (step + 1) * average(wire, world_size, largest)
+                    assert (their - our).abs().max() <= bound, where
+
+
+WIRES = {"none": torch.float32, "allreduce": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def assert_all_as_torchs(world_size, cases):
+    """Assert it for several cases of arguments to train_both: model, hook, options, number of steps, ..."""
+    ranks = run_ranks(run_cases, world_size, train_both, cases)
+    for index, case in enumerate(cases):
+        assert_as_torchs([results[index] for results in ranks], WIRES[case[1]], case)
+
+
+def test_gradients_are_those_of_torchs_ddp():
+    assert_all_as_torchs(2, [(model, "none", options, STEPS) for model, options in GRID])
+
+
+def test_on_three_ranks():
+    grid = [
+        ("ConvNet", "none", {}),
+        ("Branches", "none", UNUSED),
+        ("Embeddings", "none", {}),
+        ("MLP", "bf16", {}),
+    ]
+    assert_all_as_torchs(3, [(*case, STEPS) for case in grid])
+
+
+def test_hooks():
+    hooks = ("allreduce", "fp16", "bf16")
+    assert_all_as_torchs(2, [("MLP", hook, options, STEPS) for hook in hooks for options in ({}, VIEW)])
+
+
+def test_accumulation_under_no_sync():
+    # torch's DDP raises in its first step after no_sync with static_graph.
+    grid = [(options, set_to_none) for options in ({}, VIEW, UNUSED) for set_to_none in (True, False)]
+    assert_all_as_torchs(
+        2, [("MLP", "none", options, STEPS, 3, set_to_none) for options, set_to_none in grid]
+    )
+
+
+def close_and_forget(rank):
+    torch.manual_seed(0)
+    model = MLP()
+    reducer = make_reducer(model)
+    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(rank))
+    loss_of(model(x)).backward()
+    averaged = model[0].weight.grad.clone()
+    reducer.close()
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    local = model[0].weight.grad.clone()
+    gone = weakref.ref(reducer)
+    del reducer
+    again = make_reducer(model)
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    del again
+    return averaged, local, model[0].weight.grad, gone() is None
+
+
+def test_close_and_construct_again():
+    first, second = run_ranks(close_and_forget, 2)
+    assert torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+    assert torch.equal(first[2], first[0])
+    assert first[3]
+
+
+def ask_once(rank, options):
+    """Train a static graph that differs between ranks.
+
+    Return each step's gradients, and how often the ranks have exchanged which parameters are used.
+    """
+    asked, results = [], []
+    used_map = usage.UsedMap
+    usage.UsedMap = lambda *arguments: asked.append(arguments) or used_map(*arguments)
+    torch.manual_seed(0)
+    model = Branches()
+    kept = make_reducer(model, **STATIC, **options)
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model(torch.full((5, 12), 0.05 + 0.1 * rank))).backward()
+        results.append(
+            (
+                [
+                    each if each is None else each.clone()
+                    for each in (param.grad for param in model.parameters())
+                ],
+                len(asked),
+            )
+        )
+    kept.close()
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, VIEW], ids=str)
+def test_a_static_graph_asks_once_which_parameters_no_rank_uses(options):
+    first, second = run_ranks(ask_once, 2, options)
+    unused_by_all = [name.startswith(("branches.2", "never")) for name, _ in Branches().named_parameters()]
+    for (ours, asked), (theirs, _) in zip(first, second, strict=True):
+        assert asked == 1
+        assert [each is None for each in ours] == unused_by_all
+        for our, their, expected in zip(ours, theirs, first[0][0], strict=True):
+            assert our is None or (torch.equal(our, their) and torch.equal(our, expected))
+
+
+def sums_that_overflow(rank):
+    """Average gradients whose mean fits float16 while their sum does not."""
+    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    reducer = Reducer([param])
+    (param * 40000.0).sum().backward()
+    reducer.close()
+    return param.grad
+
+
+def test_the_division_comes_first():
+    for gradient in run_ranks(sums_that_overflow, 2):
+        assert gradient.tolist() == [40000.0] * 3
+
+
+def leave_gradients_alone(rank):
+    """Return the gradients after each of two steps, of a parameter that no rank uses in the second."""
+    results = []
+    for options in ({}, VIEW):
+        torch.manual_seed(0)
+        model = Branches()
+        reducer = make_reducer(model, "fp16", **UNUSED, **options)
+        for x in (0.05, 0.15):  # branch 0, branch 1
+            outputs = model(torch.full((2, 12), x) + 1e-3 * rank)
+            reducer.prepare_for_backward(outputs)
+            loss_of(outputs).backward()
+            if x == 0.05:
+                # This exceeds the wire's precision.
+                model.branches[0].weight.grad.add_(1e-6)
+                before = model.branches[0].weight.grad.clone()
+        results.append((before, model.branches[0].weight.grad, model.branches[1].weight.grad))
+    return results
+
+
+def test_gradients_that_no_rank_uses_stay_exactly_as_they_were():
+    first, second = run_ranks(leave_gradients_alone, 2)
+    for results in (first, second):
+        for before, after, _ in results:
+            assert torch.equal(before, after)
+    assert all(torch.equal(one[2], other[2]) for one, other in zip(first, second, strict=True))
+
+
+def without_input(rank):
+    """Call join_with_zeros with a hook that raises."""
+    model = MLP()
+    reducer = make_reducer(model)
+
+    def hook(state, bucket):
+        raise ZeroDivisionError("in the hook")
+
+    loss_of(model(torch.randn(3, 20))).backward()
+    before = [param.grad for param in model.parameters()]
+    reducer.register_comm_hook(None, hook)
+    with pytest.raises(ZeroDivisionError):
+        reducer.join_with_zeros()
+    return all(param.grad is gradient for param, gradient in zip(model.parameters(), before, strict=True))
+
+
+def test_a_rank_without_input_keeps_its_gradients_when_a_hook_raises():
+    assert run_ranks(without_input, 1) == [True]

@@ -1,0 +1,143 @@
+"""Test that optimizers that step in a parameter's hook are refused, and that hooks that only look are not."""
+
+import pytest
+import torch
+
+import gradcomp
+from gradcomp.reducer import Reducer
+from tests.ranks import run_ranks
+from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, loss_of, run_cases
+
+
+def as_in_the_tutorial(model):
+    optimizers = {param: torch.optim.SGD([param], lr=0.1, foreach=False) for param in model.parameters()}
+
+    def hook(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+
+
+def step_alone(model):
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+
+
+def through_data(model):
+    def hook(param):
+        param.data.sub_(0.1 * param.grad)
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+
+
+def one_parameter(model):
+    optimizer = torch.optim.SGD([model[2].weight], lr=0.1)
+    model[2].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+
+def torchs(model):
+    from torch.distributed.optim import _apply_optimizer_in_backward  # warns when it is imported
+
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+
+
+def wrap(model, wrapper, options):
+    if wrapper:
+        return gradcomp.DistributedDataParallel(model, **options)
+    reducer = Reducer(model.named_parameters(), **options)
+
+    def forward(x):
+        outputs = model(x)
+        if options.get("find_unused_parameters"):
+            reducer.prepare_for_backward(outputs)
+        return outputs
+
+    return forward
+
+
+def message_of(rank, attach, is_wrapper, when, options):
+    """Attach hooks before the Reducer, after it or after some steps; return the next backward's message."""
+    model = MLP()
+    if when == "before":
+        attach(model)
+    forward = wrap(model, is_wrapper, options)
+    if when == "later":
+        for _ in range(3):
+            loss_of(forward(torch.ones(2, 20))).backward()
+    if when != "before":
+        attach(model)
+    with pytest.raises(RuntimeError) as caught:
+        loss_of(forward(torch.ones(2, 20))).backward()
+    return str(caught.value)
+
+
+HOOKS = [as_in_the_tutorial, step_alone, through_data, one_parameter]
+TIMES = ["before", "after", "later"]
+
+
+def test_an_optimizer_that_steps_before_the_average_is_refused():
+    cases = [(attach, wrapper, time, {}) for attach in HOOKS for wrapper in (False, True) for time in TIMES]
+    cases += [(torchs, False, time, {}) for time in TIMES]  # the wrapper steps these after the averaging
+    cases += [(as_in_the_tutorial, True, "after", options) for options in (VIEW, UNUSED, STATIC)]
+    for messages in run_ranks(run_cases, 2, message_of, cases):
+        for case, message in zip(cases, messages, strict=True):
+            assert message.startswith("parameters "), case
+            assert "2.weight" in message, case
+            assert "register_post_accumulate_grad_hook" in message, case
+            assert "Step after backward()" in message, case
+
+
+def harmless(rank, is_wrapper, when, options):
+    """Train with hooks that look at gradients; return how often they were called, and the parameters."""
+    torch.manual_seed(0)
+    model, seen = MLP(), []
+
+    def attach():
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: seen.append(float(param.grad.sum())))
+
+    if when == "before":
+        attach()
+    forward = wrap(model, is_wrapper, options)
+    if when == "after":
+        attach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(forward(torch.full((2, 20), float(rank + step)))).backward()
+        optimizer.step()
+    return len(seen), torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def test_hooks_that_only_look_are_let():
+    cases = [
+        (wrapper, when, each)
+        for wrapper in (False, True)
+        for when in ("before", "after")
+        for each in ({}, VIEW)
+    ]
+    first, second = run_ranks(run_cases, 2, harmless, cases)
+    for case, (num_seen, parameters), (_, others) in zip(cases, first, second, strict=True):
+        assert num_seen == 4 * 6, case
+        assert torch.equal(parameters, others), case
+
+
+def local_steps(rank):
+    """Step within no_sync(), which is each rank's own business, and average afterwards."""
+    model = MLP()
+    reducer = Reducer(model.named_parameters())
+    step_alone(model)
+    with reducer.no_sync():
+        loss_of(model(torch.ones(2, 20))).backward()
+    for param in model.parameters():
+        param._post_accumulate_grad_hooks.clear()
+    loss_of(model(torch.ones(2, 20))).backward()
+
+
+def test_steps_within_no_sync_are_let():
+    run_ranks(local_steps, 2)
