@@ -351,7 +351,7 @@ class CompressorState:
         """Average a hook's bucket, plainly in the first steps, then with compressors.
 
         hook_name: the name in messages.
-        options: the bucket's, comparable by ==; when they have changed, its memory starts again at zero.
+        options: the bucket's, comparable by ==; when they have changed, its memory starts at zero.
             None for the state's.
 
         Raises TypeError for anything but a dense floating-point bucket; in a state's first step RuntimeError,
@@ -485,7 +485,7 @@ class CompressorState:
         if unidentified:
             _logger_of(self).warning(
                 "%s: the checkpoint knows its parameters by the first step's buckets, and this run's first "
-                "step has other buckets: the memory of %s parameters starts afresh. Likely cause: another "
+                "step has other buckets: the memory of %s parameters starts at zero. Likely cause: another "
                 "bucket_cap_mb, find_unused_parameters or model. Call state.number_parameters("
                 "model.named_parameters()) in both runs, and checkpoints know parameters by name.",
                 self.algorithm,
@@ -494,7 +494,7 @@ class CompressorState:
         for memory in lost:
             is_alike = (memory.options, memory.dtype) == (options, bucket.buffer().dtype)
             _logger_of(self).warning(
-                "%s: bucket %s has %s %s: its memory starts afresh.",
+                "%s: bucket %s has %s %s: its memory starts at zero.",
                 self.algorithm,
                 memory.index,
                 "another layout" if is_alike else "other options",
@@ -553,7 +553,7 @@ class CompressorState:
         """Continue from a state_dict, options included; the process group stays.
 
         The memory goes to the parameters that it was saved for, in whatever buckets a new model's first step
-        has them. Memory that does not fit starts again at zero, with a log line. Another rank's errors are
+        has them. Memory that does not fit starts at zero, with a log line. Another rank's errors are
         logged, too.
 
         Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown

@@ -125,7 +125,7 @@ class LowRankPlan:
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; choose the next step's directions.
 
-        A matrix whose factors aren't finite becomes NaN in this step, and starts afresh in the next.
+        A matrix whose factors aren't finite becomes NaN in this step, and starts at zero in the next.
         """
         self._q.copy_(self.q_wire)
         for group in self.groups:

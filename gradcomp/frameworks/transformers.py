@@ -75,7 +75,7 @@ class CommHookCallback(TrainerCallback):
             self._comm_hook.load_state_dict(torch.load(path, map_location="cpu"))
         elif self._comm_hook.has_memory:
             _logger.warning(
-                "the run resumes, but there is no %s: the hook's state starts afresh. If it resumes from "
+                "the run resumes, but there is no %s: the hook's state starts at zero. If it resumes from "
                 "another folder, give CommHookCallback that as resume_from.",
                 path,
             )

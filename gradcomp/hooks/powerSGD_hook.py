@@ -6,7 +6,7 @@ as implemented, and how it differs from torch's.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ _TORCHS_OPTIONS = (
     "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
 )
+_OTHER_OPTIONS = ("random_seed", "factor_dtype", "uncompressed_dtype", "start_bits")
 logger = logging.getLogger(__name__)
 
 
@@ -135,8 +136,8 @@ class PowerSGDState(CompressorState):
             random_seed=random_seed,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
         )
-        shown = {"start_powerSGD_iter": self.start_iter, **asdict(options), "random_seed": self.random_seed}
-        logger.info("PowerSGD config: %s", "; ".join(f"{name} = {value}" for name, value in shown.items()))
+        shown = (f"{name} = {getattr(self, name)}" for name in (*_TORCHS_OPTIONS, *_OTHER_OPTIONS))
+        logger.info("PowerSGD config: %s", "; ".join(shown))
 
     def _begin(self, process_group: Any, settings: Settings, options: Any) -> None:
         super()._begin(process_group, settings, options)
@@ -216,7 +217,7 @@ class PowerSGDState(CompressorState):
         compressor = super()._compressor_of(memory, kind, device, group)
         if theirs is not None and not powersgd_from_torch.load(compressor, memory, theirs):
             logger.warning(
-                "PowerSGD: bucket %s has another layout than torch's: its memory starts again at zero.",
+                "PowerSGD: bucket %s has another layout than torch's: its memory starts at zero.",
                 memory.index,
             )
         return compressor

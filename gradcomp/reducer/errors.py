@@ -13,7 +13,7 @@ def marked_twice(name: str) -> str:
         "backward once, or let the wrapper have find_unused_parameters=True); several backward passes in one "
         "step (call all but the last in no_sync()); reentrant activation checkpointing of the same "
         "parameters; an exception that broke off the backward before this one, after which the next one "
-        "starts afresh. If the graph is the same in every step, static_graph=True allows it"
+        "starts at zero. If the graph is the same in every step, static_graph=True allows it"
     )
 
 

@@ -116,9 +116,9 @@ def test_every_layer_gets_its_own_error(first, second):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ((TORCH, SMALL, True), (TORCH, LARGE, True), "the memory of 8 parameters starts afresh"),
-        ((TORCH, LARGE, True), (TORCH, SMALL, True), "the memory of 8 parameters starts afresh"),
-        ((TORCH, SMALL, True), (TORCH, SMALL, False), "the memory of 8 parameters starts afresh"),
+        ((TORCH, SMALL, True), (TORCH, LARGE, True), "the memory of 8 parameters starts at zero"),
+        ((TORCH, LARGE, True), (TORCH, SMALL, True), "the memory of 8 parameters starts at zero"),
+        ((TORCH, SMALL, True), (TORCH, SMALL, False), "the memory of 8 parameters starts at zero"),
         ((TORCH, LARGE, False), (OURS, LARGE, False), "has not brought: one of shape [24, 24]"),
         ((OURS, LARGE, False), (TORCH, LARGE, False), "has not brought: weights."),
     ],

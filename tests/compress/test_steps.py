@@ -38,7 +38,6 @@ def test_whoever_knows_the_end_of_a_step_ends_it():
     ((steps, messages, is_compared),) = run_ranks(end_steps, 1)
     assert steps == [((n, n > 0), (n + 1, True)) for n in range(4)]
     assert messages == [
-        "Start to apply QuantizedCompressor after 1 iterations.",
         "Compression stats: iter 1",
         "Compression stats: iter 3",
     ]

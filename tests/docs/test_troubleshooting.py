@@ -85,13 +85,13 @@ def test_every_message_is_quoted():
 @pytest.mark.parametrize(
     ("quotation", "is_quoted"),
     [
-        ("bits is …; it has to be 4 or 8", True),
+        ("errors_of is rank … of a world size of …", True),
         ("bits is …; it has to be 2", False),
         ("to be 4 … bits", False),
     ],
 )
 def test_a_quotation_that_is_not_in_the_source_is_found(quotation, is_quoted):
-    (text,) = texts_in(ast.parse("f'{name}: bits is {self.bits!r}; it has to be 4 or 8'").body[0])
-    assert text == "…: bits is …; it has to be 4 or 8"
+    (text,) = texts_in(ast.parse("f'{name}: bits is {self.bits!r}; choose 4 or 8'").body[0])
+    assert text == "…: bits is …; choose 4 or 8"
     assert quotes(quotation, text) == is_quoted
     assert quotations(f"**`{quotation}`**\n\ntext\n") == [quotation]

@@ -92,7 +92,7 @@ def assert_one_bad_step(ranks, tensor):
         errors = [results[step - 1][2][0] for results in ranks]
         assert all(error.isfinite().all() for error in errors)
         if step == 4 and tensor in order:
-            assert not any(error[bad].any() for error in errors), "starts afresh: no error"
+            assert not any(error[bad].any() for error in errors), "starts at zero: no error"
         expected = powersgd_step(
             FEW_SHAPES,
             [gradient.nan_to_num(0, 0, 0) for gradient in gradients],

@@ -6,11 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch.distributed as dist
-from gradcomp.hooks.powersgd_options import OPTIONS, options_of
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from gradcomp.compress.checkpoint import PROGRESS, progress_of
-from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.compress.checkpoint import PROGRESS, progress_of
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from tests.hooks.powersgd_runs import Messages, reload

@@ -167,7 +167,7 @@ def change_layouts(rank):
 def test_a_changed_layout_starts_that_bucket_afresh():
     ranks = run_ranks(change_layouts, 2)
     for said, not_said, outputs, errors in ranks:
-        assert said == ["WARNING PowerSGD: bucket 0 has another layout now: its memory starts afresh."]
+        assert said == ["WARNING PowerSGD: bucket 0 has another layout now: its memory starts at zero."]
         assert not_said == []
         assert all(output.isfinite().all() for _, output in outputs)
         assert errors[0].numel() == outputs[0][1].numel()
@@ -196,8 +196,8 @@ def load_another_layout(rank, is_named):
 @pytest.mark.parametrize(
     ("is_named", "message"),
     [
-        (True, "bucket 0 has another layout than its checkpoint: its memory starts afresh."),
-        (False, "this run's first step has other buckets: the memory of 5 parameters starts afresh"),
+        (True, "bucket 0 has another layout than its checkpoint: its memory starts at zero."),
+        (False, "this run's first step has other buckets: the memory of 5 parameters starts at zero"),
     ],
 )
 def test_a_checkpoint_of_another_layout_starts_afresh(is_named, message):

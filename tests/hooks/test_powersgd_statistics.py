@@ -62,14 +62,12 @@ def test_compression_stats_of_the_batched_hook():
     assert stats[-1][1][1:] == (sum(before), sum(2 * 2 * side for side in sides))
 
 
-def test_the_configuration_and_the_start_are_logged_once():
+def test_the_configuration_is_logged_once():
     lines = run_ranks(log_everything, 1)[0]
+    assert sum("config" in line for line in lines) == 1
     assert lines[0].startswith("INFO PowerSGD config: matrix_approximation_rank = 2; ")
     for name in COMMON[:8]:
         assert f"{name} = " in lines[0]
-    assert [line for line in lines if "Start" in line] == [
-        f"INFO Start to apply PowerSGD after {START} iterations."
-    ]
 
 
 def log_everything(rank):
