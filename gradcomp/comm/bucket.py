@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..rules import described
-from .operation import ExplainedError
+from .process_group import ExplainedError
 
 _PYTHON_REDUCER = (
     ". Likely cause: torch._dynamo.config.optimize_ddp is 'python_reducer', under which torch's DDP gives "

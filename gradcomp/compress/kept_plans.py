@@ -10,8 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
 
-from ..comm.operation import Operation
 from ..comm.pipeline import Stages, explained, run_through
+from ..comm.process_group import Operation
 from ..comm.streams import Future, completed, in_order
 from .quantized import quantized_all_reduce
 

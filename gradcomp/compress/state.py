@@ -14,9 +14,8 @@ from gradcomp import ops
 
 from ..comm.bucket import require_bucket, require_dense_floats
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.operation import Operation
 from ..comm.pipeline import Pipeline, Stages, explained, run_through
-from ..comm.process_group import joined_group, require_group, resolve_group
+from ..comm.process_group import Operation, joined_group, require_group, resolve_group
 from ..comm.streams import Future, average_in_place, in_order
 from .announcement import StartAnnouncement
 from .checkpoint import PROGRESS, another_ranks_errors, owner_of

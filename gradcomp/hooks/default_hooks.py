@@ -16,8 +16,7 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.comm.bucket import Hook, checked_future, require_bucket, require_dense_floats
 from gradcomp.comm.kept_buffers import keep_wire, take_wire
-from gradcomp.comm.operation import Operation
-from gradcomp.comm.process_group import joined_group, resolve_group
+from gradcomp.comm.process_group import Operation, joined_group, resolve_group
 from gradcomp.comm.streams import around_all_reduce, around_hook, average_in_place
 
 __all__ = [

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import Operation
 
 if TYPE_CHECKING:
     from .distributed import DistributedDataParallel

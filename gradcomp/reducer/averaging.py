@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.bucket import GradBucket, Hook, as_real, checked_future, name_of, result_of
-from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import Operation
 
 from . import errors
 from .bucket import Bucket, assign_buckets

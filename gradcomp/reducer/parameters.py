@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcomp.comm.consistency import require_same_on_all_ranks
-from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import Operation
 
 from . import errors
 
