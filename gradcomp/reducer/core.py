@@ -14,7 +14,7 @@ collectives in the same order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,15 +57,16 @@ class Reducer:
     skip_all_reduce_unused_params: with one of these two, leave out buckets of which no rank uses a parameter.
     sparse_params: those with sparse gradients (``nn.Embedding(sparse=True)``); averaged without the hook.
     verify: compare parameters and options across ranks; without it, construction communicates nothing.
-    only_prepared: for wrappers of modules: average only backwards through outputs that prepare_for_backward
-        was given, each of which may come in several calls. Other backwards accumulate.
-    at_end: for wrappers: called at the end of every backward, with whether its gradients have been averaged.
 
     Raises RuntimeError on every rank if the ranks have different parameters or options; ValueError without
     any that requires gradients, or for a cap that isn't a number; TypeError for a process_group that isn't
     one, or for params that are no iterable of plain tensors. The first step that is averaged compares options
     and hooks, and raises alike.
     """
+
+    # A wrapper's Reducer averages only backwards through outputs that prepare_for_backward was given, each of
+    # which may come in several calls. Other backwards accumulate.
+    _only_prepared = False
 
     def __init__(
         self,
@@ -80,15 +81,12 @@ class Reducer:
         skip_all_reduce_unused_params: bool = False,
         sparse_params: Iterable[torch.Tensor] = (),
         verify: bool = True,
-        only_prepared: bool = False,
-        at_end: Callable[[bool], None] | None = None,
     ):
         for cap in (bucket_cap_mb, first_bucket_cap_mb):
             if not isinstance(cap, int | float) or not cap >= 0:
                 raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}")
         self._names, self._params = named_parameters(params)
         self.process_group = resolve_group("Reducer", process_group)
-        self._only_prepared, self._at_end = only_prepared, at_end
         sparse = {id(param) for param in sparse_params}
         self._sparse = {index for index, param in enumerate(self._params) if id(param) in sparse}
         self._sharing = Sharing(self._params, self._names, self.process_group)
@@ -267,8 +265,14 @@ class Reducer:
             except BaseException:
                 self._forget_step()
                 raise
-            if self._at_end is not None and (is_averaged or not is_inner):
-                self._at_end(is_averaged)
+            if is_averaged or not is_inner:
+                self._after_backward(is_averaged)
+
+    def _after_backward(self, is_averaged: bool) -> None:
+        """Called at the end of every backward; a wrapper's Reducer does its part here.
+
+        is_averaged: whether the gradients have been averaged.
+        """
 
     def _learn(self, step: Step, is_inner: bool) -> None:
         """Average the static graph's first step, unless the backward that ends is within another one."""
@@ -303,15 +307,14 @@ class Reducer:
                 step = self._open(range(len(self._params)))
                 self._usage.learn()
                 self._complete(step)
-                if self._at_end is not None:
-                    self._at_end(True)
+                self._after_backward(True)
             finally:
                 self._forget_step()
                 for param, gradient in zip(self._params, kept, strict=True):
                     param.grad = gradient
 
     def _forget_step(self) -> None:
-        """Let the next step start afresh."""
+        """End the step, complete or broken off: the next gradient begins another one."""
         self._step, self._is_prepared = None, self._stays_prepared
         self._sharing.is_stepping = False
         self._usage.forget_step()
