@@ -1,14 +1,14 @@
-"""A bucket as a communication hook sees it, the type of a hook, and the checks of both."""
+"""Buckets as communication hooks see them, the type of a hook, and the checks of both."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from ..rules import described
-from .operation import ExplainedError
+from .process_group import ExplainedError, resolve_group
 
 _PYTHON_REDUCER = (
     ". Likely cause: torch._dynamo.config.optimize_ddp is 'python_reducer', under which torch's DDP gives "
@@ -25,15 +25,15 @@ def as_real(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter's gradient in hooks: a complex one has a last dimension of 2."""
+    """Return the shape of a parameter's gradient in hooks: with a last dimension of 2 if it is complex."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
 class GradBucket:
     """A bucket as communication hooks see it, with the methods of ``torch.distributed.GradBucket``.
 
-    buffer: the gradients one after another, 1-D, undivided. The hook's result, of as many elements, takes its
-    place. Hooks see complex gradients as real ones, with a last dimension of 2.
+    buffer: the gradients one after another, 1-D, undivided. The hook's result, with as many elements,
+        replaces it. Hooks see complex gradients as real ones, with a last dimension of 2.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GradBucket:
         self._parameters, self._is_last = parameters, is_last
 
     def index(self) -> int:
-        """Return its index in the order in which buckets are averaged, from 0."""
+        """Return the bucket's place in the order of averaging, from 0."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
@@ -55,7 +55,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Put another tensor of as many elements in the buffer's place (of another dtype, say)."""
+        """Replace the buffer by another tensor with as many elements, in another dtype for example."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ class GradBucket:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients are in the bucket, in its order."""
+        """Return the parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     def is_last(self) -> bool:
@@ -76,18 +76,14 @@ class GradBucket:
 def require_bucket(hook_name: str, bucket: Any) -> None:
     """Raise TypeError for anything but torch's GradBucket and gradcomp's.
 
-    Under torch.load's safe default a file may call hooks with arguments of its choice. It can make neither
-    bucket, so it can't start a collective.
+    Under torch.load's safe default a file may call hooks with arguments of its choice. It can make neither of
+    the two buckets, so it can't start a collective.
     """
     if not isinstance(bucket, dist.GradBucket | GradBucket):
         raise TypeError(
             f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got "
             f"{described(bucket)}{_PYTHON_REDUCER if isinstance(bucket, tuple) else ''}"
         )
-
-
-# Any: hooks that are written for torch say that they take torch.distributed.GradBucket.
-Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 def require_dense_floats(hook_name: str, buffer: torch.Tensor) -> None:
@@ -100,6 +96,37 @@ def require_dense_floats(hook_name: str, buffer: torch.Tensor) -> None:
             "nn.Embedding(sparse=True), for which torch's DDP makes a sparse bucket; gradcomp's averages it "
             "apart from the hook"
         )
+
+
+def checked_bucket(
+    hook_name: str, bucket: Any, process_group: Any, group_name: str = "state"
+) -> tuple[torch.Tensor, dist.ProcessGroup]:
+    """Return a hook's buffer and process group, once both are checked. Every hook calls this once per bucket.
+
+    hook_name: the hook's name in messages.
+    process_group: the group that the hook was given, None for the default one.
+    group_name: the group's name in messages.
+
+    Raises TypeError for anything but a dense floating-point bucket, or but a process group; RuntimeError if
+    there is no default group.
+    """
+    require_bucket(hook_name, bucket)
+    group = resolve_group(hook_name, process_group, group_name)
+    buffer: torch.Tensor = bucket.buffer()
+    require_dense_floats(hook_name, buffer)
+    return buffer, group
+
+
+# Any: hooks that are written for torch name torch.distributed.GradBucket as their bucket's type.
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+@runtime_checkable
+class TakesBack(Protocol):
+    """A hook's state that takes back the averages of unused parameters, which no gradient gets."""
+
+    def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
+        """Take back a parameter's average, flat, less the gradient that this rank put into the bucket."""
 
 
 def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:

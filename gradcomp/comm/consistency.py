@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .operation import WAITING, ExplainedError, Operation
-from .process_group import device_for
+from .process_group import WAITING, ExplainedError, Operation, device_for
 
 # How many meetings of a name the ranks of a group have had.
 _num_meetings: MutableMapping[dist.ProcessGroup, Counter[str]] = WeakIdKeyDictionary()

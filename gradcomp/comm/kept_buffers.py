@@ -1,6 +1,10 @@
-"""The 16-bit buffers that cross the wire, kept from step to step on a CPU."""
+"""Buffers and plans that are kept from step to step beside a bucket's first parameter.
 
-from collections.abc import MutableMapping
+While its bucket is in flight, a buffer is taken out: two buckets in flight never share one.
+"""
+
+from collections.abc import Hashable, MutableMapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -8,29 +12,56 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
 
-_wires: MutableMapping[torch.Tensor, dict[str, torch.Tensor]] = WeakIdKeyDictionary()
+Kept = TypeVar("Kept")
+
+
+class KeptBuffers(Generic[Kept]):
+    """What hooks keep from step to step: one object per hook and bucket.
+
+    An object goes with its parameter, or when the parameters are arranged in other buckets.
+
+    by_parameter: a bucket's first parameter -> hook name -> (key, object).
+    """
+
+    def __init__(self) -> None:
+        self.by_parameter: MutableMapping[torch.Tensor, dict[str, tuple[Hashable, Kept]]] = (
+            WeakIdKeyDictionary()
+        )
+
+    def take(self, parameters: Sequence[torch.Tensor], hook_name: str, key: Hashable) -> Kept | None:
+        """Take out the object of the bucket with these parameters; None if there is none with this key.
+
+        key: the size, device and so on that the object was made for.
+        """
+        if parameters:
+            kept = self.by_parameter.get(parameters[0], {}).pop(hook_name, None)
+            if kept is not None and kept[0] == key:
+                return kept[1]
+        # Other buckets of these parameters may have left objects: the first step's one bucket, say.
+        for parameter in parameters:
+            self.by_parameter.get(parameter, {}).pop(hook_name, None)
+        return None
+
+    def keep(self, first_parameter: torch.Tensor, hook_name: str, key: Hashable, kept: Kept) -> None:
+        """Keep an object that nothing reads any more for the bucket's next step."""
+        self.by_parameter.setdefault(first_parameter, {})[hook_name] = key, kept
+
+
+_wires: KeptBuffers[torch.Tensor] = KeptBuffers()
 
 
 def take_wire(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a buffer of this dtype, as long as the bucket, to be handed to keep_wire after the bucket's
-    averaging.
+    """Return a buffer of this dtype, as long as the bucket. Hand it to keep_wire after the averaging.
 
-    Two buckets in flight never have the same one: a buffer that is taken is not kept any more. On a CPU,
-    where new memory costs a page fault per 4 KiB, it is kept from step to step with the bucket's first
-    parameter, until the parameters are arranged in other buckets. On CUDA the caching allocator of torch
-    keeps it, for the stream that is current here.
+    On a CPU new memory costs a page fault per 4 KiB, so the buffer is kept from step to step. On CUDA torch's
+    caching allocator keeps it, for the stream that is current here.
     """
     buffer = bucket.buffer()
-    wire = _wires.get(bucket.parameters()[0], {}).pop(hook_name, None)
-    if wire is None or wire.numel() != buffer.numel() or wire.device != buffer.device:
-        # What other buckets of these parameters have left: the first step's one bucket, say.
-        for parameter in bucket.parameters():
-            _wires.get(parameter, {}).pop(hook_name, None)
-        wire = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
-    return wire
+    wire = _wires.take(bucket.parameters(), hook_name, (buffer.numel(), buffer.device))
+    return torch.empty(buffer.numel(), dtype=dtype, device=buffer.device) if wire is None else wire
 
 
 def keep_wire(first_parameter: torch.Tensor, hook_name: str, wire: torch.Tensor) -> None:
-    """Keep a buffer of take_wire's, which nothing reads any more, for the bucket's next step."""
+    """Keep a buffer of take_wire for its bucket's next step. first_parameter: the bucket's."""
     if not ops.has_streams(wire.device):
-        _wires.setdefault(first_parameter, {})[hook_name] = wire
+        _wires.keep(first_parameter, hook_name, (wire.numel(), wire.device), wire)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .operation import Operation
+from .process_group import Operation
 
 # Yields the collectives that are under way, or None for one that needs no waiting; returns the bucket.
 Stages = Generator[dist.Work | None, None, torch.Tensor]

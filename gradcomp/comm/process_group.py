@@ -1,14 +1,31 @@
-"""The process group that an argument stands for."""
+"""Process groups: the group that an argument stands for, and operations of its ranks.
 
+A failed collective raises the backend's own error, with a socket and a time. Its likely cause, a rank that
+never came, is not in it. Operation says what failed on which rank, and what to look at.
+"""
+
+import json
+import re
+import threading
 from collections.abc import Iterable
-from typing import Any
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from gradcomp import ops
 
 from ..rules import described
+
+# The key under which the default group's store says what a rank waits for; see consistency.py.
+WAITING = "gradcomp/waiting"
+# A store whose machine is gone may never answer.
+_READ_TIMEOUT_S = 5.0
+# torch's text around an error in a future's callback; nested where a callback waits for another future.
+_IN_CALLBACK = re.compile(r".*when running the callback: (\w+): (.*?)\n+At:\n.*", re.DOTALL)
 
 
 def require_group(whose: str, process_group: Any, argument: str = "process_group") -> None:
@@ -46,11 +63,97 @@ def joined_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup |
 
 
 def device_for(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Return a device whose tensors the group exchanges: with NCCL that of the first CUDA tensor among these.
+    """Return a device whose tensors the group exchanges.
 
-    That is where the model is, which need not be the current device; the latter if there is no such tensor.
+    With NCCL: the device of the first CUDA tensor, where the model is; the current device if there is none.
     """
     if dist.get_backend(group) != "nccl":
         return torch.device("cpu")
     devices = (tensor.device for tensor in tensors if ops.has_streams(tensor.device))
     return next(devices, None) or torch.device("cuda", torch.cuda.current_device())
+
+
+class ExplainedError(RuntimeError):
+    """An error whose message says what is wrong, on which ranks, and what to look at."""
+
+
+class Operation(NamedTuple):
+    """A context that explains the errors of an operation's collectives.
+
+    what: the operation, in words that follow "could not".
+
+    Holds no process group: gloo's threads keep callbacks, and must not hold the last reference to a group.
+
+    Example::
+
+        with Operation.of("compare options", group):
+            dist.all_gather(gathered, mine, group=group)
+    """
+
+    what: str
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, what: str, group: dist.ProcessGroup) -> "Operation":
+        return cls(what, group.rank(), group.size())
+
+    @classmethod
+    def averaging(cls, index: int, hook_name: str, group: dist.ProcessGroup | None) -> "Operation":
+        """Return the operation that averages a bucket with a hook."""
+        rank, world_size = (group.rank(), group.size()) if group is not None else (0, 1)
+        return cls(f"average bucket {index} with {hook_name}", rank, world_size)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and (explained := self.explained(error)) is not error:
+            raise explained from error
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return an ExplainedError for an error that a collective may have raised; any other as it is."""
+        # Subclasses of RuntimeError explain themselves: out of memory, or explained already.
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            return error
+        text = str(error)
+        if found := _IN_CALLBACK.fullmatch(text):
+            kind, text = found.groups()
+            if kind == ExplainedError.__name__:
+                return ExplainedError(text)
+            if kind != RuntimeError.__name__ and not kind.startswith("Dist"):
+                # With the line in the callback.
+                return ExplainedError(f"rank {self.rank} of {self.world_size} could not {self.what}: {error}")
+        return ExplainedError(_message(self, text.rstrip(". \n"), _who_waits()))
+
+
+def _message(operation: Operation, text: str, who_waits: str) -> str:
+    others = who_waits or (
+        "another rank has ended, raised an error, left this step out, or is alone in what all ranks have to "
+        "call, such as a save: accelerator.save_state, CommHook.state_dict and consolidated_state_dict "
+        "belong on every rank, not under `if is_main_process`"
+    )
+    return (
+        f"rank {operation.rank} of {operation.world_size} could not {operation.what}: {text}. If nothing is "
+        f"wrong on this rank, {others}. Look for the first error in the output of the other ranks"
+    )
+
+
+def _who_waits() -> str:
+    """Return the note in the store of a rank that waits for this one, "" if there is none."""
+    found: list[Any] = []
+
+    def read() -> None:
+        with suppress(Exception):
+            store = distributed_c10d._get_default_store()
+            if store.check([WAITING]):
+                found.append(json.loads(store.get(WAITING)))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(_READ_TIMEOUT_S)
+    if not found or not dist.is_initialized() or found[0]["rank"] == dist.get_rank():
+        return ""
+    return str(found[0]["text"]) if dist.get_rank() in found[0]["ranks"] else ""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-from .operation import ExplainedError, Operation
+from .process_group import ExplainedError, Operation
 
 Future = torch.futures.Future[torch.Tensor]
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
-from ..comm.operation import Operation
-from ..comm.process_group import device_for, resolve_group
+from ..comm.process_group import Operation, device_for, resolve_group
 
 SAVE_ON_ALL_RANKS = (
     "Saving averages the errors of all ranks. Likely cause: a save on some ranks only, under `if "

@@ -1,17 +1,17 @@
 """The plans of quantized all-reduces without error feedback, kept from step to step with the parameters."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
 
-from ..comm.operation import Operation
+from ..comm.kept_buffers import KeptBuffers
 from ..comm.pipeline import Stages, explained, run_through
+from ..comm.process_group import Operation
 from ..comm.streams import Future, completed, in_order
 from .quantized import quantized_all_reduce
 
@@ -30,7 +30,7 @@ class _Key:
     world_size: int
 
 
-_plans: MutableMapping[torch.Tensor, dict[str, tuple[_Key, ops.QuantizedPlan]]] = WeakIdKeyDictionary()
+_plans: KeptBuffers[ops.QuantizedPlan] = KeptBuffers()
 
 
 def average_in_8_bits(
@@ -38,12 +38,11 @@ def average_in_8_bits(
 ) -> Future:
     """Average the whole bucket, cut into blocks without regard to its tensors, in 8 bits per element.
 
-    hook_name: the name under which the plan is kept. block_size_of(numel, world_size): the size of a block; a
-    bucket smaller than that is sent exactly.
+    hook_name: the name under which the plan is kept.
+    block_size_of(numel, world_size): the size of a block. A bucket smaller than a block is sent exactly.
 
-    A plan holds no gradients between steps, but it is as large as two buckets of codes, and takes long to
-    make. So it is kept with the bucket's first parameter, and dropped with it, or when that parameter is in
-    another bucket. Two buckets in flight never have the same one: a plan that is taken is not kept any more.
+    A plan holds no gradients between steps. It is kept because it takes long to make; it is as large as two
+    buckets of codes.
     """
     buffer = bucket.buffer()
     numel, size = buffer.numel(), group.size()
@@ -53,10 +52,10 @@ def average_in_8_bits(
     parameters = bucket.parameters()
 
     def stages() -> Stages:
-        plan = _take(hook_name, parameters, key)
+        plan = _plans.take(parameters, hook_name, key) or _make(key)
         yield from quantized_all_reduce(plan, buffer, group)
         if parameters:
-            _plans.setdefault(parameters[0], {})[hook_name] = key, plan
+            _plans.keep(parameters[0], hook_name, key, plan)
         return buffer
 
     # A plan is made in the sequence, so that on CUDA its memory is the side stream's.
@@ -64,14 +63,6 @@ def average_in_8_bits(
     return in_order(buffer.device, lambda: run_through(explained(stages(), operation)))
 
 
-def _take(hook_name: str, parameters: list[torch.Tensor], key: _Key) -> ops.QuantizedPlan:
-    """Return the plan kept for a bucket with these parameters, or make one."""
-    if parameters:
-        kept = _plans.get(parameters[0], {}).pop(hook_name, None)
-        if kept is not None and kept[0] == key:
-            return kept[1]
-    # What other buckets of these parameters have left: the first step's one bucket, say.
-    for parameter in parameters:
-        _plans.get(parameter, {}).pop(hook_name, None)
+def _make(key: _Key) -> ops.QuantizedPlan:
     layout = BlockLayout([(1, key.numel)], key.block_size, key.world_size)
     return ops.quantized_plan(layout, key.dtype, key.device, bits=BITS, error_feedback=False)

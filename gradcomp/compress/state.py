@@ -28,11 +28,10 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-from ..comm.bucket import require_bucket, require_dense_floats
+from ..comm.bucket import checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.operation import Operation
 from ..comm.pipeline import Pipeline, Stages, explained, run_through
-from ..comm.process_group import joined_group, require_group, resolve_group
+from ..comm.process_group import Operation, joined_group, require_group
 from ..comm.streams import Future, average_in_place, in_order
 from ..rules import described
 from . import checkpoint
@@ -357,10 +356,7 @@ class CompressorState:
         Raises TypeError for anything but a dense floating-point bucket; in a state's first step RuntimeError,
         on every rank, where the ranks differ.
         """
-        require_bucket(hook_name, bucket)
-        buffer = bucket.buffer()
-        group = resolve_group(hook_name, self.process_group, "state.process_group")
-        require_dense_floats(hook_name, buffer)
+        buffer, group = checked_bucket(hook_name, bucket, self.process_group, "state.process_group")
         is_first = self._begin_bucket(bucket, group)
         self._compare_once(hook_name, bucket, group, is_first=is_first)
         options = self._options if options is None else options

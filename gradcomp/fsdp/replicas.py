@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import require_same_group, require_same_on_all_ranks
-from gradcomp.comm.operation import Operation
-from gradcomp.comm.process_group import require_group
+from gradcomp.comm.process_group import Operation, require_group
 from gradcomp.comm.streams import average_in_place
 from gradcomp.compress import CompressorState, compress_hook
 

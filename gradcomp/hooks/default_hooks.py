@@ -14,10 +14,15 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.comm.bucket import Hook, checked_future, require_bucket, require_dense_floats
+from gradcomp.comm.bucket import (
+    Hook,
+    checked_bucket,
+    checked_future,
+    require_bucket,
+    require_dense_floats,
+)
 from gradcomp.comm.kept_buffers import keep_wire, take_wire
-from gradcomp.comm.operation import Operation
-from gradcomp.comm.process_group import joined_group, resolve_group
+from gradcomp.comm.process_group import Operation, joined_group, resolve_group
 from gradcomp.comm.streams import around_all_reduce, around_hook, average_in_place
 
 __all__ = [
@@ -120,11 +125,7 @@ def _compress_hook(
     """Average the bucket in this 16-bit dtype; name: the hook's name in messages."""
     if is_traced_gradient(bucket):
         return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)  # type: ignore[no-any-return]
-    require_bucket(name, bucket)
-    group = resolve_group(name, process_group, "state")
-    buffer = bucket.buffer()
-    require_dense_floats(name, buffer)
-
+    buffer, group = checked_bucket(name, bucket, process_group)
     first = bucket.parameters()[0]
 
     def compress() -> torch.Tensor:
@@ -188,7 +189,6 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         require_bucket(name, bucket)
         buffer = bucket.buffer()
         require_dense_floats(name, buffer)
-
         first = bucket.parameters()[0]
         wire: torch.Tensor
 

@@ -279,8 +279,8 @@ def batched_powerSGD_hook(  # noqa: N802
 def _average(
     hook_name: str, state: PowerSGDState, bucket: dist.GradBucket, *, square: bool
 ) -> torch.futures.Future[torch.Tensor]:
-    require_bucket(hook_name, bucket)
     if not isinstance(state, PowerSGDState):
+        require_bucket(hook_name, bucket)
         hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(
             f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{hint}"

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.bucket import require_bucket, require_dense_floats
-from gradcomp.comm.process_group import resolve_group
-from gradcomp.compress.kept_plans import BlockSize, average_in_8_bits
+from gradcomp.comm.bucket import checked_bucket
+from gradcomp.compress.kept_plans import average_in_8_bits
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.state import CompressorState
 from gradcomp.rules import BLOCK_SIZE, described
@@ -86,7 +85,6 @@ def quantization_hook(
 
         ddp_model.register_comm_hook(QuantizationState(bits=4), quantization_hook)
     """
-    require_bucket("quantization_hook", bucket)
     if not isinstance(state, QuantizationState):
         raise TypeError(f"quantization_hook takes a QuantizationState as its state, got {described(state)}")
     return state.average("quantization_hook", bucket)
@@ -112,7 +110,8 @@ def quantization_pertensor_hook(
 
         ddp_model.register_comm_hook(None, quantization_pertensor_hook)
     """
-    return _average_without_state("quantization_pertensor_hook", process_group, bucket, _largest_blocks)
+    _, group = checked_bucket("quantization_pertensor_hook", bucket, process_group)
+    return average_in_8_bits("quantization_pertensor_hook", bucket, group, _largest_blocks)
 
 
 def quantization_perchannel_hook(
@@ -131,21 +130,9 @@ def quantization_perchannel_hook(
 
         ddp_model.register_comm_hook(None, quantization_perchannel_hook)
     """
-    require_bucket("quantization_perchannel_hook", bucket)
+    _, group = checked_bucket("quantization_perchannel_hook", bucket, process_group)
     bucket_size = BLOCK_SIZE("quantization_perchannel_hook: bucket_size", bucket_size)
-    return _average_without_state(
-        "quantization_perchannel_hook", process_group, bucket, lambda *_: bucket_size
-    )
-
-
-def _average_without_state(
-    name: str, process_group: Any, bucket: dist.GradBucket, block_size_of: BlockSize
-) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in 8 bits; name: the hook's name in messages."""
-    require_bucket(name, bucket)
-    group = resolve_group(name, process_group, "state")
-    require_dense_floats(name, bucket.buffer())
-    return average_in_8_bits(name, bucket, group, block_size_of)
+    return average_in_8_bits("quantization_perchannel_hook", bucket, group, lambda *_: bucket_size)
 
 
 def _largest_blocks(numel: int, world_size: int) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,19 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from gradcomp.comm.process_group import Operation
 from gradcomp.hooks import default_hooks
-from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
+from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced, errors
 from gradcomp.reducer.autograd import not_compiled
 
 from .arguments import check_hook, check_module, group_of, refuse, synchronizes_buffers, warn_of_deprecated
-from .compiled import graphs_end_with_buckets
-from .end_of_backward import EndOfBackward
-from .join import UnevenInputs, highest_rank, will_average
 from .module import (
     buffers_of,
+    graphs_end_with_buckets,
     named_parameters,
+    parameters_of,
     require_same_buffers,
     sparse_weights,
     through_sink,
@@ -30,7 +31,7 @@ from .module import (
 )
 
 
-class DistributedDataParallel(nn.Module, UnevenInputs):
+class DistributedDataParallel(nn.Module, Joinable):
     """Data parallelism for a module: every rank has a replica, and backward averages their gradients.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``: its arguments, attributes, semantics and
@@ -84,7 +85,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         lazy_bucket_allocation: bool = False,
     ):
         super().__init__()
-        UnevenInputs.__init__(self)
+        Joinable.__init__(self)
         refuse(
             mixed_precision=mixed_precision,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
@@ -139,24 +140,17 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         )
 
     def _make_reducer(self, verify: bool) -> None:
-        ignored = self.parameters_to_ignore
-        named = list(named_parameters(self.module, ignored))
-        averaged = [param for _, param in named if param.requires_grad]
-        self._end_of_backward = EndOfBackward(self, averaged, ignored)
         caps = {} if self.bucket_cap_mb is None else dict.fromkeys(
             ("bucket_cap_mb", "first_bucket_cap_mb"), self.bucket_cap_mb
         )  # fmt: skip
-        self.reducer = Reducer(
-            named,
-            self.process_group,
+        self.reducer = _WrappersReducer(
+            self,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             sparse_params=sparse_weights(self.module),
             verify=verify,
-            only_prepared=True,
-            at_end=self._end_of_backward,
             **caps,
         )
         self._broadcast_buffers = RepeatedBroadcast()
@@ -192,7 +186,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self._has_run = True
         if torch.is_grad_enabled():
             self.reducer.expect_finished()
-            self._end_of_backward.take_over_optimizers()
+            self.reducer.detach_optimizers()
         work = Join.notify_join_context(self)
         self._divisor = None
         if work is not None and not self._divide_by_initial_world_size:
@@ -202,10 +196,10 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         if buffers := self.buffers_before_forward():
             # Rank 0's buffers; where ranks may run out of input, those of the highest rank that has not.
             is_uneven = self._join_config.enable
-            src = highest_rank(self.process_group, self.device, True) if is_uneven else 0
+            src = _highest_rank(self.process_group, self.device, True) if is_uneven else 0
             self.sync_buffers(buffers, src)
         if self._join_config.enable:
-            will_average(self.process_group, self.device, self.require_backward_grad_sync)
+            _will_average(self.process_group, self.device, self.require_backward_grad_sync)
 
     def _after_forward(self, outputs: Any) -> Any:
         is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -286,6 +280,34 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             self._broadcast_buffers(buffers, src, self.process_group)
 
+    # --- uneven inputs ---
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may have different numbers of inputs: see torch's join."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _WrappersJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
     # --- serialization ---
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,7 +318,7 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
                 "to DDP constructor"
             )
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_end_of_backward", "_broadcast_buffers"):
+        for name in ("process_group", "reducer", "_broadcast_buffers"):
             del state[name]
         return state
 
@@ -308,3 +330,87 @@ class DistributedDataParallel(nn.Module, UnevenInputs):
         self._make_reducer(verify=False)
         for hook, hook_state in hooks:
             self.register_comm_hook(hook_state, hook)
+
+
+class _WrappersReducer(Reducer):
+    """The wrapper's Reducer: averages only backwards through outputs of the wrapper.
+
+    At the end of a backward it raises RuntimeError for gradients that are neither averaged nor to be ignored:
+    their parameters were added, replaced or unfrozen after construction. After an average it steps the
+    optimizers of torch's _apply_optimizer_in_backward.
+    """
+
+    _only_prepared = True
+
+    def __init__(self, ddp: DistributedDataParallel, **options: Any):
+        module, ignored = ddp.module, ddp.parameters_to_ignore
+        super().__init__(named_parameters(module, ignored), ddp.process_group, **options)
+        # Weakly: the wrapper holds this Reducer.
+        self._ddp, self._ignored = weakref.ref(ddp), ignored
+        # The parameters are kept alive: an id may come again.
+        left_alone = [param for name, param in module.named_parameters() if name in ignored]
+        self._known = {id(param): param for param in [*self._params, *left_alone]}
+        self._stepping: list[torch.Tensor] = []
+
+    def detach_optimizers(self) -> None:
+        """Keep optimizers from stepping in backward, also those attached since the last call."""
+        self._stepping = [param for param in self._params if hasattr(param, "_in_backward_optimizers")]
+        if self._stepping:
+            from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+            for param in self._stepping:
+                for handle in param_to_optim_hook_handle_map.get(param, ()):
+                    handle.remove()
+
+    def _after_backward(self, is_averaged: bool) -> None:
+        ddp = self._ddp()
+        if ddp is not None and any(map(self._is_left_out, parameters_of(ddp.module))):
+            named = ddp.module.named_parameters()
+            names = [name for name, param in named if name not in self._ignored and self._is_left_out(param)]
+            if names:
+                raise RuntimeError(errors.not_averaged_parameters(names))
+        if is_averaged:
+            for param in self._stepping:
+                for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+                    optimizer.step()
+                param.grad = None
+
+    def _is_left_out(self, param: torch.Tensor) -> bool:
+        return (
+            id(param) not in self._known and param.requires_grad and param.is_leaf and param.grad is not None
+        )
+
+
+class _WrappersJoinHook(JoinHook):
+    """The collectives of a rank without input: those of the ranks that go on, with zeros."""
+
+    def __init__(self, ddp: DistributedDataParallel):
+        self.ddp = ddp
+
+    def main_hook(self) -> None:
+        ddp = self.ddp
+        if buffers := ddp.buffers_before_forward():
+            ddp.sync_buffers(buffers, _highest_rank(ddp.process_group, ddp.device, is_candidate=False))
+        ddp.require_forward_param_sync = bool(_will_average(ddp.process_group, ddp.device, False).item())
+        if ddp.require_forward_param_sync:
+            ddp.reducer.join_with_zeros()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        src = _highest_rank(self.ddp.process_group, self.ddp.device, is_last_joiner)
+        self.ddp.sync_module(src, self.ddp.forward_sync_buffers)
+
+
+def _highest_rank(group: dist.ProcessGroup, device: torch.device, is_candidate: bool) -> int:
+    """Return the highest rank that is a candidate, on every rank. The host waits."""
+    rank = torch.tensor([group.rank() if is_candidate else -1], device=device)
+    with Operation.of("find a rank that has input", group):
+        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
+    return int(rank.item())
+
+
+def _will_average(group: dist.ProcessGroup, device: torch.device, mine: bool) -> torch.Tensor:
+    """Return a tensor, more than zero if any rank averages its next backward. The host does not wait."""
+    flag = torch.full((1,), int(mine), device=device)
+    with Operation.of("tell the other ranks whether this one averages its next backward", group):
+        dist.all_reduce(flag, group=group)
+    return flag

@@ -1,11 +1,14 @@
-"""The wrapped module: its parameters and buffers, and the tensors in its inputs and outputs."""
+"""The wrapped module: its parameters and buffers, its inputs and outputs, its compiled graphs."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcomp.comm.consistency import require_same_on_all_ranks
@@ -14,6 +17,11 @@ from gradcomp.comm.consistency import require_same_on_all_ranks
 def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and their names, without those ignored."""
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
+
+
+def parameters_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return all parameters, without their names, which take most of Module.parameters()'s time."""
+    return [param for each in module.modules() for param in each._parameters.values() if param is not None]
 
 
 def buffers_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
@@ -98,3 +106,29 @@ def through_sink(outputs: Any) -> Any:
     for position, tensor in zip(positions, passed, strict=True):
         leaves[position] = tensor
     return tree_unflatten(leaves, structure)
+
+
+@dataclass(frozen=True)
+class _CompilersView:
+    """The only attribute that torch.compile reads of the wrapper whose forward is running."""
+
+    bucket_bytes_cap: int
+
+
+@contextmanager
+def graphs_end_with_buckets(cap_bytes: float) -> Iterator[None]:
+    """Within the context torch.compile cuts graphs where a bucket of this cap is full.
+
+    A compiled graph is one node of autograd: all its gradients come when its backward ends. So torch.compile
+    cuts graphs in the forward of torch's wrapper (torch._dynamo.backends.distributed.DDPOptimizer). It finds
+    the wrapper in a class attribute.
+    """
+    # The first graph's cap is torch's for the first bucket, and may not be larger than the others'.
+    view = _CompilersView(max(int(cap_bytes), dist._DEFAULT_FIRST_BUCKET_BYTES))
+    holder: Any = TorchDistributedDataParallel
+    before = getattr(holder, "_active_ddp_module", None)  # of a wrapper around this one
+    holder._active_ddp_module = view
+    try:
+        yield
+    finally:
+        holder._active_ddp_module = before

@@ -1,4 +1,4 @@
-"""Autograd: hooks on parameters and outputs, the end of a backward, the parameters that it reaches."""
+"""Autograd: hooks on parameters and outputs, the end of a backward, parameters reached or changed by it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._C import _current_graph_task_id
 from torch._C._dynamo import eval_frame
+from torch.utils.hooks import RemovableHandle
 
 from . import errors
 
@@ -21,10 +22,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: Function, *, recursive: bool = True) -> Function:
-    """Make torch.compile leave this function alone, and if recursive the functions that it calls.
+    """Make torch.compile leave this function alone, and with recursive the functions that it calls, too.
 
-    This is torch.compiler.disable(recursive=...), which would take seconds to import what it needs. Where
-    torch has other private names for it, that import is made.
+    torch.compiler.disable(recursive=...) does this, but its imports take seconds. It is used only where torch
+    has other private names.
     """
     try:
         action = eval_frame._FrameAction
@@ -54,11 +55,9 @@ _NOT_OUTPUTS = (
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers and dataclasses, and those with a graph in other objects'
-    attributes.
+    """Yield the tensors in nested containers and dataclasses, and tensors with a graph in other objects.
 
-    Such an object may be a distribution, which computes a sample or a likelihood from its attributes on
-    request.
+    For example in a distribution, which computes samples and likelihoods from its attributes on request.
     """
     waiting, seen = [(value, False)], {id(value): value}
     while waiting:
@@ -74,7 +73,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _held_by(item: Any, is_attribute: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield what an output consists of, each with whether it is an attribute of an object, or within one."""
+    """Yield an output's parts, each with whether it is an object's attribute, or within one."""
     if item is None or isinstance(item, _NOT_OUTPUTS):
         return
     if isinstance(item, Mapping):
@@ -98,8 +97,8 @@ def _slots_of(base: type) -> tuple[str, ...]:
 def reached(outputs: Any, accumulators: Mapping[Any, int]) -> set[int]:
     """Return the indices of the parameters that the outputs depend on.
 
-    accumulators: a parameter's AccumulateGrad node -> its index. The caller keeps the nodes alive: a node's
-    Python object is the same only for as long as a reference to it exists.
+    accumulators: a parameter's AccumulateGrad node -> the parameter's index. The caller keeps the nodes
+        alive: autograd makes another Python object for a node when no reference to the last one exists.
     """
     found: set[int] = set()
     waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
@@ -125,8 +124,9 @@ Owner = TypeVar("Owner")
 class AccumulateGradHooks:
     """Hooks on the parameters' AccumulateGrad nodes.
 
-    on_ready(owner, index) is called when a parameter's gradient is in its .grad, or is known to be undefined.
-    The owner is held weakly; the nodes are held, which keeps them alive: nodes, one per parameter.
+    on_ready(owner, index): called when a parameter's gradient is in its .grad, or is known to be undefined.
+    owner: held weakly.
+    nodes: one per parameter, kept alive here.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class AccumulateGradHooks:
         return set(range(len(self.nodes))) - reached(outputs, indices)
 
     def require_attached(self, indices: Iterable[int]) -> None:
-        """Raise RuntimeError if autograd accumulates the gradient of one of these parameters past its hook.
+        """Raise RuntimeError if one of these parameters has lost its hook.
 
-        A parameter that is moved or converted gets another AccumulateGrad node. One that is frozen has none
-        to miss.
+        A parameter that is moved or converted gets another AccumulateGrad node, without the hook. A frozen
+        parameter has no node, and passes.
         """
         indices = [index for index in indices if self._params[index].requires_grad]
         nodes = _accumulators([self._params[index] for index in indices])
@@ -170,7 +170,7 @@ class AccumulateGradHooks:
 
 
 class _Join(torch.autograd.Function):
-    """Makes a node whose next functions are the inputs' nodes, which are so found at once."""
+    """Makes one node that has the nodes of all inputs as its next functions."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -204,13 +204,13 @@ def call_when_backward_starts(
 ) -> bool:
     """Call function(owner, argument) whenever a backward comes through one of these outputs.
 
-    Returns False if no output has a graph. The owner is held weakly. The hooks are on nodes, not on tensors,
-    so they stay when an output is changed in place.
+    Returns False if no output has a graph. The owner is held weakly. Nodes have the hooks, not tensors: so
+    they stay when an output is changed in place.
     """
     nodes: set[Any] = set()
     for tensor in tensors_in(outputs):
         nodes.add(tensor.grad_fn)
-        # A view that is changed in place gets another node, behind which its base's is left.
+        # A view that is changed in place gets another node, but its base's node stays in the graph.
         nodes.add(None if tensor._base is None else tensor._base.grad_fn)
     nodes.discard(None)
     living = weakref.ref(owner)
@@ -229,8 +229,10 @@ def call_when_backward_starts(
 def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> None:
     """Call function at the end of the running backward, once per graph task.
 
-    tasks: the tasks that have the call already. A backward within another one (reentrant checkpointing) is a
-    task of its own. Raises RuntimeError in a compiled backward, which would not call the function.
+    tasks: the graph tasks that will call it already. A backward within another one (reentrant checkpointing)
+        is a task of its own.
+
+    Raises RuntimeError in a compiled backward, which would not call the function.
     """
     task = _current_graph_task_id()
     if task not in tasks:
@@ -242,6 +244,79 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
 
 
 def is_within_another_backward() -> bool:
-    """Return, in a function that call_at_end_of_backward calls, whether the backward that ends is within
-    another one."""
+    """Return whether the backward that ends is within another one.
+
+    Only for functions that call_at_end_of_backward calls.
+    """
     return torch._C._current_autograd_node() is not None
+
+
+class StepsInBackward:
+    """Finds parameters that a hook of an optimizer changed in backward, before the ranks' mean was there.
+
+    Such a hook is one of register_post_accumulate_grad_hook, or of torch's _apply_optimizer_in_backward. Only
+    parameters with such hooks cost time. A hook that only reads is no error.
+
+    nodes: the parameters' AccumulateGrad nodes.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], nodes: Sequence[Any]):
+        self._params, self._names, self._nodes = params, names, nodes
+        self._handles: dict[int, Any] = {}
+        self._task, self._versions_before = -1, dict[int, int]()
+        self._num_hooks = -1
+        self.look()
+
+    def look(self) -> None:
+        """Watch the parameters that have got hooks since the last call."""
+        # RemovableHandle counts the process's hooks. To ask every parameter takes a hundredth of a step.
+        if self._num_hooks == RemovableHandle.next_id:
+            return
+        for index, param in enumerate(self._params):
+            has_hooks = param._post_accumulate_grad_hooks or "_in_backward_optimizers" in param.__dict__
+            if has_hooks and index not in self._handles:
+                self._handles[index] = self._nodes[index].register_prehook(
+                    _recorder(weakref.ref(self), index)
+                )
+        self.expect_hooks()
+
+    def expect_hooks(self) -> None:
+        """Ignore the hooks registered since the last look: they are on no parameter."""
+        self._num_hooks = RemovableHandle.next_id
+
+    def record(self, index: int) -> None:
+        """Note a parameter's version just before a backward accumulates its gradient."""
+        task = _current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._versions_before.clear()
+        self._versions_before[index] = self._params[index]._version
+
+    def require_none(self) -> None:
+        """Raise RuntimeError if the backward that ends has changed parameters or taken their gradients."""
+        if not self._versions_before or self._task != _current_graph_task_id():
+            return
+        before, params = self._versions_before, self._params
+        found = [
+            self._names[index]
+            for index, version in before.items()
+            if params[index]._version != version or params[index].grad is None
+        ]
+        before.clear()
+        if found:
+            raise RuntimeError(errors.stepped_in_backward(found))
+
+    def remove(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+
+
+def _recorder(watcher: weakref.ref[StepsInBackward], index: int) -> Callable[[Sequence[Any]], None]:
+    # Weakly: the watcher holds the node.
+    @not_compiled
+    def hook(gradients: Sequence[Any]) -> None:
+        living = watcher()
+        if living is not None and gradients[0] is not None:
+            living.record(index)
+
+    return hook

@@ -12,8 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
-from gradcomp.comm.operation import Operation
-from gradcomp.comm.process_group import joined_group, resolve_group
+from gradcomp.comm.process_group import Operation, joined_group, resolve_group
 from gradcomp.hooks import default_hooks
 from gradcomp.layout import FlatLayout
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.bucket import GradBucket, Hook, as_real, checked_future, name_of, result_of
-from gradcomp.comm.operation import Operation
+from gradcomp.comm.bucket import GradBucket, Hook, TakesBack, as_real, checked_future, name_of, result_of
+from gradcomp.comm.process_group import Operation
 
 from . import errors
 from .bucket import Bucket, assign_buckets
@@ -150,23 +150,24 @@ class BucketCommunicator:
     def finish(
         self, index: int, pending: Pending, kept: set[int], gradients_before: Mapping[int, torch.Tensor]
     ) -> None:
-        """Wait for a bucket's average, and write it to the gradients of all its parameters but those kept.
+        """Wait for a bucket's average, and write it to the gradients of its parameters.
 
-        Where the hook's state has a method take_back(parameter, flat), it gets the averages of those kept,
-        less what this rank had put into the bucket: gradients_before, where that was in the bucket's own
-        memory. Raises RuntimeError if the bucket could not be averaged.
+        kept: unused parameters. A state that TakesBack gets their averages.
+        gradients_before: gradients of unused parameters that were in the bucket's own memory.
+
+        Raises RuntimeError if the bucket could not be averaged.
         """
         bucket = self.buckets[index]
         with self._averaging(index):
             self._wait(bucket, pending)
         left_out = {position for position, member in enumerate(bucket.indices) if member in kept}
-        take_back = getattr(self.hook[0], "take_back", None) if self.hook else None
-        if take_back is not None:
+        state = self.hook[0] if self.hook else None
+        if left_out and isinstance(state, TakesBack):
             for position in sorted(left_out):
                 parameter = bucket.parameters[position]
                 before = None if self.as_view else parameter.grad
                 before = gradients_before.get(bucket.indices[position], before)
-                take_back(parameter, bucket.average_beyond(position, before))
+                state.take_back(parameter, bucket.average_beyond(position, before))
         bucket.write_back(left_out)
 
     def _averaging(self, index: int) -> Operation:

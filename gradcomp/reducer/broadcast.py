@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import Operation
 
 BROADCAST_BYTES = 250 << 20
 ALIGNMENT_BYTES = 16  # of a dtype's part: the largest element's size

@@ -14,7 +14,7 @@ collectives in the same order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,15 +27,14 @@ from gradcomp.comm.process_group import resolve_group
 from . import errors
 from .autograd import (
     AccumulateGradHooks,
+    StepsInBackward,
     call_at_end_of_backward,
     call_when_backward_starts,
     is_within_another_backward,
     not_compiled,
 )
 from .averaging import BucketCommunicator, Step
-from .parameters import Agreement, agree_on_order, named_parameters
-from .sharing import Sharing
-from .steps_in_backward import StepsInBackward
+from .parameters import Agreement, Sharing, agree_on_order, named_parameters
 from .usage import FindUnused, StaticGraph, Usage
 
 MIB = 1 << 20
@@ -45,8 +44,8 @@ SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"  # as torch's
 class Reducer:
     """Averages gradients over a process group: after ``loss.backward()``, ``.grad`` is the ranks' mean.
 
-    params: parameters, or (name, parameter) pairs as from ``named_parameters()``, whose names errors then
-        tell; the same on every rank. Those that don't require gradients are left out.
+    params: parameters, or (name, parameter) pairs as from ``named_parameters()``, for names in errors. The
+        same on every rank. Parameters that don't require gradients are left out.
     process_group: None for the default one.
     bucket_cap_mb, first_bucket_cap_mb: MiB of a bucket, and of the first one of a dtype and device.
     gradient_as_bucket_view: gradients are views of the buckets, which saves their memory once. Keep them:
@@ -54,18 +53,19 @@ class Reducer:
     find_unused_parameters: outputs may leave parameters out; call prepare_for_backward(outputs) in every
         step. A parameter that no rank used keeps its .grad as it was.
     static_graph: every step uses the same parameters, any number of times each, as the first one.
-    skip_all_reduce_unused_params: with one of these two, leave out buckets of which no rank uses a parameter.
-    sparse_params: those with sparse gradients (``nn.Embedding(sparse=True)``); averaged without the hook.
+    skip_all_reduce_unused_params: with find_unused_parameters or static_graph, leave out unused buckets.
+    sparse_params: parameters with sparse gradients (``nn.Embedding(sparse=True)``); the hook never gets them.
     verify: compare parameters and options across ranks; without it, construction communicates nothing.
-    only_prepared: for wrappers of modules: average only backwards through outputs that prepare_for_backward
-        was given, each of which may come in several calls. Other backwards accumulate.
-    at_end: for wrappers: called at the end of every backward, with whether its gradients have been averaged.
 
-    Raises RuntimeError on every rank if the ranks have different parameters or options; ValueError without
-    any that requires gradients, or for a cap that isn't a number; TypeError for a process_group that isn't
-    one, or for params that are no iterable of plain tensors. The first step that is averaged compares options
-    and hooks, and raises alike.
+    Raises RuntimeError on every rank if the ranks have different parameters or options; ValueError if no
+    parameter requires gradients, or for a cap that isn't a number; TypeError for a process_group that isn't
+    one, or for params that are no iterable of plain tensors. The first averaged step compares options and
+    hooks, and raises RuntimeError, too.
     """
+
+    # A wrapper's Reducer averages only backwards through outputs that prepare_for_backward was given, each of
+    # which may come in several calls. Other backwards accumulate.
+    _only_prepared = False
 
     def __init__(
         self,
@@ -80,15 +80,12 @@ class Reducer:
         skip_all_reduce_unused_params: bool = False,
         sparse_params: Iterable[torch.Tensor] = (),
         verify: bool = True,
-        only_prepared: bool = False,
-        at_end: Callable[[bool], None] | None = None,
     ):
         for cap in (bucket_cap_mb, first_bucket_cap_mb):
             if not isinstance(cap, int | float) or not cap >= 0:
                 raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}")
         self._names, self._params = named_parameters(params)
         self.process_group = resolve_group("Reducer", process_group)
-        self._only_prepared, self._at_end = only_prepared, at_end
         sparse = {id(param) for param in sparse_params}
         self._sparse = {index for index, param in enumerate(self._params) if id(param) in sparse}
         self._sharing = Sharing(self._params, self._names, self.process_group)
@@ -130,7 +127,7 @@ class Reducer:
         self.communicator.build(index for index in order if index not in self._sparse)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Average buckets with hook(state, bucket): any of ours or torch's. Once, before the first backward.
+        """Average buckets with hook(state, bucket): gradcomp's, torch's or yours. Once, before any backward.
 
         Raises TypeError if the hook can't be called, RuntimeError for a second one.
         """
@@ -167,9 +164,10 @@ class Reducer:
         """Say what the next backward starts from; with find_unused_parameters, in every step.
 
         outputs: tensors in any nesting of tuples, lists, dicts and dataclasses. A backward that doesn't come
-        through any of the outputs counts as the last call's. divisor: what sums of gradients are divided by
-        where there is no hook; None for the number of ranks. Raises RuntimeError if the last backward did not
-        reach all parameters.
+            through any outputs counts as the last call's.
+        divisor: sums of gradients are divided by it if there is no hook; None for the number of ranks.
+
+        Raises RuntimeError if the last backward did not reach all parameters.
         """
         self.expect_finished()
         if not self._syncing:
@@ -182,8 +180,7 @@ class Reducer:
         self._steps_in_backward.look()
         can_tell = call_when_backward_starts(outputs, self, Reducer._on_prepared_backward, self._out_of_reach)
         self._steps_in_backward.expect_hooks()
-        # Where backwards from these outputs can't be told from others, all are taken for theirs until the
-        # next call.
+        # If backwards from these outputs can't be told from others, all until the next call count as theirs.
         self._stays_prepared = self._is_opaque = not can_tell
 
     def expect_accumulation(self) -> None:
@@ -194,7 +191,7 @@ class Reducer:
     # --- called by autograd ---
 
     def _on_prepared_backward(self, out_of_reach: set[int] | None) -> None:
-        """Note that a backward comes through prepared outputs: the forward's first one, or another one."""
+        """Note that a backward comes through prepared outputs, for the first time or again."""
         with self._lock:
             if not self._syncing:
                 return
@@ -203,7 +200,7 @@ class Reducer:
             if torch.is_grad_enabled():
                 # With create_graph, the graph of this backward needn't go through the outputs.
                 self._stays_prepared = True
-            # At the end of the outermost backward, whatever backwards are called within it.
+            # At the end of the outermost backward, even if other backwards run within it.
             call_at_end_of_backward(self._finish, self._tasks)
 
     def _on_gradient(self, index: int) -> None:
@@ -227,7 +224,7 @@ class Reducer:
                 raise
 
     def _begin(self) -> Step:
-        """Begin a step, without the parameters that the running backward leaves out."""
+        """Begin a step without the parameters that the running backward won't reach."""
         self._steps_in_backward.look()
         unused = self._usage.unused_by_this_rank(self._out_of_reach)
         if not self._stays_prepared:
@@ -267,11 +264,17 @@ class Reducer:
             except BaseException:
                 self._forget_step()
                 raise
-            if self._at_end is not None and (is_averaged or not is_inner):
-                self._at_end(is_averaged)
+            if is_averaged or not is_inner:
+                self._after_backward(is_averaged)
+
+    def _after_backward(self, is_averaged: bool) -> None:
+        """Called at the end of every backward; a wrapper's Reducer does its part here.
+
+        is_averaged: whether the gradients have been averaged.
+        """
 
     def _learn(self, step: Step, is_inner: bool) -> None:
-        """Average the static graph's first step, unless the backward that ends is within another one."""
+        """Average the static graph's first step once its outermost backward ends."""
         if is_inner and not self._is_prepared:
             raise RuntimeError(errors.STATIC_NOT_PREPARED)
         if not is_inner:
@@ -284,15 +287,15 @@ class Reducer:
         step.write_back(self.process_group)
         self._forget_step()
         if not self._is_rebuilt:
-            # Once: buckets in the order in which gradients became ready, rank 0's.
+            # Once: from now on buckets follow the order in which rank 0's gradients became ready.
             self._is_rebuilt = True
             self._build(agree_on_order(step.order, self._params[0].device, self.process_group))
 
     @torch.no_grad()
     def join_with_zeros(self) -> None:
-        """Run a step of the other ranks with gradients of zero: for a rank that has no more input.
+        """Run a step of the other ranks with gradients of zero, for a rank that has no more input.
 
-        This rank's gradients are what they were afterwards.
+        This rank keeps its own gradients.
         """
         with self._lock:
             kept = [param.grad for param in self._params]
@@ -303,15 +306,14 @@ class Reducer:
                 step = self._open(range(len(self._params)))
                 self._usage.learn()
                 self._complete(step)
-                if self._at_end is not None:
-                    self._at_end(True)
+                self._after_backward(True)
             finally:
                 self._forget_step()
                 for param, gradient in zip(self._params, kept, strict=True):
                     param.grad = gradient
 
     def _forget_step(self) -> None:
-        """Let the next step start afresh."""
+        """End the step, complete or broken off: the next gradient begins another one."""
         self._step, self._is_prepared = None, self._stays_prepared
         self._sharing.is_stepping = False
         self._usage.forget_step()

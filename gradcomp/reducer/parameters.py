@@ -1,9 +1,12 @@
-"""The parameters of a Reducer: their names, which gradients fit them, and that all ranks have the same."""
+"""The parameters of a Reducer: names, fitting gradients, equality on all ranks, other Reducers with them."""
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
+import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcomp.comm.consistency import require_same_on_all_ranks
-from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import Operation
 
 from . import errors
 
@@ -23,8 +26,8 @@ def named_parameters(
 ) -> tuple[list[str], list[torch.Tensor]]:
     """Return names and tensors of the parameters that require gradients, each once.
 
-    Raises TypeError for what is no iterable of parameters, or of (name, parameter) pairs; ValueError if there
-    are none.
+    Raises TypeError for anything but an iterable of parameters or of (name, parameter) pairs; ValueError if
+    no parameter requires gradients.
     """
     if isinstance(params, nn.Module | torch.Tensor | Mapping):
         raise TypeError(_near_miss(params))
@@ -84,7 +87,7 @@ def require_plain(name: str, tensor: torch.Tensor, what: str = "parameter") -> N
 def shapes_of(
     names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return what the ranks compare of tensors: names, shapes, dtypes."""
+    """Return the tensors' names, shapes and dtypes, which the ranks compare."""
     return [
         (name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in zip(names, tensors, strict=True)
     ]
@@ -113,7 +116,7 @@ def check_gradient(gradient: torch.Tensor | None, expected: Description, name: s
     )
 
 
-# The hooks for which the state None means the default group. Another hook may have its group from elsewhere.
+# Hooks for which the state None means the default group. Other hooks may get their group elsewhere.
 _ALL_REDUCE_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
 _UNNAMED = re.compile(r"(functools\.partial\(|<[\w.]+ object at ).*(?=\))")
@@ -130,10 +133,10 @@ def agree_on_order(order: Sequence[int], device: torch.device, group: dist.Proce
 
 
 class Agreement:
-    """Compares the ranks' parameters and options at construction, and their options and hooks in the first
-    step.
+    """Compares the ranks: parameters and options at construction, options and hooks in the first step.
 
-    options: their names and values, the same on every rank. device: the device of the parameters.
+    options: names and values, the same on every rank.
+    device: the parameters' device.
     """
 
     def __init__(self, options: dict[str, Any], group: dist.ProcessGroup, device: torch.device):
@@ -152,8 +155,10 @@ class Agreement:
         self._is_reached = False
 
     def require(self, state: Any, hook: Any) -> None:
-        """Raise RuntimeError on every rank unless all have the same hook, options and groups. Checked
-        once."""
+        """Raise RuntimeError on every rank unless all have the same hook, options and groups.
+
+        Compares once, and again after renew().
+        """
         if self._is_reached:
             return
         group = _group_of(state, hook)
@@ -178,7 +183,7 @@ class Agreement:
 
 
 def _group_of(state: Any, hook: Any) -> dist.ProcessGroup | None:
-    """Return the process group that the hook averages over, as far as its state tells."""
+    """Return the process group that the hook averages over; None if its state does not tell."""
     if hook is None:
         return None
     if isinstance(state, dist.ProcessGroup):
@@ -192,14 +197,79 @@ def _group_of(state: Any, hook: Any) -> dist.ProcessGroup | None:
 
 
 def _name_of(function: Any) -> str:
-    """Return a name that is the same in all processes: without addresses, and without spawning's module
-    names."""
+    """Return a name that all processes have for a function: without addresses, and __main__'s as __main__."""
     if isinstance(function, partial):
         return f"partial of {_name_of(function.func)}"
     name = getattr(function, "__qualname__", None)
     if not isinstance(name, str):
         return f"an instance of {_name_of(type(function))}"
-    # A spawned process has what its parent calls __main__ under another name.
+    # A spawned process calls its parent's __main__ __mp_main__.
     module = "__main__" if function.__module__ == "__mp_main__" else function.__module__
-    # Around a hook without a name, that of a compress wrapper has the hook's repr, with addresses.
+    # A compress wrapper's name contains the repr of a hook without a name, with addresses.
     return f"{module}.{_UNNAMED.sub('...', name)}"
+
+
+_live_lock = threading.RLock()
+_live: weakref.WeakSet[Sharing] = weakref.WeakSet()  # of the Reducers that are neither closed nor deleted
+
+
+class Sharing:
+    """Tells a Reducer which of its parameters other live Reducers average, too.
+
+    Their gradients stay in memory of their own: a gradient that is a view of one Reducer's bucket is changed
+    by that bucket's averaging before the other Reducer has read it.
+
+    Parameters are known by their indices.
+    is_stepping: whether the Reducer is within a step.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], group: dist.ProcessGroup):
+        self._names, self._group = names, group
+        self._index_of = {id(param): index for index, param in enumerate(params)}
+        self._others: list[tuple[weakref.ref[Sharing], set[int]]] = []
+        self.is_stepping = False
+        with _live_lock:
+            is_shared = any(each._common(self) for each in _live)
+        if is_shared:
+            # Python would free a Reducer in a cycle of garbage at a different time on each rank, so the ranks
+            # would see different Reducers.
+            gc.collect()
+        with _live_lock:
+            self._others = [(weakref.ref(each), common) for each in _live if (common := self._common(each))]
+
+    def open(self) -> None:
+        """Begin sharing: the Reducer is constructed, and will average."""
+        with _live_lock:
+            for reference, _ in self._others:
+                other = reference()
+                if other is not None:
+                    other._others.append((weakref.ref(self), other._common(self)))
+            _live.add(self)
+
+    @property
+    def num_others(self) -> int:
+        """The number of other live Reducers with parameters of this one."""
+        return len(self._others)
+
+    def indices(self) -> set[int]:
+        """Return the parameters that other live Reducers have, too."""
+        self._others = [(other, common) for other, common in self._others if other() in _live]
+        return set().union(*(common for _, common in self._others))
+
+    def require_same_ranks(self) -> None:
+        """Raise RuntimeError if another Reducer is averaging one of the parameters over other ranks."""
+        for reference, common in self._others:
+            other = reference()
+            if other is not None and other.is_stepping:
+                theirs, ours = (dist.get_process_group_ranks(each._group) for each in (other, self))
+                if sorted(theirs) != sorted(ours):
+                    raise RuntimeError(errors.averaged_twice(self._names[min(common)], theirs, ours))
+
+    def close(self) -> None:
+        """End sharing: this Reducer will average nothing more."""
+        with _live_lock:
+            _live.discard(self)
+
+    def _common(self, other: Sharing) -> set[int]:
+        """Return this Reducer's indices of the parameters that both have."""
+        return {self._index_of[each] for each in self._index_of.keys() & other._index_of.keys()}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.comm.operation import Operation
+from gradcomp.comm.process_group import Operation
 
 from . import errors
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
-from gradcomp.comm.operation import ExplainedError
+from gradcomp.comm.process_group import ExplainedError
 from gradcomp.compress import CompressorState, compress_hook
 from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.default_hooks import (

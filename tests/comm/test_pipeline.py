@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gradcomp.comm.operation import ExplainedError, Operation
 from gradcomp.comm.pipeline import Pipeline, explained, run_through
+from gradcomp.comm.process_group import ExplainedError, Operation
 
 
 class Work:

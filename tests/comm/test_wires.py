@@ -81,7 +81,7 @@ def bytes_kept(rank):
     kept = []
     for _ in range(3):
         ddp(torch.randn(4, 64)).sum().backward()
-        kept.append(sum(wire.nbytes for wires in _wires.values() for wire in wires.values()))
+        kept.append(sum(wire.nbytes for wires in _wires.by_parameter.values() for _, wire in wires.values()))
     return kept, sum(p.nbytes for p in model.parameters())
 
 
@@ -100,7 +100,7 @@ def test_a_wire_is_kept_for_the_next_step_of_its_bucket_alone():
     keep_wire(first, "a hook", wire)
     larger = GradBucket(0, torch.zeros(8), [other, first], True)
     assert take_wire(larger, "a hook", torch.float16).numel() == 8
-    assert not _wires[first]
+    assert not _wires.by_parameter[first]
     keep_wire(first, "a hook", wire)
     bucket.set_buffer(torch.zeros(6, device="meta"))  # the model has moved
     assert take_wire(bucket, "a hook", torch.float16).device.type == "meta"

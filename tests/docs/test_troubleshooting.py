@@ -12,7 +12,7 @@ PACKAGES = ["comm", "compress", "frameworks", "fsdp", "hooks", "parallel", "redu
 # In a quotation, and in what is read from the source, this stands for what is different each time.
 VARIABLE = "…"
 # Their functions return messages for raise statements.
-MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/errors.py", "comm/operation.py")]
+MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/errors.py", "comm/process_group.py")]
 # Strings that only join others to a message, or are a part of one.
 PARTS = {"… …", "parameters … are", "ranks … have", "rank … has"}
 

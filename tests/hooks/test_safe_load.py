@@ -63,12 +63,12 @@ def nothing_communicates(monkeypatch, group_of_one):
     for name in COLLECTIVES:
         for module in (dist, dist.distributed_c10d):
             monkeypatch.setattr(module, name, note(name))
-    wires, safe, random = len(kept._wires), _safe_globals(), torch.get_rng_state()
+    wires, safe, random = len(kept._wires.by_parameter), _safe_globals(), torch.get_rng_state()
     loggers = [module.logger.level for module in (powerSGD_hook,)]
     yield
     monkeypatch.undo()
     assert called == []
-    assert (len(kept._wires), _safe_globals()) == (wires, safe)
+    assert (len(kept._wires.by_parameter), _safe_globals()) == (wires, safe)
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.logger.level for module in (powerSGD_hook,)] == loggers
 

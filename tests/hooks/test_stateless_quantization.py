@@ -118,7 +118,9 @@ def train(rank, way, hook):
         loss = (wrapped(data, step % 2 == rank) - data.sin()).square().mean()
         loss.backward()
         optimizer.step()
-        plans = [plan for by_name in quantized_plans._plans.values() for _, plan in by_name.values()]
+        plans = [
+            plan for by_name in quantized_plans._plans.by_parameter.values() for _, plan in by_name.values()
+        ]
         kept.append(sum(plan.payload.nbytes + plan.received.nbytes for plan in plans))
     gradients = sum(p.nbytes for p in model.parameters())
     return torch.cat([p.detach().flatten() for p in model.parameters()]), loss.item(), kept, gradients
@@ -137,12 +139,12 @@ def test_several_buckets_and_unused_layers_train_as_without_a_hook(name, way):
 
 
 def test_plans_leave_with_their_parameters(group_of_one):
-    before = len(quantized_plans._plans)
+    before = len(quantized_plans._plans.by_parameter)
     bucket = Bucket(torch.randn(100, 100).flatten(), [(100, 100)])
     quantization_pertensor_hook(None, bucket).wait()
-    assert len(quantized_plans._plans) == before + 1
+    assert len(quantized_plans._plans.by_parameter) == before + 1
     del bucket
-    assert len(quantized_plans._plans) == before
+    assert len(quantized_plans._plans.by_parameter) == before
 
 
 def test_a_plan_is_made_once_and_again_for_another_dtype(group_of_one, monkeypatch):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-from ...comm.operation import Operation
+from ...comm.process_group import Operation
 
 # A prime, so that neither the rows nor the columns of a matrix all fall into a few of the places.
 LENGTH = 251
