@@ -247,6 +247,8 @@ def powerSGD_hook(  # noqa: N802
     On CUDA there are seven kernel launches per bucket and step, eleven with int8 factors, and nothing waits
     for the host.
 
+    To read the algorithm first, see `power_sgd` in gradcomp/testing/simple.py: 33 lines of plain torch.
+
     Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.
 
     Example::

@@ -14,13 +14,11 @@ except ImportError as error:
     raise ImportError("gradcomp.testing needs Hypothesis: pip install gradcomp[test]") from error
 
 from gradcomp.testing import oracle, properties, strategies
-from gradcomp.testing.check import check_hook
-from gradcomp.testing.claims import Claims, Tolerance
+from gradcomp.testing.check import Failure, Report, Verdict, check_hook
+from gradcomp.testing.claims import Claims, Tolerance, claims_of
 from gradcomp.testing.compression import CompressionReport, compression_report
-from gradcomp.testing.inference import claims_of
-from gradcomp.testing.properties.failure import NonFiniteFailure, PropertyFailure
+from gradcomp.testing.properties.subject import NonFiniteFailure, PropertyFailure
 from gradcomp.testing.ranks import CollectiveMismatch, RankError, run_ranks
-from gradcomp.testing.report import Failure, Report, Verdict
 from gradcomp.testing.run import Run, run_hook
 from gradcomp.testing.workload import RecordedWorkload, Workload
 

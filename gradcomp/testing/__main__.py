@@ -22,8 +22,7 @@ from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.hooks import quantization_hooks as quantization
 from gradcomp.testing.cases import CASES
-from gradcomp.testing.check import check_hook
-from gradcomp.testing.report import Report
+from gradcomp.testing.check import Report, check_hook
 from gradcomp.testing.run import MakeState
 
 MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?"}

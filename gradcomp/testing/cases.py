@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from gradcomp.testing import properties
-from gradcomp.testing.claims import Claims
-from gradcomp.testing.inference import PROBE
-from gradcomp.testing.properties.failure import NonFiniteFailure
+from gradcomp.testing.claims import PROBE, Claims
+from gradcomp.testing.properties.subject import NonFiniteFailure
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.strategies import DIMS, poisons, shapes, workloads
 from gradcomp.testing.workload import Shape, Workload

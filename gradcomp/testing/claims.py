@@ -1,19 +1,25 @@
-"""Claims: what a hook promises."""
+"""Claims: what a hook promises, and their inference from the hook's state and a probe."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gradcomp.testing.workload import Shape
+from gradcomp.comm.bucket import Hook
+from gradcomp.compress import CompressorState
+from gradcomp.layout.matrices import is_compressed
+from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.run import CheckpointError, MakeState, Ranks, reload, run_hook
+from gradcomp.testing.workload import Shape, Workload
 
-__all__ = ["Claims", "Tolerance", "unit_roundoff"]
+__all__ = ["Claims", "Tolerance", "claims_of", "unit_roundoff"]
 
 # A norm of up to 2^20 elements this large still has a square in float32: 2^(2·40+20) < 2^128.
 LARGEST_OF_LOSSY = 2.0**40
@@ -166,3 +172,224 @@ class Claims:
         return max(
             Tolerance.rounding(dtype), Tolerance.rounding(self.precision), key=lambda each: each.relative
         )
+
+
+# The probe; compression that starts after its steps has to be claimed.
+PROBED_STEPS = 8
+PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, seed=7)
+LONGEST_START = 16
+# The relative error, in norm, up to which a hook of 8 bits counts as one that averages.
+AVERAGES_WITHIN = 0.05
+# gradcomp's PowerSGD squares in float64 only, so its factors, but not their squares, have to fit in float32.
+LARGEST_OF_OURS = 2.0**100
+
+
+def claims_of(
+    hook: Hook, make_state: MakeState = None, device: str = "cpu", ranks: Ranks = "simulated"
+) -> Claims:
+    """Infer the claims of a hook from its state, gradcomp's or torch's PowerSGDState, and from a probe.
+
+    The probe is eight steps of random gradients, on this device, on two ranks. A hook averages if its outputs
+    fit the tolerance of float32, float16, bfloat16 or 8 bits, in this order. It also averages if a step fits
+    one of the first three after a step that doesn't: the step that doesn't is wrong, as no compressor is
+    exact at times. Any other hook is lossy: it compresses from the first step on that isn't exact.
+
+    A lossy hook averages in the long run only. If its state keeps tensors of the gradients' size
+    (floating-point tensors of at least as many elements as the probe's matrix), these are taken for errors,
+    and the hook claims error feedback and contraction. Otherwise it claims to be unbiased: a biased
+    compressor without error feedback need not converge (Karimireddy et al., "Error Feedback Fixes SignSGD",
+    ICML 2019). A hook that averages claims error feedback by the same rule, to the gradients' precision
+    unless it is wrapped in fp16_compress_wrapper or bf16_compress_wrapper.
+
+    A hook claims that zeros stay zero: PowerSGD in zero rows and columns, batched PowerSGD not at all, and
+    any other hook in every element.
+
+    Correct wrong inferences with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
+    Raises ValueError for a state that starts to compress after more than 16 steps, RankError if the hook
+    fails.
+    """
+    state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
+    is_power_sgd = all(hasattr(state, name) for name in ("matrix_approximation_rank", "start_powerSGD_iter"))
+    name = "start_powerSGD_iter" if is_power_sgd else "start_iter"
+    start: int | None = getattr(state, name, None)
+    if start is not None and start > LONGEST_START:
+        raise ValueError(
+            f"{name} is {start}: every example would run that many plain steps first. Test with a state that "
+            f"starts earlier, {name}=2 say"
+        )
+    claims = _probed(hook, make_state, start, device, ranks)
+    if make_state is not None:
+        # The bytes of wires and scratch buffers, and of errors.
+        memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
+        claims = replace(claims, checkpoint=checkpoint, memory=memory)
+    if is_power_sgd:
+        return _of_power_sgd(claims, hook, state)
+    if isinstance(state, CompressorState) and start is not None and claims.error_feedback:
+        claims = replace(claims, start=start, errors_of=_our_errors)
+    return claims
+
+
+def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
+    """Make a state, and find the strictest checkpoint claim that it fulfils; None if there is none."""
+    state = make_state(process_group)
+    for checkpoint in ("safe", "any"):
+        try:
+            reload(state, make_state, process_group, safe=checkpoint == "safe")
+            return state, checkpoint
+        except CheckpointError:
+            pass
+    return state, None
+
+
+def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, ranks: Ranks) -> Claims:
+    workload = replace(PROBE, device=device)
+    run = run_hook(hook, make_state, workload, ranks=ranks)
+    outputs = run.outputs
+    keeps_errors = make_state is not None and max(run.state_numels[-1]) >= math.prod(workload.shapes[0])
+    feedback: dict[str, Any] = {}
+    if keeps_errors:
+        feedback = {"error_feedback": True, "feedback_precision": _wrapped_in(hook)}
+    plain = [torch.float32, torch.float16, torch.bfloat16]
+    fits = [
+        next((d for d in plain if _error(workload, outputs, s, Tolerance.rounding(d)) <= 1), None)
+        for s in range(PROBED_STEPS)
+    ]
+    first_lossy = next((step for step, dtype in enumerate(fits) if dtype is None), PROBED_STEPS)
+    averages_later = [dtype for dtype in fits[first_lossy:] if dtype]
+    if start is None:
+        start = first_lossy % PROBED_STEPS
+    seen = averages_later or [dtype for dtype in fits[: start or None] if dtype]
+    precision = max([*seen, _wrapped_in(hook)], key=unit_roundoff)
+    if None not in fits or averages_later:
+        return replace(_averaging(precision, Tolerance.rounding(precision)), **feedback)
+    precision = torch.float32 if precision == torch.float64 else precision
+    eight_bits = Tolerance.levels(8)
+    if (
+        max(_error(workload, outputs, step, eight_bits) for step in range(PROBED_STEPS)) <= 1
+        and _relative_error(workload, outputs) <= AVERAGES_WITHIN
+    ):
+        if keeps_errors:
+            # An error that a 16-bit hook feeds back from another step exceeds the rounding of a small element
+            # in this.
+            start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
+            precision = fits[start] or precision
+        return replace(_averaging(precision, eight_bits), start=start, **feedback)
+    return Claims(
+        precision=precision,
+        start=start,
+        contraction=0.0 if keeps_errors else None,
+        error_feedback=keeps_errors,
+        unbiased=not keeps_errors,
+        keeps_zeros="elements",
+        scale_equivariant="rounding",
+        rank_symmetric=keeps_errors,  # ranks may draw different numbers
+        max_magnitude=_largest_of_lossy(precision),
+    )
+
+
+def _relative_error(workload: Workload, outputs: list[list[list[Tensor]]]) -> float:
+    """Compute ‖output − mean‖ / ‖mean‖ of the worst step."""
+    return max(
+        math.sqrt(
+            sum(float((o - m).square().sum()) for o, m in zip(out[0], workload.mean(step), strict=True))
+            / sum(float(m.square().sum()) for m in workload.mean(step))
+        )
+        for step, out in enumerate(outputs)
+    )
+
+
+def _averaging(precision: torch.dtype, tolerance: Tolerance) -> Claims:
+    return Claims(
+        tolerance=tolerance,
+        precision=precision,
+        keeps_zeros="elements",
+        scale_equivariant="bitwise"
+        if precision == torch.float32 and tolerance.of == "element"
+        else "rounding",
+        rank_symmetric=True,
+        bucket_insensitive=True,
+        max_magnitude=torch.finfo(precision).max * 0.99
+        if tolerance.of == "element"
+        else _largest_of_lossy(precision),
+    )
+
+
+def _largest_of_lossy(precision: torch.dtype) -> float:
+    return LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
+
+
+def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tolerance: Tolerance) -> float:
+    """Compute the worst |output − mean| over its tolerance."""
+    worst = 0.0
+    largest = max(float(t.abs().max()) for t in workload.stacked(step))
+    for out, stacked in zip(outputs[step][0], workload.stacked(step), strict=True):
+        magnitude = stacked.abs().amax(0) if tolerance.of == "element" else largest
+        allowed = 2 * workload.world_size * (tolerance.relative * magnitude + tolerance.absolute)
+        worst = max(
+            worst, float(((out.double() - stacked.mean(0)).abs() / allowed).nan_to_num(math.inf).max())
+        )
+    return worst
+
+
+def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
+    """Derive the claims from the hyperparameters of gradcomp's or torch's PowerSGD state."""
+    rank, rate = state.matrix_approximation_rank, state.min_compression_rate
+    is_batched = "batched" in _names(hook)
+    is_exact = not state.orthogonalization_epsilon
+    factor_dtype = getattr(state, "factor_dtype", None)
+    is_quantized, start_bits = factor_dtype == torch.int8, getattr(state, "start_bits", None)
+    sent_in = (getattr(state, "uncompressed_dtype", None) if is_quantized else factor_dtype) or torch.float64
+    precision = max(claims.precision, sent_in, key=unit_roundoff)
+    if factor_dtype is not None:
+        rate *= factor_dtype.itemsize / 8  # min_compression_rate counts bytes; most are saved in fp64
+    keeps_error = state.use_error_feedback
+    ours = isinstance(state, CompressorState)
+    largest = LARGEST_OF_OURS if ours else LARGEST_OF_LOSSY
+    return replace(
+        claims,
+        tolerance=None,
+        precision=precision,
+        # The probe's matrix may be too small to be compressed.
+        start=0 if start_bits else state.start_powerSGD_iter,
+        exact_rank=rank if is_exact and not (is_batched or is_quantized or start_bits) else None,
+        exact_shapes=None if is_batched or start_bits else partial(_is_not_compressed, rank, rate),
+        contraction=0.0,
+        error_feedback=keeps_error,
+        errors_of=(_our_errors if ours else _torch_errors) if keeps_error else None,
+        unbiased=False,
+        keeps_zeros=None if is_batched else "lines",
+        scale_equivariant="rounding" if is_exact else None,
+        rank_symmetric=True,
+        bucket_insensitive=False,  # random projections differ from bucket to bucket
+        max_magnitude=LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else largest,
+        checkpoint="safe",  # as both projects document it
+        # The error, and factors, wires and double-precision scratch of (n + m) · r elements, less than n · m
+        # / 2 if min_compression_rate is 2.
+        memory=None if start_bits else 6.0,
+    )
+
+
+def _is_not_compressed(rank: int, min_compression_rate: float, shape: Shape) -> bool:
+    return not is_compressed(shape, rank, min_compression_rate)
+
+
+def _our_errors(state: Any) -> dict[int, Tensor]:
+    kept = {index: each.get("error") for index, each in state.state_dict()["buckets"].items()}
+    return {index: error for index, error in kept.items() if error is not None}
+
+
+def _torch_errors(state: Any) -> dict[int, Tensor]:
+    return dict(state.error_dict)
+
+
+def _wrapped_in(hook: Any) -> torch.dtype:
+    """Return the dtype to which a wrapper rounds a hook's gradients; float64 without a wrapper."""
+    wrappers = {"fp16_compress_wrapper": torch.float16, "bf16_compress_wrapper": torch.bfloat16}
+    dtypes = [dtype for name, dtype in wrappers.items() if name in _names(hook)]
+    return max(dtypes, key=unit_roundoff, default=torch.float64)
+
+
+def _names(hook: Any) -> str:
+    """Return the names of a hook and of the hooks that it wraps, joined."""
+    inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return " ".join([getattr(hook, "__qualname__", ""), *(_names(each) for each in inner if callable(each))])

@@ -22,7 +22,6 @@ from gradcomp.testing.properties.accuracy import (
     unbiased,
     zero_stays_zero,
 )
-from gradcomp.testing.properties.failure import NonFiniteFailure, PropertyFailure
 from gradcomp.testing.properties.invariance import (
     bucket_insensitive,
     deterministic,
@@ -42,6 +41,7 @@ from gradcomp.testing.properties.replicas import (
     nonfinite_seen_by_all,
     replicas_identical,
 )
+from gradcomp.testing.properties.subject import NonFiniteFailure, PropertyFailure
 
 __all__ = [
     "NonFiniteFailure",

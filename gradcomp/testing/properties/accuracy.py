@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from gradcomp.testing.claims import Claims, Tolerance
-from gradcomp.testing.properties.failure import (
+from gradcomp.testing.properties.subject import (
     PropertyFailure,
+    Subject,
     place,
+    property_of,
     require_close,
     require_close_in_norm,
     require_finite,
 )
-from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Workload
 

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from gradcomp.testing.claims import Claims
 from gradcomp.testing.properties.accuracy import allowed_error, each_output, norm_of, underflow
-from gradcomp.testing.properties.failure import (
+from gradcomp.testing.properties.subject import (
+    Subject,
     place,
+    property_of,
     require_close,
     require_close_in_norm,
     require_finite,
     require_same,
 )
-from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.workload import Workload
 
 # Two runs of a lossy hook that differ by rounding only may differ by √u times the gradients' norm, half of

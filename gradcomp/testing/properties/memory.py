@@ -13,14 +13,15 @@ from gradcomp.testing.properties.accuracy import (
     norm_of_bucket,
     underflow,
 )
-from gradcomp.testing.properties.failure import (
+from gradcomp.testing.properties.subject import (
     PropertyFailure,
+    Subject,
     place,
+    property_of,
     require_close_in_norm,
     require_finite,
     require_same,
 )
-from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.workload import Workload
 

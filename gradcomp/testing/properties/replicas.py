@@ -11,14 +11,15 @@ import torch.distributed as dist
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing.properties.accuracy import each_output
-from gradcomp.testing.properties.failure import (
+from gradcomp.testing.properties.subject import (
     NonFiniteFailure,
     PropertyFailure,
+    Subject,
     place,
+    property_of,
     require_finite,
     require_same,
 )
-from gradcomp.testing.properties.subject import Subject, property_of
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Poison, Workload

@@ -14,16 +14,79 @@ as with NCCL.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradcomp.testing.ranks.transfer import Call, check_alike, overlap, reduction_name, traits
-from gradcomp.testing.ranks.work import SimulatedWork
 
-if TYPE_CHECKING:
-    from gradcomp.testing.ranks.simulation import Simulation
+
+class Network(Protocol):
+    """Carries out the collectives of all ranks; see `Simulation`."""
+
+    def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork: ...
+
+    def wait(self, work: SimulatedWork) -> None: ...
+
+    def new_group(self, ranks: Sequence[int]) -> SimulatedProcessGroup: ...
+
+
+class SimulatedWork(dist.Work):
+    """The handle of a collective that a rank issued. index: its position in its group's sequence."""
+
+    def __init__(
+        self, network: Network, rank: int, call: Call, group: SimulatedProcessGroup, index: int
+    ) -> None:
+        super().__init__()
+        self.rank = rank
+        self.call = call
+        self.done = False
+        self.future: torch.futures.Future[list[Tensor]] | None = None
+        self._network = network
+        self._group = group
+        self._index = index
+
+    @property
+    def place(self) -> str:
+        """The collective's position in its group's sequence, for messages."""
+        return f"collective {self._index} of the group {list(self._group.ranks)}"
+
+    def __str__(self) -> str:
+        return f"{self.call}, {self.place}"
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait until every rank has issued the collective and its tensors are filled."""
+        self._network.wait(self)
+        return True
+
+    synchronize = wait  # torch's returns nothing
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return list(self.call.value)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future of the list of output tensors; its callbacks run on a new thread, as this rank."""
+        if self.future is None:
+            self.future = torch.futures.Future(devices=list(self.call.devices))
+            if self.done:
+                self.complete()
+        return self.future
+
+    def complete(self) -> None:
+        """Set the future's value, which runs its callbacks."""
+        assert self.future is not None
+        self.future.set_result(list(self.call.value))
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
@@ -33,13 +96,13 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     bytes of all tensors that this rank has handed to this group's collectives so far.
     """
 
-    def __init__(self, simulation: Simulation, rank: int, ranks: Sequence[int], index: int) -> None:
+    def __init__(self, network: Network, rank: int, ranks: Sequence[int], index: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the form for subclasses
         self.ranks = tuple(ranks)
         self.members = range(len(ranks))
         self.index = index
         self.sent_bytes = 0
-        self.simulation = simulation
+        self.network = network
 
     def __repr__(self) -> str:
         return f"SimulatedProcessGroup(rank={self.rank()}, ranks={list(self.ranks)})"
@@ -57,7 +120,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _issue(self, name: str, agreed: dict[str, Any], **parts: Any) -> SimulatedWork:
         call = Call(name, agreed, **parts)
         self.sent_bytes += call.sent_bytes
-        return self.simulation.issue(self, call)
+        return self.network.issue(self, call)
 
     def _all(self, tensors: Sequence[Tensor]) -> dict[int, Sequence[Tensor]]:
         return dict.fromkeys(self.members, tensors)

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.testing.ranks import c10d
-from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup, SimulatedWork
 from gradcomp.testing.ranks.scheduler import (
     CallSite,
     CollectiveMismatch,
@@ -49,7 +49,6 @@ from gradcomp.testing.ranks.scheduler import (
     shown,
 )
 from gradcomp.testing.ranks.transfer import Call, shape_mismatch, transfer
-from gradcomp.testing.ranks.work import SimulatedWork
 
 _one_at_a_time = threading.Lock()  # a simulation replaces the process's default group
 _first_names = count(1_000_000, 1_000_000)
@@ -184,7 +183,7 @@ def _issuers(members: dict[int, _Issued]) -> list[str]:
 def _new_group(ranks: Sequence[int]) -> SimulatedProcessGroup:
     world = dist.group.WORLD
     assert isinstance(world, SimulatedProcessGroup)
-    return world.simulation.new_group(ranks)
+    return world.network.new_group(ranks)
 
 
 c10d.register_backend(_new_group)
