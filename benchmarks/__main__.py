@@ -26,8 +26,8 @@ import triton
 
 from benchmarks import environment, isolated
 from benchmarks.clock import Clock, gb_per_s
+from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
-from benchmarks.prediction import predicted
 from benchmarks.records import RESULTS, Row, append, file_of, header, summary, table
 
 
@@ -101,9 +101,7 @@ def run_case(case: Case, clock: Clock) -> list[Row]:
         count = setup.num_launches
         launches = {name: count(each) if count else None for name, each in setup.providers.items()}
     baseline = timings[case.baseline]
-    predicted_us = (
-        predicted.lookup(environment.device_name(clock.device), *case.predicted) if case.predicted else None
-    )
+    least_us = floor_us(clock.device, case.num_bytes, case.min_launches)
     rows = []
     for name, timing in timings.items():
         rate = gb_per_s(case.num_bytes, timing.us.p50)
@@ -129,7 +127,9 @@ def run_case(case: Case, clock: Clock) -> list[Row]:
                 "times_baseline": times_baseline.p50,
                 "times_baseline_p20": times_baseline.p20,
                 "times_baseline_p80": times_baseline.p80,
-                "predicted_us": predicted_us if name == "gradcomp" else None,
+                "min_launches": case.min_launches,
+                "floor_us": least_us,
+                "times_floor": timing.us.p50 / least_us if least_us else None,
                 "error": errors[name],
                 "num_launches": launches[name],
             }

@@ -37,13 +37,13 @@ class Case:
 
     num_bytes: the fewest bytes it can move, each input read once and each output written once; every
         provider's bandwidth is computed from it.
+    min_launches: the fewest kernels it can launch; see floor.py.
     max_error: the bound for error_of(result, reference).
     baseline: the provider that the others' ratios refer to.
     seconds: the time limit of its rounds, where the clock's own is too long.
     num_buckets: the number of buckets that a call handles, for the host's time per bucket.
     num_elements: the number of gradient elements, for the bytes per element; None where that is meaningless.
     isolated: the providers' names, if each is to be timed in a process of its own; see isolated.py.
-    predicted: what predicted.lookup takes beside the device, for gradcomp's time; None without a prediction.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Case:
     build: Callable[[], Setup]
     baseline: str
     error_of: Callable[[torch.Tensor, torch.Tensor], float] = field(default_factory=lambda: elementwise_error)
+    min_launches: int = 1
     seconds: float | None = None
     num_buckets: int = 1
     num_elements: int | None = None
     isolated: tuple[str, ...] = ()
-    predicted: tuple[str, int, str, str] | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.label} {self.dtype}"

@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from benchmarks import models
 from benchmarks.harness import Case, Setup
 from benchmarks.hooks import call, join_group_of_one
-from benchmarks.powersgd_problem import PASSES, Problem, float64_steps, problems
+from benchmarks.powersgd_problem import HOOK_STAGES, Problem, float64_steps, problems
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
 
@@ -51,7 +51,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield problem.case(
             "powerSGD_hook",
             label,
-            tuple(PASSES),
+            HOOK_STAGES,
             _hooks,
             max_error=MAX_ERROR[problem.dtype],
             baseline="torch",

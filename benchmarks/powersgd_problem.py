@@ -27,7 +27,7 @@ CUDA_PROBLEMS = [
     *((model, torch.float32, rank) for model in ("resnet50", "gpt2-medium") for rank in (32, 1)),
     ("bert-large", torch.bfloat16, 32),
 ]
-NUM_BY_STAGE = 8  # so many of these are timed stage by stage, too
+NUM_BY_STAGE = 8  # of these are timed stage by stage, too
 
 # Passes over an element of a compressed matrix, by stage; M is kept, and the error rebuilt from it. project
 # reads the gradient and M and writes M; back_project, which orthonormalizes, reads M; reconstruct writes the
@@ -35,6 +35,9 @@ NUM_BY_STAGE = 8  # so many of these are timed stage by stage, too
 PASSES = {"project": 3, "orthonormalize": 0, "back_project": 1, "reconstruct": 1}
 # Passes over an element that isn't compressed: to the wire and back.
 UNCOMPRESSED_PASSES = {"project": 2, "orthonormalize": 0, "back_project": 0, "reconstruct": 2}
+# Launches for a bucket. back_project orthonormalizes first.
+LAUNCHES = {"project": 2, "orthonormalize": 2, "back_project": 4, "reconstruct": 1}
+HOOK_STAGES = ("project", "back_project", "reconstruct")
 
 # The time limit of a case: there are many, and torch's slowest call takes half a second.
 CUDA_SECONDS = 0.15
@@ -85,7 +88,7 @@ class Problem:
             seconds=CUDA_SECONDS if self.device.type == "cuda" else None,
             num_buckets=len(self.buckets),
             num_elements=self.num_elements,
-            predicted=(self.model, self.rank, dtype, stages[0] if len(stages) == 1 else "hook"),
+            min_launches=len(self.buckets) * sum(LAUNCHES[stage] for stage in stages),
             **options,
         )
 

@@ -12,9 +12,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 Row = dict[str, Any]
 
-_COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "/bucket", "MB", "B/elem", "GB/s", "% copy", "x base"]
-_COLUMNS += ["error", "launches"]
-_WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 7, 9, 10]
+_COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "/bucket", "MB", "B/elem", "GB/s", "% copy"]
+_COLUMNS += ["x floor", "x base", "error", "launches"]
+_WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 8, 7, 9, 10]
 
 
 def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
@@ -48,7 +48,7 @@ def table(rows: Iterable[Row]) -> str:
 
 def _cells(row: Row) -> list[str]:
     per_bucket, per_element = row["host_us_per_bucket"], row["bytes_per_element"]
-    host_us, num_launches = row["host_us"], row["num_launches"]
+    host_us, times_floor, num_launches = row["host_us"], row["times_floor"], row["num_launches"]
     return [
         str(row["provider"]),
         f"{row['p50_us']:.1f}",
@@ -59,6 +59,7 @@ def _cells(row: Row) -> list[str]:
         "-" if per_element is None else f"{per_element:.2f}",
         f"{row['gb_per_s']:.1f}",
         f"{row['percent_of_copy']:.0f}",
+        "-" if times_floor is None else f"{times_floor:.2f}",
         f"{row['times_baseline']:.2f}",
         f"{row['error']:.1e}",
         "-" if num_launches is None else str(num_launches),
@@ -74,23 +75,17 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Say of every case how many times as fast as its baseline each provider was, and the range of that.
+    """Compare every provider with its case's baseline, and with the floor where there is one.
 
-    The ratio is formed in every round; the range is that of the middle 60 % of the rounds.
+    The ratio to the baseline is formed in every round. The range holds the middle 60 % of the rounds.
     """
     lines = ["How many times as fast as the baseline, round by round: median (range of the middle 60 %)"]
     width = max((len(_case_of(row)) for row in rows), default=0)
     for case in dict.fromkeys(map(_case_of, rows)):
         of_case = [row for row in rows if _case_of(row) == case]
-        ratios = [f"{row['provider']} {_ratio(row)}" for row in of_case if row["provider"] != row["baseline"]]
-        predicted = [
-            f"{row['p50_us'] / row['predicted_us']:.2f}× its predicted time"
-            for row in of_case
-            if row["predicted_us"]
-        ]
-        if ratios or predicted:
-            named = f"   [baseline {of_case[0]['baseline']}]" if ratios else ""
-            lines.append(f"  {case:<{width}}  {'   '.join([*ratios, *predicted])}{named}")
+        ratios = [f"{row['provider']} {ratio}" for row in of_case if (ratio := _ratio(row))]
+        if ratios:
+            lines.append(f"  {case:<{width}}  {'   '.join(ratios)}   [baseline {of_case[0]['baseline']}]")
     return "\n".join(lines)
 
 
@@ -99,5 +94,11 @@ def _case_of(row: Row) -> str:
 
 
 def _ratio(row: Row) -> str:
-    lowest, highest = row["times_baseline_p20"], row["times_baseline_p80"]
-    return f"{row['times_baseline']:.2f}× ({lowest:.2f}–{highest:.2f})"
+    """Format a row's ratios; empty for a baseline without a floor."""
+    ratios = []
+    if row["provider"] != row["baseline"]:
+        lowest, highest = row["times_baseline_p20"], row["times_baseline_p80"]
+        ratios.append(f"{row['times_baseline']:.2f}× ({lowest:.2f}–{highest:.2f})")
+    if row["times_floor"] is not None:
+        ratios.append(f"in {row['times_floor']:.2f} floors")
+    return " ".join(ratios)

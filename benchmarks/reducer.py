@@ -27,6 +27,7 @@ from benchmarks import models
 from benchmarks.harness import Case, Setup, rounding_error
 from benchmarks.hooks import join_group_of_one
 from gradcomp import Reducer
+from gradcomp.plan import buckets_of
 
 SMALL: list[models.Shape] = [(64, 64), (256,)] * 200
 OPTIONS: dict[str, dict[str, bool]] = {"": {}, ", bucket views": {"gradient_as_bucket_view": True}}
@@ -44,6 +45,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             label=model + suffix,
             dtype="float32",
             num_bytes=2 * 4 * models.num_elements(shapes),
+            min_launches=len(buckets_of(shapes, torch.float32.itemsize)),
             max_error=rounding_error(torch.float32),
             build=partial(_training, shapes, device, options),
             baseline="torch",

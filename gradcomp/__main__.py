@@ -19,7 +19,7 @@ from . import __version__, ops
 from .bench import command as bench_command
 from .plan import command as plan_command
 from .plan.command import OneLineParser
-from .recordings import command as report_command
+from .recordings import page as report_page
 
 
 def versions() -> dict[str, str]:
@@ -84,7 +84,7 @@ COMMANDS = {
     "info": info,
     "plan": plan_command.main,
     "bench": bench_command.main,
-    "report": report_command.main,
+    "report": report_page.main,
 }
 
 

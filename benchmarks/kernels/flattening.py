@@ -48,6 +48,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 label=f"{model}, {len(bucket_shapes)} buckets" if not small else f"{model}, 1 bucket",
                 dtype=str(dtype).removeprefix("torch."),
                 num_bytes=2 * num_elements * dtype.itemsize,
+                min_launches=len(bucket_shapes),
                 max_error=rounding_error(dtype),
                 baseline="torch_ddp",
             )

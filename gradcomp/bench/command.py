@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from gradcomp.plan.candidates import candidate_named
 from gradcomp.plan.command import OneLineParser, not_negative, positive, positive_int
+from gradcomp.plan.measurements import NOOP
 
 from .group import STORE_VARIABLE, end_with_parent, is_first_rank, is_rank, join
-from .run import BenchOptions, dtype_name, measure
-from .steps import NOOP
-from .table import table
+from .run import BenchOptions, dtype_name, measure, table
 from .workloads import BUILT_IN_WORKLOADS, Workload, load_workload
 
 POLL_S = 0.05

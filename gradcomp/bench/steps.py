@@ -17,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp import ops
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 from gradcomp.plan.candidates import Candidate, candidate_named
-from gradcomp.plan.measurements import HookTime
+from gradcomp.plan.measurements import NOOP, HookTime
 
 from .group import Group, synchronize
 from .workloads import Workload
 
-NOOP = "noop"
 # The step from which states compress: the earliest that PowerSGD takes.
 FIRST_COMPRESSED_STEP = 2
 

@@ -1,8 +1,139 @@
 """Hooks for models that a framework wraps: Accelerate, Fabric, Lightning, Transformers, Ray.
 
-lightning and transformers, the modules, need the package of their name and are imported by themselves.
+gradcomp.frameworks.lightning and gradcomp.frameworks.transformers are imported by name only: each needs a
+package of that name.
 """
 
-from .comm_hook import CommHook
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
+
+from gradcomp.compress import consolidated_state_dict
+from gradcomp.compress.state import CompressorState
+from gradcomp.parallel import DistributedDataParallel
 
 __all__ = ["CommHook"]
+
+SCALE = "gradient_scale"  # its key in a CommHook's state_dict
+
+
+class Scaler(Protocol):
+    """A GradScaler, of which the scale is read."""
+
+    def get_scale(self) -> float: ...
+
+
+class CommHook:
+    """A hook and its state, to be registered on the DDP inside a framework's model, saved and restored.
+
+    state, hook: as for register_comm_hook. A state that a hook needs no memory for (None, a process group) is
+    neither saved nor rescaled.
+
+    It has state_dict() and load_state_dict(), so what checkpoints objects with these takes it as it is.
+
+    Example, with Accelerate::
+
+        comm_hook = CommHook(QuantizationState(bits=4), quantization_hook)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        comm_hook.register(model)
+        accelerator.register_for_checkpointing(comm_hook)
+    """
+
+    def __init__(self, state: Any, hook: Callable[[Any, dist.GradBucket], Any]):
+        if not callable(hook):
+            raise TypeError(f"CommHook takes a state and a hook, in this order; its hook is {hook!r}")
+        self.state, self.hook = state, hook
+        self._registered_on: weakref.ref[nn.Module] | None = None
+        # The scale of the gradients that the errors were left of; None until follow() or a checkpoint tells.
+        self._scale: float | None = None
+
+    def register(self, model: nn.Module) -> None:
+        """Register the hook on the DistributedDataParallel, torch's or ours, that a model is or contains.
+
+        A second call for the same one does nothing. A model without one is left as it is where there is only
+        one rank: nothing is to be averaged.
+
+        Raises ValueError for a model with several of them, and for one without on several ranks; RuntimeError
+        where another hook is registered.
+        """
+        found = [each for each in model.modules() if isinstance(each, TorchsDDP | DistributedDataParallel)]
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if not found and num_ranks == 1:
+            return
+        if len(found) != 1:
+            raise ValueError(
+                f"{type(model).__name__} contains {len(found) or 'no'} DistributedDataParallel, but a hook "
+                f"is registered on one. There are {num_ranks} ranks; likely cause: the model is not wrapped "
+                "yet, or a strategy other than DDP wraps it (for FSDP2 see gradcomp.fsdp)"
+            )
+        if self._registered_on is None or self._registered_on() is not found[0]:
+            if self.has_memory:
+                self.state.number_parameters(found[0].module.named_parameters())
+            found[0].register_comm_hook(self.state, self.hook)
+            self._registered_on = weakref.ref(found[0])
+
+    @property
+    def has_memory(self) -> bool:
+        """True if the state is one that compresses, with errors to save and to rescale."""
+        return isinstance(self.state, CompressorState)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a file that all ranks load: consolidated_state_dict of it. A collective.
+
+        Beside that it has "gradient_scale", the scale of the errors, as far as follow() has been told. Empty
+        for a state without memory, and where there is no process group.
+        """
+        if not (self.has_memory and dist.is_initialized()):
+            return {}
+        scale = {} if self._scale is None else {SCALE: self._scale}
+        return consolidated_state_dict(self.state) | scale
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from state_dict(), before the model's first step. An empty one leaves the state as it is.
+
+        Raises what the state's load_state_dict raises; ValueError where the state is one without memory, and
+        for a gradient_scale that is not finite and positive.
+        """
+        if not state_dict:
+            return
+        if not self.has_memory:
+            raise ValueError(
+                f"the checkpoint has a compressing hook's state ({', '.join(state_dict)}), but this hook's "
+                f"state is {self.state!r}"
+            )
+        scale = state_dict.get(SCALE)
+        if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
+            raise ValueError(f"{SCALE} is {scale!r}, but must be finite and positive")
+        self.state.load_state_dict({name: value for name, value in state_dict.items() if name != SCALE})
+        self._scale = scale
+
+    def follow(self, scaler: Scaler | None) -> None:
+        """Bring the errors to a GradScaler's scale, the scale of the gradients in the coming backward.
+
+        Call it at the beginning of every step, from the first one on; after a checkpoint is loaded. Then
+        errors and gradients have one scale in every step, whatever has changed the scaler: an update, a
+        checkpoint, the program. scaler: None where gradients have no scale. Errors that were loaded without
+        their scale, by the state's own load_state_dict, count as of the scaler's scale in the first call.
+
+        Raises RuntimeError if steps have been averaged before the first call: the scale of their errors is
+        unknown.
+        """
+        if not self.has_memory:
+            return
+        scale, before = 1.0 if scaler is None else scaler.get_scale(), self._scale
+        if before is not None:
+            self.state.rescale_errors(scale / before)
+        elif scaler is not None and self.state.is_compared:
+            raise RuntimeError(
+                f"CommHook.follow is called for the first time after {self.state.iter} steps, so the scale "
+                "of the errors is unknown. Likely cause: it is called after the scaler's update "
+                "only. Call comm_hook.follow(scaler) at the beginning of every step, before backward"
+            )
+        self._scale = scale

@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError:  # the same classes in the older package
     import pytorch_lightning as pl  # type: ignore[no-redef]
 
-from .comm_hook import CommHook
+from . import CommHook
 
 
 class CommHookCallback(pl.Callback):

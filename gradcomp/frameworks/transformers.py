@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .comm_hook import CommHook
+from . import CommHook
 
 FILE_NAME = "gradcomp_state.pt"
 _logger = logging.getLogger(__name__)

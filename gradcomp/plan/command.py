@@ -14,7 +14,7 @@ from .hardware import BANDWIDTH_UTILIZATION, CPU, GPUS, LAUNCH_S, Device, Gpu, L
 from .measurements import DTYPES, Measurements
 from .models import BUCKET_CAP_BYTES, BUILT_IN_MODELS, Model, buckets_of, load_model
 from .prediction import Compute
-from .scenario import Scenario
+from .recommendation import Scenario
 from .show import as_json, draw_map, table, text_map
 
 DEVICES: dict[str, Device] = {device.name: device for device in (*GPUS, CPU)}

@@ -1,44 +1,60 @@
 """The file that `python -m gradcomp bench` writes and `python -m gradcomp plan --from` reads: JSON, checked.
 
-A file that isn't one, or holds something else than it should, is a ValueError that names the field.
+A value that can't be is a ValueError that names the field and shows the value.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+import reprlib
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import GenericAlias, UnionType
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
 from .candidates import CollectiveKind, candidate_named
 from .hardware import Link, MeasuredDevice, Rate, fitted_rate
-from .models import Bucket, Shape, buckets_of, ddp_assignment, num_elements
+from .models import Bucket, Shape, buckets_of, num_elements
 from .prediction import Compute
 
 FORMAT = 1
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NOOP = "noop"  # the name of a step without any communication
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must {wanted}")
 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """A collective of this kind on a buffer of so many bytes, all ranks' together, took so long."""
+    """The time of one collective, in seconds.
+
+    num_bytes: of the whole buffer, all ranks' parts together.
+    """
 
     kind: str
     num_bytes: int
     seconds: float
 
+    def __post_init__(self) -> None:
+        _require(self.kind in KINDS, "kind", self.kind, f"be one of {', '.join(KINDS)}")
+        _require(self.num_bytes >= 1, "num_bytes", self.num_bytes, "be at least 1")
+        _require(self.seconds > 0, "seconds", self.seconds, "be positive")
+
 
 @dataclass(frozen=True)
 class HookTime:
-    """A hook's step times, and the hook's own work in a step (None for a hook that has none).
+    """The times of steps with a hook, in seconds.
 
-    name: as in docs/accuracy.md, or "noop" for steps without any communication.
+    name: as in docs/accuracy.md, or NOOP.
+    step_p20_s, step_p50_s, step_p80_s: quantiles over num_steps steps.
+    local_s: the hook's own work in a step; None for a hook without any.
     """
 
     name: str
@@ -48,13 +64,21 @@ class HookTime:
     num_steps: int
     local_s: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.name != NOOP:
+            candidate_named(self.name)
+        for name in ("step_p20_s", "step_p50_s", "step_p80_s"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "be positive")
+        _require(self.local_s is None or self.local_s >= 0, "local_s", self.local_s, "not be negative")
+
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured on one cluster with one model.
+    """Measurements of one model on one cluster.
 
-    shapes: of the parameters with gradients, in registration order. ready_at: for every bucket, the part of
-    backward's time after which it was ready; empty where that wasn't measured.
+    shapes: the parameters with gradients, in registration order.
+    ready_at: for every bucket, the part of backward's time after which the bucket was ready; empty if that
+        wasn't measured.
     """
 
     format: int
@@ -76,6 +100,21 @@ class Measurements:
     link: list[LinkSample]
     hooks: list[HookTime]
 
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, "dtype", self.dtype, f"be one of {', '.join(DTYPES)}")
+        _require(self.world_size >= 1, "world_size", self.world_size, "be at least 1")
+        _require(self.bucket_cap_mb > 0, "bucket_cap_mb", self.bucket_cap_mb, "be positive")
+        _require(bool(self.shapes), "shapes", self.shapes, "hold at least one parameter")
+        for index, shape in enumerate(self.shapes):
+            _require(min(shape, default=1) >= 1, f"shapes[{index}]", shape, "have no length below 1")
+        for name in ("forward_s", "backward_s", "optimizer_s"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
+        num_times, num_buckets = len(self.ready_at), len(self._assumed_buckets())
+        wanted = f"have {num_buckets} values, one for each bucket"
+        _require(num_times in (0, num_buckets), "ready_at", self.ready_at, wanted)
+        times = [0.0, *self.ready_at, 1.0]
+        _require(times == sorted(times), "ready_at", self.ready_at, "rise from 0 to 1")
+
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
@@ -89,25 +128,30 @@ class Measurements:
         return next((hook.step_p50_s for hook in self.hooks if hook.name == name), None)
 
     def buckets(self) -> list[Bucket]:
+        """Return DDP's buckets, with the measured times if there are any."""
+        assumed = self._assumed_buckets()
+        ready_at = self.ready_at or [bucket.ready_at for bucket in assumed]
+        return [Bucket(bucket.shapes, time) for bucket, time in zip(assumed, ready_at, strict=True)]
+
+    def _assumed_buckets(self) -> list[Bucket]:
         shapes: list[Shape] = [tuple(shape) for shape in self.shapes]
-        assumed = buckets_of(shapes, self.torch_dtype.itemsize, self.bucket_cap_mb * 2**20)
-        if not self.ready_at:
-            return assumed
-        pairs = zip(assumed, self.ready_at, strict=True)
-        return [Bucket(bucket.shapes, ready_at) for bucket, ready_at in pairs]
+        return buckets_of(shapes, self.torch_dtype.itemsize, self.bucket_cap_mb * 2**20)
 
     def compute(self) -> Compute:
         return Compute(self.forward_s, self.backward_s, self.optimizer_s)
 
     def fitted_link(self) -> Link:
-        """Return the link with the rates of each kind of collective; the all-reduce's for the others."""
+        """Return the link with a rate for each kind of collective: if not measured, the all-reduce's.
+
+        Raises ValueError if no all-reduce was measured.
+        """
         rates: dict[CollectiveKind, Rate] = {}
         for kind in KINDS:
             samples = [(each.num_bytes, each.seconds) for each in self.link if each.kind == kind]
             if samples:
                 rates[kind] = fitted_rate(kind, self.world_size, samples)
         if "all-reduce" not in rates:
-            raise ValueError("link has no all-reduce, without which no step can be predicted")
+            raise ValueError("link has no all-reduce; without one no step can be predicted")
         usual = rates["all-reduce"]
         return Link(usual.bytes_per_s, usual.latency_s, has_tree=self.backend == "nccl", measured=rates)
 
@@ -116,7 +160,7 @@ class Measurements:
         local_ns = {
             hook.name: hook.local_s / self.numel * 1e9 for hook in self.hooks if hook.local_s is not None
         }
-        # Hooks compress beside backward where there are streams, which CPUs have not.
+        # A CPU has no streams, so hooks compress on backward's thread there.
         return MeasuredDevice(self.device, {"none": 0.0, **local_ns}, is_inline=self.device_type == "cpu")
 
     def write(self, path: Path) -> None:
@@ -124,105 +168,59 @@ class Measurements:
 
     @classmethod
     def read(cls, path: Path) -> Measurements:
-        """Return a file's measurements.
-
-        Raises ValueError for a file that can't be read, or isn't one of measurements.
-        """
+        """Read a file. Raises ValueError if it can't be read, or holds anything but measurements."""
         try:
-            text = path.read_text()
+            return cls.checked(json.loads(path.read_text()))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} can't be read: {error}") from error
-        try:
-            given = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} isn't JSON: {error}") from error
-        try:
-            return cls.checked(given)
         except ValueError as error:
             raise ValueError(f"{path} isn't what `python -m gradcomp bench` writes: {error}") from error
 
     @classmethod
     def checked(cls, given: Any) -> Measurements:
-        """Return the measurements that a JSON object holds. Raises ValueError for any other value."""
-        if isinstance(given, Mapping) and given.get("format") != FORMAT:
+        """Return the measurements in a JSON object. Raises ValueError for any other value."""
+        if isinstance(given, dict) and given.get("format") != FORMAT:
             raise ValueError(f"format is {given.get('format')!r}; this gradcomp reads {FORMAT}")
-        read: Measurements = _typed(given, cls, "the file")
-        _check_values(read)
+        read: Measurements = _read(given, cls, "")
         return read
 
 
-def _typed(value: Any, expected: Any, name: str) -> Any:
-    """Return a JSON value as a type: a dataclass, a number, str, list[...], dict[str, ...], ... | None."""
-    origin = get_origin(expected)
+def _read(value: Any, expected: Any, name: str) -> Any:
+    """Return a JSON value as a type; raise ValueError if it is of another type.
+
+    expected: float, int, str, list[type], dict[str, type], a dataclass, or one of these | None.
+    name: the value's place in the file, such as link[1].seconds; empty for the whole file.
+    """
+    arguments, kind = get_args(expected), get_origin(expected) or expected
     if isinstance(expected, UnionType):
-        return None if value is None else _typed(value, get_args(expected)[0], name)
-    if origin is list and isinstance(value, Sequence) and not isinstance(value, str):
-        (item,) = get_args(expected)
-        return [_typed(each, item, f"{name}[{index}]") for index, each in enumerate(value)]
-    if origin is dict and isinstance(value, Mapping):
-        return {key: _typed(each, get_args(expected)[1], f"{name}.{key}") for key, each in value.items()}
-    if expected is float and type(value) in (int, float) and math.isfinite(value):
+        return None if value is None else _read(value, arguments[0], name)
+    if kind is list and isinstance(value, list):
+        return [_read(each, arguments[0], f"{name}[{index}]") for index, each in enumerate(value)]
+    if kind is dict and isinstance(value, dict):
+        return {key: _read(each, arguments[1], f"{name}.{key}") for key, each in value.items()}
+    if is_dataclass(kind) and isinstance(value, dict):
+        return _read_object(value, kind, name)
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
-    if expected in (int, str) and type(value) is expected:
+    if kind in (int, str) and type(value) is kind:
         return value
-    if isinstance(expected, type) and not isinstance(expected, GenericAlias) and isinstance(value, Mapping):
-        return _object(value, expected, name)
-    raise ValueError(f"{name} is {_shortened(value)}; it has to be {_described(expected)}")
+    wanted = {float: "a finite number", int: "a whole number", str: "a string", list: "a list"}
+    place, wanted_kind = name or "the file", wanted.get(kind, "an object")
+    raise ValueError(f"{place} is {reprlib.repr(value)}; it must be {wanted_kind}")
 
 
-def _object(value: Mapping[str, Any], expected: Any, name: str) -> Any:
-    """Return a JSON object as a dataclass."""
-    types, prefix = get_type_hints(expected), "" if name == "the file" else f"{name}."
+def _read_object(value: dict[str, Any], expected: Any, name: str) -> Any:
+    """Return a JSON object as a dataclass. Errors of the dataclass's own begin with the name."""
+    types, place = get_type_hints(expected), name or "the file"
     if unknown := [key for key in value if key not in types]:
-        raise ValueError(f"{name} has {', '.join(map(repr, unknown))}, which are unknown here")
+        raise ValueError(f"{place} has {', '.join(map(repr, unknown))}, which are unknown here")
     needed = [field.name for field in fields(expected) if field.default is MISSING]
     if missing := [key for key in needed if key not in value]:
-        raise ValueError(f"{name} lacks {', '.join(missing)}")
-    return expected(**{key: _typed(each, types[key], f"{prefix}{key}") for key, each in value.items()})
-
-
-def _described(expected: Any) -> str:
-    names = {float: "a finite number", int: "a whole number", str: "a string"}
-    return names.get(expected, "a list" if get_origin(expected) is list else "an object")
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _check_values(read: Measurements) -> None:
-    """Raise ValueError for values of the right types that can't be."""
-    if read.dtype not in DTYPES:
-        raise ValueError(f"dtype is {read.dtype!r}; it has to be one of {', '.join(DTYPES)}")
-    if read.world_size < 1:
-        raise ValueError(f"world_size is {read.world_size}; it has to be at least 1")
-    if read.bucket_cap_mb <= 0:
-        raise ValueError(f"bucket_cap_mb is {read.bucket_cap_mb}; it has to be positive")
-    if not read.shapes or any(length < 1 for shape in read.shapes for length in shape):
-        raise ValueError("shapes has to hold a parameter at least, and no length below 1")
-    for name in ("forward_s", "backward_s", "optimizer_s"):
-        if getattr(read, name) < 0:
-            raise ValueError(f"{name} is {getattr(read, name)}; a time can't be negative")
-    for index, sample in enumerate(read.link):
-        if sample.kind not in KINDS:
-            raise ValueError(f"link[{index}].kind is {sample.kind!r}; it has to be one of {', '.join(KINDS)}")
-        if sample.num_bytes < 1 or sample.seconds <= 0:
-            raise ValueError(f"link[{index}] has {sample.num_bytes} bytes in {sample.seconds} s")
-    for index, hook in enumerate(read.hooks):
-        if hook.name != "noop":
-            candidate_named(hook.name)
-        times = (hook.step_p20_s, hook.step_p50_s, hook.step_p80_s)
-        if min(times) <= 0 or (hook.local_s is not None and hook.local_s < 0):
-            raise ValueError(f"hooks[{index}] ({hook.name}) has a time that isn't positive")
-    _check_ready_at(read)
-
-
-def _check_ready_at(read: Measurements) -> None:
-    itemsize = DTYPES[read.dtype].itemsize
-    sizes = [num_elements([tuple(shape)]) * itemsize for shape in reversed(read.shapes)]
-    num_buckets = len(ddp_assignment(sizes, read.bucket_cap_mb * 2**20))
-    if read.ready_at and len(read.ready_at) != num_buckets:
-        raise ValueError(f"ready_at has {len(read.ready_at)} values, but there are {num_buckets} buckets")
-    if any(not 0 <= each <= 1 for each in read.ready_at) or sorted(read.ready_at) != read.ready_at:
-        raise ValueError("ready_at has to rise from 0 to 1")
+        raise ValueError(f"{place} lacks {', '.join(missing)}")
+    values = {key: _read(each, types[key], f"{name}.{key}".lstrip(".")) for key, each in value.items()}
+    try:
+        return expected(**values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}".lstrip(": ")) from error

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .hardware import Link
-from .recommendation import LEAST_HEADROOM, SOURCE, Recommendation, accuracy_cost, sentences
-from .scenario import Scenario
+from .recommendation import LEAST_HEADROOM, SOURCE, Recommendation, Scenario, accuracy_cost, sentences
 
 WIDTH = 120  # of sentences
 # Bits per second, and ranks, of the map in text.

@@ -1,4 +1,4 @@
-"""The page that `python -m gradcomp report` writes: HTML with its style and line charts, and no script."""
+"""The command `python -m gradcomp report` and its page: HTML with style and line charts, no script."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from statistics import median
 
-from .run import RecordedRun
+from gradcomp.compress.recording.file import read
+from gradcomp.plan.command import OneLineParser
+
+from .run import RecordedRun, runs_of
 
 # In the SVG's own units: narrow, so that text stays readable on a telephone.
 WIDTH, HEIGHT = 400, 240
@@ -320,3 +324,33 @@ def _bytes(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g} {unit}"
     return f"{value:.0f} B"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = OneLineParser(
+        prog="python -m gradcomp report",
+        description="Write an HTML page, with tables and pictures, about the files that Recorder.save wrote. "
+        "Files of several ranks of a run are put together.",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines of Recorder.save")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.html"), metavar="PAGE", help="default: %(default)s"
+    )
+    text = "write the first run's charts to this file, too, without the page around them"
+    parser.add_argument("--svg", type=Path, metavar="PICTURE", help=text)
+    options = parser.parse_args(arguments)
+    for name, written in (("--out", options.out), ("--svg", options.svg)):
+        if written is not None and any(written.absolute() == file.absolute() for file in options.files):
+            parser.error(f"argument {name}: {written} is one of the files to read")
+    try:
+        recordings = [recording for file in options.files for recording in read(file)]
+        runs = runs_of(recordings)
+        if not runs:
+            names = ", ".join(map(str, options.files))
+            parser.error(f"no rows in {names}. Likely cause: no step was recorded before Recorder.save")
+        options.out.write_text(page(runs, [file.name for file in options.files]), encoding="utf-8")
+        if options.svg is not None:
+            options.svg.write_text(picture(runs[0]), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(f"{options.out}: {sum(len(run.steps) for run in runs)} steps of {len(runs)} run(s)")

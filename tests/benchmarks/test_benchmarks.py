@@ -134,10 +134,10 @@ def test_rows_are_written_before_the_next_case_runs(tmp_path, monkeypatch):
 def test_the_summary_gives_the_ratio_to_the_baseline_and_its_range():
     row = {"case": "count", "label": "to 4", "dtype": "float32", "baseline": "torch", "p50_us": 5.0}
     ratios = {"times_baseline": 4.0, "times_baseline_p20": 1.25, "times_baseline_p80": 10.0}
-    baseline = row | {"provider": "torch", "predicted_us": None}
-    ours = row | ratios | {"provider": "gradcomp", "predicted_us": 2.0}
+    baseline = row | {"provider": "torch", "times_floor": None}
+    ours = row | ratios | {"provider": "gradcomp", "times_floor": 2.5}
     _, line = summary([ours, baseline]).splitlines()
-    expected = "count to 4 float32 gradcomp 4.00× (1.25–10.00) 2.50× its predicted time [baseline torch]"
+    expected = "count to 4 float32 gradcomp 4.00× (1.25–10.00) in 2.50 floors [baseline torch]"
     assert " ".join(line.split()) == expected
 
 
@@ -249,7 +249,7 @@ def test_a_run_records_rows_with_every_field(tmp_path):
         assert not [field for field in row if f"`{field}`" not in documented]
         nulls = {field for field, value in row.items() if value is None}
         only_on_cuda = {"compute_capability", "driver", "cuda", "host_us", "host_us_per_bucket"}
-        assert nulls <= only_on_cuda | {"bytes_per_element", "num_launches", "predicted_us"}
+        assert nulls <= only_on_cuda | {"bytes_per_element", "num_launches", "floor_us", "times_floor"}
     assert {row["provider"] for row in rows} == {"gradcomp", "torch"}
 
 

@@ -18,7 +18,8 @@ CPU = torch.device("cpu")
 def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
     cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name.startswith("powerSGD")]
     hooks = {(case.label, case.dtype): case for case in cases if case.name == "powerSGD_hook"}
-    assert {case.predicted[:2] for case in hooks.values()} >= set(product(models.MODELS, (1, 4, 32)))
+    problems = {(label.split(",")[0], label.rpartition("r=")[2]) for label, _ in hooks}
+    assert problems >= set(product(models.MODELS, ("1", "4", "32")))
     assert {dtype for _, dtype in hooks} == {"float32", "bfloat16"}
     by_stage = {
         key: [case for case in cases if (case.label, case.dtype) == key and case.name != "powerSGD_hook"]
@@ -27,7 +28,8 @@ def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
     assert sum(map(bool, by_stage.values())) == powersgd_problem.NUM_BY_STAGE
     for key, stages in by_stage.items():
         if stages:
-            assert [case.predicted[3] for case in stages] == list(powersgd_problem.PASSES)
+            names = [case.name for case in stages]
+            assert names == [f"powerSGD {stage}" for stage in powersgd_problem.PASSES]
             assert hooks[key].num_bytes == sum(stage.num_bytes for stage in stages)
     by_name = {str(case): case for case in cases if case.label.startswith("bert-large")}
     [whole] = [case for name, case in by_name.items() if "hook" in name and "r=1 float32" in name]
@@ -38,6 +40,7 @@ def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
     assert whole.num_bytes == 20 * models.num_elements(shapes) - 4 * vectors
     assert whole.num_elements == models.num_elements(shapes)
     assert whole.num_buckets == len(models.buckets("bert-large", torch.float32)) > 1
+    assert whole.min_launches == 7 * whole.num_buckets
 
 
 SMALL = [(40, 30), (7,), (40, 30), (64, 2, 3, 3), (5, 4)]
