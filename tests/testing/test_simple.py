@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.powersgd_oracle import Bucket, random_gradient, relative
+from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
