@@ -9,6 +9,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from gradcomp import ops, testing
+from gradcomp.compress.powersgd import PowerSGDOptions
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from tests.hooks.powersgd_oracle import (
     Bucket,
@@ -46,11 +47,22 @@ COMMON = (
 
 
 def error_of(state, bucket_index=0):
-    return state.state_dict()["buckets"][bucket_index]["error"]
+    return state.state_dict()["buckets"][bucket_index].get("error")
 
 
 def directions_of(state, bucket_index=0):
-    return state.state_dict()["buckets"][bucket_index]["directions"]
+    return directions_in(state.state_dict()["buckets"][bucket_index])
+
+
+def directions_in(bucket):
+    """Return the directions in a checkpoint's bucket, in the order of the layout's matrices."""
+    if "directions" not in bucket:
+        return None
+    kind = dict(bucket["kind"])
+    dtype, options = kind.pop("dtype"), PowerSGDOptions(**kind)
+    if options.square:
+        return [bucket["directions"]]
+    return [bucket["directions"][tensor] for tensor in options.tensors_of_matrices(bucket["shapes"], dtype)]
 
 
 class Messages(logging.Handler):

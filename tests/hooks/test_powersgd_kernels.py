@@ -11,7 +11,7 @@ from gradcomp.hooks import powerSGD_hook
 from gradcomp.kernels.powersgd import plan as powersgd_plan
 from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, compressed, powersgd_step, random_gradient, relative
-from tests.hooks.powersgd_runs import FEW_SHAPES, HOOKS, START, equal, new_state, reload
+from tests.hooks.powersgd_runs import FEW_SHAPES, HOOKS, START, directions_in, equal, new_state, reload
 from tests.hooks.test_default_hooks import flat_grads
 from tests.ranks import run_ranks
 from tests.tolerances import ONE_STEP
@@ -20,7 +20,7 @@ from tests.tolerances import ONE_STEP
 def memory_of(state):
     """Return a bucket's error and directions from a checkpoint."""
     bucket = state.state_dict()["buckets"][0]
-    return bucket["error"].cpu(), [direction.cpu() for direction in bucket["directions"]]
+    return bucket["error"].cpu(), [direction.cpu() for direction in directions_in(bucket)]
 
 
 def steps_on_kernels(rank, num_steps):

@@ -15,7 +15,7 @@ from tests.hooks.powersgd_oracle import (
     random_gradient,
     relative,
 )
-from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, new_state, run_step
+from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, directions_in, new_state, run_step
 from tests.ranks import run_ranks
 from tests.tolerances import ONE_STEP
 
@@ -67,7 +67,7 @@ def one_bad_step(rank, name, options, value, tensor, bad_ranks):
         memory = None
         if name == "gradcomp" and step >= START:
             saved = state.state_dict()["buckets"][0]
-            memory = (saved["error"], saved["directions"])
+            memory = (saved["error"], directions_in(saved))
         results.append((gradient, output, memory))
     return results[START:]
 

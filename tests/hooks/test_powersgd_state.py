@@ -21,6 +21,7 @@ from tests.hooks.powersgd_runs import (
     HOOKS,
     MATRICES,
     START,
+    directions_in,
     directions_of,
     equal,
     error_of,
@@ -250,6 +251,6 @@ def test_what_a_state_dict_holds():
     for bucket in (first, second):
         assert bucket["error"][mask].any()
         assert not bucket["error"][~mask].any()
-        assert [tuple(each.shape) for each in bucket["directions"]] == [(48, 2), (48, 2), (90, 2)]
+        assert [tuple(each.shape) for each in directions_in(bucket)] == [(48, 2), (48, 2), (90, 2)]
     assert equal(first["directions"], second["directions"])
     assert not torch.equal(first["error"], second["error"])
