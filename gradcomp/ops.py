@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from .checks import check_cast, check_list
 from .cpu import copy as cpu
 from .cpu import powersgd_plan as cpu_low_rank
 from .cpu import quantize as cpu_quantize
@@ -76,7 +75,7 @@ def compress_cast(
     """
     if out.dtype not in _HALVES:
         raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
-    check_cast("compress_cast", buffer, out)
+    _check_cast("compress_cast", buffer, out)
     if runs_triton(out.device):
         cast_kernel.cast(buffer, out=out, scale=scale)
     else:
@@ -93,7 +92,7 @@ def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
 
     Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
     """
-    check_cast("decompress_cast", compressed, out)
+    _check_cast("decompress_cast", compressed, out)
     if runs_triton(out.device):
         cast_kernel.cast(compressed, out=out)
     else:
@@ -121,7 +120,7 @@ def flatten(
     Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
     """
     if parts is None or runs_triton(out.device):
-        check_list("flatten", tensors, layout, out)
+        _check_list("flatten", tensors, layout, out)
     if runs_triton(out.device) and not out.is_complex():
         ordered = [_in_order(i, tensor, layout) for i, tensor in enumerate(tensors)]
         flatten_kernel.flatten(ordered, _tables_of(layout, out.device, to_flat=True), out=out, scale=scale)
@@ -145,7 +144,7 @@ def unflatten(
     as they like. parts: the tensors' views of flat, as in flatten. Dtypes and errors as in flatten.
     """
     if parts is None or runs_triton(flat.device):
-        check_list("unflatten", out, layout, flat)
+        _check_list("unflatten", out, layout, flat)
     if runs_triton(flat.device) and not flat.is_complex():
         ordered = [_in_order(i, tensor, layout, copy=False) for i, tensor in enumerate(out)]
         flatten_kernel.unflatten(
@@ -295,3 +294,71 @@ def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.dev
     if has_streams(device):
         quantizer = cpu_quantize.quantizer(options["bits"], dtype)
         quantize_plan.compile_kernels(layout, dtype, device, **options, **quantizer)
+
+
+# --- checks of arguments, with messages that show the bad value ---
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
+    for tensor in (src, out):
+        _require_float(name, tensor)
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}"
+            )
+    if src.numel() != out.numel():
+        raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
+    _require_device(name, src, out.device)
+
+
+def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
+    if not flat.is_complex():
+        _require_float(name, flat)
+    if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
+        raise ValueError(
+            f"{name} takes a contiguous buffer of shape ({layout.numel},) for {layout}, "
+            f"got shape {tuple(flat.shape)} with strides {flat.stride()}"
+        )
+    if len(tensors) != len(layout):
+        raise ValueError(f"{name}: {layout} got {len(tensors)} tensors")
+    are_alike = (
+        tuple([tensor.shape for tensor in tensors]) == layout.shapes
+        and len({tensor.dtype for tensor in tensors}) <= 1
+        and {tensor.device for tensor in tensors} <= {flat.device}
+    )
+    if not are_alike:
+        _explain_difference(name, tensors, layout, flat.device)
+    if tensors and flat.is_complex() and tensors[0].dtype != flat.dtype:
+        raise TypeError(
+            f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
+        )
+    if tensors and not flat.is_complex():
+        _require_float(name, tensors[0])
+
+
+def _explain_difference(
+    name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, device: torch.device
+) -> None:
+    """Raise the error of the first tensor that differs from its layout, the first tensor or the device."""
+    for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(
+                f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
+                f"tensor {index} is {tensor.dtype}"
+            )
+        _require_device(name, tensor, device)
+
+
+def _require_float(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _FLOATS:
+        raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
+
+
+def _require_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: tensors are on {tensor.device} and on {device}")

@@ -4,15 +4,22 @@ quantization_hook, with error feedback, is gradcomp's own. The others are drop-i
 ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``: same names and signatures, without state.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.bucket import checked_bucket
-from gradcomp.compress.kept_plans import average_in_8_bits
-from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
+from gradcomp import ops
+from gradcomp.comm.bucket import checked_bucket, require_bucket
+from gradcomp.comm.kept_buffers import KeptBuffers
+from gradcomp.comm.pipeline import Stages, explained, run_through
+from gradcomp.comm.process_group import Operation
+from gradcomp.comm.streams import Future, completed, in_order
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions, quantized_all_reduce
 from gradcomp.compress.state import CompressorState
+from gradcomp.layout.blocks import BlockLayout
 from gradcomp.rules import BLOCK_SIZE, described
 
 __all__ = [
@@ -23,6 +30,7 @@ __all__ = [
 ]
 
 LARGEST_BLOCK = 1024  # of quantization_pertensor_hook
+_BlockSize = Callable[[int, int], int]  # (the bucket's number of elements, world size) → a block's
 ALIGNMENT = 16  # elements of which its blocks are multiples
 
 
@@ -88,6 +96,7 @@ def quantization_hook(
         ddp_model.register_comm_hook(QuantizationState(bits=4), quantization_hook)
     """
     if not isinstance(state, QuantizationState):
+        require_bucket("quantization_hook", bucket)
         raise TypeError(f"quantization_hook takes a QuantizationState as its state, got {described(state)}")
     return state.average("quantization_hook", bucket)
 
@@ -113,7 +122,7 @@ def quantization_pertensor_hook(
         ddp_model.register_comm_hook(None, quantization_pertensor_hook)
     """
     _, group = checked_bucket("quantization_pertensor_hook", bucket, process_group)
-    return average_in_8_bits("quantization_pertensor_hook", bucket, group, _largest_blocks)
+    return _average_in_8_bits("quantization_pertensor_hook", bucket, group, _largest_blocks)
 
 
 def quantization_perchannel_hook(
@@ -134,7 +143,7 @@ def quantization_perchannel_hook(
     """
     _, group = checked_bucket("quantization_perchannel_hook", bucket, process_group)
     bucket_size = BLOCK_SIZE("quantization_perchannel_hook: bucket_size", bucket_size)
-    return average_in_8_bits("quantization_perchannel_hook", bucket, group, lambda *_: bucket_size)
+    return _average_in_8_bits("quantization_perchannel_hook", bucket, group, lambda *_: bucket_size)
 
 
 def _largest_blocks(numel: int, world_size: int) -> int:
@@ -142,3 +151,53 @@ def _largest_blocks(numel: int, world_size: int) -> int:
     shard = max(1, -(-numel // world_size))
     num_blocks = -(-shard // LARGEST_BLOCK)
     return -(-shard // (num_blocks * ALIGNMENT)) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class _PlanKey:
+    """What a plan depends on."""
+
+    numel: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    world_size: int
+
+
+# Plans of quantized all-reduces without error feedback.
+_plans: KeptBuffers[ops.QuantizedPlan] = KeptBuffers()
+
+
+def _average_in_8_bits(
+    hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, block_size_of: _BlockSize
+) -> Future:
+    """Average the whole bucket, cut into blocks without regard to its tensors, in 8 bits per element.
+
+    hook_name: the name under which the plan is kept.
+    block_size_of(numel, world_size): the size of a block. A bucket smaller than a block is sent exactly.
+
+    A plan holds no gradients between steps. It is kept because it takes long to make; it is as large as two
+    buckets of codes.
+    """
+    buffer = bucket.buffer()
+    numel, size = buffer.numel(), group.size()
+    if not numel:
+        return completed(buffer.device, lambda: buffer)
+    key = _PlanKey(numel, block_size_of(numel, size), buffer.dtype, buffer.device, size)
+    parameters = bucket.parameters()
+
+    def stages() -> Stages:
+        plan = _plans.take(parameters, hook_name, key) or _make_plan(key)
+        yield from quantized_all_reduce(plan, buffer, group)
+        if parameters:
+            _plans.keep(parameters[0], hook_name, key, plan)
+        return buffer
+
+    # A plan is made in the sequence, so that on CUDA its memory is the side stream's.
+    operation = Operation.averaging(bucket.index(), hook_name, group)
+    return in_order(buffer.device, lambda: run_through(explained(stages(), operation)))
+
+
+def _make_plan(key: _PlanKey) -> ops.QuantizedPlan:
+    layout = BlockLayout([(1, key.numel)], key.block_size, key.world_size)
+    return ops.quantized_plan(layout, key.dtype, key.device, bits=8, error_feedback=False)

@@ -8,8 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.compress import kept_plans as quantized_plans
 from gradcomp.hooks import default_hooks
+from gradcomp.hooks import quantization_hooks as quantized_plans
 from gradcomp.hooks.quantization_hooks import (
     LARGEST_BLOCK,
     _largest_blocks,
