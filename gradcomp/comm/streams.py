@@ -71,7 +71,7 @@ def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Futu
         torch.cuda.set_stream(current)
 
 
-def around_hook(
+def run_hook_compressed(
     device: torch.device,
     operation: Operation,
     start: Callable[[], Future],
@@ -94,7 +94,7 @@ def around_hook(
     return in_order(device, sequence)
 
 
-def around_all_reduce(
+def all_reduce_compressed(
     device: torch.device,
     group: dist.ProcessGroup,
     operation: Operation,
@@ -122,7 +122,7 @@ def around_all_reduce(
 
 def average_in_place(buffer: torch.Tensor, group: dist.ProcessGroup, operation: Operation) -> Future:
     """Average a bucket in its own dtype: divide it by the world size, then all-reduce it (sum)."""
-    return around_all_reduce(
+    return all_reduce_compressed(
         buffer.device,
         group,
         operation,
