@@ -49,7 +49,7 @@ def completed(device: torch.device, result: Callable[[], torch.Tensor]) -> Futur
     return future
 
 
-def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Future:
+def run_on_side_stream(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Future:
     """Return a future that holds the result of a sequence of kernels and collectives.
 
     On CUDA the sequence is enqueued on the device's side stream, after the current stream. A wait for the
@@ -91,7 +91,7 @@ def run_hook_compressed(
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         return finish(result)
 
-    return in_order(device, sequence)
+    return run_on_side_stream(device, sequence)
 
 
 def all_reduce_compressed(
@@ -117,7 +117,7 @@ def all_reduce_compressed(
         _all_reduce(wire, group, operation, async_op=False)
         return decompress(wire)
 
-    return in_order(device, sequence)
+    return run_on_side_stream(device, sequence)
 
 
 def average_in_place(buffer: torch.Tensor, group: dist.ProcessGroup, operation: Operation) -> Future:

@@ -12,7 +12,7 @@ from gradcomp.layout.blocks import BlockLayout
 from ..comm.kept_buffers import KeptBuffers
 from ..comm.pipeline import Stages, explained, run_through
 from ..comm.process_group import Operation
-from ..comm.streams import Future, completed, in_order
+from ..comm.streams import Future, completed, run_on_side_stream
 from .quantized import quantized_all_reduce
 
 BITS = 8
@@ -60,7 +60,7 @@ def average_in_8_bits(
 
     # A plan is made in the sequence, so that on CUDA its memory is the side stream's.
     operation = Operation.averaging(bucket.index(), hook_name, group)
-    return in_order(buffer.device, lambda: run_through(explained(stages(), operation)))
+    return run_on_side_stream(buffer.device, lambda: run_through(explained(stages(), operation)))
 
 
 def _make(key: _Key) -> ops.QuantizedPlan:

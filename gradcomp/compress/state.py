@@ -16,7 +16,7 @@ from ..comm.bucket import require_bucket, require_dense_floats
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
 from ..comm.pipeline import Pipeline, Stages, explained, run_through
 from ..comm.process_group import Operation, joined_group, require_group, resolve_group
-from ..comm.streams import Future, average_in_place, in_order
+from ..comm.streams import Future, average_in_place, run_on_side_stream
 from .announcement import StartAnnouncement
 from .checkpoint import PROGRESS, another_ranks_errors, owner_of
 from .compressor import BucketSpec, Compressor, errors_in
@@ -268,7 +268,7 @@ class CompressedAveraging:
             named = (self.iter, bucket.index(), buffer)
             running = self.recorder.recorded(running, *named, parts, compressors, group)
         if ops.runs_triton(buffer.device):
-            future: Future = in_order(buffer.device, lambda: run_through(running))
+            future: Future = run_on_side_stream(buffer.device, lambda: run_through(running))
         else:
             is_last = bucket.is_last() or is_waited_for_at_once(bucket)
             future = self._pipeline.add(running, is_first=is_first, is_last=is_last)
