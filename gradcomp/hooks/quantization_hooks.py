@@ -138,8 +138,8 @@ def quantization_perchannel_hook(
 
         ddp_model.register_comm_hook(None, quantization_perchannel_hook)
     """
-    _, group = checked_bucket("quantization_perchannel_hook", bucket, process_group)
     bucket_size = BLOCK_SIZE("quantization_perchannel_hook: bucket_size", bucket_size)
+    _, group = checked_bucket("quantization_perchannel_hook", bucket, process_group)
     return average_in_8_bits("quantization_perchannel_hook", bucket, group, lambda *_: bucket_size)
 
 
