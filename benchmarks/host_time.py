@@ -102,11 +102,11 @@ def clocked() -> Iterator[Parts]:
     parts.clock("all_reduce", dist, "all_reduce")
     parts.clock("Future", torch.futures.Future, "__init__")
     parts.clock("Future", torch.futures.Future, "set_result")
-    parts.clock("streams", state, "in_order")
+    parts.clock("streams", state, "run_on_side_stream")
     parts.clock("streams", streams, "completed")
     parts.clock("state", state.CompressorState, "average")
     parts.clock("state", powersgd, "powerSGD_hook")
-    # The sequence that in_order runs is the state's and the compressor's.
+    # The sequence that run_on_side_stream runs is the state's and the compressor's.
     parts.clock("state", powersgd.LowRankCompressor, "average")
     try:
         yield parts

@@ -1,7 +1,8 @@
 """Checks that all ranks come to a collective, and agree on its contents, before it starts.
 
-A collective that one rank issues alone meets another collective, or none: it ends with the time-out, without
-a word of the cause. In the store a rank finds out who has not come, and leaves word of what it waits for.
+A collective that one rank issues alone meets another collective, or none. It ends with the time-out, and the
+error doesn't name the cause. In the store a rank sees which ranks are missing, and leaves a note of the call
+that it waits in.
 
 To compare values, the ranks exchange a digest and the values in one all-gather of MESSAGE_BYTES per rank.
 Values too long for that are exchanged in a second one, and only where the digests differ.
@@ -21,15 +22,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .process_group import WAITING, ExplainedError, Operation, device_for
 
-# How many meetings of a name the ranks of a group have had.
+# The number of meetings of a group's ranks, by the meeting's name.
 _num_meetings: MutableMapping[dist.ProcessGroup, Counter[str]] = WeakIdKeyDictionary()
 
 
 def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: str) -> None:
     """Raise ExplainedError unless every rank of the group comes here within the group's time-out.
 
-    call: what all ranks have to call. what: what this rank does by it, after "could not". advice: the
-    message's last sentence. Without a store that other processes reach, nothing is required.
+    call: the function that all ranks have to call.
+    what: the purpose of the call, in words that follow "could not".
+    advice: the message's last sentence.
+
+    Without a store that other processes reach, nothing is required.
     """
     if (found := common_store(group)) is None:
         return
@@ -57,7 +61,8 @@ def missing_ranks(
 ) -> list[int]:
     """Wait for all ranks of a group. Return the global ranks that have not come within its time-out.
 
-    name: all ranks give the same one. waits_for: what the others read that fail elsewhere meanwhile.
+    name: the meeting's name, the same on all ranks.
+    waits_for: the note for ranks that fail elsewhere meanwhile.
     """
     if len(ranks) == 1:
         return []
@@ -86,7 +91,7 @@ def missing_ranks(
 
 
 def _timeout(store: dist.Store, group: dist.ProcessGroup) -> timedelta:
-    """Return how long the group's collectives wait, at most as long as the store does."""
+    """Return the time-out of the group's collectives, or the store's if that is shorter."""
     limit: timedelta = store.timeout  # type: ignore[attr-defined]  # the stubs lack it
     try:
         options = group._get_backend(device_for(group, ())).options
@@ -116,12 +121,14 @@ def require_same_on_all_ranks(
 ) -> str:
     """Raise RuntimeError on every rank of the group unless all ranks give equal values.
 
-    whose: the owner of the values, the message's subject. values: by name, anything that JSON can hold
-    (tuples count as lists), or that has the same repr on every rank, such as a dtype. device: where the
-    group's backend takes tensors. advice: the message's last sentence. notes: values that may differ; returns
-    how they do, "" if they don't.
+    whose: the owner of the values, the message's subject.
+    values: by name; JSON values (tuples count as lists), or objects with the same repr on every rank, such as
+        a dtype.
+    device: a device whose tensors the group's backend takes.
+    advice: the message's last sentence.
+    notes: values that may differ. Returns their differences, "" if there are none.
 
-    Every rank of the group has to call it, in the same place among its collectives. Waits for the host. Uses
+    Every rank of the group must call this in the same place among its collectives. The host waits. Uses
     neither pickle nor numpy.
     """
     if group.size() == 1:
@@ -147,7 +154,7 @@ def require_same_on_all_ranks(
 
 
 def _global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """The global rank of each of the group's ranks, in their order."""
+    """Return the global rank of each of the group's ranks, in their order."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, RuntimeError, ValueError):  # a group that c10d does not know
@@ -157,10 +164,10 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
 def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
     """Raise RuntimeError unless all ranks call this with this group within the group's time-out.
 
-    Before the group's first collective, which would meet another collective, or none, where a rank has
-    another group. A rank whose own group lacks the others can't be told: it goes on alone, and fails with
-    them. The ranks meet in the store of the default group; without one that other processes reach, nothing is
-    compared.
+    Call it before the group's first collective: if a rank has another group, that collective would meet
+    another one, or none. A rank in a smaller group that lacks the others sees no difference: it goes on
+    alone, and fails when they do. The ranks meet in the store of the default group; without one that other
+    processes reach, nothing is compared.
     """
     if (found := common_store(group)) is None:
         return
@@ -179,7 +186,7 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
 
 
 def _ranks_of(store: dist.Store, rank: int) -> str:
-    """Say which ranks a rank averages over, as far as it has told the store."""
+    """Say which ranks a rank averages over, "none yet" if it has not written that to the store."""
     key = f"gradcomp/group of {rank}"
     return f"ranks {store.get(key).decode()}" if store.check([key]) else "none yet"
 
@@ -202,7 +209,7 @@ def _differences(by_rank: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> 
 
 
 def _difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
-    """Say how the ranks' values of this name (for lists, their lengths or first items) differ; "" if not."""
+    """Say how the ranks' values of this name differ; "" if not. Lists: the lengths or one item."""
     if all(value == values[0] for value in values):
         return ""
     if all(isinstance(value, list) for value in values):

@@ -1,8 +1,8 @@
 """The collectives of a quantized all-reduce: each rank's shard to its owner, and the owners' means to all.
 
 gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
-sends first: the rank that starts later, whose peer is ready, hands its whole message to the connection, and
-says only after it that it is ready itself. So the two directions of a link take turns, and on a slow link the
+sends first. So the rank that starts later, with its peer ready, hands its whole message to the connection
+before it says that it is ready itself. The two directions of a link take turns, and on a slow link the
 collective takes up to twice as long. On gloo's CPU tensors, therefore, each rank exchanges messages with all
 others at once, and posts every receive before any send.
 """
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-# torch 2.13 gave it a new name.
+# all_gather_single is torch 2.13's name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# The tags of these messages: large ones, as a program's own messages on the same group hardly have.
+# The tags of these messages. They are large: a program's own messages on the group hardly have such tags.
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**30
 
 
@@ -55,7 +55,10 @@ def _takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 class _Messages(dist.Work):
-    """One exchange: a message to and from every other rank. kind: 0 for all-to-all, 1 for all-gather."""
+    """One exchange: a message to and from every other rank.
+
+    kind: 0 for all-to-all, 1 for all-gather.
+    """
 
     def __init__(
         self, received: torch.Tensor, sent: Sequence[torch.Tensor], group: dist.ProcessGroup, kind: int
@@ -65,7 +68,7 @@ class _Messages(dist.Work):
         tag = _FIRST_TAG + (2 * self._of_group.num_exchanges + kind) % _NUM_TAGS
         self._of_group.num_exchanges += 1
         rank, size = group.rank(), group.size()
-        # No two ranks begin with the same one.
+        # Each rank begins with a different one.
         others = [(rank + distance) % size for distance in range(1, size)]
         self._works = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in others]
         self._works += [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
@@ -73,7 +76,7 @@ class _Messages(dist.Work):
         received[rank].copy_(sent[rank])
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for every message. Raises RuntimeError if a rank has ended, or doesn't answer in time."""
+        """Wait for every message. Raises RuntimeError if a rank has ended or doesn't answer in time."""
         for work in self._works:
             assert work is not None  # irecv and isend return None on ranks outside the group only
             work.wait()
@@ -86,10 +89,11 @@ class _Messages(dist.Work):
 class _GroupExchanges:
     """The exchanges of a process group.
 
-    num_exchanges: how many have begun; it numbers them, so that a rank that has left one out doesn't take
-    another exchange's messages. under_way: those that nobody has waited for yet. They are kept until the
-    group ends, because an error in another bucket may end a step early, and gloo stops reading a connection
-    when a message comes whose receive has been freed.
+    num_exchanges: the number begun. It numbers them, so a rank that has left one out doesn't take another
+        exchange's messages.
+    under_way: exchanges that nobody has waited for yet, kept until the group ends: an error in another bucket
+        may end a step early, and gloo stops reading a connection when a message comes after its receive has
+        been freed.
     """
 
     num_exchanges: int = 0

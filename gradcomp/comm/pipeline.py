@@ -1,7 +1,7 @@
 """Several collectives per bucket on a CPU, while later buckets are computed and compressed.
 
-A bucket's average is a sequence of stages with a collective between each two. A stage waits for its
-collective, so on one thread a bucket's stages are spread over the calls of the hook:
+A bucket's average is a sequence of stages with a collective between each two. A stage waits for the
+collective before it. So on one thread a bucket's stages are spread over the calls of the hook:
 
     hook of bucket 0   stage 1 ─ A₀ ▷
     backward, and A₀ is under way
@@ -10,9 +10,8 @@ collective, so on one thread a bucket's stages are spread over the calls of the 
     hook of bucket 2   stage 1 ─ A₂ ▷ ─ wait for A₁ ─ stage 2 of bucket 1 ─ B₁ ▷ ─ wait for B₀ ─ …
     the last bucket's hook goes on until all are done
 
-The newest bucket comes first: its collective was issued before the others', and its stage issues another.
-
-So every rank issues A₀ A₁ B₀ A₂ B₁ …: an order that depends on the buckets alone, with no thread or callback.
+The newest bucket's first stage comes before the others' next stages. So every rank issues A₀ A₁ B₀ A₂ B₁ …:
+an order that depends on the buckets alone, with no thread or callback.
 """
 
 from collections.abc import Callable, Generator
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from .process_group import Operation
 
-# Yields the collectives that are under way, or None for one that needs no waiting; returns the bucket.
+# Yields each collective under way, or None for one that needs no waiting. Returns the averaged bucket.
 Stages = Generator[dist.Work | None, None, torch.Tensor]
 T = TypeVar("T")
 
@@ -40,13 +39,13 @@ def run_through(stages: Generator[dist.Work | None, None, T]) -> T:
 
 
 def explained(stages: Stages, operation: Operation) -> Stages:
-    """Run stages; an error of a collective of theirs, issued here or waited for elsewhere, is explained."""
+    """Run stages, and explain errors of their collectives, issued here or waited for elsewhere."""
     with operation:
         return (yield from stages)
 
 
 def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) -> dist.Work | None:
-    """Wait for a collective and run the next stage. The stages get the error where the collective fails."""
+    """Wait for a collective and run the next stage. The stages get the collective's error."""
     try:
         if work is not None:
             work.wait()
@@ -56,7 +55,7 @@ def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) 
 
 
 class PipelinedFuture(torch.futures.Future[torch.Tensor]):
-    """A future that whoever waits for it completes: there may be no later bucket whose hook would."""
+    """A future that runs the stages left when it is waited for: no hook of a later bucket may come."""
 
     def __init__(self, complete: Callable[[], None]):
         super().__init__()
@@ -90,10 +89,10 @@ class Pipeline:
     def add(self, stages: Stages, *, is_first: bool, is_last: bool) -> PipelinedFuture:
         """Begin a bucket's stages, and take every bucket before it one stage further, the newest first.
 
-        An error of any bucket's is raised here, on the thread that calls the hooks.
+        Raises the error of any bucket, on the thread that calls the hooks.
         """
         if is_first:
-            self.finish()  # what an error in backward has left; every rank has the same
+            self.finish()  # buckets that an error in backward has left, the same on every rank
         earlier, self._running = self._running, []
         future = PipelinedFuture(self.finish)
         self._unfinished.add(future)
@@ -102,7 +101,7 @@ class Pipeline:
         if is_last:
             self.finish()
         elif self._running and not earlier and torch._C._current_graph_task_id() != -1:
-            # In case the last bucket is another hook's; before DDP waits for futures, at the end of backward.
+            # The last bucket may go to another hook. This runs before DDP waits for futures.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         return future
 
@@ -115,9 +114,9 @@ class Pipeline:
     def _step(
         self, stages: Stages, work: dist.Work | None, future: PipelinedFuture
     ) -> tuple[Stages, dist.Work | None, PipelinedFuture] | None:
-        """Wait for a bucket's collective and run its next stage; None if it was the last.
+        """Wait for a bucket's collective and run its next stage. Returns None after the last stage.
 
-        After an error in it no bucket under way is averaged, and whoever waits for one gets the error.
+        After an error no bucket under way is averaged, and their futures hold the error.
         """
         try:
             return stages, _next(stages, work), future

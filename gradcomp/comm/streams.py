@@ -31,18 +31,17 @@ Future = torch.futures.Future[torch.Tensor]
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the process's one side stream on a CUDA device, hence one order of work for all hooks.
+    """Return the process's one side stream on a CUDA device: all hooks' work has one order there.
 
-    Its priority is high: collectives wait for our few short kernels, and at equal priority each of these
-    would wait until no block of a kernel of backward's is left to start. A priority stops no block that runs
-    and adds no work, so backward loses the time that our kernels take, which it does at any priority.
+    The stream has a high priority, because collectives wait for our few short kernels. At equal priority each
+    kernel would wait until backward's kernels have no blocks left to start. A priority stops no running block
+    and adds no work, so backward loses only our kernels' time, as at any priority.
     """
     return torch.cuda.Stream(device, priority=-1)
 
 
 def completed(device: torch.device, result: Callable[[], torch.Tensor]) -> Future:
-    """Return a future that holds the result; to wait for it is to wait for the current stream's work so
-    far."""
+    """Return a future that holds the result. Waiting for it waits for the current stream's work so far."""
     future: Future = (
         torch.futures.Future(devices=[device]) if ops.has_streams(device) else torch.futures.Future()
     )
@@ -50,12 +49,12 @@ def completed(device: torch.device, result: Callable[[], torch.Tensor]) -> Futur
     return future
 
 
-def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Future:
+def run_on_side_stream(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Future:
     """Return a future that holds the result of a sequence of kernels and collectives.
 
-    On CUDA they are enqueued on the device's side stream, after its current stream, and whoever waits for the
-    future makes their stream wait for the event recorded here. On a CPU the sequence has run when this
-    returns: a collective issued from a callback would come in another order on every rank.
+    On CUDA the sequence is enqueued on the device's side stream, after the current stream. A wait for the
+    future makes the waiting stream wait for the event recorded here. On a CPU the sequence has run when this
+    returns: collectives issued from callbacks would come in a different order on each rank.
     """
     if not ops.has_streams(device):
         return completed(device, sequence)
@@ -64,7 +63,7 @@ def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Futu
     if current.device_index != torch.cuda.current_device():
         with torch.cuda.stream(stream):  # which switches devices, too
             return completed(device, sequence)
-    # What torch's context does, in half its time.
+    # torch.cuda.stream does this in twice the time.
     torch.cuda.set_stream(stream)
     try:
         return completed(device, sequence)
@@ -72,7 +71,7 @@ def in_order(device: torch.device, sequence: Callable[[], torch.Tensor]) -> Futu
         torch.cuda.set_stream(current)
 
 
-def around_hook(
+def run_hook_compressed(
     device: torch.device,
     operation: Operation,
     start: Callable[[], Future],
@@ -80,7 +79,7 @@ def around_hook(
 ) -> Future:
     """Return a future of `finish(result)`, where `start()` calls another hook whose future holds `result`.
 
-    operation: what the errors of the other hook's collectives are explained with.
+    operation: explains the errors of the other hook's collectives.
     """
     if not ops.has_streams(device):
         return start().then(lambda future: finish(_value_of(future, operation)))
@@ -88,14 +87,14 @@ def around_hook(
     def sequence() -> torch.Tensor:
         with operation:
             result = start().wait()  # makes the side stream wait, not the host
-        # But gloo's futures know no streams: what they promise is done on the default one.
+        # gloo's futures know no streams: their work is on the default stream.
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         return finish(result)
 
-    return in_order(device, sequence)
+    return run_on_side_stream(device, sequence)
 
 
-def around_all_reduce(
+def all_reduce_compressed(
     device: torch.device,
     group: dist.ProcessGroup,
     operation: Operation,
@@ -104,8 +103,10 @@ def around_all_reduce(
 ) -> Future:
     """Sum `compress()` over the group, and complete a future with `decompress(sum)`.
 
-    The sum is formed in place. Raises RuntimeError when the backend refuses the tensor; an error of
-    the communication itself surfaces from whoever waits for the future. operation: what it is explained with.
+    operation: explains errors of the all-reduce.
+
+    The sum is formed in place. Raises RuntimeError if the backend refuses the tensor. An error of the
+    communication itself is raised by a wait for the future.
     """
     if not ops.has_streams(device):
         work = _all_reduce(compress(), group, operation, async_op=True)
@@ -116,12 +117,12 @@ def around_all_reduce(
         _all_reduce(wire, group, operation, async_op=False)
         return decompress(wire)
 
-    return in_order(device, sequence)
+    return run_on_side_stream(device, sequence)
 
 
 def average_in_place(buffer: torch.Tensor, group: dist.ProcessGroup, operation: Operation) -> Future:
     """Average a bucket in its own dtype: divide it by the world size, then all-reduce it (sum)."""
-    return around_all_reduce(
+    return all_reduce_compressed(
         buffer.device,
         group,
         operation,
@@ -143,7 +144,7 @@ def _all_reduce(
         work: dist.Work = dist.all_reduce(wire, group=group, async_op=async_op)
         return work
     except (RuntimeError, TypeError, ValueError) as error:
-        # gloo waits here for an all-reduce of a device's tensors; its own errors name its source files.
+        # gloo waits here for CUDA tensors. Its own errors name its source files.
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):
             raise operation.explained(error) from error
         raise ExplainedError(

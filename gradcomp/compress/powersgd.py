@@ -120,7 +120,7 @@ class PowerSGDCompressor(Compressor):
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
             seed=bucket.seed,
-            # Where a scratch is shared, in_order runs a bucket's stages to the last before another's.
+            # Where a scratch is shared, run_on_side_stream runs all stages of a bucket before another's.
             shares_scratch=True,
         )
         self._wires = _QuantizedWires(self.plan, bucket, options) if options.is_quantized else None

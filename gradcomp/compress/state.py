@@ -32,7 +32,7 @@ from ..comm.bucket import checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
 from ..comm.pipeline import Pipeline, Stages, explained, run_through
 from ..comm.process_group import Operation, joined_group, require_group
-from ..comm.streams import Future, average_in_place, in_order
+from ..comm.streams import Future, average_in_place, run_on_side_stream
 from ..rules import described
 from . import checkpoint
 from .announcement import announce_start
@@ -413,7 +413,7 @@ class CompressorState:
             named = (self.iter, bucket.index(), buffer)
             running = self.recorder.recorded(running, *named, parts, compressors, group)
         if ops.runs_triton(buffer.device):
-            future: Future = in_order(buffer.device, lambda: run_through(running))
+            future: Future = run_on_side_stream(buffer.device, lambda: run_through(running))
         else:
             is_last = bucket.is_last() or _is_waited_for_at_once(bucket)
             future = self._pipeline.add(running, is_first=self._step.num_buckets == 1, is_last=is_last)

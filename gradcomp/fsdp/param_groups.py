@@ -1,6 +1,6 @@
-"""What FSDP2 does not tell in public: its parameter groups, and the gradients that one of them has reduced.
+"""FSDP2's parameter groups, and the gradients that a group has reduced, which torch has no public names for.
 
-Every private name of torch's that the package uses is here, as read in torch 2.11 to 2.15.
+All private names of torch that the package uses are here, as read in torch 2.11 to 2.15.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,16 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# The methods of an FSDP module's state in which a backward ends; the second is torch 2.15's, for
-# set_manual_backward_finalization.
+# The methods of an FSDP module's state that end a backward. The second one is for
+# set_manual_backward_finalization, since torch 2.15.
 _ENDS = ("_root_post_backward_final_callback", "finalize_backward")
 
 
 class ParamGroup:
-    """Parameters whose gradients FSDP2 reduces together, in one flat tensor: those of an FSDP module.
+    """The parameters of an FSDP module: FSDP2 reduces their gradients together, in one flat tensor.
 
-    name: the module's. placeholders: a meta tensor for every parameter, in the padded shape that its local
-    gradient has in the reduced tensor: a shard's last rows may be padding, on some ranks all of them.
+    name: the module's name.
+    placeholders: a meta tensor for every parameter, in the padded shape of its local gradient in the reduced
+        tensor. A shard's last rows may be padding; on some ranks, all rows.
     """
 
     def __init__(self, name: str, module: FSDPModule, group: Any):
@@ -40,12 +41,12 @@ class ParamGroup:
 
     @property
     def device(self) -> torch.device:
-        """The device on which its gradients are reduced."""
+        """The device on which the gradients are reduced."""
         return torch.device(self._group.device)
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The process group over which it is sharded; None if it is not sharded."""
+        """The process group over which the parameters are sharded; None if they are not."""
         group: dist.ProcessGroup | None = getattr(self._group.mesh_info, "shard_process_group", None)
         return group
 
@@ -66,12 +67,12 @@ class ParamGroup:
 
     @property
     def divide_factor(self) -> float | None:
-        """What the user has set with set_gradient_divide_factor."""
+        """The factor set with set_gradient_divide_factor; None if it was not called."""
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
     def install(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Install an all-reduce hook; from now on `reduced` tells it which gradients it gets."""
+        """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients."""
         post_backward = self._group.post_backward
 
         def noting_gradients(*unused: Any) -> None:
@@ -84,9 +85,9 @@ class ParamGroup:
         self.module.set_all_reduce_hook(hook)
 
     def reduced(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """Return the placeholders of the gradients in a reduced tensor, in its order.
+        """Return the placeholders of the gradients in a reduced tensor, in the tensor's order.
 
-        Raises RuntimeError if they are not as long as the tensor.
+        Raises RuntimeError if together they are not as long as the tensor.
         """
         numel = sum(each.numel() for each in self._reduced or ())
         if self._reduced is None or numel != output.numel():

@@ -33,14 +33,14 @@ class ReplicaAverage:
     def average(self, bucket: GradBucket, shard_group: dist.ProcessGroup) -> None:
         """Average a bucket in place; on CUDA, for what the current stream does next.
 
-        Raises what the state's hook raises. In a state's first step an error of one rank is raised on every
-        rank; after that the others learn of it when the process ends, or by their time-out.
+        Raises the errors of the state's hook. In a state's first step an error of one rank is raised on every
+        rank. Later the other ranks notice when the process ends, or by their time-out.
         """
         self._is_in_step = True
         if self._state is None or self._state.is_compared:
             self._average(bucket)
             return
-        # An error that all ranks of this replicate group have, or this one alone, reaches the other shards.
+        # The other shards get the error, too, whether one rank of this replicate group has it or all.
         failure: Exception | None = None
         try:
             self._average(bucket)
@@ -78,20 +78,20 @@ class ReplicaAverage:
 class AllReduceHook:
     """The hook of one parameter group. FSDP2 calls it with the output of the reduce-scatter.
 
-    index: the group's index in the model: its bucket's.
+    index: the group's index in the model, which its bucket gets.
     """
 
     def __init__(self, index: int, param_group: ParamGroup, replicas: ReplicaAverage):
         self._index, self._param_group, self._replicas = index, param_group, replicas
-        # What set_requires_all_reduce(False) has left to a later backward, and its parameters.
+        # Gradients that set_requires_all_reduce(False) has left to a later backward, and their parameters.
         self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
     @torch.no_grad()
     def __call__(self, output: torch.Tensor) -> None:
         """Average a reduced tensor over the replicas, in place.
 
-        output: [numel], the padded local gradients of the parameters that have one, one after another, in the
-        dtype in which FSDP2 reduces.
+        output: [numel], in the dtype in which FSDP2 reduces: the padded local gradients one after another,
+            without parameters that have none.
         """
         group, parameters = self._param_group, self._param_group.reduced(output)
         shard_group = group.shard_group
@@ -99,20 +99,20 @@ class AllReduceHook:
         if self._kept is not None:
             self._add_kept(output, parameters)
         if not group.averages_now:
-            # FSDP2 adds zeros to .grad now, and to those the average of all in a later backward.
+            # FSDP2 adds zeros to .grad now, and in a later backward the average of all gradients.
             self._kept = output.clone(), parameters
             output.zero_()
             return
         self._replicas.average(GradBucket(self._index, output, parameters, is_last=False), shard_group)
         if group.divide_factor is not None:
-            # It divides the sum over all ranks, replicas included.
+            # The factor divides the sum over all ranks, replicas included.
             output.mul_(self._replicas.group.size())
         if ops.has_streams(output.device):
-            # It belongs to the reduce-scatter's stream. FSDP2 casts it, and before torch 2.15 frees it then.
+            # It is of the reduce-scatter's stream. FSDP2 casts it and, before torch 2.15, frees it.
             output.record_stream(torch.cuda.current_stream(output.device))
 
     def _add_kept(self, output: torch.Tensor, parameters: list[torch.Tensor]) -> None:
-        """Add what earlier backwards have kept. Raises RuntimeError if those had other gradients."""
+        """Add the gradients kept by earlier backwards. Raises RuntimeError if they had other parameters."""
         assert self._kept is not None
         (kept, of_parameters), self._kept = self._kept, None
         if list(map(id, of_parameters)) != list(map(id, parameters)):
@@ -133,20 +133,20 @@ def compress_replicas(
 ) -> None:
     """Average a sharded model's gradients over its replicas, compressed.
 
-    FSDP2 averages over the shards, as without it. Every FSDP module's part is a bucket, of the local shards'
-    shapes: PowerSGD compresses each rank's rows of a matrix.
+    FSDP2 still averages over the shards. Every FSDP module is a bucket, in the local shards' shapes: PowerSGD
+    compresses each rank's rows of a matrix.
 
-    model: after fully_shard over a 1-D mesh, the model itself included; a mesh of size 1 makes it DDP.
+    model: after fully_shard over a 1-D mesh, called for the model itself, too. A mesh of size 1 makes it DDP.
     replicate_group: the ranks that hold the same shards, one of every replica.
-    state: a PowerSGDState, a QuantizationState, or any other CompressorState, for this model alone; its
-        process group, where it has none, becomes replicate_group. None averages exactly.
+    state: a PowerSGDState, a QuantizationState, or any other CompressorState, for this model alone. Its
+        process group becomes replicate_group if it has none. None averages exactly.
 
-    Replaces the parameters and buffers of all replicas by those of the group's first rank. A collective:
-    every rank calls it before training.
+    Copies the parameters and buffers of the group's first rank to all replicas. Call it on every rank,
+    before training.
 
-    Raises TypeError for arguments of other types, ValueError for a model that is not sharded, or over a 2-D
-    mesh, or for a second call, and for a group or state that doesn't fit; RuntimeError, on every rank, where
-    the ranks differ.
+    Raises TypeError for arguments of other types; ValueError for a model that is not sharded, or over a 2-D
+    mesh, for a second call, and for a group or state that doesn't fit; RuntimeError, on every rank, if the
+    ranks differ.
 
     Example::
 
@@ -239,8 +239,8 @@ def _require_agreement(
 ) -> None:
     """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and options.
 
-    The ranks of each shard mesh are compared first, then the replicas, which also exchange what the first
-    comparison has found: any two ranks of the grid differ in one of the two.
+    First the ranks of each shard mesh are compared, then the replicas, with the first comparison's errors:
+    ranks that differ anywhere in the grid differ in one of the two comparisons.
     """
     require_same_group(_WHOSE, replicate_group)
     device = groups[0].device
@@ -274,7 +274,7 @@ def _copy_from_first_rank(
 ) -> None:
     """Copy the local parts of tensors from the group's first rank to all its ranks, in place.
 
-    device: one whose tensors the group's backend takes; parameters may be offloaded to the CPU.
+    device: a device whose tensors the group's backend takes; parameters may be offloaded to the CPU.
     """
     source = dist.get_global_rank(group, 0)
     for tensor in tensors:

@@ -23,7 +23,7 @@ from gradcomp.comm.bucket import (
 )
 from gradcomp.comm.kept_buffers import keep_wire, take_wire
 from gradcomp.comm.process_group import Operation, joined_group, resolve_group
-from gradcomp.comm.streams import around_all_reduce, around_hook, average_in_place
+from gradcomp.comm.streams import all_reduce_compressed, average_in_place, run_hook_compressed
 
 __all__ = [
     "allreduce_hook",
@@ -137,7 +137,7 @@ def _compress_hook(
         keep_wire(first, name, wire)
         return buffer
 
-    return around_all_reduce(
+    return all_reduce_compressed(
         buffer.device, group, Operation.averaging(bucket.index(), name, group), compress, decompress
     )
 
@@ -211,7 +211,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         is_group = isinstance(hook_state, dist.ProcessGroup)
         group = joined_group(hook_state if is_group else getattr(hook_state, "process_group", None))
         operation = Operation.averaging(bucket.index(), full_name, group)
-        return around_hook(buffer.device, operation, start, finish)
+        return run_hook_compressed(buffer.device, operation, start, finish)
 
     full_name = f"{name}({getattr(hook, '__qualname__', hook)})"
     compress_wrapper_hook.__qualname__ = full_name

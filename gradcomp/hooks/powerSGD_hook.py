@@ -162,6 +162,10 @@ class PowerSGDState(CompressorState):
                 f"Got {start_iter}."
             )
 
+    def compared_options(self) -> dict[str, Any]:
+        compared = super().compared_options()
+        return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
+
     def phase(self, options: PowerSGDOptions) -> Phase:
         if self._waits_for_buckets or (options.start_bits is None and self.iter < self.start_iter):
             return Phase(self.algorithm, None, options, warms_up=PowerSGDCompressor)

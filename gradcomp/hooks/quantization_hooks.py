@@ -16,7 +16,7 @@ from gradcomp.comm.bucket import checked_bucket, require_bucket
 from gradcomp.comm.kept_buffers import KeptBuffers
 from gradcomp.comm.pipeline import Stages, explained, run_through
 from gradcomp.comm.process_group import Operation
-from gradcomp.comm.streams import Future, completed, in_order
+from gradcomp.comm.streams import Future, completed, run_on_side_stream
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions, quantized_all_reduce
 from gradcomp.compress.state import CompressorState
 from gradcomp.layout.blocks import BlockLayout
@@ -141,8 +141,8 @@ def quantization_perchannel_hook(
 
         ddp_model.register_comm_hook(None, quantization_perchannel_hook)
     """
-    _, group = checked_bucket("quantization_perchannel_hook", bucket, process_group)
     bucket_size = BLOCK_SIZE("quantization_perchannel_hook: bucket_size", bucket_size)
+    _, group = checked_bucket("quantization_perchannel_hook", bucket, process_group)
     return _average_in_8_bits("quantization_perchannel_hook", bucket, group, lambda *_: bucket_size)
 
 
@@ -195,7 +195,7 @@ def _average_in_8_bits(
 
     # A plan is made in the sequence, so that on CUDA its memory is the side stream's.
     operation = Operation.averaging(bucket.index(), hook_name, group)
-    return in_order(buffer.device, lambda: run_through(explained(stages(), operation)))
+    return run_on_side_stream(buffer.device, lambda: run_through(explained(stages(), operation)))
 
 
 def _make_plan(key: _PlanKey) -> ops.QuantizedPlan:

@@ -1,4 +1,4 @@
-"""Checks of the constructor's arguments: options that are refused, the ranks, the module and its devices."""
+"""Checks of the wrapper's arguments: refused options, the ranks, the module and its devices, hooks."""
 
 import inspect
 import warnings
@@ -23,7 +23,7 @@ _INSTEAD = {
 
 
 def refuse(**options: Any) -> None:
-    """Raise NotImplementedError for a given option of torch's that this wrapper does not take."""
+    """Raise NotImplementedError if one of torch's options that this wrapper does not take is given."""
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(
@@ -36,7 +36,7 @@ def synchronizes_buffers(
 ) -> tuple[bool, bool]:
     """Return whether buffers are synchronized at construction, and before every forward.
 
-    As torch's: broadcast_buffers=False leaves buffers alone at construction, too; the newer name does not.
+    As in torch, broadcast_buffers=False turns both off, forward_sync_buffers=False the second alone.
     """
     at_construction = forward_sync_buffers is not None or broadcast_buffers is not False
     if forward_sync_buffers is None:
@@ -47,7 +47,7 @@ def synchronizes_buffers(
 def warn_of_deprecated(
     check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> None:
-    """Warn as torch's constructor does, where that is called."""
+    """Warn as torch's constructor does, at the line that calls the wrapper's."""
     messages = []
     if broadcast_buffers is not None and forward_sync_buffers is not None:
         messages.append(
@@ -71,7 +71,7 @@ def warn_of_deprecated(
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """Return the given group, the mesh's, or the default one. Raises as torch's constructor does."""
+    """Return the given group, the mesh's, or the default one. Raises the errors of torch's constructor."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -94,9 +94,11 @@ def check_module(
     device_ids: list[Any] | None,
     output_device: Any,
 ) -> list[int] | None:
-    """Return the index of the device that inputs are moved to, or None.
+    """Return the index of the device to move inputs to, in a list; None if they stay where they are.
 
-    Raises as torch's constructor does, and TypeError for DTensors.
+    named: the parameters by name.
+
+    Raises torch's errors for an unusable module, and TypeError for DTensors.
     """
     params = list(named.values())
     for name, param in named.items():
@@ -137,7 +139,7 @@ def check_module(
 
 
 def check_hook(state: Any, hook: Callable[..., Any]) -> None:
-    """Raise as torch's register_comm_hook does, TypeError or ValueError, for a hook that it can't call."""
+    """Raise TypeError or ValueError, as torch's register_comm_hook does, for a hook it can't call."""
     require_callable(state, hook)
     signature = inspect.signature(hook)
     annotation = signature.parameters["bucket"].annotation

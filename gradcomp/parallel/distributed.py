@@ -34,12 +34,12 @@ from .module import (
 class DistributedDataParallel(nn.Module, Joinable):
     """Data parallelism for a module: every rank has a replica, and backward averages their gradients.
 
-    A drop-in for ``torch.nn.parallel.DistributedDataParallel``: its arguments, attributes, semantics and
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel``: the same arguments, attributes, semantics and
     messages.
 
     module: the same on every rank; rank 0's parameters and buffers are copied to all ranks (init_sync).
-    device_ids: None, or the one GPU the module is on, to which inputs are then moved. output_device, dim,
-        check_reduction: accepted, as torch's are, without effect.
+    device_ids: None, or the one GPU of the module, to which inputs are then moved.
+    output_device, dim, check_reduction: accepted without effect.
     forward_sync_buffers (or broadcast_buffers, its deprecated name): rank 0's buffers are copied to all ranks
         before every forward.
     process_group or device_mesh (of one dimension): the ranks; None for the default group.
@@ -47,17 +47,17 @@ class DistributedDataParallel(nn.Module, Joinable):
     find_unused_parameters, gradient_as_bucket_view, static_graph, skip_all_reduce_unused_params: see Reducer.
     batched_grad_copy, lazy_bucket_allocation: accepted; a bucket is filled in one launch, and allocated once.
 
-    The attribute require_manual_backward_finalization (of torch 2.15) may be set: gradients are averaged when
-    backward returns all the same, and finalize_backward() finds nothing left to do.
+    The attribute require_manual_backward_finalization (of torch 2.15) has no effect: gradients are averaged
+    when backward returns, and finalize_backward() has nothing left to do.
 
     With init_sync the ranks compare their models and options, and a difference is a RuntimeError on every
-    rank. Without, options and hooks are compared in the first step.
+    rank. Without init_sync, the first step compares options and hooks.
 
-    Raises as torch's does for a module without trainable parameters, on several types of devices, or
-    uninitialized; TypeError for what is no module, and for DTensors; NotImplementedError for options that
-    this one does not take: mixed_precision (use torch.autocast or a compress hook),
-    delay_all_reduce_named_params and param_to_hook_all_reduce (use a Reducer of your own for those
-    parameters), bucket_cap_mb_list (use bucket_cap_mb).
+    Raises torch's errors for a module without trainable parameters, on several types of devices, or
+    uninitialized; TypeError for anything but a module, and for DTensors; NotImplementedError for
+    mixed_precision (use torch.autocast or a compress hook), delay_all_reduce_named_params and
+    param_to_hook_all_reduce (use a Reducer of your own for those parameters), and bucket_cap_mb_list (use
+    bucket_cap_mb).
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         self.process_group = group_of(process_group, device_mesh)
         if device_mesh is not None:
-            self.device_mesh = device_mesh  # as torch's, which has no such attribute otherwise
+            self.device_mesh = device_mesh  # as in torch, which has no such attribute without a mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = dict(named_parameters(module, self.parameters_to_ignore))
         self.device_ids = check_module(module, named, device_ids, output_device)
@@ -134,7 +134,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Name the parameters and buffers that wrapping the module has to leave alone."""
+        """Name the parameters and buffers that the wrapper must leave alone."""
         torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             module, params_and_buffers_to_ignore
         )
@@ -158,7 +158,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._has_run = False
 
     def _synchronize(self, buffers: bool) -> None:
-        """Compare the ranks' buffers and options, and make rank 0's parameters and buffers everyone's."""
+        """Compare the ranks' buffers and options, and copy rank 0's parameters and buffers to all ranks."""
         require_same_buffers(
             self.module,
             self.parameters_to_ignore,
@@ -191,10 +191,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._divisor = None
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
-            # The host waits, as in torch's wrapper: it has to know how many ranks still have input.
+            # The host waits, as in torch's wrapper, for the number of ranks that still have input.
             self._divisor = int(work.get_future().wait()[0].item())
         if buffers := self.buffers_before_forward():
-            # Rank 0's buffers; where ranks may run out of input, those of the highest rank that has not.
+            # Rank 0's buffers. In join(), the buffers of the highest rank that still has input.
             is_uneven = self._join_config.enable
             src = _highest_rank(self.process_group, self.device, True) if is_uneven else 0
             self.sync_buffers(buffers, src)
@@ -214,8 +214,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients of forwards inside; the next one outside averages what has
-        accumulated."""
+        """Only accumulate gradients of forwards inside; the next one outside averages their sum, too."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -224,18 +223,20 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether finalize_backward() has to come after the end of backward."""
+        """Whether finalize_backward() must follow a backward."""
         return self.require_manual_backward_finalization
 
     def finalize_backward(self) -> None:
-        """Raise RuntimeError if the last backward did not reach all parameters; averaged they are already."""
+        """Raise RuntimeError if the last backward did not reach all parameters. Averages nothing more."""
         self.reducer.expect_finished()
 
     # --- hooks ---
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Average buckets with hook(state, bucket). Raises as torch's does for a wrong signature or a second
-        hook."""
+        """Average buckets with hook(state, bucket).
+
+        Raises torch's errors for a wrong signature or a second hook.
+        """
         check_hook(state, hook)
         self.reducer.register_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
@@ -245,7 +246,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
 
     def _set_static_graph(self) -> None:
-        """Do what static_graph=True does at construction. Raises RuntimeError after the first forward."""
+        """Set static_graph=True after construction. Raises RuntimeError after the first forward."""
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
@@ -260,10 +261,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         for hook, state in self._comm_hooks:
             self.reducer.register_comm_hook(state, hook)
 
-    # --- what all ranks have in common ---
+    # --- parameters and buffers, equal on all ranks ---
 
     def sync_module(self, src: int, buffers: bool) -> None:
-        """Copy the parameters, and the buffers if asked to, of the group's rank src to all of its ranks."""
+        """Copy the parameters, with `buffers` also the buffers, of the group's rank src to all its ranks."""
         states = [param for _, param in named_parameters(self.module, self.parameters_to_ignore)]
         if buffers:
             states += buffers_of(self.module, self.parameters_to_ignore)
@@ -275,7 +276,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return buffers_of(self.module, self.parameters_to_ignore) if is_synced else []
 
     def sync_buffers(self, buffers: list[torch.Tensor], src: int) -> None:
-        """Copy the buffers of the group's rank src to all of its ranks."""
+        """Copy the buffers of the group's rank src to all its ranks."""
         # A forward before this one may still need them for its backward.
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
             self._broadcast_buffers(buffers, src, self.process_group)
@@ -335,9 +336,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 class _WrappersReducer(Reducer):
     """The wrapper's Reducer: averages only backwards through outputs of the wrapper.
 
-    At the end of a backward it raises RuntimeError for gradients that are neither averaged nor to be ignored:
-    their parameters were added, replaced or unfrozen after construction. After an average it steps the
-    optimizers of torch's _apply_optimizer_in_backward.
+    At the end of a backward it raises RuntimeError for gradients that are neither averaged nor ignored: their
+    parameters were added, replaced or unfrozen after construction. After an average it steps the optimizers
+    of torch's _apply_optimizer_in_backward.
     """
 
     _only_prepared = True
@@ -409,7 +410,7 @@ def _highest_rank(group: dist.ProcessGroup, device: torch.device, is_candidate: 
 
 
 def _will_average(group: dist.ProcessGroup, device: torch.device, mine: bool) -> torch.Tensor:
-    """Return a tensor, more than zero if any rank averages its next backward. The host does not wait."""
+    """Return a tensor: the number of ranks that average their next backward. The host does not wait."""
     flag = torch.full((1,), int(mine), device=device)
     with Operation.of("tell the other ranks whether this one averages its next backward", group):
         dist.all_reduce(flag, group=group)

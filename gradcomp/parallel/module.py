@@ -15,7 +15,7 @@ from gradcomp.comm.consistency import require_same_on_all_ranks
 
 
 def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and their names, without those ignored."""
+    """Yield names and parameters, without the ignored ones."""
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
 
@@ -25,10 +25,10 @@ def parameters_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def buffers_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
-    """Return the buffers, without those ignored. To be asked every time: a module may have replaced some."""
+    """Return the buffers, without the ignored ones. Call it every time: a module may replace buffers."""
     if ignored:
         return [buffer for name, buffer in module.named_buffers() if name not in ignored]
-    # Without their names, which take most of the time that Module.buffers() takes.
+    # Without their names, which take most of Module.buffers()'s time.
     unique = {id(buffer): buffer for each in module.modules() for buffer in each._buffers.values()}
     return [buffer for buffer in unique.values() if buffer is not None]
 
@@ -65,7 +65,7 @@ def require_same_buffers(
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return the value with tensors in tuples, lists and dicts on the device; containers keep their types."""
+    """Return the value with its tensors, in tuples, lists and dicts too, on the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -81,7 +81,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 class _Sink(torch.autograd.Function):
     """Copies tensors, so that users may change them in place.
 
-    A tensor that the loss leaves out passes an undefined gradient on, with which its parameters become ready.
+    The gradient of an output that the loss leaves out is undefined. Its parameters become ready with it.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ class _Sink(torch.autograd.Function):
 
 
 def through_sink(outputs: Any) -> Any:
-    """Return the outputs such that a backward from any one of them reaches all of their parameters."""
+    """Return copies of the outputs: a backward from any one reaches the parameters of all."""
     leaves, structure = tree_flatten(outputs)
     positions = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None

@@ -28,17 +28,18 @@ def average_(
 ) -> Sequence[torch.Tensor]:
     """Replace tensors by their mean over the ranks, in place, through any hook. Returns them.
 
-    tensors: the same shapes and dtypes in the same order on every rank (pseudo-gradients, say); those of a
-    dtype and device form one bucket. hook: None for an all-reduce. process_group: the all-reduce's group; a
-    hook has its group in its state.
-    keys: one per tensor, names say, by which the state's memory finds its tensor in every call, whatever the
-        list's order; the same on every rank, each with the same repr. None: a tensor that comes again is
-        known by itself, and from then on its memory is its own; new tensors take over the memory of the
-        others of their shape and dtype, in the order of the list.
+    tensors: the same shapes and dtypes in the same order on every rank, such as pseudo-gradients. The tensors
+        of a dtype and device form one bucket.
+    hook: None for an all-reduce.
+    process_group: the all-reduce's group. A hook has its group in its state.
+    keys: one per tensor, such as names: the state's memory finds its tensor by the key in every call, in any
+        order of the list. The same on every rank, each with the same repr. None: a tensor that comes again is
+        recognized, and keeps its memory. New tensors get the memory of others of their shape and dtype, in
+        the order of the list.
 
-    Raises TypeError for what isn't a floating-point or complex tensor, or a list of such; ValueError for keys
-    that are not one per tensor or not distinct; RuntimeError for a hook that returns no Future, or one with
-    another number of elements.
+    Raises TypeError for anything but a list of floating-point or complex tensors; ValueError unless there is
+    one distinct key per tensor; RuntimeError for a hook that returns no Future, or one with another number of
+    elements.
 
     Example::
 
@@ -71,7 +72,7 @@ def average_(
 
 
 def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> None:
-    """Raise TypeError for what average_ can't average, and ValueError for unusable keys."""
+    """Raise TypeError for anything but averageable tensors, and ValueError for unusable keys."""
     if isinstance(tensors, torch.Tensor):
         raise TypeError("average_ takes a list of tensors, got a tensor: average_([tensor])")
     for tensor in tensors:
@@ -86,10 +87,11 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
 
 
 class _Slot:
-    """A parameter without memory of its own, by which a state knows a tensor from call to call.
+    """A meta parameter by which a state knows a tensor from call to call.
 
-    order: its order in the bucket, the same on every rank. tensor: the tensor that had it last. is_owned:
-    whether that tensor has come twice; then no other tensor gets the slot.
+    order: the slot's order in the bucket, the same on every rank.
+    tensor: the tensor that had the slot last.
+    is_owned: whether that tensor has come twice. Then no other tensor gets the slot.
     """
 
     def __init__(self, tensor: torch.Tensor, order: tuple[int, str]):
@@ -101,10 +103,9 @@ class _Slot:
 
 
 class _Slots:
-    """Holds the slots of all tensors that are averaged with a state.
+    """The slots of all tensors that are averaged with a state.
 
-    Which tensor has which slot must not depend on what lives on a rank: other ranks collect garbage at other
-    times.
+    The choice of a slot must not depend on which objects are alive: ranks collect garbage at different times.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ class _Slots:
         """Return each tensor's slot."""
         if keys is not None:
             return [self._of_key(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
-        # The memory of a tensor that is gone goes with it.
+        # The memory goes with its tensor.
         self._without = [slot for slot in self._without if not slot.is_owned or slot.tensor() is not None]
         owned = {id(slot.tensor()): slot for slot in self._without if slot.tensor() is not None}
         known = [slot if (slot := owned.get(id(t))) and slot.suits(t) else None for t in tensors]
@@ -136,7 +137,7 @@ class _Slots:
         return slot
 
     def _of_new(self, tensor: torch.Tensor, taken: set[int]) -> _Slot:
-        """Return the first free slot that suits a tensor which comes for the first time."""
+        """Return the first free slot that suits a new tensor."""
         for slot in self._without:
             if not slot.is_owned and id(slot) not in taken and slot.suits(tensor):
                 return slot
@@ -151,7 +152,7 @@ _slots_of: MutableMapping[Any, _Slots] = WeakIdKeyDictionary()
 def _with_parameters(
     tensors: Sequence[torch.Tensor], state: Any, keys: Sequence[Hashable] | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each tensor with the parameter that hooks see, in an order that doesn't depend on the list's."""
+    """Pair each tensor with the parameter that hooks see, in an order independent of the list's."""
     if state is None or isinstance(state, dist.ProcessGroup):
         return [(tensor, tensor) for tensor in tensors]
     slots = _slots_of.setdefault(state, _Slots()).of(tensors, keys)

@@ -18,9 +18,8 @@ from .usage import Usage
 def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the mean over the ranks of a parameter's sparse gradient, coalesced; None counts as zeros.
 
-    Gathers the rows that have a gradient and their indices, padded to the longest list, on any backend; an
-    all-reduce of sparse tensors exists on gloo alone. Moves W · (longest list) rows. The host waits: it has
-    to know how many rows there are.
+    Gathers the rows that have a gradient, and their indices, padded to the longest list. Only gloo can
+    all-reduce sparse tensors. Moves W · (longest list) rows. The host waits for the number of rows.
     """
     rows, values = _rows(parameter)
     count = torch.tensor([len(rows)], device=parameter.device)
@@ -54,15 +53,16 @@ def _gather(mine: torch.Tensor, longest: int, lengths: list[int], group: dist.Pr
     return torch.cat([each[:length] for each, length in zip(everyone, lengths, strict=True)])
 
 
-Pending = torch.futures.Future[torch.Tensor] | dist.Work  # what a hook returns; what an all-reduce returns
+Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook; of an all-reduce
 
 
 class BucketCommunicator:
     """Assigns parameters to buckets, and averages the buckets.
 
-    Parameters are known by their indices. caps_bytes: the caps of the first bucket of a dtype and device, and
-    of its others. as_view: gradients are views of the buckets. divisor: what a sum of the ranks' gradients is
-    divided by where there is no hook; at first the group's size.
+    Parameters are known by their indices.
+    caps_bytes: the cap of the first bucket of a dtype and device, and the cap of the others.
+    as_view: gradients are views of the buckets.
+    divisor: without a hook, sums of gradients are divided by it; at first the group's size.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BucketCommunicator:
         self._apart: set[int] = set()
 
     def keep_apart(self, indices: set[int]) -> None:
-        """Leave these parameters' gradients in memory of their own, whatever as_view says."""
+        """Leave these parameters' gradients in memory of their own, with as_view, too."""
         if indices != self._apart:
             self._apart = indices
             for bucket in self.buckets:
@@ -90,7 +90,7 @@ class BucketCommunicator:
 
     @torch.no_grad()
     def build(self, order: Iterable[int]) -> None:
-        """Assign the parameters, in this order, to new buckets. Gradients that are views move along."""
+        """Assign the parameters, in this order, to new buckets. Gradients that are views move there."""
         indices = list(order)
         params = [self.params[index] for index in indices]
         sizes = [param.numel() * param.element_size() for param in params]
@@ -109,7 +109,7 @@ class BucketCommunicator:
                 bucket.fill(1.0)
 
     def register(self, state: Any, hook: Hook) -> None:
-        """Average with hook(state, bucket). A state that has number_parameters gets the parameters' names.
+        """Average with hook(state, bucket). A state with number_parameters gets the parameters' names.
 
         Raises TypeError if the hook isn't callable, RuntimeError for a second one.
         """
@@ -130,14 +130,13 @@ class BucketCommunicator:
     def start(self, index: int) -> Pending:
         """Fill a bucket and start its averaging.
 
-        Raises RuntimeError for a gradient that doesn't fit it, and if the averaging can't start.
+        Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
         """
         bucket = self.buckets[index]
         if self.hook is None:
-            # The division comes first: the sum may not fit the dtype where the mean does.
+            # The division comes first: the sum may overflow where the mean does not.
             bucket.fill(1 / self.divisor)
-            # Not dist.all_reduce: after a large copy its Python, cold by then, takes longer than the rest of
-            # this.
+            # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
             with self._averaging(index):
                 return self._group.allreduce([bucket.buffer])
         bucket.fill(1.0)
@@ -176,7 +175,7 @@ class BucketCommunicator:
         )
 
     def _wait(self, bucket: Bucket, pending: Pending) -> None:
-        """Wait for the average, and copy it into the bucket's buffer where it is elsewhere."""
+        """Wait for the average, and copy it into the bucket's buffer if the hook returned another tensor."""
         if self.hook is None:
             pending.wait()  # averaged in place
             return
@@ -196,11 +195,12 @@ def require_callable(state: Any, hook: Any) -> None:
 class Step:
     """A step under way: which parameters are ready, and which buckets are being averaged.
 
-    Constructing it begins the step, on all ranks together.
+    The constructor begins the step, on all ranks together.
 
-    Parameters are known by their indices. sparse: those with sparse gradients, which are in no bucket.
-    unused: those that this rank does not use in the step: ready from the beginning, they keep the gradients
-    they have.
+    Parameters are known by their indices.
+    sparse: parameters with sparse gradients, which are in no bucket.
+    unused: parameters that this rank does not use in the step. They are ready from the beginning, and keep
+        their gradients.
     """
 
     def __init__(
@@ -211,9 +211,8 @@ class Step:
         self._ready: dict[int, None] = {}
         self._next_bucket = 0
         self._averages: dict[int, Pending] = {}  # by bucket
-        self._gradients_before: dict[
-            int, torch.Tensor
-        ] = {}  # of unused parameters, where averages overwrite them
+        # Of unused parameters whose gradients are views, which the averages overwrite.
+        self._gradients_before: dict[int, torch.Tensor] = {}
         communicator.begin()
         unused = sorted(unused)
         self._skippable = usage.begin(unused)
@@ -225,7 +224,7 @@ class Step:
 
     @property
     def order(self) -> list[int]:
-        """The parameters that are ready, in the order in which they became so."""
+        """The parameters that are ready, in the order in which they became ready."""
         return list(self._ready)
 
     @property
@@ -253,7 +252,7 @@ class Step:
         else:
             bucket.num_pending -= 1
             if bucket.num_pending:
-                return  # no bucket can start yet, nor is the step over
+                return  # no bucket can start yet, and the step isn't over
             self._start_full_buckets()
         if self.is_over:
             self._usage.exchange()
@@ -268,7 +267,7 @@ class Step:
             self._next_bucket += 1
 
     def write_back(self, group: dist.ProcessGroup) -> None:
-        """Wait for the averages, and make them the gradients of the parameters that a rank has used."""
+        """Wait for the averages, and make them the gradients of the parameters that any rank has used."""
         kept = self._usage.unused_by_all_ranks()
         for index, pending in self._averages.items():
             self._communicator.finish(index, pending, kept, self._gradients_before)

@@ -1,4 +1,4 @@
-"""Copy one rank's tensors to all ranks: a broadcast of bytes, and a copy per dtype on either side of it."""
+"""Copy one rank's tensors to all ranks: a broadcast of bytes, with a copy per dtype before and after."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradcomp.comm.process_group import Operation
 
 BROADCAST_BYTES = 250 << 20
-ALIGNMENT_BYTES = 16  # of a dtype's part: the largest element's size
+ALIGNMENT_BYTES = 16  # of each dtype's part: the size of the largest element
 
 
 def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
@@ -21,9 +21,9 @@ def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int, group: dist.P
 
 
 class RepeatedBroadcast:
-    """Does what broadcast_coalesced does, and keeps the buffers for the next call with like tensors.
+    """Copies like broadcast_coalesced, and keeps its buffers for the next call with the same shapes.
 
-    Dispatches one operator per chunk and dtype, and one for the broadcast, however many tensors there are.
+    Dispatches one operator per chunk and dtype, and one for the broadcast, for any number of tensors.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def _described(tensors: Sequence[torch.Tensor]) -> list[_Description]:
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut a list into chunks of one device and at most BROADCAST_BYTES, or of one tensor that is longer."""
+    """Cut a list into chunks: of one device, with at most BROADCAST_BYTES or one longer tensor."""
     chunk: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:

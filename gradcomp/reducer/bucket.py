@@ -18,10 +18,13 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Divide tensors among buckets, in the order given. Returns the indices of each bucket's tensors.
 
-    sizes_bytes: the tensors' sizes. keys: only tensors of one key (dtype and device) share a bucket; None: a
-    bucket for this tensor alone. caps_bytes: the caps of a key's first bucket, which should be small so that
-    communication starts early, and of its others. A bucket is full when it has reached its cap, as in torch's
-    DDP: its last tensor may exceed it. Buckets come in the order in which they are full.
+    sizes_bytes: the tensors' sizes.
+    keys: only tensors of one key (dtype and device) share a bucket. None: a bucket for this tensor alone.
+    caps_bytes: the cap of a key's first bucket, and the cap of its others. A small first bucket lets
+        communication start early.
+
+    A bucket is full when it has reached its cap, as in torch's DDP: its last tensor may exceed the cap.
+    Buckets come in the order in which they are full.
     """
     open_buckets: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
@@ -40,16 +43,18 @@ def assign_buckets(
 
 
 class Bucket:
-    """One flat buffer, and a view of it for every parameter, in that parameter's memory order.
+    """One flat buffer, and a view of it for every parameter, in the parameter's memory order.
 
-    indices: the parameters' indices in the reducer. parameters: of one dtype on one device. names: for
-    errors.
-    as_view: gradients become views of the buffer. A view has its parameter's strides, so a channels-last
-    gradient is stored in the buffer as in its own memory; a parameter whose elements have gaps or overlap has
-    a contiguous view.
+    indices: the parameters' indices in the Reducer.
+    parameters: of one dtype on one device.
+    names: for errors.
+    as_view: gradients become views of the buffer.
 
-    In a step: begin(), num_pending counted down as parameters become ready, fill(), and after the averaging
-    write_back(). A position is a parameter's in the bucket.
+    A view has its parameter's strides, so a channels-last gradient is stored in the buffer as in its own
+    memory. A parameter with gaps or overlaps between its elements has a contiguous view.
+
+    A step calls begin(), counts num_pending down as parameters become ready, calls fill(), and after the
+    averaging write_back(). A position is a parameter's place in the bucket.
     """
 
     def __init__(
@@ -67,12 +72,12 @@ class Bucket:
         self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]
         self._expected = expected_gradient(parameters[0])
-        self._apart: set[int] = set()  # positions of gradients that are no views all the same
+        self._apart: set[int] = set()  # positions of gradients that are never views
         self._runs: dict[tuple[int, int], tuple[FlatLayout, torch.Tensor, list[torch.Tensor]]] = {}
         self.begin()
 
     def keep_apart(self, indices: AbstractSet[int]) -> None:
-        """Leave the gradients of these parameters in memory of their own, whatever as_view says."""
+        """Leave these parameters' gradients in memory of their own, with as_view, too."""
         self._apart = {position for position, index in enumerate(self.indices) if index in indices}
 
     def begin(self) -> None:
@@ -100,8 +105,7 @@ class Bucket:
             members = [gradients[position] for position in outside[run]]
             ops.flatten(members, layout, out=part, scale=scale, parts=views)  # type: ignore[arg-type]
             if self._as_view:
-                # At once: the memory of gradients that autograd has made anew is free before the next ones
-                # are made.
+                # At once: this frees the gradients' own memory before autograd makes the next gradients.
                 for position, view in zip(outside[run], views, strict=True):
                     if position not in self._apart:
                         self.parameters[position].grad = view
@@ -116,7 +120,10 @@ class Bucket:
         return [parameter.grad for parameter in self.parameters]
 
     def _scale_held(self, outside: set[int], gradients: Sequence[torch.Tensor | None], scale: float) -> None:
-        """Scale the gradients that are in the buffer already, which are all but those outside and absent."""
+        """Scale the gradients that are in the buffer already.
+
+        outside: positions of gradients elsewhere.
+        """
         held = [
             view
             for position, view in enumerate(self.views)
@@ -128,14 +135,14 @@ class Bucket:
             ops.scale_(held, scale)
 
     def average_beyond(self, position: int, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Return a parameter's part of the buffer, flat, less this gradient, where None counts as zeros."""
+        """Return a parameter's part of the buffer, flat, less this gradient. None counts as zeros."""
         view = self.views[position]
         beyond = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
         torch.sub(view, 0 if gradient is None else gradient, out=beyond)
         return beyond.as_strided((view.numel(),), (1,))
 
     def write_back(self, left_out: AbstractSet[int] = frozenset()) -> None:
-        """Make parts of the buffer the gradients: as views of it, or copied to the gradients' own memory.
+        """Make parts of the buffer the gradients: as views, or copied to the gradients' own memory.
 
         left_out: the positions of parameters that keep the gradients they have.
         """
@@ -155,14 +162,14 @@ class Bucket:
             ops.unflatten(part, layout, out=[own[position] for position in outside[run]], parts=views)
 
     def _own_gradient(self, position: int) -> torch.Tensor:
-        """Return a parameter's .grad in memory of its own, for an average: made where there is none."""
+        """Return a parameter's .grad, in memory of its own, to write an average to. Makes one for None."""
         parameter = self.parameters[position]
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.empty_like(self.views[position], memory_format=torch.preserve_format)
             parameter.grad = gradient
         elif gradient.requires_grad:
-            # With create_graph its graph is that of this rank's gradient, not of the average.
+            # With create_graph, the graph computes this rank's gradient, not the average.
             gradient = gradient.detach()
             parameter.grad = gradient
         return gradient
@@ -175,8 +182,8 @@ class Bucket:
                 check_gradient(gradient, self._expected, name)
 
     def _outside(self, positions: Iterable[int], gradients: Iterable[torch.Tensor | None]) -> list[int]:
-        """Return the positions whose gradients are elsewhere than in the buffer."""
-        # Most are, and their address alone tells.
+        """Return the positions of gradients outside the buffer."""
+        # The address comes first: most gradients are outside, and it alone shows that.
         return [
             position
             for position, gradient in zip(positions, gradients, strict=True)
@@ -188,7 +195,7 @@ class Bucket:
         ]
 
     def _run(self, positions: list[int]) -> tuple[FlatLayout, torch.Tensor, list[torch.Tensor]]:
-        """Return consecutive parameters' layout, the part of the buffer that holds them, and their views."""
+        """Return consecutive parameters' layout, their part of the buffer, and their views."""
         key = (positions[0], positions[-1])
         if key not in self._runs:
             views = [self.views[position] for position in positions]
@@ -199,7 +206,7 @@ class Bucket:
 
 
 def _runs(positions: list[int]) -> Iterator[slice]:
-    """Yield the parts of an ascending list in which each number is one more than the last."""
+    """Yield slices of an ascending list: runs of consecutive numbers."""
     start = 0
     if positions and positions[-1] - positions[0] + 1 == len(positions):
         start = len(positions)
@@ -211,7 +218,7 @@ def _runs(positions: list[int]) -> Iterator[slice]:
 
 
 def _like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part as a view of the parameter's shape and, where its elements leave no gaps, strides."""
+    """Return the part as a view of the parameter's shape, with its strides if they leave no gaps."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides, part.storage_offset())
 

@@ -1,7 +1,7 @@
-"""Which parameters a step uses: every one, some, or the same ones as the first step.
+"""The parameters that a step uses: all, some, or those of the first step.
 
-The Reducer has one `Usage`, and asks it wherever these three differ. Parameters are known by their indices in
-the Reducer.
+The Reducer has one `Usage`, and asks it wherever these three regimes differ. Parameters are known by their
+indices in the Reducer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from . import errors
 class Usage:
     """The regime in which every backward uses every parameter, once; the base class of the others.
 
-    names: the parameters' names. device: their device, on which the group exchanges what the ranks used.
-    skips: leave out the buckets of which no rank uses a parameter.
+    names: the parameters' names.
+    device: the parameters' device, on which the group exchanges the used parameters.
+    skips: leave out buckets with no used parameter.
     """
 
-    # Whether uses are counted; else every gradient is complete when it comes, and nothing is noted of it.
+    # Whether uses are counted. If not, every gradient is complete when it comes.
     counts = False
-    # Whether a step needs to know which parameters the outputs of its forward depend on.
+    # Whether a step needs the outputs of its forward, to find the parameters that they depend on.
     needs_outputs = False
-    # Whether every rank's gradients become ready in much the same order, which buckets then follow.
+    # Whether gradients become ready in nearly the same order on every rank. Then buckets follow that order.
     has_typical_order = True
 
     def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup, skips: bool):
@@ -38,25 +39,24 @@ class Usage:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the step that comes next, or is running, is the one that the later ones have to equal."""
+        """Whether the running or next step is the first one, which later steps must equal."""
         return False
 
     def note_gradient(self, index: int, param: torch.Tensor) -> None:
-        """Note whether this rank has a gradient for the parameter, be it under no_sync()."""
+        """Note whether this rank has a gradient for the parameter. Called under no_sync(), too."""
 
     def check_unaveraged(self, index: int) -> None:
         """Raise RuntimeError if a backward that only accumulates may not use this parameter."""
 
     def unused_by_this_rank(self, out_of_reach: set[int] | None) -> set[int]:
-        """Return the parameters that the step which begins does not wait for.
+        """Return the parameters that the beginning step does not wait for.
 
-        out_of_reach: those that the forward's outputs do not depend on; None where they are not known.
+        out_of_reach: parameters that the forward's outputs do not depend on; None if unknown.
         """
         return set()
 
     def begin(self, unused: Iterable[int]) -> set[int]:
-        """Begin a step that this rank runs without `unused`. Return parameters whose buckets may be left
-        out."""
+        """Begin a step without this rank's `unused`. Return the parameters to leave out on all ranks."""
         return set()
 
     def is_complete(self, index: int) -> bool:
@@ -64,24 +64,22 @@ class Usage:
         return True
 
     def learn(self) -> list[int]:
-        """End the step that later ones have to equal. Return the parameters in its order, the unused ones
-        last."""
+        """End the first step. Return the parameters in its order, the unused ones last."""
         return []
 
     def exchange(self) -> None:
-        """Start telling the other ranks which parameters this one has used in the step, now complete."""
+        """Start telling the other ranks which parameters this rank has used in the complete step."""
 
     def unused_by_all_ranks(self) -> set[int]:
-        """Wait for exchange(). Return the parameters that no rank has used, whose gradients stay as they
-        are."""
+        """Wait for exchange(). Return the parameters that no rank has used: they keep their gradients."""
         return set()
 
     def unfinished(self, missing: Sequence[int]) -> str:
-        """Say what is wrong with a step that did not reach the parameters `missing`."""
+        """Return the message for a step that did not reach the parameters `missing`."""
         return errors.unfinished(self._names, missing, self._group.rank())
 
     def forget_step(self) -> None:
-        """Forget what the step has noted, be it complete or broken off."""
+        """Forget the step, complete or broken off."""
 
 
 class _CountedUsage(Usage):
@@ -105,8 +103,7 @@ class _CountedUsage(Usage):
 
 
 class FindUnused(_CountedUsage):
-    """The regime in which a backward uses the parameters that its outputs depend on, not the same on all
-    ranks."""
+    """The regime in which a backward uses the parameters that its outputs depend on; ranks may differ."""
 
     needs_outputs = True
     has_typical_order = False
@@ -120,8 +117,7 @@ class FindUnused(_CountedUsage):
     def begin(self, unused: Iterable[int]) -> set[int]:
         if not self._skips:
             return set()
-        # Before anything is left out: a collective that one rank leaves out and another one issues never
-        # completes.
+        # The ranks agree first: a collective that only some ranks issue never completes.
         may_use = set(range(len(self._names))).difference(unused) | self._used
         return self._map(may_use).unused()
 
@@ -137,7 +133,7 @@ class FindUnused(_CountedUsage):
 
 
 class StaticGraph(_CountedUsage):
-    """The regime in which every step uses the parameters of the first one, each as often as there."""
+    """The regime in which every step uses the parameters of the first step, each as often as it did."""
 
     def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup, skips: bool):
         super().__init__(names, device, group, skips)
@@ -163,7 +159,7 @@ class StaticGraph(_CountedUsage):
     def is_complete(self, index: int) -> bool:
         self._num_uses[index] += 1
         if self._expected is None:
-            return False  # how often it comes is not known yet: the first step is averaged when it is over
+            return False  # the number of uses is unknown until the first step is over
         if self._num_uses[index] > self._expected[index]:
             raise RuntimeError(errors.graph_changed(self._names[index], self._expected[index]))
         return self._num_uses[index] == self._expected[index]
@@ -216,6 +212,6 @@ class UsedMap:
             self._work.wait()
         if self._uses_all:
             return set()
-        # The only place where the host waits for the device, and only on a rank that left parameters out:
-        # which gradients to leave alone is known nowhere else.
+        # The host waits for the device only here, and only on a rank that left parameters out: it must know
+        # which gradients to leave alone.
         return {index for index, count in enumerate(self._counts.tolist()) if not count}

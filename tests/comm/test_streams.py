@@ -13,7 +13,7 @@ from benchmarks import stub_cuda
 
 stub_cuda.install()
 import torch
-from gradcomp.comm.streams import in_order, side_stream
+from gradcomp.comm.streams import run_on_side_stream, side_stream
 
 device = torch.device("cuda", 0)
 side = side_stream(device)
@@ -31,10 +31,10 @@ def fails():
 found["before"] = current()
 for index in (0, 1):
     torch.cuda.current_device = lambda: index
-    found[f"during {index}"] = in_order(device, current).value()
+    found[f"during {index}"] = run_on_side_stream(device, current).value()
     found[f"after {index}"] = current()
     try:
-        in_order(device, fails)
+        run_on_side_stream(device, fails)
     except ValueError:
         found[f"after an error {index}"] = current()
 print(json.dumps(found))

@@ -147,7 +147,7 @@ def test_a_state_dict_is_not_changed_by_later_steps():
 
 def test_load_state_dict_names_what_is_missing():
     state_dict = new_state().state_dict()
-    del state_dict["min_compression_rate"]
+    del state_dict["options"]["min_compression_rate"]
     with pytest.raises(KeyError, match="min_compression_rate"):
         new_state().load_state_dict(state_dict)
 

@@ -21,6 +21,7 @@ from gradcomp.testing.oracle import (
     split,
 )
 from gradcomp.testing.ranks import run_ranks
+from tests.hooks.powersgd_runs import directions_in
 from tests.tolerances import ONE_STEP, ONE_STEP_SPAN, SIXTEEN_BIT_ROUNDINGS, UNIT_ROUNDOFF, average
 
 EXACT = 1e-14  # float64, a few operations
@@ -145,6 +146,13 @@ def flat(tensors_):
     return torch.cat([each.flatten() for each in tensors_])
 
 
+def bucket_of(state):
+    """Return what a state's checkpoint has of its bucket, with directions in the oracles' order."""
+    bucket = state.state_dict()["buckets"][0]
+    directions = directions_in(bucket) if "error" in bucket else None
+    return {**bucket, "directions": directions}
+
+
 @dataclass
 class Step:
     """A rank's gradients and averages in a step, and the hook's "error" and "directions" around it."""
@@ -161,7 +169,7 @@ def steps_of(rank, group, hook, make_state, num_steps, dtype=torch.float32):
         gradients = tensors(SHAPES, 10 * step + rank, dtype)
         bucket = GradBucket(0, torch.cat([g.flatten() for g in gradients]), parameters, True)
         averages = split(hook(state, bucket).wait(), SHAPES)
-        before, after = after, state.state_dict()["buckets"][0] if hasattr(state, "state_dict") else {}
+        before, after = after, bucket_of(state) if hasattr(state, "state_dict") else {}
         steps.append(Step(gradients, averages, before, after))
     return steps
 

@@ -12,6 +12,7 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradcomp.testing import run_ranks, simple
 from gradcomp.testing.oracle import PowerSGDOracle, split
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
+from tests.hooks.powersgd_runs import directions_in
 from tests.tolerances import SIMPLE_STEPS
 
 # Two matrices of one shape, a kernel, a vector, a matrix too small to compress, and a number. No rank of 2 or
@@ -49,7 +50,7 @@ def power_sgd_steps(rank, group):
     # The hook's first Q are other random numbers, so the short form goes on from the hook's third step.
     kept, memories = state.state_dict()["buckets"][0], [{} for _ in SHAPES]
     errors = split(kept["error"].clone(), SHAPES)
-    for index, q in zip(PowerSGDOracle(SHAPES, RANK).compressed, kept["directions"], strict=True):
+    for index, q in zip(PowerSGDOracle(SHAPES, RANK).compressed, directions_in(kept), strict=True):
         memories[index].update(Q=q, E=errors[index].flatten(1))
     steps = range(3, 3 + STEPS)
     expected = steps_of_hook(powerSGD_hook, state, rank, steps)
