@@ -14,7 +14,7 @@ VARIABLE = "…"
 # Their functions return messages for raise statements.
 MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/errors.py", "comm/process_group.py")]
 # Strings that only join others to a message, or are a part of one.
-PARTS = {"… …", "parameters … are", "ranks … have", "rank … has"}
+PARTS = {"… …", "…: …", "parameters … are", "ranks … have", "rank … has"}
 
 
 def texts_in(tree):
@@ -85,7 +85,7 @@ def test_every_message_is_quoted():
 @pytest.mark.parametrize(
     ("quotation", "is_quoted"),
     [
-        ("errors_of is rank … of a world size of …", True),
+        ("bits is …; choose 4 or 8", True),
         ("bits is …; it has to be 2", False),
         ("to be 4 … bits", False),
     ],
