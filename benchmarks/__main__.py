@@ -1,10 +1,10 @@
 """Time our operations and hooks beside torch's: python -m benchmarks.
 
-Every module in benchmarks/kernels/ is a family of operations and is found by itself: it defines
-cases(device, quick) -> Iterator[Case], see harness.py.
+Every module in benchmarks/kernels/ is a family of operations. It defines cases(device, quick) ->
+Iterator[Case], see harness.py, and is found by itself.
 
-With --record a case's rows are written as soon as it has been timed, so what fails or takes too long after it
-loses nothing. Nothing is recorded of a case with a wrong result.
+With --record a case's rows are written as soon as the case has been timed: a later failure loses nothing. A
+case with a wrong result has no rows.
 
 Exit status: 0 when every case was right and timed, 1 otherwise.
 """

@@ -1,4 +1,4 @@
-"""The hooks that ddp_check.py and stream_check.py check, each with the error that it is allowed."""
+"""The hooks that ddp_check.py and stream_check.py check, each with its allowed error."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ NUM_STEPS_WITH_ERROR, NUM_PLAIN_STEPS = 10, 2
 
 @dataclass(frozen=True)
 class HookCheck:
-    """A hook (or None) and what is expected of it.
+    """A hook (or None) and its allowed error.
 
-    dtype: the narrowest dtype between gradients and averages. averages: whether the hook averages at all.
-    step_error: the error allowed in a step, over the largest gradient, if it is no rounding to dtype.
-    make_state: makes the state of a hook with error feedback; its state_dict() is as PowerSGDState's.
+    dtype: the narrowest dtype between gradients and averages.
+    averages: whether the hook averages at all.
+    step_error: the error allowed in a step, over the largest gradient; by default that of rounding to dtype.
+    make_state: makes the state of a hook with error feedback. Its state_dict() is like PowerSGDState's.
     """
 
     make: Callable[[], Callable | None]

@@ -1,11 +1,11 @@
 """Time calls on any device, with the calls of several providers interleaved.
 
-Before each call the cache is emptied by reading a buffer four times its size: reading leaves no dirty
-lines behind for the timed call to write back.
+Before each call the cache is emptied by reading a buffer four times the cache's size. Reading, unlike
+writing, leaves no dirty lines for the timed call to write back.
 
-On CUDA the device time is taken with events, and the stream is held by a sleeping kernel long enough
-for the host to enqueue the whole call, so that launch costs don't show in the device time; they are
-measured separately, as host time. On CPU the time is the wall clock's.
+On CUDA, events measure the device time. Before the first event a sleeping kernel holds the stream until the
+host has enqueued the whole call, so the device time has no launch costs. These are measured separately, as
+host time. On a CPU the wall clock measures the time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Timing:
     def times(self, baseline: Timing) -> Quantiles:
         """Compute how many times as fast as the baseline the call is, round by round.
 
-        A machine that is slow for a second is so for both: the ratios vary less than the times.
+        A machine that is slow for a second slows both, so ratios vary less than times.
         """
         pairs = zip(baseline.samples_us, self.samples_us, strict=True)
         return _quantiles([theirs / ours for theirs, ours in pairs])
@@ -94,8 +94,8 @@ class Clock:
     ) -> dict[str, list[float]]:
         """Ask the samplers for samples, round after round, each in a random order.
 
-        It takes factor · seconds. What ran before a call changes its time: in a random order no provider
-        comes after itself, or after a certain other one, more often than the rest.
+        It takes factor · seconds. The call before a call changes its time. In a random order every call comes
+        before every other one equally often.
         """
         samples: dict[str, list[float]] = {name: [] for name in samplers}
         order, orders = list(samplers), random.Random(0)
@@ -132,7 +132,7 @@ class Clock:
         return start.elapsed_time(end) * 1e3
 
     def _host_us(self, call: Callable[[], object], seconds: float) -> float:
-        """Measure the median time for which a call keeps the host, with the device idle at its start."""
+        """Measure the median time for which a call keeps the host. The device is idle at its start."""
         samples: list[float] = []
         deadline = time.perf_counter() + seconds
         for num_calls in range(MAX_HOST_CALLS):

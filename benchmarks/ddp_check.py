@@ -5,8 +5,9 @@ With python -m benchmarks.ddp_check --backend gloo --world-size 2 --device cuda 
 reducer, for every step and parameter:
 
 1. backward under no_sync computes each rank's own gradient;
-2. a synchronized backward on the same inputs computes the averaged one;
-3. that must agree with the float64 mean of the ranks' own gradients, and have the same bits on every rank.
+2. a synchronized backward on these inputs computes the averaged gradient;
+3. the averaged gradient must agree with the float64 mean of the ranks' own gradients, and have equal bits on
+   every rank.
 
 A hook with error feedback (PowerSGD, quantization_hook) must agree over all steps: the sum of its results
 plus the mean of the ranks' errors at the end is the sum of the means.

@@ -1,4 +1,4 @@
-"""Count what FSDP2 replicas send to each other with compress_replicas: python -m benchmarks.fsdp_bytes.
+"""Count the bytes between FSDP2 replicas with compress_replicas: python -m benchmarks.fsdp_bytes.
 
 Arithmetic on a model's shapes; nothing runs. A collective over R replicas sends 2 (R − 1) / R times its
 buffer. The model counts as one bucket, where FSDP2 has one per module: only the padding differs.
@@ -23,13 +23,13 @@ def shard_shapes(shapes: Sequence[Shape], num_shards: int) -> list[Shape]:
 
 
 def bytes_sent(hook: str, shapes: Sequence[Shape], num_shards: int, num_replicas: int) -> float:
-    """Return what all ranks of a replica send to other replicas in a step, for gradients reduced in fp32."""
+    """Return the bytes that all ranks of a replica send to other replicas in a step, for fp32 gradients."""
     payload = CANDIDATES[hook].payload(shard_shapes(shapes, num_shards), torch.float32, num_replicas)
     return num_shards * payload.handed_bytes * 2 * (num_replicas - 1) / num_replicas
 
 
 def table(model: str, shards: Sequence[int], num_replicas: int) -> list[list[str]]:
-    """Return the table's rows: a hook, then what it sends and how many times less that is, by shards."""
+    """Return the table's rows: a hook, then for each number of shards its bytes and the factor saved."""
     shapes = built_in_model(model).shapes
     rows = [["", *(f"{each} shards" if each > 1 else "1 shard" for each in shards)]]
     for hook in HOOKS:

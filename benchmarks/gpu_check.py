@@ -1,24 +1,24 @@
 """Run everything that needs a GPU: python -m benchmarks.gpu_check (make gpu-check).
 
-It runs from a bare checkout with torch, triton, pytest and hypothesis installed, without a network, in
-under 9 minutes. First all at once, as they check but don't measure:
+It needs a bare checkout with torch, triton, pytest and hypothesis, but no network, and takes under 9 minutes.
+First, all at once, the steps that check:
 
-- kernels, hooks, reducer ...: the tests of the folders in TESTS, which run on CUDA where there is one, the
-  larger ones in several processes (kernels:1, kernels:2 ...);
-- ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on gradcomp's Reducer, on NCCL with all GPUs
-  (world size 1 where there is one), and on gloo with 2 ranks that share the first GPU (ddp_check.py);
-- reducer-nccl, reducer-gloo: what the Reducer, the wrapper and average_ do beside that, likewise
+- kernels, hooks, reducer ...: the tests of the folders in TESTS, on CUDA. Large folders run in several
+  processes (kernels:1, kernels:2 ...);
+- ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on gradcomp's Reducer (ddp_check.py). NCCL
+  has one rank per GPU. On gloo 2 ranks share the first GPU;
+- reducer-nccl, reducer-gloo: the Reducer, the wrapper and average_ in other scenarios, on the same ranks
   (reducer_check.py);
 
-then, each with the GPU to itself:
+then, one after another, the steps that need the GPU for themselves:
 
 - streams: no hook makes the host wait (stream_check.py);
 - benchmarks: python -m benchmarks, its rows appended to benchmarks/results/.
 
-A step that fails or exceeds its time limit does not stop the others. Every step's outcome is written at its
-end, to a file of outcomes beside the device's rows, and a benchmark's rows when it has been timed; they name
-the steps that had failed. Nothing is recorded if steps were left out. Exit status: 0 if all steps passed, 1
-if one did not, 2 without a GPU.
+A step that fails or exceeds its time limit doesn't stop the others. Every step's outcome is written to a file
+beside the device's rows as soon as the step ends. Rows of benchmarks name the steps that failed before.
+Nothing is recorded if steps were left out. Exit status: 0 if all steps passed, 1 if one did not, 2 without a
+GPU.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Outcome:
 
 
 def stages(device: str) -> list[list[Step]]:
-    """List the steps for this device; those of a stage are run together.
+    """List the steps for this device by stage. The steps of a stage run together.
 
-    On the CPU, where the command itself can be tried out, only the steps that make sense there.
+    On a CPU, for trying the command out, there are only the steps that need no GPU.
     """
     cuda = device == "cuda"
     checks = [
@@ -90,9 +90,9 @@ def stages(device: str) -> list[list[Step]]:
 
 
 def _tests(folder: str, processes: int) -> list[Step]:
-    """Make the steps that run the tests of a folder and those below it in so many processes.
+    """Make the steps that run the tests of a folder and its subfolders.
 
-    tests/kernels/test_compiled.py is left out: it takes minutes and no GPU.
+    tests/kernels/test_compiled.py is left out: it takes minutes and needs no GPU.
     """
     paths = (path for path in (ROOT / "tests" / folder).rglob("test_*.py") if path.name != "test_compiled.py")
     files = sorted(str(path.relative_to(ROOT)) for path in paths)
@@ -107,7 +107,7 @@ def _group(step: Step) -> str:
 
 
 def _on_ranks(check: str, device: str, backend: str, timeout_s: int) -> list[str]:
-    """Return the command of a check on as many ranks as the backend has by default: 2, or all GPUs."""
+    """Return the command of a check, on the backend's default ranks: 2 on gloo, one per GPU on NCCL."""
     where = ["--device", device, "--backend", backend]
     return ["-m", f"benchmarks.{check}", *where, "--timeout-s", str(timeout_s)]
 
@@ -115,7 +115,7 @@ def _on_ranks(check: str, device: str, backend: str, timeout_s: int) -> list[str
 class Running:
     """A running step, in a session of its own.
 
-    keep_output: its output is printed at its end, not as it comes.
+    keep_output: whether to print the step's output at its end, not as it comes.
     """
 
     def __init__(self, step: Step, extra: Sequence[str], limit_s: float, keep_output: bool):
@@ -134,7 +134,7 @@ class Running:
         )
 
     def poll(self) -> Outcome | None:
-        """Return the outcome if the step has ended or timed out, and kill what is left of its processes."""
+        """Return the outcome if the step has ended or timed out, and kill its remaining processes."""
         seconds = time.monotonic() - self.start
         status = self.process.poll()
         if status is None and seconds < self.timeout_s:
@@ -156,7 +156,7 @@ class Running:
         return Outcome(self.step.name, verdict, seconds)
 
     def kill(self) -> None:
-        """Kill the step and its processes: ranks outlive a process that dies of a signal."""
+        """Kill the step and its processes: ranks outlive a parent that a signal kills."""
         self._signal(signal.SIGKILL)
         self.process.wait()
 

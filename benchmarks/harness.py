@@ -17,11 +17,11 @@ Provider = Callable[[], Sequence[torch.Tensor]]
 class Setup:
     """The tensors and callables of a case, alive while it runs.
 
-    providers: by name, the call to time; it returns the tensors that hold its results.
+    providers: by name, the call to time, which returns its result tensors.
     reference: yields the right results in float64, one per result tensor.
     outputs: tensors to fill with NaN before each provider is checked.
     restore: restores the inputs before each provider is checked, for providers that work in place.
-    num_launches: counts a provider's launches in a call; None where launches aren't counted.
+    num_launches: counts a provider's launches in a call; None if launches aren't counted.
     """
 
     providers: dict[str, Provider]
@@ -35,15 +35,15 @@ class Setup:
 class Case:
     """One operation on one problem.
 
-    num_bytes: the fewest bytes it can move, each input read once and each output written once; every
-        provider's bandwidth is computed from it.
-    min_launches: the fewest kernels it can launch; see floor.py.
+    num_bytes: the fewest bytes that it can move: each input read once, each output written once. Every
+        provider's bandwidth is computed from num_bytes.
     max_error: the bound for error_of(result, reference).
-    baseline: the provider that the others' ratios refer to.
-    seconds: the time limit of its rounds, where the clock's own is too long.
-    num_buckets: the number of buckets that a call handles, for the host's time per bucket.
-    num_elements: the number of gradient elements, for the bytes per element; None where that is meaningless.
-    isolated: the providers' names, if each is to be timed in a process of its own; see isolated.py.
+    baseline: the provider that the others are compared with.
+    min_launches: the fewest kernels that it can launch; see floor.py.
+    seconds: the time limit of its rounds, if the clock's is too long.
+    num_buckets: the number of buckets in a call, for the host's time per bucket.
+    num_elements: the number of gradient elements, for the bytes per element; None if that is meaningless.
+    isolated: the providers' names, if each is timed in a process of its own; see isolated.py.
     """
 
     name: str
@@ -73,8 +73,9 @@ def elementwise_error(
 ) -> float:
     """Compute max |result − reference| / max(|reference|, the smallest normal number of dtype).
 
-    Below that number a floating-point format has an absolute precision, not a relative one.
     dtype: the narrowest dtype on the way to the result; by default the result's own.
+
+    Below its smallest normal number a floating-point format has absolute precision, not relative.
     """
     if result.shape != reference.shape:
         raise WrongResultError(f"shape {tuple(result.shape)}, expected {tuple(reference.shape)}")
@@ -91,10 +92,10 @@ def frobenius_error(result: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """Return the error allowed to scaling and casting: one and a half units in the last place.
+    """Return the error allowed for scaling and casting: one and a half units in the last place.
 
-    Rounding the result takes half a unit. Another half is for the scale, which is rounded too, or for torch's
-    way, which rounds twice. The last half is slack for the products of these.
+    Half a unit is for rounding the result. Another half is for rounding the scale, or for torch's second
+    rounding. The last half is slack for the products of these.
     """
     return 1.5 * torch.finfo(dtype).eps
 

@@ -1,8 +1,8 @@
 """gradcomp's default hooks beside torch's, at world size 1: on a bucket directly and, on CPU, in training.
 
-There is one process, so nothing crosses a wire: what is timed is the work on the device, and on the host,
-that a hook adds to each bucket. The backend is NCCL on CUDA and gloo on CPU. A call ends when the current
-stream waits for the hook's future (on CPU, when the future is done).
+There is one process, so nothing crosses a wire: the times are of a hook's own work on device and host. The
+backend is NCCL on CUDA and gloo on CPU. A call ends when the current stream waits for the hook's future (on a
+CPU, when the future is done).
 
 In training a call is forward and backward of a small model under torch's DDP, also without a hook ("none").
 On CPU a hook costs more there than its own time: see isolated.py.

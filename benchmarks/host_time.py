@@ -1,8 +1,8 @@
-"""Time what PowerSGD's hook takes on the host per bucket, with CUDA stubbed: python -m benchmarks.host_time.
+"""Time PowerSGD's hook on the host per bucket, with CUDA stubbed: python -m benchmarks.host_time.
 
-The real hook runs on a real bucket of torch's DDP: state, streams, plan, Triton's launcher. See stub_cuda.py
-for what stands in for CUDA. Prints the median and the p20 and p80 of the whole hook, and of each of its parts
-in further calls, in which clocks around the parts add some 0.5 µs each.
+The real hook runs on a real bucket of torch's DDP: state, streams, plan, Triton's launcher. stub_cuda.py
+stands in for CUDA. Prints median, p20 and p80 of the whole hook. Further calls time each part; there the
+clocks around the parts add some 0.5 µs each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM_UP_CALLS = 20
 
 
 class Parts:
-    """Clocks around functions. What a function spends in another one with a clock is not counted twice."""
+    """Clocks around functions. Time in an inner function with a clock counts for the inner function only."""
 
     def __init__(self) -> None:
         self.samples: dict[str, list[float]] = defaultdict(list)
@@ -47,7 +47,7 @@ class Parts:
         setattr(owner, name, timed)
 
     def end_of_call(self) -> None:
-        """Note what each part took since the last call of this."""
+        """Note each part's time since the last end_of_call."""
         for part, seconds in self._now.items():
             self.samples[part].append(seconds * 1e6)
         self._now.clear()

@@ -1,14 +1,15 @@
 """Run each provider of a case in a process of its own, as whole hooks need on CPU.
 
-Hooks that compute in callbacks compute on gloo's threads, and libgomp gives every thread that computes a team
-of threads. Once a process has more of these than there are CPUs, they no longer spin while they wait for work
-(100 times instead of 300,000, says libgomp's manual of GOMP_SPINCOUNT), and every computation in that process
-takes longer. No training runs two hooks, so none should pay for the threads of another.
+Hooks that compute in callbacks compute on gloo's threads, and libgomp gives every computing thread a team of
+threads. If a process has more team threads than the machine has CPUs, the team threads no longer spin while
+they wait for work (100 times instead of 300,000, see GOMP_SPINCOUNT in libgomp's manual). Then every
+computation in the process takes longer. Training runs one hook, so a hook shouldn't pay for another's
+threads.
 
 The processes take turns: while one computes, the others wait for a question. A turn is several calls in
-succession, as training has them, of which the first is not timed: after the others' turns a call takes up to
-twice as long. After some turns, new processes take their places: the time of the same call differs from one
-process to the next, by some percent or, with torch's PowerSGD hook, by more.
+succession, as in training. The first call is not timed: after the others' turns it takes up to twice as long.
+After some turns new processes replace the old ones: a call's time differs between processes, by some percent,
+or more with torch's PowerSGD hook.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class _Worker:
 
 
 def _answer(case: Case, name: str, connection: Connection) -> None:
-    """Answer the questions on a provider. The answer to all of them is a traceback if it fails."""
+    """Answer questions about a provider. If the provider fails, every answer is a traceback."""
     try:
         torch.manual_seed(0)
         clock, setup = Clock(torch.device("cpu")), case.build()

@@ -1,4 +1,4 @@
-"""The three real models that are benchmarked, as lists of shapes, and the buckets that DDP cuts them into."""
+"""The three real models of the benchmarks, as lists of shapes, and their DDP buckets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
 
 
 def buckets(model: str, dtype: torch.dtype = torch.float32) -> list[list[Shape]]:
-    """Return the shapes of each bucket of a model of MODELS, as DDP has them from its second iteration on."""
+    """Return the shapes of each bucket of a model, as DDP has them from its second iteration on."""
     return [list(bucket.shapes) for bucket in buckets_of(list(MODELS[model]()), dtype.itemsize)]
 
 

@@ -1,6 +1,6 @@
 """Check other projects' DDP hooks with gradcomp.testing: python -m benchmarks.others_hooks --help
 
-docs/others_hooks.md has the tables that this prints, and what they mean.
+docs/others_hooks.md has the tables and explains them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ START = 2  # plain steps before a state compresses
 
 @dataclass(frozen=True)
 class Subject:
-    """A hook under the name that its project gives it, and what makes its state."""
+    """A hook under its project's name, and the function that makes its state."""
 
     name: str
     hook: Hook
@@ -101,12 +101,12 @@ PROJECTS: dict[str, Callable[[], list[Subject]]] = {
 
 
 def first_line(message: str) -> str:
-    """Return the first line of a property's message: below it a traceback names files of this machine."""
+    """Return a message's first line. The other lines, a traceback, name files of this machine."""
     return re.sub(r"\x1b\[\d*m", "", message.splitlines()[0])[:300]
 
 
 def rows_of(report: Report, project: str, subject: Subject) -> list[Row]:
-    """Return a row per property: the verdict, and the counter-example where it fails."""
+    """Return a row per property: the verdict, and the counter-example if the property fails."""
     failures = {failure.property: failure for failure in report.failures}
     rows = []
     for name, verdict in report.verdicts.items():
@@ -130,7 +130,7 @@ def rows_of(report: Report, project: str, subject: Subject) -> list[Row]:
 
 
 def record(rows: Sequence[Row], path: Path) -> None:
-    """Write rows, in place of those of the same project, hook and property, beside the others."""
+    """Write rows. Each replaces the row of equal project, hook and property; other rows stay."""
 
     def key(row: Row) -> tuple[str, ...]:
         return row["project"], row["hook"], row["property"]

@@ -5,16 +5,15 @@ of powersgd_problem.py. The backend is NCCL on CUDA and gloo on CPU; nothing cro
 
 gradcomp        powerSGD_hook.
 torch           torch's powerSGD_hook with its defaults.
-torch_batched   the same with batch_tensors_with_same_shape.
+torch_batched   torch's, with batch_tensors_with_same_shape.
 
-torch's states have orthogonalization_epsilon=1e-8, as torch's documentation advises against dividing by zero;
-ours doesn't need it. torch's hook synchronizes the host once per bucket, so the head start that hides launch
-costs is used up by its first bucket, and its time on CUDA is partly the host's.
+torch's states have orthogonalization_epsilon=1e-8: torch's documentation advises it against division by zero.
+Ours doesn't need it. torch's hook synchronizes the host once per bucket, so its first bucket uses up the head
+start that hides launch costs, and its time on CUDA is partly the host's.
 
-The check compares one step, from one state, with float64: ours is from_torch() of torch's. The timed calls
-restore
-nothing: each works on the gradient that the last one left. That keeps the numbers as they are: the gradient
-left is P Qᵀ and the error kept M − P Qᵀ, so the next step's M is the same again.
+The check compares one step with float64. Both hooks start from one state: ours is from_torch() of torch's.
+The timed calls restore nothing: each works on the gradient that the last one left. The numbers don't change:
+a step leaves the gradient P Qᵀ and the error M − P Qᵀ, so the next step's M is the same.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from benchmarks.powersgd_problem import HOOK_STAGES, Problem, float64_steps, pro
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
 
-# The Frobenius norm of the error over that of the result. torch also orthonormalizes in bf16, and its hook
-# has to pass too: hence the wide bound.
+# The Frobenius norm of the error over the norm of the result. bf16's bound is wide: torch's hook, which
+# orthonormalizes in bf16, must pass too.
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
 PROVIDERS = ("gradcomp", "torch", "torch_batched")
 
@@ -106,7 +105,7 @@ def _buckets(problem: Problem, buffers: Sequence[torch.Tensor]) -> list[Bucket]:
 
 
 def _started(problem: Problem, gradients: Sequence[torch.Tensor]) -> torch_power_sgd.PowerSGDState:
-    """Make a state of torch's amid training: every matrix has an error, and a Q to project on."""
+    """Make torch's state in the middle of training: every matrix has an error, and a Q to project on."""
     state = _torch_state(problem, None, batched=False)
     for index, (layout, gradient) in enumerate(zip(problem.layouts, gradients, strict=True)):
         error = torch.zeros_like(gradient)
@@ -121,7 +120,7 @@ def _started(problem: Problem, gradients: Sequence[torch.Tensor]) -> torch_power
 def _torch_state(
     problem: Problem, like: torch_power_sgd.PowerSGDState | None, batched: bool
 ) -> torch_power_sgd.PowerSGDState:
-    """Make a state of torch's past its plain steps, with a copy of another state's memory."""
+    """Make torch's state after its plain steps, with a copy of another state's memory."""
     state = torch_power_sgd.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=problem.rank,

@@ -1,9 +1,9 @@
 """Print what PowerSGD keeps on a CUDA device for real models, beside torch's.
 
 python -m benchmarks.powersgd_memory. Counted from shapes, in MB of 10⁶ bytes, for fp32 gradients in DDP's
-default buckets, with error feedback and warm start; nothing is allocated on a device. Ours: the error's
-memory, the factors with their tables and lengths, and the one scratch. torch's: errors and factors; in
-passing a clone of a bucket's gradients and a new error, here for the largest bucket.
+default buckets, with error feedback and warm start. Nothing is allocated on a device. Ours: the error's
+memory, the factors with tables and lengths, and one scratch. torch's: errors and factors, and during a step a
+clone of a bucket's gradients and a new error, counted here for the largest bucket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_COMPRESSION_RATE = 2
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are for. scratches: of every bucket; buckets share the largest."""
+    """Bytes by purpose. scratches: every bucket's; the buckets share the largest one."""
 
     error: int
     factors: int
@@ -38,7 +38,7 @@ class Memory:
 
 
 def memory_of(buckets: Iterable[Sequence[models.Shape]], rank: int, dtype: torch.dtype) -> Memory:
-    """Return what these buckets take at a rank."""
+    """Return the memory of these buckets at a rank."""
     error = factors = torch_factors = 0
     scratches, bucket_bytes = [], []
     for shapes in buckets:

@@ -1,4 +1,4 @@
-"""The problems that PowerSGD is timed on, a model's buckets in a dtype at a rank, and their right results."""
+"""Problems for timing PowerSGD: a model's buckets in a dtype at a rank, and the right results."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Problem:
 
 
 def problems(device: torch.device, quick: bool) -> Iterator[tuple[str, Problem]]:
-    """Yield (label, problem); where time is limited, as with quick, the first only."""
+    """Yield (label, problem). quick: only the first ones."""
     if device.type == "cuda":
         found = [(model, models.buckets(model, dtype), dtype, rank) for model, dtype, rank in CUDA_PROBLEMS]
     else:
@@ -115,10 +115,10 @@ def float64_steps(
     directions: Sequence[torch.Tensor],
     num_steps: int,
 ) -> torch.Tensor:
-    """Compute in float64 the bucket that steps of PowerSGD with the same M yield.
+    """Compute in float64 the bucket after steps of PowerSGD with one M.
 
-    memory: a flat bucket with every matrix's M at its offset. directions: each matrix's Q [cols, rank], any
-    basis.
+    memory: a flat bucket with every matrix's M at its offset.
+    directions: each matrix's Q [cols, rank], in any basis.
     """
     result = gradient.double()
     for matrix, direction in zip(layout.matrices, directions, strict=True):

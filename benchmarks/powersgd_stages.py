@@ -12,7 +12,7 @@ from benchmarks.harness import Case, Setup
 from benchmarks.powersgd_problem import NUM_BY_STAGE, PASSES, Problem, float64_steps, problems
 from gradcomp import ops
 
-# The Frobenius norm of the error over that of the result. The wire is bf16, the arithmetic fp32.
+# The Frobenius norm of the error over the norm of the result. The wire is bf16, the arithmetic fp32.
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SEED = 1
 
@@ -51,7 +51,7 @@ def _stage(problem: Problem, stage: str) -> Setup:
         for name in PASSES:
             run(name)
         for plan, *_ in work:
-            plan.error()  # plain torch takes P Qᵀ off M here, or in project, of which the check clears P
+            plan.error()  # else plain torch subtracts P Qᵀ from M in project, after the check has cleared P
         for name in earlier:
             run(name)
 

@@ -1,7 +1,7 @@
 """quantization_hook beside the 16-bit hooks, on one bucket: int8 and int4 against fp16, ours and torch's.
 
-With one rank nothing crosses a wire: what is timed is a hook's own work. With two (on CPU, gloo on loopback)
-the other rank is a process that runs the same hook on the same gradients, so both compute at once, as in
+With one rank nothing crosses a wire: the times are of a hook's own work. With two ranks (on CPU, gloo on
+loopback) the other rank is a process with the same hook and gradients, so both compute at once, as in
 training. A call begins when both ranks are there. On CPU every provider has processes of its own: see
 isolated.py.
 """
@@ -89,7 +89,7 @@ def _step_of(name: str, bucket: FakeBucket) -> Callable[[], list[torch.Tensor]]:
 
 
 class _WithPeer:
-    """A provider that runs on two ranks: the first call starts the other, which ends with this process."""
+    """A provider on two ranks. The first call starts the other rank, which ends with this process."""
 
     def __init__(self, name: str, step: Callable[[], list[torch.Tensor]]):
         self._name, self._step = name, step
@@ -118,7 +118,7 @@ def _meet() -> None:
 
 
 def _be_peer(name: str, store: str) -> None:
-    """Run a provider's steps as the second rank until the first one is gone, which raises RuntimeError."""
+    """Run a provider's steps as the second rank. Raises RuntimeError when the first rank is gone."""
     torch.manual_seed(0)  # as in isolated.py: the same gradients
     _join(Path(store), rank=1)
     step = _step_of(name, FakeBucket(SHAPES, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""How many ranks a check has, and the device that each computes on.
+"""The number of ranks of a check, and each rank's device.
 
 On NCCL every rank has a GPU of its own, and by default there are as many ranks as GPUs. On gloo all ranks
 share the first GPU, or the CPU.
@@ -23,7 +23,7 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_world_size(args: argparse.Namespace) -> int:
-    """Return the number of ranks. Raises ValueError for one that the machine's GPUs can't serve."""
+    """Return the number of ranks. Raises ValueError if the machine has too few GPUs for it."""
     num_gpus = torch.cuda.device_count()
     if args.device == "cuda" and not num_gpus:
         raise ValueError("no CUDA GPU is available; --device cpu tries the check out")

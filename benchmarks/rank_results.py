@@ -1,6 +1,6 @@
-"""What the ranks of a scenario got, and whether it is right: recorded on the ranks, judged in one process.
+"""Results of a scenario: recorded on every rank, judged in one process.
 
-Judging needs no collective, so it does not rely on what is checked.
+Judging uses no collective, so it doesn't rely on the code under check.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ def rounding(dtype: torch.dtype, world_size: int) -> float:
     """Return the error of a mean in this dtype, over the largest value on any rank.
 
     Each rank rounds its part, and each partial sum is rounded: half an eps each. The rest is for backwards of
-    one graph that round otherwise, which a GPU's libraries may do: 4 eps, in float32 with its longer sums
-    16.
+    one graph that round differently, as a GPU's libraries may: 4 eps, or 16 in float32 with its longer sums.
     """
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
     return (world_size + (4 if is_16_bit else 16)) * torch.finfo(dtype).eps
@@ -28,10 +27,11 @@ def rounding(dtype: torch.dtype, world_size: int) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor on one rank, on the CPU, beside what it has to agree with. None stands for no gradient.
+    """A tensor on one rank, on the CPU, and its reference. None stands for no gradient.
 
-    name: the same on all ranks. max_error: what is allowed, over the largest reference of any rank; 0: none.
-    is_common: whether all ranks have to have the same bits.
+    name: equal on all ranks.
+    max_error: the allowed error over the largest reference of any rank; 0 for no error.
+    is_common: whether all ranks must have equal bits.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Result:
 
 @dataclass
 class Results:
-    """What a rank got in a scenario. Tensors are copied to the CPU when they are noted."""
+    """A rank's results in a scenario. Tensors are copied to the CPU when they are noted."""
 
     world_size: int
     results: list[Result] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Results:
         result: torch.Tensor | None,
         max_error: float | None = None,
     ) -> None:
-        """Expect the mean over the ranks of their own tensors, where None counts as zeros; the same bits."""
+        """Expect the mean of the ranks' own tensors, with None as zeros, and equal bits on all ranks."""
         self._note(name, own, result, "mean", max_error, is_common=True)
 
     def like(
@@ -67,7 +67,7 @@ class Results:
         max_error: float | None = None,
         is_common: bool = True,
     ) -> None:
-        """Expect what another implementation has on this rank, and by default the same bits on all ranks."""
+        """Expect another implementation's result on this rank, and by default equal bits on all ranks."""
         self._note(name, reference, result, "own", max_error, is_common)
 
     def same(self, name: str, reference: torch.Tensor | None, result: torch.Tensor | None) -> None:
@@ -153,7 +153,7 @@ def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _compare(result: Result, of_ranks: list[Result]) -> tuple[float, str | None]:
-    """Return the result's error over the largest reference, and what is wrong, None if nothing is."""
+    """Return the result's error over the largest reference, and a description of a misfit; None if right."""
     expected = _expected(result, of_ranks)
     if expected is None or result.result is None:
         is_right = expected is None and result.result is None

@@ -1,9 +1,9 @@
-"""Time what a Recorder takes of a training step on a CPU: python -m benchmarks.recorder_cost.
+"""Time a Recorder's part of a training step on a CPU: python -m benchmarks.recorder_cost.
 
-One process trains a multilayer perceptron on gradcomp's wrapper, one model per hook and way to record, in
-turns, so that the same disturbances hit all. World size 1: nothing crosses a wire, so what a recorder adds is
-as large a part of a step as it can be. Counted is the time of the processor, of one thread, which other
-programs disturb little. Prints medians, p20 and p80 in ms.
+One process trains a multilayer perceptron on gradcomp's wrapper: one model per hook and way to record, in
+turns, so that disturbances hit all of them. The world size is 1: nothing crosses a wire, so the recorder's
+part of a step is as large as it can be. The times are one thread's CPU time, which other programs disturb
+little. Prints medians, p20 and p80 in ms.
 """
 
 from __future__ import annotations

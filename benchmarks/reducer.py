@@ -1,14 +1,13 @@
 """Backward and averaging with gradcomp's Reducer beside torch's DistributedDataParallel, at world size 1.
 
-There is one process, so nothing crosses a wire: what is timed is the work that a reducer adds to backward.
+There is one process, so nothing crosses a wire: the times are of the work that a reducer adds to backward.
 The model's forward and backward do next to nothing: forward returns zero, and backward sets every parameter's
 gradient to a fixed tensor, without a copy. The backend is NCCL on CUDA and gloo on CPU. Gradients are None
 before each step. Every model is trained with the defaults, 25 MiB a bucket, and with gradient_as_bucket_view.
 
-A call is a whole step, including DDP's forward and setting the gradients to None: neither can be left out of
-the timing, and both are small. Launches are counted in a separate call: the operators that torch dispatches,
-without views and allocations, and Triton's kernels. One operator may stand for many copies: on the CPU
-torch._foreach_copy_ is a loop in C++.
+A call is a whole step. It includes DDP's forward and setting the gradients to None, which are small. Launches
+are counted in a separate call: the operators that torch dispatches, without views and allocations, and
+Triton's kernels. One operator may stand for many copies: on the CPU torch._foreach_copy_ is a loop in C++.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 class _FixedGradients(torch.autograd.Function):
-    """A function whose value is zero and whose gradients are the given tensors."""
+    """A function that returns zero. Its backward returns the given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
@@ -64,12 +63,12 @@ class _FixedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # New tensors on the same memory: autograd keeps these, and would copy the given ones.
+        # detach() makes new tensors on the old memory. autograd keeps these; it would copy the given tensors.
         return None, *(gradient.detach() for gradient in ctx.gradients)
 
 
 class Model(torch.nn.Module):
-    """A model with a parameter of each gradient's shape, whose backward yields these gradients."""
+    """A model with a parameter for each gradient. Its backward yields these gradients."""
 
     def __init__(self, gradients: Sequence[torch.Tensor]):
         super().__init__()

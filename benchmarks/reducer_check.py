@@ -3,11 +3,11 @@
 With python -m benchmarks.reducer_check --backend gloo --world-size 2 --device cuda all ranks share one GPU
 (or the CPU); with --backend nccl every rank has a GPU of its own. Each scenario (reducer_scenarios.py,
 state_scenarios.py) has a process group of its own, and compares with the float64 mean of the ranks' own
-gradients, or with torch's DistributedDataParallel on the same inputs. What all ranks have in common has to
-have the same bits.
+gradients, or with torch's DistributedDataParallel on the same inputs. Common results must have equal bits on
+all ranks.
 
-A scenario in which a rank raises, dies or waits for ever fails with every rank's traceback or stack; the next
-one has new processes. Exit status: 0 if all is right, 1 otherwise.
+A scenario fails if a rank raises, dies or hangs; every rank's traceback or stack is printed. The next
+scenario gets new processes. Exit status: 0 if all is right, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run_rank(
     store: str,
     timeout_s: float,
 ) -> list[Result]:
-    """Run a scenario on one rank, in a process of a Pool, whose default group is on gloo. A collective."""
+    """Run a scenario on one rank, in a process of a Pool. The default group is on gloo. A collective."""
     world_size = group.size()
     device = take_device(rank, backend, device_type)
     logging.getLogger("gradcomp").setLevel(logging.ERROR)  # checkpoints are meant
@@ -119,7 +119,8 @@ def run(
 ) -> list[str]:
     """Run the scenarios, print a line for each, and return the names of those that failed.
 
-    scenario_timeout_s: for one of them; timeout_s: for all of them.
+    scenario_timeout_s: the time limit of each scenario.
+    timeout_s: the time limit of all scenarios.
     """
     # All ranks are on this machine, which need not have any network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -146,7 +147,7 @@ def run(
 def _outcome(
     pool: Pool, world_size: int, arguments: tuple[str, str, str, str, float], limit_s: float
 ) -> tuple[str, str | None]:
-    """Run a scenario. Return its line, and what is wrong, None if nothing is."""
+    """Run a scenario. Return its line, and a description of the failure; None if it passed."""
     if limit_s <= 0:
         return f"{'FAILED':<8} not run", "there was no time left"
     try:

@@ -1,4 +1,4 @@
-"""The models of reducer_check's scenarios, each with something that a plain one lacks, and their wrapping."""
+"""The models of reducer_check's scenarios, each with a feature that plain models lack, and their wrapping."""
 
 from __future__ import annotations
 
@@ -123,9 +123,9 @@ class Given(nn.Module):
 
 
 class Averaged:
-    """A model whose gradients gradcomp averages: on a Reducer, or wrapped. Called as the model is.
+    """A model on a Reducer or in the wrapper, which average its gradients. Call it as the model.
 
-    options: the Reducer's, which are the wrapper's, too.
+    options: of the Reducer or the wrapper, which have the same ones.
     """
 
     def __init__(self, on: On, model: nn.Module, device: torch.device, **options: Any) -> None:
@@ -169,7 +169,7 @@ def made(make: Callable[[], nn.Module], device: torch.device, seed: int = 0) -> 
 
 
 def numbers(device: torch.device, rank: int, step: int, shape: Sequence[int]) -> torch.Tensor:
-    """Return random inputs, other ones on every rank and in every step, the same on every kind of device."""
+    """Return random inputs. They differ between ranks and steps, but not between kinds of devices."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return torch.randn(tuple(shape), generator=generator).to(device)
 
@@ -180,7 +180,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 class BesideTwin:
-    """Trains a model whose gradients are averaged beside its twin, which has this rank's own gradients."""
+    """Trains a model with averaged gradients beside its twin, which has this rank's own gradients."""
 
     def __init__(self, on: On, model: nn.Module, device: torch.device, **options: Any) -> None:
         self.twin = copy.deepcopy(model)
@@ -216,7 +216,7 @@ class BesideTwin:
 
 @contextmanager
 def current_stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """Make another stream than the default one current, where the device has streams."""
+    """Make a stream other than the default current, if the device has streams."""
     if device.type != "cuda":
         yield
         return

@@ -1,7 +1,7 @@
 """The scenarios of reducer_check that average gradients, on the Reducer or on the wrapper.
 
-Every scenario but join compares with the float64 mean of the ranks' own gradients, which a twin of the model
-computes.
+Every scenario except join compares with the float64 mean of the ranks' own gradients, from a twin of the
+model.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def static_graph(device: torch.device, rank: int, world_size: int, on: On) -> Re
 
 
 def sparse_gradients(device: torch.device, rank: int, world_size: int, on: On) -> Results:
-    """Average rows, which a rank may lack, in other numbers on every rank, beside dense gradients."""
+    """Average sparse rows beside dense gradients. The number of rows differs by rank, and may be zero."""
     results = Results(world_size)
     for options in (*BOTH, {"find_unused_parameters": True}):
         both = BesideTwin(on, made(Embeddings, device), device, **options)
@@ -117,7 +117,7 @@ def channels_last(device: torch.device, rank: int, world_size: int, on: On) -> R
 
 
 def accumulation(device: torch.device, rank: int, world_size: int, on: On) -> Results:
-    """Accumulate three backwards, of which the last one averages, from None and from zeros."""
+    """Accumulate three backwards, from None and from zeros. The last one averages."""
     results = Results(world_size)
     for options in BOTH:
         both = BesideTwin(on, made(MLP, device), device, **options)
@@ -146,7 +146,7 @@ def mixed_dtypes(device: torch.device, rank: int, world_size: int, on: On) -> Re
 
 
 def complex_parameters(device: torch.device, rank: int, world_size: int, on: On) -> Results:
-    """Average complex gradients without a hook, and through those that see them as real ones."""
+    """Average complex gradients without a hook, and through hooks that see them as real gradients."""
     results = Results(world_size)
     hooks = {"none": torch.float32, "allreduce_hook": torch.float32, "bf16_compress_hook": torch.bfloat16}
     for name, dtype in hooks.items():
@@ -164,7 +164,7 @@ def complex_parameters(device: torch.device, rank: int, world_size: int, on: On)
 
 
 def bucket_views(device: torch.device, rank: int, world_size: int, on: On) -> Results:
-    """Keep gradients in the buckets' memory, whether zeroed or made anew, and while buckets are rebuilt."""
+    """Keep gradients in the buckets' memory: zeroed, newly made, and while buckets are rebuilt."""
     results = Results(world_size)
     both = BesideTwin(on, made(MLP, device), device, **VIEW)
     for step in range(5):
@@ -245,7 +245,7 @@ def _joined(
 
 
 def disagreement(device: torch.device, rank: int, world_size: int, on: On) -> Results:
-    """Give ranks different options, and options too long for one message: every rank has to raise."""
+    """Give ranks different options, and options too long for one message: every rank must raise."""
     results = Results(world_size)
     for where, make, options in (
         ("options", MLP, {"static_graph": rank == 0}),

@@ -1,4 +1,4 @@
-"""What reducer_check has beside gradients: the module's state, average_, and checkpoints of hooks' states."""
+"""Scenarios of reducer_check beside gradients: the module's state, average_, checkpoints of hooks' states."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def average_exactly(device: torch.device, rank: int, world_size: int) -> Results
 
 
 def average_with_error_feedback(device: torch.device, rank: int, world_size: int) -> Results:
-    """Average tensors through PowerSGD and int4: what comes out and what is held back is what went in."""
+    """Average tensors through PowerSGD and int4: averages and kept errors together equal the inputs."""
     results = Results(world_size)
     for name in WITH_ERROR_FEEDBACK:
         hook_check = checked_hooks.HOOKS[name]
@@ -115,7 +115,7 @@ def average_with_error_feedback(device: torch.device, rank: int, world_size: int
 
 
 def checkpoints(device: torch.device, rank: int, world_size: int, on: On) -> Results:
-    """Save a state in the middle of a run, go on with what is loaded: no error or direction is lost."""
+    """Save a state in the middle of a run, load it and go on: no error or direction is lost."""
     results = Results(world_size)
     for name in WITH_ERROR_FEEDBACK:
         for way in _WAYS:
@@ -204,7 +204,7 @@ class _Run:
 def _errors(state: Any, first_seen: Sequence[int]) -> dict[int, torch.Tensor]:
     """Return a state's errors by the parameters' indices in the model.
 
-    first_seen: these indices in the order in which the hook first saw the parameters.
+    first_seen: the indices in the order in which the hook first saw the parameters.
     """
     errors: dict[int, torch.Tensor] = {}
     for memory in state.state_dict()["buckets"].values():
@@ -215,7 +215,7 @@ def _errors(state: Any, first_seen: Sequence[int]) -> dict[int, torch.Tensor]:
 
 
 class _Sums:
-    """Sums up over the steps what a rank puts in, and what comes out."""
+    """Sums, over the steps, of a rank's inputs and of the averages."""
 
     def __init__(self) -> None:
         self._own: list[torch.Tensor] = []
@@ -228,7 +228,7 @@ class _Sums:
     def expect(
         self, results: Results, where: str, errors: Mapping[int, torch.Tensor], max_error: float
     ) -> None:
-        """Expect that what came out is the mean of what was put in, less what is held back as errors."""
+        """Expect that the averages are the mean of the inputs minus the errors."""
         for index, (own, out) in enumerate(zip(self._own, self._out, strict=True)):
             error = errors[index].double()
             results.mean(f"{where}, tensor {index}", own - error, out, max_error)
@@ -243,7 +243,7 @@ def _added(sums: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> lis
 
 
 def _gradients(device: torch.device, rank: int, step: int) -> list[torch.Tensor]:
-    """Return gradients with a part that all ranks and steps have in common, as gradients of training have."""
+    """Return gradients with a part common to all ranks and steps, like gradients in training."""
     return [
         numbers(device, 0, 900 + index, shape) + 0.3 * numbers(device, rank, 20 * step + index, shape)
         for index, shape in enumerate(SHAPES)
@@ -251,7 +251,7 @@ def _gradients(device: torch.device, rank: int, step: int) -> list[torch.Tensor]
 
 
 def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to memory in which its elements lie in another order, or have gaps."""
+    """Copy a tensor to a layout with another order of elements, or with gaps."""
     if tensor.dim() == 4:
         return tensor.clone(memory_format=torch.channels_last)
     if tensor.dim() == 2:

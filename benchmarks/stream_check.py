@@ -1,15 +1,15 @@
-"""Check that no hook makes the host wait for the GPU, and that each one keeps to stream order.
+"""Check that no hook makes the host wait for the GPU, and that every hook keeps to stream order.
 
-python -m benchmarks.stream_check runs on NCCL at world size 1. The gradient of a bucket is made to arrive
-late: a sleeping kernel runs before the copy that writes it, and the buffer holds NaN until then. The
-hook is called at once. It must
+python -m benchmarks.stream_check runs on NCCL at world size 1. A bucket's gradient arrives late: a sleeping
+kernel runs before the copy that writes it, and until then the buffer holds NaN. The hook is called at once.
+It must
 
 1. not synchronize in any way that torch.cuda.set_sync_debug_mode("error") sees;
 2. return to the host while the kernel still sleeps;
-3. make the current stream wait for its result, which must be the gradient; with error feedback, the
-   gradient plus the state's error before the call, minus its error after it.
+3. make the current stream wait for its result. The result must be the gradient; with error feedback, the
+   gradient plus the state's error before the call, minus the state's error after it.
 
-The check is also run on a hook that synchronizes, which it must catch. Exit status: 0 if all is right, 2
+The check must also catch a hook that does synchronize. Exit status: 0 if all is right, 2
 without a GPU, 1 otherwise.
 """
 
@@ -30,9 +30,9 @@ NUM_WARM_UP_CALLS = 5
 
 
 def problem_of(hook: Hook, state: Any, max_error: float, device: torch.device) -> str | None:
-    """Describe what is wrong with the hook; None if nothing is.
+    """Describe the hook's first failure; None if there is none.
 
-    state: None, or a state whose state_dict() is as PowerSGDState's.
+    state: None, or a state with a state_dict() like PowerSGDState's.
     """
     bucket = FakeBucket(SHAPES, device)
     buffer = bucket.buffer()

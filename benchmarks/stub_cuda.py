@@ -1,10 +1,10 @@
-"""Stubs of CUDA that cost nothing, so that what a hook takes on the host is Python's time and Triton's.
+"""Stubs of CUDA that cost nothing, so that a hook's time on the host is Python's and Triton's.
 
-Tensors stay on the CPU and pose as the device's. Kernels are compiled for sm_90 as on a GPU, and launched by
-Triton's own launcher on a libcuda whose functions do nothing, so neither a GPU nor its driver is needed; a C
-compiler is, as always for Triton. Streams, events and futures keep torch's Python code around empty calls. A
-future's set_result looks for the tensors in its value as it does for a future with devices. Not counted: what
-CUDA's own functions take (a launch some 2 µs, an event 1 µs), and NCCL.
+Tensors stay on the CPU and pose as the device's. Kernels are compiled for sm_90 as on a GPU. Triton's own
+launcher launches them on a libcuda of empty functions, so there is no need for a GPU or its driver. Triton
+needs a C compiler, as always. Streams, events and futures keep torch's Python code around empty calls. A
+future's set_result looks for tensors in its value, as with devices. Not counted: the time of CUDA's own
+functions (a launch some 2 µs, an event 1 µs), and NCCL.
 
 install() changes torch and Triton for the whole process: call it in a process of its own, before gradcomp is
 imported.
@@ -39,7 +39,7 @@ _C_FUNCTIONS = {
 
 
 def install(architecture: int = 90) -> None:
-    """Replace CUDA in torch and Triton, and start a process group of one whose collectives do nothing."""
+    """Replace CUDA in torch and Triton, and start a process group of one rank with empty collectives."""
     _install_libcuda()
     _install_torch(architecture)
     import gradcomp.kernels
@@ -75,7 +75,7 @@ def _install_libcuda() -> None:
     subprocess.run(["cc", *flags, "-o", str(library), str(source)], check=True)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-    # A launcher that was linked with the real library must not be taken for one of ours, nor the reverse.
+    # A cache of its own: it must not mix launchers linked with the real libcuda and with the stub.
     os.environ["TRITON_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"stub_cuda_cache.{os.getuid()}")
 
 
@@ -88,7 +88,7 @@ class _Event:
 
 
 class _Stream:
-    """Stands in for torch.cuda.Stream: its Python code without what CUDA does."""
+    """Stands in for torch.cuda.Stream: its Python code without CUDA's calls."""
 
     wait_event, wait_stream, record_event = (
         torch.cuda.Stream.wait_event,
@@ -110,7 +110,7 @@ class _Stream:
 
 
 class _Future(torch.futures.Future[_T]):
-    """A future that finds the tensors in its value, as one with devices does, and records no event."""
+    """A future that looks for the tensors in its value, like one with devices, but records no event."""
 
     def __init__(self, *, devices: Any = None):
         super().__init__()

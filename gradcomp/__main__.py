@@ -3,7 +3,7 @@
 python -m gradcomp [info]    print the versions, the devices and the backends
 python -m gradcomp plan      predict which hook is fastest on a network, and when not to compress
 python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
-python -m gradcomp report    show what a Recorder has written, as an HTML page
+python -m gradcomp report    show a Recorder's files as an HTML page
 """
 
 import argparse
@@ -23,7 +23,7 @@ from .recordings import page as report_page
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of gradcomp and of what it runs on, by name."""
+    """Return the versions of gradcomp, Python, torch and Triton, by name."""
     return {
         "gradcomp": __version__,
         "Python": platform.python_version(),
@@ -43,7 +43,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 
 def backends() -> list[str]:
-    """Return the backends that a process group can have here."""
+    """Return the process group backends that this torch has."""
     return [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
 
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="Each command has options of its own: python -m gradcomp plan --help",
     )
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="info", help="default: %(default)s")
-    # A command's own options are not this parser's.
+    # Each command parses its own options.
     options = parser.parse_args(given[:1])
     COMMANDS[options.command](given[1:])
 

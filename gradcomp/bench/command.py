@@ -1,4 +1,4 @@
-"""The command `python -m gradcomp bench`: measure a cluster and a model with every hook, on its own ranks."""
+"""The command `python -m gradcomp bench`: measure a cluster and a model's step with every hook."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .run import BenchOptions, dtype_name, measure, table
 from .workloads import BUILT_IN_WORKLOADS, Workload, load_workload
 
 POLL_S = 0.05
-# The time that the others have to end by themselves once one has failed: they may print the reason.
+# Once a rank has failed, the others have this time to print a reason and end by themselves.
 GRACE_S = 5.0
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def run_locally(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run `python -m gradcomp bench arguments` in num_ranks processes; return the exit status.
+    """Run `python -m gradcomp bench arguments` in num_ranks processes.
 
-    It is 0 if all end so, else that of the first to end otherwise. Whatever ends this process ends them: they
-    are killed when it returns, and when it dies they read the end of their standard input.
+    Returns 0 if every process ends with 0, else the exit status of the first that doesn't. The processes
+    don't outlive this one: they are killed on return, and end themselves when their standard input closes.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks: list[subprocess.Popen[bytes]] = []
@@ -66,7 +66,7 @@ def _start(arguments: Sequence[str], rank: int, num_ranks: int, store: Path) -> 
         **{name: str(value) for name, value in places.items()},
         STORE_VARIABLE: str(store),
     }
-    # In a session of its own, so that Ctrl-C reaches this process alone, which kills it.
+    # In a session of its own: Ctrl-C reaches this process only, which then kills the rank.
     return subprocess.Popen(
         [sys.executable, "-m", "gradcomp", "bench", *arguments],
         env=environment,
@@ -76,7 +76,7 @@ def _start(arguments: Sequence[str], rank: int, num_ranks: int, store: Path) -> 
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all have ended, or GRACE_S after one has failed; return the exit status."""
+    """Wait until all ranks have ended, or GRACE_S after one has failed. Return the exit status."""
     failed, deadline = 0, float("inf")
     while time.monotonic() < deadline:
         ended = [status for each in ranks if (status := each.poll()) is not None]
@@ -85,7 +85,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         if len(ended) == len(ranks):
             break
         time.sleep(POLL_S)
-    # A process that a signal ended has its negative number.
+    # Popen reports a process killed by signal n as -n.
     return failed if failed >= 0 else 128 - failed
 
 
@@ -97,7 +97,7 @@ HOW_TO_START = (
 
 
 class BenchParser(OneLineParser):
-    """A parser whose messages rank 0 alone prints."""
+    """A parser that prints its messages on rank 0 only."""
 
     def error(self, message: str) -> Any:
         if is_first_rank():
@@ -160,7 +160,7 @@ def bench_parser() -> BenchParser:
 
 
 def _hooks(parser: BenchParser, names: str) -> tuple[str, ...]:
-    """Return the hooks to measure, "none" first; noop comes by itself."""
+    """Return the hooks to measure, "none" first. NOOP is always measured, so it is left out here."""
     given = [name.strip() for name in names.split(",")]
     try:
         found = [candidate_named(name).name for name in given if name != NOOP]
@@ -171,7 +171,7 @@ def _hooks(parser: BenchParser, names: str) -> tuple[str, ...]:
 
 def _run_rank(parser: BenchParser, options: Any) -> None:
     """Measure as one of the ranks."""
-    # The table says how much every hook sends.
+    # Hides what hooks log of their compression: the table has every hook's results.
     logging.getLogger("gradcomp").setLevel(logging.WARNING)
     workloads: list[Workload] = []
 
@@ -195,6 +195,6 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
                 found.write(options.out)
                 print(f"\nFor other networks: python -m gradcomp plan --from {options.out}")
     except KeyboardInterrupt:
-        os._exit(INTERRUPTED)  # collectives under way would wait for the other ranks
+        os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The benchmark's process group: this rank's place there, and the time of collectives between the ranks."""
+"""The benchmark's process group: this rank's place in it, and the time of its collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradcomp.plan.candidates import CollectiveKind
 from gradcomp.plan.measurements import KINDS, LinkSample
 
 TIMEOUT = timedelta(seconds=120)
-# Where the processes that bench itself starts find each other: the path of a file.
+# The path of the file through which processes started by bench find each other.
 STORE_VARIABLE = "GRADCOMP_BENCH_STORE"
 
 
@@ -30,19 +30,19 @@ def is_rank() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process speaks for all: rank 0, or one that is no rank."""
+    """Return whether this process prints for all: it is rank 0, or no rank."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's work; a CPU has done it."""
+    """Wait for the device's work. On a CPU nothing is pending."""
     if ops.has_streams(device):
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The default process group, and this rank's device in it."""
+    """The default process group, and this rank's device."""
 
     rank: int
     world_size: int
@@ -56,18 +56,20 @@ class Group:
         return int(shared.item())
 
     def slowest(self, samples_s: Sequence[float]) -> list[float]:
-        """Return the longest of all ranks' times, sample by sample. A collective."""
+        """Return for each sample the longest time of any rank. A collective."""
         shared = torch.tensor(samples_s, dtype=torch.float64, device=self.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return [float(each) for each in shared]
 
 
 def join(use_cpu: bool, prepare: Callable[[torch.device], object]) -> Group:
-    """Join the other ranks, once all of them are prepared.
+    """Prepare this rank, then join the other ranks' process group.
 
-    The backend is NCCL where every rank of a machine has a GPU of its own, and gloo elsewhere. prepare is
-    called with the rank's device first. Raises ValueError on every rank, with what the first rank that failed
-    has to say, if it raises a ValueError on any.
+    use_cpu: whether to use CPUs and gloo on machines with GPUs, too.
+    prepare: called with this rank's device before the group exists.
+
+    The backend is NCCL if every rank of a machine has a GPU of its own, else gloo. If prepare raises
+    ValueError on any rank, every rank raises ValueError, with the message of the first of these ranks.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -91,7 +93,7 @@ def join(use_cpu: bool, prepare: Callable[[torch.device], object]) -> Group:
 
 
 def _store(world_size: int) -> dist.Store:
-    """Return the store through which all ranks find each other."""
+    """Return the store that all ranks share."""
     if STORE_VARIABLE in os.environ:
         return dist.FileStore(os.environ[STORE_VARIABLE], world_size)
     found: dist.Store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
@@ -99,10 +101,10 @@ def _store(world_size: int) -> dist.Store:
 
 
 def _raise_together(store: dist.Store, rank: int, world_size: int, problem: str) -> None:
-    """Raise ValueError on every rank if any has a problem, and return once all ranks know."""
+    """Raise ValueError on every rank if any rank has a problem. Return once all ranks know."""
     store.set(f"problem {rank}", problem or "none")
     told = [store.get(f"problem {each}").decode() for each in range(world_size)]
-    # The process that holds the store has to stay until all have read it.
+    # The process that holds the store must stay until all ranks have read it.
     store.add("read", 1)
     store.set(f"done {rank}", "")
     store.wait([f"done {each}" for each in range(world_size)], TIMEOUT)
@@ -113,7 +115,7 @@ def _raise_together(store: dist.Store, rank: int, world_size: int, problem: str)
 
 
 def end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended: its end of our standard input closes."""
+    """End this process when its parent ends: our standard input closes then."""
 
     def watch() -> None:
         while os.read(0, 1024):
@@ -125,14 +127,14 @@ def end_with_parent() -> None:
 
 SIZES_BYTES = (2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
 MIN_CALLS, MAX_CALLS = 3, 30
-# A larger size is left out when the smaller one took so long, or when no time is left.
+# After a collective that takes longer, larger sizes are left out.
 LONG_S = 0.5
 
 
 def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
-    """Yield each kind of collective's median time on each size, of the slowest rank. A collective.
+    """Yield the median time of each kind of collective at each size, on the slowest rank. A collective.
 
-    limit_s: for all of them together; every kind has two sizes at least.
+    limit_s: the time for all of them together. Every kind is measured at two sizes at least, limit or not.
     """
     for kind in KINDS:
         deadline = time.perf_counter() + limit_s / len(KINDS)
@@ -151,7 +153,10 @@ def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
 
 
 def _call(kind: CollectiveKind, num_bytes: int, group: Group) -> Callable[[], object]:
-    """Return a call of the collective on a buffer of so many bytes, all ranks' together."""
+    """Return a function that runs the collective.
+
+    num_bytes: the size of the whole buffer, all ranks' parts together.
+    """
 
     def buffer(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=group.device)
@@ -173,7 +178,7 @@ def _call(kind: CollectiveKind, num_bytes: int, group: Group) -> Callable[[], ob
 
 
 def _timed(call: Callable[[], object], num_calls: int, group: Group) -> list[float]:
-    """Time calls one by one, all ranks starting together."""
+    """Time calls one by one. All ranks start together."""
     samples = []
     dist.barrier()
     synchronize(group.device)

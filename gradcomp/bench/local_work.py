@@ -1,8 +1,8 @@
-"""Time a hook's own work on buckets of given shapes, without its collectives and without other ranks.
+"""Time a hook's own work on buckets of given shapes, without collectives and without other ranks.
 
     python -m gradcomp.bench.local_work
 
-prints the times per element on this machine's CPU, from which gradcomp.plan's CPU is made.
+prints the times per element on this machine's CPU. gradcomp.plan.CPU has its numbers from there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradcomp.plan.models import Shape, num_elements
 from .group import synchronize
 
 MIN_ROUNDS = 3
-# What a user's 25 MiB bucket is like: a transformer block of width 512, twice.
+# Like a user's 25 MiB bucket: two transformer blocks of width 512.
 TYPICAL = ([(1536, 512), (1536,), (512, 512), (512,), (2048, 512), (2048,), (512, 2048), (512,)] * 2)[::-1]
 TYPICAL_WORLD_SIZE = 4
 
@@ -31,7 +31,7 @@ Work = Callable[[torch.Tensor], None]
 def local_work(
     hook: Candidate, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, world_size: int
 ) -> Work:
-    """Return a function that does a hook's own work on a flat bucket, as a rank of world_size does it."""
+    """Return a function that does a hook's own work on a flat bucket, as one of world_size ranks."""
     if hook.rank is not None:
         return _low_rank(hook, shapes, dtype, device, world_size)
     if hook.bits is not None:
@@ -58,9 +58,9 @@ def _quantized(plan: ops.QuantizedPlan) -> Work:
 
 
 def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
-    """Do what follows quantize in a quantized all-reduce."""
+    """Average and dequantize, as a quantized all-reduce does after quantize."""
     if plan.payload.numel():
-        # What an all-to-all does between ranks that have the same gradients.
+        # Stands in for an all-to-all between ranks with equal gradients.
         plan.received.copy_(plan.payload[:1].expand_as(plan.received))
         plan.average(0)
         plan.dequantize(flat)
@@ -115,7 +115,11 @@ def median_s(
     world_size: int,
     limit_s: float,
 ) -> float:
-    """Return the median time of a hook's own work on all buckets, measured for up to limit_s, or 3 rounds."""
+    """Return the median time of a hook's own work on all buckets.
+
+    buckets: the shapes of each bucket.
+    limit_s: the time of all rounds; at least MIN_ROUNDS are timed.
+    """
     works = [local_work(hook, shapes, dtype, device, world_size) for shapes in buckets]
     flats = [torch.randn(num_elements(shapes), device=device).to(dtype) for shapes in buckets]
     samples: list[float] = []
@@ -128,11 +132,11 @@ def median_s(
             work(flat)
         synchronize(device)
         samples.append(time.perf_counter() - start)
-    return statistics.median(samples[1:])  # the first compiles, and fills caches
+    return statistics.median(samples[1:])  # the first round compiles, and fills caches
 
 
 def main() -> None:
-    """Print each hook's nanoseconds per element, and this CPU's rate of multiplying matrices, one thread."""
+    """Print, for one thread, each hook's nanoseconds per element and the rate of matrix products."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     print(f"# one thread, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")

@@ -25,12 +25,12 @@ from .local_work import median_s
 from .steps import NUM_ROUNDS, Trainer, hook_time, hook_times, step_parts
 from .workloads import Workload
 
-# Parts of a hook's time that go to the link, and to each hook's own work, beside its steps.
+# The link and each hook's own work are measured for this part of a hook's `seconds`.
 LINK_PART, LOCAL_PART = 2.0, 0.3
 
 
 class Progress:
-    """What is being measured, on standard error, by rank 0: one line that is rewritten, or a line each."""
+    """Progress on rank 0's standard error: one line that is rewritten on a terminal, else a line per text."""
 
     def __init__(self, is_shown: bool):
         self._is_shown, self._is_terminal = is_shown, sys.stderr.isatty()
@@ -53,7 +53,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure: hooks by name, without noop; seconds for each; DDP's bucket cap."""
+    """Options of a measurement.
+
+    hooks: by name, without NOOP.
+    seconds: the time of steps with each hook.
+    bucket_cap_mb: DDP's option.
+    """
 
     hooks: tuple[str, ...]
     seconds: float
@@ -61,14 +66,13 @@ class BenchOptions:
 
 
 def dtype_name(workload: Workload) -> str:
-    """Return the name of the gradients' dtype. Raises ValueError for several, or one that no hook takes."""
+    """Return the name of the gradients' dtype. Raises ValueError for several, and for one not in DTYPES."""
     dtypes = {each.dtype for each in workload.parameters}
     names = [name for name, dtype in DTYPES.items() if dtype in dtypes]
     if len(dtypes) > 1 or not names:
         found = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(
-            f"model {workload.name!r} has parameters in {found}; they have to be in one of "
-            f"{', '.join(DTYPES)}"
+            f"model {workload.name!r} has parameters in {found}; they must be in one of {', '.join(DTYPES)}"
         )
     return names[0]
 
@@ -122,7 +126,7 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
         dtype=dtype_name(workload),
         shapes=[list(shape) for shape in shapes],
         bucket_cap_mb=options.bucket_cap_mb,
-        # DDP's buckets may be others than the plan's where gradients are ready in another order.
+        # Gradients may be ready in another order than plan assumes: then DDP has other buckets.
         ready_at=parts.ready_at if len(parts.ready_at) == len(buckets) else [],
         forward_s=parts.forward_s,
         backward_s=parts.backward_s,
@@ -140,7 +144,7 @@ def device_name(device: torch.device) -> str:
 
 
 def table(read: Measurements, max_loss: float) -> str:
-    """Return everything in lines of text."""
+    """Format measurements: the link, the step and its parts, every hook beside none, and the hook to use."""
     none_s, noop_s = read.step_s("none"), read.step_s(NOOP)
     assert none_s is not None
     assert noop_s is not None
@@ -180,7 +184,7 @@ def table(read: Measurements, max_loss: float) -> str:
 
 
 def _links(read: Measurements) -> list[str]:
-    """Return a line for each kind of collective."""
+    """Return a line per kind of collective, with its bandwidth and latency."""
     return [
         f"link     {kind}: {bandwidth(rate.bytes_per_s)} per rank, {rate.latency_s * 1e6:.0f} µs per message"
         for kind, rate in read.fitted_link().measured.items()
@@ -188,7 +192,7 @@ def _links(read: Measurements) -> list[str]:
 
 
 def recommendation(read: Measurements, max_loss: float) -> str:
-    """Return which hook to use by the measured steps, in words."""
+    """Return the hook to use, by the measured steps, in words."""
     noop_s = read.step_s(NOOP)
     assert noop_s is not None
     hooks = [candidate_named(each.name) for each in read.hooks if each.name != NOOP]

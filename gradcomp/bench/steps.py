@@ -1,4 +1,4 @@
-"""Time training steps with every hook, in rounds, each time with a DDP model of its own."""
+"""Time training steps with every hook, in rounds. Every hook of a round gets a new DDP model."""
 
 import gc
 import statistics
@@ -22,12 +22,12 @@ from gradcomp.plan.measurements import NOOP, HookTime
 from .group import Group, synchronize
 from .workloads import Workload
 
-# The step from which states compress: the earliest that PowerSGD takes.
+# States compress from this step on: the earliest that PowerSGDState accepts.
 FIRST_COMPRESSED_STEP = 2
 
 
 def register(model: DistributedDataParallel, name: str) -> None:
-    """Register the hook of this name; nothing for "none"."""
+    """Register the hook of this name. "none" stands for no hook."""
     if name == NOOP:
         model.register_comm_hook(None, debugging_hooks.noop_hook)
     elif name != "none":
@@ -35,7 +35,7 @@ def register(model: DistributedDataParallel, name: str) -> None:
 
 
 def state_and_hook(candidate: Candidate) -> tuple[Any, Any]:
-    """Return the state and the hook that a candidate stands for; in the default group."""
+    """Return a candidate's state and hook, for the default group."""
     if candidate.rank is not None:
         options = candidate.powersgd_options
         state = powerSGD_hook.PowerSGDState(
@@ -61,7 +61,7 @@ def state_and_hook(candidate: Candidate) -> tuple[Any, Any]:
 
 
 class ReadyTimes:
-    """When each bucket of the last backward was ready, after the begin() before it, by the device's clock."""
+    """The times from begin() until the last backward's buckets were ready, by the device's clock."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -69,17 +69,17 @@ class ReadyTimes:
         self.begin()
 
     def begin(self) -> None:
-        """Note the current time as the one that the next buckets' are counted from."""
+        """Start to count: the next buckets' times are counted from now."""
         self._start = self._now()
 
     def add(self, index: int) -> None:
-        """Note that the bucket of this index is ready. The first one begins a new backward."""
+        """Note that the bucket of this index is ready. Bucket 0 begins a new backward."""
         if index == 0:
             self._times = []
         self._times.append((index, self._start, self._now()))
 
     def seconds(self) -> list[float]:
-        """Return the last backward's times, by bucket; the device has to have done its work."""
+        """Return the last backward's times, by bucket. Synchronize the device first."""
         ordered = sorted(self._times, key=lambda each: each[0])
         return [_between(start, end) for _, start, end in ordered]
 
@@ -92,7 +92,7 @@ class ReadyTimes:
 
 
 def recording_hook(state: ReadyTimes, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the bucket as it is, and note the time."""
+    """Note the time, and return the bucket unchanged."""
     state.add(bucket.index())
     return debugging_hooks.noop_hook(None, bucket)
 
@@ -105,8 +105,8 @@ def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
     return float(start.elapsed_time(end)) / 1e3
 
 
-# Before steps are timed: DDP rebuilds its buckets after the first, states compress from the third on, and the
-# fourth finds everything compiled and allocated. The last one is timed for the number of steps.
+# Steps before the timed ones. DDP rebuilds its buckets after the first. States compress from the third on.
+# The fourth finds everything compiled and allocated. The last one is timed, to choose the number of steps.
 WARM_UP_STEPS = FIRST_COMPRESSED_STEP + 3
 NUM_ROUNDS = 3
 MIN_STEPS, MAX_STEPS = 3, 200
@@ -114,7 +114,7 @@ MIN_STEPS, MAX_STEPS = 3, 200
 
 @dataclass
 class Trainer:
-    """Runs steps of a workload. Its optimizer changes no weight, so that all steps compute the same."""
+    """Runs steps of a workload. The optimizer changes no weight, so all steps are alike."""
 
     workload: Workload
     group: Group
@@ -128,7 +128,7 @@ class Trainer:
     def model(
         self, register_on: Callable[[DistributedDataParallel], None]
     ) -> Iterator[DistributedDataParallel]:
-        """Yield a new DDP model with a hook, which is warm and gone afterwards."""
+        """Yield a new DDP model with a hook, and free the model afterwards."""
         model = DistributedDataParallel(self.workload.module, bucket_cap_mb=self.bucket_cap_mb)
         register_on(model)
         try:
@@ -136,10 +136,10 @@ class Trainer:
         finally:
             del model
             self.optimizer.zero_grad(set_to_none=True)
-            gc.collect()  # frees DDP models, whose hooks on the parameters go with them
+            gc.collect()  # frees the DDP model, and with it the model's hooks on the parameters
 
     def step(self, model: DistributedDataParallel, mark: Callable[[], None] = lambda: None) -> None:
-        """Run one step; mark is called before and after each part."""
+        """Run one step. mark: called before and after each part."""
         workload = self.workload
         mark()
         loss = workload.loss(model(*workload.arguments, **workload.keywords))
@@ -151,12 +151,12 @@ class Trainer:
         mark()
 
     def timed_steps(self, model: DistributedDataParallel, limit_s: float) -> list[float]:
-        """Return the times of some steps, of the slowest rank each. A collective."""
+        """Return the times of some steps, each on its slowest rank. A collective."""
         num_steps = self.warm_up(model, limit_s)
         return self.group.slowest([self._timed(model) for _ in range(num_steps)])
 
     def warm_up(self, model: DistributedDataParallel, limit_s: float) -> int:
-        """Run the first steps, and return how many more there is time for. A collective."""
+        """Run WARM_UP_STEPS, and return the number of steps that fit in limit_s. A collective."""
         for _ in range(WARM_UP_STEPS - 1):
             self.step(model)
         usual_s = self._timed(model)
@@ -175,7 +175,7 @@ def hook_times(
 ) -> dict[str, list[float]]:
     """Return step times by hook, with the hooks interleaved in rounds. A collective.
 
-    limit_s: of each hook's steps, all rounds together.
+    limit_s: the time of each hook's steps, all rounds together.
     """
     samples: dict[str, list[float]] = {name: [] for name in names}
     for index in range(NUM_ROUNDS):
@@ -194,7 +194,10 @@ def hook_time(name: str, samples_s: Sequence[float], local_s: float | None) -> H
 
 @dataclass(frozen=True)
 class Parts:
-    """The median times of a step's parts without communication, and when buckets are ready in backward."""
+    """The median times of a step's parts without communication.
+
+    ready_at: for every bucket, the part of backward's time after which the bucket is ready.
+    """
 
     forward_s: float
     backward_s: float

@@ -1,4 +1,4 @@
-"""What is trained in a benchmark: a small GPT, an MLP, or what a function of the user's returns."""
+"""The model to train in a benchmark: a small GPT, an MLP, or one that a user's function returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ VOCABULARY, SEQUENCE, BATCH = 256, 64, 4
 class Workload:
     """A model with the inputs of one step.
 
-    module: on its device. arguments, keywords: what its forward takes. loss: makes a scalar of its output.
+    module: on its device.
+    arguments, keywords: inputs of the module's forward.
+    loss: makes a scalar of the module's output.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [batch, sequence, width] to the same."""
+        """Map a tensor [batch, sequence, width] to one of equal shape."""
         qkv = self.attention(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -56,7 +58,7 @@ class Block(nn.Module):
 
 
 def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Tensor]:
-    """Return a GPT without positions, 3.3 million parameters, and tokens for it."""
+    """Return a GPT of 3.3 million parameters, without positions, and tokens as its input."""
     module = nn.Sequential(
         nn.Embedding(VOCABULARY, width),
         *(Block(width, num_heads=4) for _ in range(num_blocks)),
@@ -67,7 +69,7 @@ def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Tensor]:
 
 
 def mlp(width: int = 1024) -> tuple[nn.Module, Tensor]:
-    """Return a perceptron of three layers, 1.9 million parameters, and inputs for it."""
+    """Return a perceptron of three layers, 1.9 million parameters, and its input."""
     layers = (nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     return nn.Sequential(*layers), torch.randn(64, 784)
 
@@ -79,11 +81,11 @@ def load_workload(name: str, device: torch.device) -> Workload:
     """Return the workload of this name on a device.
 
     name: one of BUILT_IN_WORKLOADS, or module:callable. The callable takes no argument and returns
-    (module, inputs) or (module, inputs, loss function). inputs: one for the module's forward, or a tuple of
-    arguments, or a dict of keyword arguments. The loss function makes a scalar of the module's output;
-    without one the output's `loss` is taken, or the mean square of its floating-point tensors.
+        (module, inputs) or (module, inputs, loss function).
+    inputs: one input of the module's forward, a tuple of arguments, or a dict of keyword arguments.
+    loss function: makes a scalar of the module's output; by default default_loss.
 
-    Raises ValueError for anything else.
+    Raises ValueError for an unknown name, and for a callable that fails or returns anything else.
     """
     if name in BUILT_IN_WORKLOADS:
         made: Any = BUILT_IN_WORKLOADS[name]()
@@ -96,12 +98,12 @@ def load_workload(name: str, device: torch.device) -> Workload:
         made = called(load_callable(name), name)
     if isinstance(made, nn.Module):
         raise ValueError(
-            f"model {name!r} returned a module alone; it has to return (module, inputs) or (module, inputs, "
+            f"model {name!r} returned a module alone; it must return (module, inputs) or (module, inputs, "
             "loss function), as a step can't be timed without inputs"
         )
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise ValueError(
-            f"model {name!r} returned {type(made).__name__}; it has to return (module, inputs) or (module, "
+            f"model {name!r} returned {type(made).__name__}; it must return (module, inputs) or (module, "
             "inputs, loss function)"
         )
     module, inputs, loss = (*made, default_loss)[:3]
@@ -117,7 +119,10 @@ def load_workload(name: str, device: torch.device) -> Workload:
 
 
 def default_loss(output: Any) -> Tensor:
-    """Return an output's own loss, or the mean square of its floating-point tensors."""
+    """Return the output's own `loss`, or the mean square of its floating-point tensors.
+
+    Raises ValueError for an output without either.
+    """
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own

@@ -25,18 +25,17 @@ SCALE = "gradient_scale"  # its key in a CommHook's state_dict
 
 
 class Scaler(Protocol):
-    """A GradScaler, of which the scale is read."""
+    """A GradScaler, as far as CommHook uses it."""
 
     def get_scale(self) -> float: ...
 
 
 class CommHook:
-    """A hook and its state, to be registered on the DDP inside a framework's model, saved and restored.
+    """A hook and its state, for the DDP inside a framework's model: registered, saved and restored together.
 
-    state, hook: as for register_comm_hook. A state that a hook needs no memory for (None, a process group) is
-    neither saved nor rescaled.
+    state, hook: as for register_comm_hook. A state without memory (None, a process group) isn't saved.
 
-    It has state_dict() and load_state_dict(), so what checkpoints objects with these takes it as it is.
+    A framework that checkpoints objects with state_dict() and load_state_dict() can checkpoint a CommHook.
 
     Example, with Accelerate::
 
@@ -51,17 +50,17 @@ class CommHook:
             raise TypeError(f"CommHook takes a state and a hook, in this order; its hook is {hook!r}")
         self.state, self.hook = state, hook
         self._registered_on: weakref.ref[nn.Module] | None = None
-        # The scale of the gradients that the errors were left of; None until follow() or a checkpoint tells.
+        # The gradients' scale when the errors were left; None until follow() or a checkpoint tells.
         self._scale: float | None = None
 
     def register(self, model: nn.Module) -> None:
         """Register the hook on the DistributedDataParallel, torch's or ours, that a model is or contains.
 
-        A second call for the same one does nothing. A model without one is left as it is where there is only
-        one rank: nothing is to be averaged.
+        A second call for one DistributedDataParallel does nothing. On a single rank, nothing happens to a
+        model without one: there is nothing to average.
 
-        Raises ValueError for a model with several of them, and for one without on several ranks; RuntimeError
-        where another hook is registered.
+        Raises ValueError for a model with several, and on several ranks for a model without one. Raises
+        RuntimeError if another hook is registered.
         """
         found = [each for each in model.modules() if isinstance(each, TorchsDDP | DistributedDataParallel)]
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -81,14 +80,14 @@ class CommHook:
 
     @property
     def has_memory(self) -> bool:
-        """True if the state is one that compresses, with errors to save and to rescale."""
+        """Whether the state compresses, and so has errors to save and to rescale."""
         return isinstance(self.state, CompressorState)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a file that all ranks load: consolidated_state_dict of it. A collective.
+        """Return the state for a file that all ranks load; see consolidated_state_dict. A collective.
 
-        Beside that it has "gradient_scale", the scale of the errors, as far as follow() has been told. Empty
-        for a state without memory, and where there is no process group.
+        "gradient_scale" is the scale of the errors, if follow() was called. The dict is empty for a state
+        without memory, and if there is no process group.
         """
         if not (self.has_memory and dist.is_initialized()):
             return {}
@@ -96,10 +95,10 @@ class CommHook:
         return consolidated_state_dict(self.state) | scale
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from state_dict(), before the model's first step. An empty one leaves the state as it is.
+        """Continue from state_dict(), before the model's first step. An empty dict changes nothing.
 
-        Raises what the state's load_state_dict raises; ValueError where the state is one without memory, and
-        for a gradient_scale that is not finite and positive.
+        Raises ValueError for a state without memory, and for a gradient_scale that isn't finite and positive;
+        also raises the errors of the state's load_state_dict.
         """
         if not state_dict:
             return
@@ -115,15 +114,16 @@ class CommHook:
         self._scale = scale
 
     def follow(self, scaler: Scaler | None) -> None:
-        """Bring the errors to a GradScaler's scale, the scale of the gradients in the coming backward.
+        """Rescale the errors to a GradScaler's scale: the gradients' scale in the coming backward.
 
-        Call it at the beginning of every step, from the first one on; after a checkpoint is loaded. Then
-        errors and gradients have one scale in every step, whatever has changed the scaler: an update, a
-        checkpoint, the program. scaler: None where gradients have no scale. Errors that were loaded without
-        their scale, by the state's own load_state_dict, count as of the scaler's scale in the first call.
+        scaler: None if gradients aren't scaled.
 
-        Raises RuntimeError if steps have been averaged before the first call: the scale of their errors is
-        unknown.
+        Call this at the beginning of every step, from the first one on, and after loading a checkpoint. Then
+        errors and gradients have one scale in every step, though updates, checkpoints or the program change
+        the scaler. Errors loaded without a scale, by the state's own load_state_dict, are taken to have the
+        scale of the first call.
+
+        Raises RuntimeError if steps were averaged before the first call: their errors' scale is unknown.
         """
         if not self.has_memory:
             return

@@ -7,20 +7,21 @@ from typing import Any
 
 try:
     import lightning.pytorch as pl
-except ModuleNotFoundError:  # the same classes in the older package
+except ModuleNotFoundError:  # the older package
     import pytorch_lightning as pl  # type: ignore[no-redef]
 
 from . import CommHook
 
 
 class CommHookCallback(pl.Callback):
-    """Registers a hook on the model that Lightning's DDP strategies make, and checkpoints its state.
+    """Registers a hook on the model of Lightning's DDP strategies, and checkpoints the hook's state.
 
-    state, hook: as for register_comm_hook; one state per model. Lightning's own ``ddp_comm_hook`` registers
-    on CUDA only, and saves nothing. Checkpoints hold the state once for all ranks, with the mean of their
-    errors.
+    state, hook: as for register_comm_hook; one state per model.
 
-    Raises what CommHook raises, when fitting starts.
+    Lightning's own ``ddp_comm_hook`` registers on CUDA only, and saves nothing. Here checkpoints hold the
+    state once for all ranks, with the mean of the ranks' errors.
+
+    Raises CommHook's errors, when fitting starts.
 
     Example::
 
@@ -37,14 +38,14 @@ class CommHookCallback(pl.Callback):
         self._comm_hook.register(pl_module if model is None else model)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        # Not when fitting starts: the scaler's checkpoint is loaded after that.
+        # Not in on_fit_start: the scaler's checkpoint is loaded later.
         self._follow(trainer)
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         self._scale_may_differ = True
 
     def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._scale_may_differ:  # several optimizer steps in a batch: each updates the scaler
+        if self._scale_may_differ:  # a batch may have several optimizer steps: each updates the scaler
             self._follow(trainer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,16 +18,16 @@ _logger = logging.getLogger(__name__)
 
 
 class CommHookCallback(TrainerCallback):
-    """Registers a hook on the model that a Trainer wraps in DDP, and checkpoints its state.
+    """Registers a hook on the model that a Trainer wraps in DDP, and checkpoints the hook's state.
 
-    trainer: the Trainer that it is added to, which alone knows the wrapped model. state, hook: as for
-    register_comm_hook; one state per model.
-    resume_from: the checkpoint's folder, if a run resumes from one outside of the Trainer's output_dir.
+    trainer: the Trainer that gets this callback; only the Trainer knows the wrapped model.
+    state, hook: as for register_comm_hook; one state per model.
+    resume_from: the checkpoint's folder, for a run that resumes from outside the Trainer's output_dir.
 
-    Every checkpoint gets a file gradcomp_state.pt, once for all ranks, with the mean of their errors; a run
-    that resumes from a checkpoint without one starts the state afresh, and logs a warning.
+    Every checkpoint gets a file gradcomp_state.pt: the state, once for all ranks, with the mean of the ranks'
+    errors. A run that resumes from a checkpoint without the file starts with a new state, and logs a warning.
 
-    Raises what CommHook raises, when training begins.
+    Raises CommHook's errors, when training begins.
 
     Example::
 
@@ -61,7 +61,7 @@ class CommHookCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        state_dict = self._comm_hook.state_dict()  # on every rank: it averages the errors
+        state_dict = self._comm_hook.state_dict()  # on every rank: a collective
         if state_dict and args.should_save:
             torch.save(state_dict, self._folder(args, state) / FILE_NAME)
 

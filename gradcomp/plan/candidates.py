@@ -1,6 +1,6 @@
-"""The hooks that a plan compares: what each sends for a bucket, and what its own work on a GPU moves.
+"""The hooks to compare: the bytes that each sends for a bucket, and the bytes that its kernels move on a GPU.
 
-Names are those of docs/accuracy.md: int4, powersgd:8 (rank 8), powersgd:8:int8 (with int8 factors).
+Hooks are named as in docs/accuracy.md: int4, powersgd:8 (rank 8), powersgd:8:int8 (rank 8, int8 factors).
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ FACTOR_ACCESSES = 8
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a hook. num_bytes: of the whole buffer that all ranks have in the end."""
+    """One collective of a hook.
+
+    num_bytes: the size of the buffer that every rank has in the end.
+    """
 
     kind: CollectiveKind
     num_bytes: int
@@ -39,9 +42,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Payload:
-    """What a hook does for one bucket.
+    """The work of a hook on one bucket.
 
-    moved_bytes: device memory that its own kernels read and write. num_launches: of those kernels.
+    moved_bytes: bytes of device memory that the hook's kernels read and write.
+    num_launches: launches of the hook's kernels.
     """
 
     collectives: tuple[Collective, ...]
@@ -50,7 +54,9 @@ class Payload:
 
     @property
     def handed_bytes(self) -> float:
-        """The bytes handed to collectives, counted as those of all-reduces that send as much."""
+        """The bytes handed to collectives. An all-to-all or all-gather counts half: it sends half of an
+        all-reduce's bytes.
+        """
         return sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in self.collectives)
 
 
@@ -58,8 +64,9 @@ class Payload:
 class Candidate:
     """A hook with its options.
 
-    bits: None unless it is a quantized all-reduce. rank: None unless it is PowerSGD. wire_dtype: of an
-    all-reduce in 16 bits, or of PowerSGD's factors; None for the gradients' own.
+    bits: the bits of a quantized all-reduce; None for other hooks.
+    rank: PowerSGD's rank; None for other hooks.
+    wire_dtype: dtype of a 16-bit all-reduce, or of PowerSGD's factors; None for the gradients' dtype.
     """
 
     name: str
@@ -73,7 +80,7 @@ class Candidate:
 
     @property
     def powersgd_options(self) -> PowerSGDOptions:
-        """PowerSGDState's defaults but for rank and factors."""
+        """PowerSGDState's defaults, with this rank and dtype of factors."""
         assert self.rank is not None
         return PowerSGDOptions(
             self.rank,
@@ -82,8 +89,8 @@ class Candidate:
         )
 
     def payload(self, shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -> Payload:
-        """Return what the hook does for a bucket with these shapes, in its steps that compress."""
-        # Layouts of 16 bits and of PowerSGD's factors in them are the same for every world size.
+        """Return the hook's work on a bucket with these shapes, in a step that compresses."""
+        # Other layouts don't depend on the world size: one cached payload serves all world sizes.
         depends = self.bits is not None or self.wire_dtype == torch.int8
         return _payload(self, tuple(shapes), dtype, world_size if depends else 1)
 
@@ -98,7 +105,7 @@ def _payload(hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, wor
     numel = BlockLayout(shapes, 2, 1).numel
     if hook.wire_dtype is None:
         return Payload((Collective("all-reduce", numel * dtype.itemsize),))
-    # Gradients are read and the wire written, then the other way round.
+    # Read gradients and write the wire, then read the wire and write gradients.
     moved = 2 * numel * (dtype.itemsize + hook.wire_dtype.itemsize)
     return Payload((Collective("all-reduce", numel * hook.wire_dtype.itemsize),), moved, num_launches=2)
 
@@ -108,10 +115,11 @@ def _quantized(
 ) -> Payload:
     """Return a quantized all-reduce's payload.
 
-    Of a quantized element, with error feedback: quantize reads the gradient and the error and writes the
-    error and the code, and the owner's error is read for its shard. average reads the codes of all ranks for
-    its shard, and reads and writes there both errors, and writes the mean's code. dequantize reads a code and
-    writes a gradient.
+    Accesses per quantized element, with error feedback:
+
+    quantize     reads gradient and error, writes error and code; in this rank's shard, reads its shard error
+    average      in this rank's shard: reads every rank's code, reads and writes both errors, writes the code
+    dequantize   reads the code, writes the gradient
     """
     _, shard_bytes = layout.sections(bits, exact_itemsize)
     num_bytes = layout.world_size * shard_bytes
@@ -133,8 +141,8 @@ def _low_rank(
 ) -> Payload:
     """Return PowerSGD's payload: P with the uncompressed tensors, then Q.
 
-    Of a compressed element: project reads the gradient and M and writes M, back_project reads M, reconstruct
-    writes the gradient. Of another: to the wire and back.
+    A compressed element has five accesses: project reads gradient and M and writes M, back_project reads M,
+    reconstruct writes the gradient. An uncompressed element has four: to the wire and back.
     """
     layout = options.layout(shapes, dtype)
     compressed = sum(matrix.numel for matrix in layout.matrices)
@@ -160,7 +168,7 @@ def _low_rank(
         for parts in ([(1, layout.p_numel), (uncompressed,)], [(1, layout.q_numel)])
     ]
     if min(layout.p_numel, layout.q_numel) >= options.BLOCK_SIZE:
-        # The launches that write the wires quantize, too, instead of writing what is read to be quantized.
+        # The launches that write the wires quantize too: two launches and the fp32 wires fall away.
         launches -= 2
         moved -= 2 * WIDE_BYTES * (layout.p_numel + layout.q_numel)
         moved -= (dtype.itemsize + WIDE_BYTES) * uncompressed
@@ -187,9 +195,9 @@ CANDIDATES = {candidate.name: candidate for candidate in _all()}
 
 
 def candidate_named(name: str) -> Candidate:
-    """Return the hook of this name: one of CANDIDATES, or PowerSGD of another rank.
+    """Return the hook of this name: one of CANDIDATES, or PowerSGD of any rank.
 
-    Raises ValueError for another name.
+    Raises ValueError for an unknown name.
     """
     if name in CANDIDATES:
         return CANDIDATES[name]

@@ -1,4 +1,4 @@
-"""The command `python -m gradcomp plan`: which hook to use, and when not to compress, from constants."""
+"""The command `python -m gradcomp plan`: predict which hook to use, and when not to compress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .show import as_json, draw_map, table, text_map
 DEVICES: dict[str, Device] = {device.name: device for device in (*GPUS, CPU)}
 LATENCIES_US = {"nccl": 10.0, "gloo": 50.0}
 MIB = 2**20
-# Options that say what a file of measurements has already.
+# Options that --from excludes: a file of measurements has their values.
 REPLACED_BY_FILE = (
     *("model", "device", "backend", "batch", "forward_ms", "backward_ms", "optimizer_ms", "dtype"),
     "bucket_cap_mb",
@@ -28,7 +28,7 @@ REPLACED_BY_FILE = (
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports an error in one line, and exits with status 2."""
+    """A parser that reports an error in one line, then exits with status 2."""
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         scenario, link, world_size, measured = _from_file(options) if options.file else _from_options(options)
-        for each in scenario.hooks:  # refuses hooks that this device can't tell about
+        for each in scenario.hooks:  # raises for a hook without a measured time on this device
             scenario.device.local_s(each, each.payload((), scenario.dtype, 1), 0)
         if options.picture:
             draw_map(scenario, link, options.picture)
@@ -95,7 +95,10 @@ def plan_parser() -> OneLineParser:
 def _from_options(
     options: argparse.Namespace,
 ) -> tuple[Scenario, Link, int, dict[str, float] | None]:
-    """Return scenario, link and number of ranks. Raises ValueError for a model that there isn't."""
+    """Return scenario, link, number of ranks, and None for the measured times.
+
+    Raises ValueError for an unknown model.
+    """
     device = DEVICES[options.device or "H200"]
     backend = options.backend or ("nccl" if isinstance(device, Gpu) else "gloo")
     dtype = DTYPES[options.dtype or "float32"]
@@ -121,7 +124,7 @@ def _from_options(
 
 
 def _compute(options: argparse.Namespace, model: Model, device: Device) -> tuple[Compute, str]:
-    """Return the times of forward, backward and optimizer, and where they come from."""
+    """Return the times of forward, backward and optimizer, and their origin in words."""
     batch = options.batch or model.batch
     flops = model.forward_flops(batch)
     if flops:
@@ -165,7 +168,10 @@ def _cost_source(device: Device) -> str:
 def _from_file(
     options: argparse.Namespace,
 ) -> tuple[Scenario, Link, int, dict[str, float] | None]:
-    """Return the same from measurements. Raises ValueError for a file that has none."""
+    """Return scenario, link, number of ranks, and by hook the measured step times; None for another network.
+
+    Raises ValueError for a file without measurements.
+    """
     for name in REPLACED_BY_FILE:
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
@@ -208,7 +214,7 @@ def bits_per_s(text: str) -> float:
 
 
 def _hooks(text: str) -> tuple[Candidate, ...]:
-    """Parse names of hooks; "none", with which all are compared, is among them even if it isn't named."""
+    """Parse names of hooks. "none" is always among them: every hook is compared with it."""
     try:
         named = [candidate_named(name.strip()) for name in text.split(",")]
     except ValueError as error:

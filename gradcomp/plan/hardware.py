@@ -1,4 +1,4 @@
-"""Links and devices: how long a collective takes, and how fast a GPU or a CPU computes and copies."""
+"""Links and devices: the time of a collective, and the speed at which a GPU or a CPU computes and copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .candidates import Candidate, Collective, CollectiveKind, Payload
 
 @dataclass(frozen=True)
 class Rate:
-    """A link as one kind of collective sees it."""
+    """The bandwidth and latency of a link for one kind of collective."""
 
     bytes_per_s: float
     latency_s: float
@@ -19,12 +19,13 @@ class Rate:
 
 @dataclass(frozen=True)
 class Link:
-    """The network between ranks: every rank has one such link, in both directions at once.
+    """The network between ranks: every rank has one such link, which sends and receives at once.
 
-    bytes_per_s, latency_s: of a message from one rank to another. has_tree: the backend may all-reduce along
-    a tree, as NCCL does with small buffers. measured: other rates for some kinds of collectives.
+    bytes_per_s, latency_s: of a message from one rank to another.
+    has_tree: whether the backend may all-reduce along a tree, as NCCL does with small buffers.
+    measured: by kind of collective, a rate that replaces the link's.
 
-    Raises ValueError for a bandwidth that isn't positive and a latency that is negative.
+    Raises ValueError for a bandwidth that isn't positive, and for a negative or infinite latency.
     """
 
     bytes_per_s: float
@@ -34,7 +35,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
-            raise ValueError(f"a link's bandwidth is {self.bytes_per_s!r} bytes/s; it has to be positive")
+            raise ValueError(f"a link's bandwidth is {self.bytes_per_s!r} bytes/s; it must be positive")
         if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
             raise ValueError(f"a link's latency is {self.latency_s!r} s; it must not be negative")
 
@@ -53,7 +54,7 @@ class Link:
 
 
 def ring_steps(kind: CollectiveKind, world_size: int) -> int:
-    """Return the messages that follow one another: around a ring, or to one rank after another."""
+    """Return the number of messages that follow one another: around a ring, or to each of the other ranks."""
     return (2 if kind == "all-reduce" else 1) * (world_size - 1)
 
 
@@ -63,10 +64,12 @@ def sent_bytes(collective: Collective, world_size: int) -> float:
 
 
 def fitted_rate(kind: CollectiveKind, world_size: int, samples: Iterable[tuple[int, float]]) -> Rate:
-    """Return the rate with the least relative errors on (bytes, seconds) of a kind of collective.
+    """Fit a rate to measured times, with the least relative errors.
 
-    A latency or a transfer time that would be negative is taken as zero; then the bandwidth is infinite.
-    Raises ValueError for fewer than two different sizes, where the two can't be told apart.
+    samples: (bytes, seconds) of collectives of this kind.
+
+    A negative latency becomes zero. A negative transfer time becomes zero too: the bandwidth is infinite.
+    Raises ValueError for fewer than two sizes, or fewer than two ranks.
     """
     steps = ring_steps(kind, world_size)
     rows = [
@@ -75,8 +78,8 @@ def fitted_rate(kind: CollectiveKind, world_size: int, samples: Iterable[tuple[i
     ]
     if steps < 1 or len({sent / latency for latency, sent in rows}) < 2:
         raise ValueError(
-            f"{kind} has to be measured with two different sizes at least, on 2 ranks at least, to tell "
-            f"latency from bandwidth; there are {len(rows)} measurements on {world_size} ranks"
+            f"{kind} must be measured with at least two sizes, on at least 2 ranks, to tell latency from "
+            f"bandwidth; there are {len(rows)} measurements on {world_size} ranks"
         )
     # Least squares of latency · a + seconds per byte · b = 1.
     aa = sum(a * a for a, _ in rows)
@@ -93,15 +96,15 @@ def fitted_rate(kind: CollectiveKind, world_size: int, samples: Iterable[tuple[i
     return Rate(1 / per_byte if per_byte else math.inf, latency)
 
 
-# The parts of a data sheet's numbers that kernels reach: assumptions, not measurements.
+# Assumptions, not measurements. Kernels reach this part of a data sheet's bandwidth.
 BANDWIDTH_UTILIZATION = 0.8
 LAUNCH_S = 2e-6  # from the end of one launch on a stream to the work of the next
-ADAM_BYTES = 28  # per parameter: weight, gradient and two moments are read, all but the gradient written
+ADAM_BYTES = 28  # per parameter: read weight, gradient, two moments; write weight and moments
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its memory's bandwidth, and the dense bf16 rate of its tensor cores."""
+    """A GPU: its memory bandwidth, and the dense bf16 rate of its tensor cores, from its data sheet."""
 
     name: str
     memory_bytes_per_s: float
@@ -109,12 +112,12 @@ class Gpu:
     is_inline: bool = False
 
     def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
-        """Return the time of the hook's own kernels for one bucket, from the bytes that they move."""
+        """Return the time of the hook's own kernels on one bucket, from bytes moved and launches."""
         moved_s = payload.moved_bytes / (BANDWIDTH_UTILIZATION * self.memory_bytes_per_s)
         return moved_s + payload.num_launches * LAUNCH_S
 
     def compute_s(self, flops: float, utilization: float) -> float:
-        """Return the time of a forward pass, say, of so many operations."""
+        """Return the time of this number of operations, at a part of the peak rate."""
         return flops / (utilization * self.peak_flops)
 
     def optimizer_s(self, numel: int) -> float:
@@ -123,11 +126,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class MeasuredDevice:
-    """A device whose hooks have been timed.
+    """A device with measured times of hooks.
 
-    local_ns: the hook's own work, in nanoseconds per element of the gradients, by its name.
-    is_inline: whether hooks compress on backward's thread, as on a CPU, with only collectives beside it.
-    flops: operations per second in training. optimizer_ns: per parameter.
+    local_ns: by hook, nanoseconds of the hook's own work per gradient element.
+    is_inline: whether hooks compress on backward's thread, as on a CPU. Then only collectives run beside it.
+    flops: operations per second in training.
+    optimizer_ns: nanoseconds of the optimizer per parameter.
     """
 
     name: str
@@ -139,7 +143,7 @@ class MeasuredDevice:
     def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
         """Return the time of the hook's own work on one bucket.
 
-        Raises ValueError for a hook that hasn't been timed.
+        Raises ValueError for a hook without a measured time.
         """
         if hook.name not in self.local_ns:
             raise ValueError(
@@ -148,7 +152,7 @@ class MeasuredDevice:
         return self.local_ns[hook.name] * numel / 1e9
 
     def compute_s(self, flops: float, utilization: float) -> float:
-        """Return the time of so many operations at the measured rate, which includes the utilization."""
+        """Return the time of this number of operations. The measured rate includes the utilization."""
         return flops / self.flops
 
     def optimizer_s(self, numel: int) -> float:
@@ -165,9 +169,8 @@ GPUS = (
     Gpu("RTX4090", 1.008e12, 165e12),
 )
 
-# Measured with `python -m gradcomp.bench.local_work` on an x86-64 core with AVX-512, one thread, torch 2.13,
-# in ns per element of two transformer blocks of width 512, as on 4 ranks, on a quiet machine. The optimizer's
-# is an assumption.
+# Measured with `python -m gradcomp.bench.local_work` on a quiet x86-64 core with AVX-512: torch 2.13, one
+# thread, two transformer blocks of width 512, 4 ranks. optimizer_ns is an assumption.
 CPU = MeasuredDevice(
     "cpu",
     {

@@ -1,6 +1,6 @@
 """Models, four real ones or a user's: their parameters, computation and DDP buckets.
 
-The shapes of the real ones are in registration order, written out so that nothing is downloaded or installed.
+The real models' shapes are written out here, in registration order: nothing is downloaded or installed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ BUCKET_CAP_BYTES = 25 * 2**20
 
 
 class Parameter(NamedTuple):
-    """A parameter's shape, and the multiply-accumulates with it in one sample's forward pass.
+    """A parameter's shape, and its multiply-accumulates in the forward pass of one sample.
 
-    A sample is an image or a token. What is small beside the matrix products counts as zero.
+    A sample is an image or a token. num_macs is zero for parameters outside matrix products.
     """
 
     shape: Shape
@@ -37,10 +37,13 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is trained: its parameters, and how many samples a rank has in a step by default.
+    """A model in training.
 
-    parameters: in registration order. sample: what num_macs counts for. samples_per_item: samples in one item
-    of a batch. utilization: the part of a GPU's peak that such models reach in training.
+    parameters: in registration order.
+    sample: the name of a sample, image or token; empty if num_macs is unknown.
+    samples_per_item: samples in one item of a batch.
+    batch: items in a rank's batch, by default.
+    utilization: the part of a GPU's peak rate that such models reach.
     """
 
     name: str
@@ -59,9 +62,9 @@ class Model:
         return [parameter.shape for parameter in self.parameters]
 
     def forward_flops(self, batch: int) -> float:
-        """Return the operations of a rank's forward pass; backward takes twice as many.
+        """Return the operations of a rank's forward pass. Backward takes twice as many.
 
-        Attention's products of activations aren't counted: some percent.
+        Attention's products of activations, a few percent, aren't counted.
         """
         macs = sum(parameter.num_macs for parameter in self.parameters)
         return 2.0 * macs * self.samples_per_item * batch
@@ -76,7 +79,7 @@ def resnet50() -> Iterator[Parameter]:
         for block in range(num_blocks):
             is_first = block == 0
             before = side
-            if is_first and stage:  # the block's 3×3 convolution halves the sides
+            if is_first and stage:  # the block's 3×3 convolution halves the side
                 side //= 2
             yield _convolution(width, channels, 1, before)
             yield from _weight_and_bias(width)
@@ -146,7 +149,7 @@ def llama_7b() -> Iterator[Parameter]:
 
 
 def _convolution(channels_out: int, channels_in: int, size: int, side: int) -> Parameter:
-    """Return the weight of a convolution whose output has side × side positions."""
+    """Return the weight of a convolution with an output of side × side positions."""
     shape = (channels_out, channels_in, size, size)
     return Parameter(shape, math.prod(shape) * side**2)
 
@@ -161,7 +164,7 @@ def _weight_and_bias(num_features: int) -> Iterator[Parameter]:
     yield Parameter((num_features,))
 
 
-# By name: the parameters, the sample, samples of an item, items of a rank's batch, utilization.
+# By name: parameters, sample, samples_per_item, batch, utilization.
 _BUILT_IN: dict[str, tuple[Callable[[], Iterator[Parameter]], str, int, int, float]] = {
     "resnet50": (resnet50, "image", 1, 64, 0.2),
     "bert-large": (bert_large, "token", 512, 8, 0.4),
@@ -183,7 +186,10 @@ def num_elements(shapes: Iterable[Shape]) -> int:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shapes of a bucket's tensors, and the part of backward's time after which it is ready."""
+    """A bucket of gradients.
+
+    ready_at: the part of backward's time, 0 to 1, after which the bucket is ready.
+    """
 
     shapes: tuple[Shape, ...]
     ready_at: float
@@ -194,9 +200,11 @@ class Bucket:
 
 
 def ddp_assignment(sizes_bytes: Iterable[int], cap_bytes: float = BUCKET_CAP_BYTES) -> list[list[int]]:
-    """Return the indices of each bucket's tensors, as DDP assigns tensors of one dtype in this order.
+    """Return the indices of each bucket's tensors, as DDP assigns tensors of one dtype.
 
-    A bucket closes once it has reached its cap, so one large tensor makes a large bucket.
+    sizes_bytes: in the order of assignment.
+
+    A bucket closes once it reaches its cap, so one large tensor makes a large bucket.
     """
     assignment: list[list[int]] = []
     indices: list[int] = []
@@ -217,9 +225,9 @@ def buckets_of(
 ) -> list[Bucket]:
     """Return the buckets of a model, as DDP has them from its second iteration on.
 
-    DDP rebuilds its buckets in the order in which gradients become ready. This function takes the reverse of
-    the registration order for it, and that backward's time passes in proportion to num_macs; for parameters
-    without any, or shapes alone, in proportion to their elements.
+    DDP rebuilds its buckets in the order in which gradients become ready. This function assumes the reversed
+    registration order, and that a parameter's part of backward's time is in proportion to its num_macs. If
+    num_macs is zero everywhere, as for shapes, the parts are in proportion to elements.
     """
     given = [each if isinstance(each, Parameter) else Parameter(tuple(each)) for each in parameters]
     given.reverse()
@@ -237,11 +245,11 @@ def buckets_of(
 def load_model(name: str) -> Model:
     """Return the model of this name.
 
-    name: one of BUILT_IN_MODELS, or module:callable, where the callable takes no argument and returns an
-    nn.Module, a tuple that begins with one, or a list of shapes. It is called on the meta device, where
-    parameters need no memory; where that doesn't work, on the CPU.
+    name: one of BUILT_IN_MODELS, or module:callable. The callable takes no argument and returns an nn.Module,
+        a tuple that begins with a module, or a list of shapes.
 
-    Raises ValueError for anything else.
+    The callable runs on the meta device, where parameters need no memory. If that fails, it runs on the CPU.
+    Raises ValueError for an unknown name, and for a callable that fails or returns anything else.
     """
     if name in BUILT_IN_MODELS:
         return built_in_model(name)
@@ -255,7 +263,7 @@ def load_model(name: str) -> Model:
 
 
 def load_callable(name: str) -> Callable[[], Any]:
-    """Return the callable that `module:callable` names. Raises ValueError if there is none."""
+    """Return the callable of `module:callable`. Raises ValueError if there is none."""
     module, colon, attribute = name.partition(":")
     if not (colon and module and attribute):
         raise ValueError(
@@ -277,7 +285,7 @@ def load_callable(name: str) -> Callable[[], Any]:
 
 
 def called(function: Callable[[], Any], name: str) -> Any:
-    """Return what the function returns. Raises ValueError if it raises."""
+    """Call the function and return its result. Raises ValueError if it raises."""
     try:
         return function()
     except Exception as error:
@@ -285,7 +293,10 @@ def called(function: Callable[[], Any], name: str) -> Any:
 
 
 def shapes_of(made: Any, name: str) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters with gradients. Raises ValueError for what isn't a model."""
+    """Return the shapes of the parameters with gradients.
+
+    made: the result of load_model's callable. Raises ValueError for other objects.
+    """
     module = made[0] if isinstance(made, tuple) and made and isinstance(made[0], nn.Module) else made
     if isinstance(module, nn.Module):
         shapes = [tuple(each.shape) for each in module.parameters() if each.requires_grad]
@@ -293,7 +304,7 @@ def shapes_of(made: Any, name: str) -> list[tuple[int, ...]]:
         shapes = [tuple(shape) for shape in made]
     else:
         raise ValueError(
-            f"model {name!r} returned {type(made).__name__}; it has to return an nn.Module, a tuple that "
+            f"model {name!r} returned {type(made).__name__}; it must return an nn.Module, a tuple that "
             "begins with one, or a list of shapes"
         )
     if not shapes:

@@ -1,6 +1,6 @@
-"""Predict the time of a training step with a hook, from constants: nothing here measures anything.
+"""Predict the time of a training step with a hook, from constants. Nothing is measured.
 
-The timeline of a step: when buckets are ready, and what backward hides of averaging them.
+A step's timeline says when buckets are ready, and how much of their averaging runs beside backward.
 
 On a GPU, with a side stream:
 
@@ -28,7 +28,12 @@ from .models import Bucket
 
 
 class BucketTimes(NamedTuple):
-    """When backward alone would have a bucket ready, and how long its own work and its collectives take."""
+    """The times of one bucket.
+
+    ready_s: the time after backward's start at which the bucket is ready, if backward alone runs.
+    local_s: the hook's own work.
+    communication_s: the hook's collectives.
+    """
 
     ready_s: float
     local_s: float
@@ -38,9 +43,10 @@ class BucketTimes(NamedTuple):
 def end_of_backward(buckets: Sequence[BucketTimes], backward_s: float, *, is_inline: bool) -> float:
     """Return the time from backward's start until every bucket is averaged.
 
-    is_inline: hooks compress on backward's thread, and only collectives run beside it. Otherwise buckets are
-    compressed and sent beside backward, one after another, in their order. The hook's own work takes the
-    device from backward: what starts before a bucket is ready makes that bucket as much later.
+    is_inline: whether hooks compress on backward's thread. Then only collectives run beside backward.
+
+    Otherwise buckets are compressed and sent beside backward, one after another. Compressing takes the device
+    from backward, so buckets that aren't ready yet become ready later by as much time.
     """
     if is_inline:
         compressed_at = sent_at = 0.0
@@ -53,7 +59,7 @@ def end_of_backward(buckets: Sequence[BucketTimes], backward_s: float, *, is_inl
     num_taken = 0
 
     def delayed(time: float) -> float:
-        """Return when backward gets as far as it would by itself at this time."""
+        """Return when backward, slowed by hooks, gets as far as backward alone gets at this time."""
         nonlocal taken, num_taken
         while num_taken < len(starts) and starts[num_taken] < time + taken:
             taken += buckets[num_taken].local_s
@@ -69,7 +75,7 @@ def end_of_backward(buckets: Sequence[BucketTimes], backward_s: float, *, is_inl
 
 @dataclass(frozen=True)
 class Compute:
-    """The times of a step's parts without any communication, in seconds."""
+    """The times of a step's parts, in seconds, without communication."""
 
     forward_s: float
     backward_s: float
@@ -82,12 +88,14 @@ class Compute:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What is predicted of a step with a hook.
+    """The prediction for a step with a hook.
 
-    handed_bytes: what a rank hands to collectives, counted as those of all-reduces that send as much (the
-    count of docs/accuracy.md). sent_bytes: what it sends, in a ring or to every other rank. local_s: the
-    hook's own work. communication_s: its collectives. hidden_s: how much of these two runs beside backward
-    without making the step longer. step_s: the whole step.
+    handed_bytes: bytes that a rank hands to collectives, counted as in docs/accuracy.md; see Payload.
+    sent_bytes: bytes that a rank sends, in a ring or to every other rank.
+    local_s: the hook's own work.
+    communication_s: the hook's collectives.
+    hidden_s: the part of local_s and communication_s that doesn't make the step longer.
+    step_s: the whole step.
     """
 
     hook: str
@@ -102,9 +110,10 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a hook does in a step, bucket by bucket, whatever the link.
+    """A hook's work in a step, which doesn't depend on the link.
 
-    ready_at: as the buckets'. local_s: its own work. is_inline: as the device's.
+    ready_at, payloads, local_s: one value per bucket. local_s is the hook's own work.
+    is_inline: whether the device compresses on backward's thread.
     """
 
     hook: str
@@ -125,12 +134,12 @@ class StepWork:
 
     @cached_property
     def _distinct(self) -> tuple[list[Payload], list[int]]:
-        """The different payloads, few as models repeat their layers, and the index of each bucket's."""
+        """The different payloads, and each bucket's index into them. Models repeat layers, so few differ."""
         order = {payload: index for index, payload in enumerate(dict.fromkeys(self.payloads))}
         return list(order), [order[payload] for payload in self.payloads]
 
     def on(self, link: Link, compute: Compute) -> StepPrediction:
-        """Return the prediction for a link."""
+        """Predict the step on a link."""
         distinct, indices = self._distinct
         seconds = [
             sum(link.seconds(each, self.world_size) for each in payload.collectives) for payload in distinct
@@ -163,9 +172,9 @@ def step_work(
     device: Device,
     dtype: torch.dtype,
 ) -> StepWork:
-    """Return what a hook does in a step. Arguments and errors: see predict_step."""
+    """Return a hook's work in a step. Arguments and errors: see predict_step."""
     if world_size < 1:
-        raise ValueError(f"a step of {world_size} ranks can't be predicted: there has to be one at least")
+        raise ValueError(f"a step of {world_size} ranks can't be predicted: at least one is needed")
     payloads = tuple(hook.payload(bucket.shapes, dtype, world_size) for bucket in buckets)
     pairs = zip(payloads, buckets, strict=True)
     return StepWork(
@@ -188,8 +197,11 @@ def predict_step(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> StepPrediction:
-    """Predict a step of DDP with a hook, once it compresses, on world_size ranks. buckets: from buckets_of.
+    """Predict a step of DDP on world_size ranks, with a hook that compresses already.
 
-    Raises ValueError for fewer than one rank, and for a hook that hasn't been timed on a measured device.
+    buckets: from buckets_of.
+    dtype: the gradients' dtype.
+
+    Raises ValueError for fewer than one rank, and for a hook without a measured time on a measured device.
     """
     return step_work(buckets, hook, world_size, device, dtype).on(link, compute)

@@ -21,10 +21,11 @@ SOURCE = (
 
 @dataclass(frozen=True)
 class AccuracyCost:
-    """What a hook cost the small GPT.
+    """A hook's measured cost in accuracy on the small GPT.
 
-    nats: the loss above that of no compression. rate: how many times fewer bytes per step it sent there.
-    note: where the cost is another hook's, or was measured on another number of ranks.
+    nats: the loss minus the loss without compression.
+    rate: how many times fewer bytes per step the hook sent.
+    note: for a cost that was measured with another hook, or on another number of ranks.
     """
 
     nats: float
@@ -48,7 +49,7 @@ MEASURED = {
     "powersgd:8:int8": AccuracyCost(0.037, 20.6),
     "powersgd:4:int8": AccuracyCost(0.088, 35.1),
 }
-# benchmarks/results/accuracy_2_ranks.jsonl, 4 seeds: hooks that the later run hasn't.
+# From benchmarks/results/accuracy_2_ranks.jsonl, 4 seeds: hooks that weren't measured on 4 ranks.
 ON_2_RANKS = {
     "bf16": AccuracyCost(0.0, 2.0, "2 ranks"),
     "powersgd:2": AccuracyCost(0.152, 18.4, "2 ranks"),
@@ -57,10 +58,9 @@ ON_2_RANKS = {
 
 
 def accuracy_cost(hook: Candidate) -> AccuracyCost | None:
-    """Return what the hook cost; None where neither it nor a hook like it was measured.
+    """Return the hook's cost; None if neither the hook nor a similar one was measured.
 
-    PowerSGD with smaller factors takes the cost of the same rank with factors of 8 bits, which are rounded
-    most, or else with factors of 32.
+    Similar to PowerSGD is PowerSGD of equal rank with int8 factors, the coarsest, or else with fp32 factors.
     """
     measured = ON_2_RANKS | MEASURED
     if hook.name in measured:
@@ -72,24 +72,25 @@ def accuracy_cost(hook: Candidate) -> AccuracyCost | None:
     return None
 
 
-# docs/choosing.md: with less to gain, communication isn't the bottleneck.
+# Below this part of a step, communication isn't the bottleneck; see docs/choosing.md.
 LEAST_HEADROOM = 0.1
-# A hook that costs more accuracy has to be so much faster.
+# A hook that costs more accuracy must be faster by this factor.
 LEAST_GAIN = 1.05
-# How many times as many bytes a hook may save here as where its cost in accuracy was measured.
+# A measured cost in accuracy holds up to this factor more bytes saved.
 RATE_MARGIN = 1.5
-# Costs are compared in steps of what the seeds differ by, in nats: smaller differences mean nothing.
+# Costs are rounded to this number of nats: the seeds differ by as much.
 RESOLUTION = 0.01
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use.
+    """The hook to use.
 
-    hook: "none" where compression isn't worth it. speedup: of the step, over no compression. headroom: the
-    part of the step that communication takes.
-    untested, untested_speedup: the same if hooks cost no more accuracy here than in docs/accuracy.md where
-    they send more bytes; hook is one that saves no more bytes here than where its cost was measured.
+    hook: the best hook with a cost in accuracy that was measured at as many bytes saved as here. "none" if
+        compression isn't worth it.
+    speedup: of the step, over no compression.
+    headroom: the part of the step that communication takes.
+    untested, untested_speedup: the best hook, and its speedup, if saving more bytes cost no more accuracy.
     """
 
     hook: str
@@ -100,9 +101,9 @@ class Recommendation:
 
 
 def eligible(hooks: Sequence[Candidate], max_loss: float) -> list[Candidate]:
-    """Return the hooks whose cost in accuracy is known and within max_loss nats, the least cost first.
+    """Return the hooks with a known cost in accuracy of up to max_loss nats, the least cost first.
 
-    A cost below zero counts as zero. Among equals the order is the given one.
+    A negative cost counts as zero. Hooks of equal cost keep their order.
     """
     costs = {hook: cost.nats for hook in hooks if (cost := accuracy_cost(hook)) is not None}
     within = [hook for hook, nats in costs.items() if nats <= max_loss]
@@ -115,9 +116,11 @@ def recommend(
     hooks: Sequence[Candidate],
     max_loss: float,
 ) -> Recommendation:
-    """Return which hook to use.
+    """Return the hook to use.
 
-    predictions: by hook, "none" among them. noop_step_s: a step without communication.
+    predictions: by hook, "none" among them.
+    noop_step_s: the time of a step without communication.
+    max_loss: the most nats that the hook may cost.
     """
     none = predictions["none"]
     headroom = 1 - noop_step_s / none.step_s
@@ -132,7 +135,7 @@ def recommend(
 
 
 def _fastest(predictions: Mapping[str, StepPrediction], allowed: Sequence[Candidate]) -> tuple[str, float]:
-    """Return the first hook that is about as fast as the fastest, and its speedup."""
+    """Return the first allowed hook that is about as fast as the fastest, and its speedup."""
     none_s = predictions["none"].step_s
     least_s = min([predictions[hook.name].step_s for hook in allowed], default=none_s)
     for hook in allowed:
@@ -143,7 +146,7 @@ def _fastest(predictions: Mapping[str, StepPrediction], allowed: Sequence[Candid
 
 
 def is_extrapolated(hook: Candidate, predictions: Mapping[str, StepPrediction]) -> bool:
-    """Return whether the hook saves far more bytes here than where its cost in accuracy was measured."""
+    """Return whether the hook saves far more bytes here than in the measurement of its cost."""
     cost, handed = accuracy_cost(hook), predictions[hook.name].handed_bytes
     return cost is None or predictions["none"].handed_bytes > RATE_MARGIN * cost.rate * handed
 
@@ -154,7 +157,7 @@ def sentences(
     hooks: Sequence[Candidate],
     max_loss: float,
 ) -> str:
-    """Return a recommendation in words."""
+    """Format a recommendation as sentences. Arguments: see recommend."""
     if found.headroom < LEAST_HEADROOM:
         return (
             f"Don't compress: without any communication a step would be only {found.headroom:.0%} faster. "
@@ -187,10 +190,11 @@ def times(factor: float) -> str:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What stays the same when the link and the number of ranks change.
+    """A model on a device, to be predicted on any link and number of ranks.
 
-    hooks: those compared, "none" among them. compute_source, cost_source: where the times of the model and
-    of the hooks' own work come from, in words. max_loss: in nats, what a recommended hook may cost.
+    hooks: the hooks to compare, "none" among them.
+    max_loss: the most nats that a recommended hook may cost.
+    compute_source, cost_source: the origin of the model's times, and of the hooks' own work, in words.
     """
 
     model: str
@@ -209,7 +213,7 @@ class Scenario:
         return sum(bucket.numel for bucket in self.buckets)
 
     def predict(self, link: Link, world_size: int) -> dict[str, StepPrediction]:
-        """Return the prediction of every hook, by its name."""
+        """Return the prediction for every hook, by name."""
         return {work.hook: work.on(link, self.compute) for work in self._work(world_size)}
 
     def recommend(self, link: Link, world_size: int) -> Recommendation:
@@ -218,9 +222,9 @@ class Scenario:
     def sweep(
         self, link: Link, bandwidths: Sequence[float], world_sizes: Sequence[int]
     ) -> list[list[Recommendation]]:
-        """Return recommendations by world size, and in each row by bandwidth in bytes/s.
+        """Return a row of recommendations for each world size, one for each bandwidth in bytes/s.
 
-        link: the other properties of the links; what was measured of single collectives doesn't count.
+        link: the links' other properties. Its rates for single kinds of collectives are dropped.
         """
         links = [replace(link, bytes_per_s=bandwidth, measured={}) for bandwidth in bandwidths]
         allowed = eligible(self.hooks, self.max_loss)
@@ -228,7 +232,7 @@ class Scenario:
         return [[self._recommend(each, work) for each in links] for work in works]
 
     def _work(self, world_size: int, hooks: Sequence[Candidate] = ()) -> list[StepWork]:
-        """Return what hooks do, by default all of the scenario."""
+        """Return the work of these hooks, by default of all the scenario's hooks."""
         compared = hooks or self.hooks
         return [step_work(self.buckets, hook, world_size, self.device, self.dtype) for hook in compared]
 

@@ -1,4 +1,4 @@
-"""A plan as text, a table of the hooks; and as a picture, which needs matplotlib."""
+"""Show predictions: as a table of the hooks, as a map in text, as JSON, and as a picture with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .hardware import Link
 from .recommendation import LEAST_HEADROOM, SOURCE, Recommendation, Scenario, accuracy_cost, sentences
 
 WIDTH = 120  # of sentences
-# Bits per second, and ranks, of the map in text.
+# The map in text: bits per second, and ranks.
 MAP_BANDWIDTHS = (5e7, 1e8, 2e8, 5e8, 1e9, 2.5e9, 1e10, 2.5e10, 5e10, 1e11, 2e11, 4e11)
 MAP_WORLD_SIZES = (2, 8, 64, 512, 2048, 10_000)
 TESTED = "Hooks whose cost in accuracy was measured at as many bytes saved as here"
@@ -37,7 +37,7 @@ def with_prefix(value: float, unit: str) -> str:
 
 
 def factor(value: float) -> str:
-    """Format how many times as much, or as fast."""
+    """Format a factor: 7.1×, 120×."""
     return f"{value:,.{0 if value >= 99.95 else 1}f}×"
 
 
@@ -46,7 +46,7 @@ def bandwidth(bytes_per_s: float) -> str:
 
 
 def heading(scenario: Scenario, link: Link, world_size: int) -> list[str]:
-    """Return lines on what is predicted, and from which constants."""
+    """Return lines on the scenario and the constants of its prediction."""
     compute = scenario.compute
     dtype = str(scenario.dtype).removeprefix("torch.")
     return [
@@ -68,7 +68,10 @@ def table(
     world_size: int,
     measured_step_s: Mapping[str, float] | None = None,
 ) -> str:
-    """Return the whole plan in lines of text. measured_step_s: step times to be shown beside, by hook."""
+    """Format the prediction for every hook, and the recommendation.
+
+    measured_step_s: by hook, measured step times, for a column of their own.
+    """
     predictions = scenario.predict(link, world_size)
     none, has_measured = predictions["none"], bool(measured_step_s)
     rows = [["hook", "sent/step", "fewer", "own work", "collectives", "hidden", "step", "× none"]]
@@ -105,7 +108,7 @@ def table(
 
 
 def text_map(scenario: Scenario, link: Link) -> str:
-    """Return which hook to use by bandwidth and number of ranks, and how many times as fast it is."""
+    """Format a map: by bandwidth and number of ranks, the hook to use and its speedup."""
     found = scenario.sweep(link, [each / 8 for each in MAP_BANDWIDTHS], MAP_WORLD_SIZES)
     lines = [
         f"PREDICTED: {scenario.model} on {scenario.device.name}, {scenario.backend}. The hook to use, and "
@@ -127,7 +130,7 @@ def text_map(scenario: Scenario, link: Link) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines, the first and last columns to the left, the others to the right."""
+    """Return rows of cells as lines. The first and last columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *middle, last in rows:
@@ -137,7 +140,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_json(scenario: Scenario, link: Link, world_size: int) -> dict[str, Any]:
-    """Return the plan in plain types; everything in it is predicted."""
+    """Return the prediction and the recommendation in plain types, for JSON."""
     predictions = scenario.predict(link, world_size)
     found = scenario.recommend(link, world_size)
     hooks = []
@@ -178,10 +181,9 @@ NO_COMPRESSION = "#DDDDDD"
 
 
 def draw_map(scenario: Scenario, link: Link, path: Path) -> None:
-    """Write the picture to a file whose format its suffix tells.
+    """Write the map as a picture. The file's suffix is its format.
 
-    Raises ImportError without matplotlib, ValueError for a suffix that it doesn't know, OSError for a file
-    that can't be written.
+    Raises ImportError without matplotlib, ValueError for an unknown suffix, OSError if writing fails.
     """
     import matplotlib as mpl
 
@@ -238,7 +240,7 @@ def _axis(first: float, last: float) -> list[float]:
 
 
 def _names(scenario: Scenario, found: Sequence[Sequence[Recommendation]]) -> list[str]:
-    """Return the hooks on the map, no compression first, in the scenario's order."""
+    """Return the names of the hooks on the map: "none", then the others in the scenario's order."""
     on_map = {hook for row in found for each in row for hook in (each.hook, each.untested)}
     return ["none", *(hook.name for hook in scenario.hooks if hook.name in on_map and hook.name != "none")]
 

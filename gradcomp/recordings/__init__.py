@@ -1,1 +1,1 @@
-"""Show what recorders have written, on one page."""
+"""Show recorders' files as one HTML page."""

@@ -18,7 +18,7 @@ from .run import RecordedRun, runs_of
 WIDTH, HEIGHT = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 12, 44
 LABELED_HEIGHT = HEIGHT + 48
-# More points than that can't be told apart.
+# More points can't be told apart in a chart.
 MAX_POINTS = 240
 
 Point = tuple[int, float]
@@ -27,7 +27,11 @@ Format = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: its points (x, y), and the band (x, low, high) around it, if it has one."""
+    """A line of a chart.
+
+    points: (x, y).
+    band: (x, low, high) around the line; may be empty.
+    """
 
     label: str
     points: Sequence[Point]
@@ -37,10 +41,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of lines over steps, all of whose values are finite.
+    """A chart of lines over steps. All values are finite.
 
-    shown: formats a value of the y axis, which begins at 0 or at the least value below. steps: the ends of
-    the x axis. top: the y axis ends there or above. note: a sentence below the legend.
+    shown: formats a value of the y axis. The axis begins at 0, or at the least value if that is negative.
+    steps: the first and the last step of the x axis.
+    top: the least end of the y axis.
+    note: a sentence below the legend.
     """
 
     title: str
@@ -52,7 +58,7 @@ class Chart:
 
     @property
     def text(self) -> str:
-        """The chart in words: where its lines end."""
+        """The chart in words: the end of each line."""
         ends = [(line.label, *line.points[-1]) for line in self.lines]
         return ", ".join(f"{label}: {self.shown(y)} in step {step}" for label, step, y in ends)
 
@@ -72,7 +78,7 @@ class Chart:
         )
 
     def labeled(self) -> str:
-        """Return SVG elements, WIDTH wide and LABELED_HEIGHT high: title, picture, legend."""
+        """Return SVG elements for title, picture and legend, WIDTH wide and LABELED_HEIGHT high."""
         legend, x = [], LEFT
         for index, line in enumerate(self.lines):
             legend.append(
@@ -86,7 +92,7 @@ class Chart:
         )
 
     def drawn(self) -> str:
-        """Return the elements of the SVG, WIDTH wide and HEIGHT high."""
+        """Return SVG elements for axes and lines, WIDTH wide and HEIGHT high."""
         lines = [_thinned(line) for line in self.lines]
         ys = [y for line in lines for _, y in line.points]
         ys += [y for line in lines for _, low, high in line.band for y in (low, high)]
@@ -121,7 +127,7 @@ def _sample(index: int, line: Line) -> str:
 
 
 def _thinned(line: Line) -> Line:
-    """Put neighboring points together: the median of their values, and their bands' whole range."""
+    """Merge neighboring points: take the median of their values, and the whole range of their bands."""
     size = -(-len(line.points) // MAX_POINTS)
     if size <= 1:
         return line
@@ -159,7 +165,7 @@ def _place(value: float, between: tuple[float, float], first: float, last: float
 
 
 def _ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about so many round numbers from at most low to at least high."""
+    """Return about count round numbers. The first is at most low, the last at least high."""
     if not high > low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / count
@@ -203,7 +209,7 @@ figure > svg { display: block; width: 100%; height: auto; }
 .legend span { margin-right: 1rem; }
 .swatch { width: 1.5rem; height: .5rem; vertical-align: middle; }
 """
-# Of a picture of several charts.
+# A picture of several charts: its columns, and the gap between them.
 COLUMNS, GAP = 2, 16
 UNKNOWN = "not known: Recorder.complete() was not called on every rank before Recorder.save()"
 
@@ -276,7 +282,7 @@ def _summary(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def _charts(run: RecordedRun) -> list[Chart]:
-    """Return a run's charts, those of which anything is known."""
+    """Return a run's charts, without those that have no points."""
     rate = Line("all buckets of a step", run.of_steps("rate"))
     sent = Line("sent", run.cumulated("sent_bytes"))
     without = Line("without compression", run.cumulated("gradient_bytes"), is_dashed=True)
@@ -291,7 +297,7 @@ def _charts(run: RecordedRun) -> list[Chart]:
 
 
 def _spread(run: RecordedRun, title: str, name: str, top: float | None = None) -> Chart:
-    """Return a chart of a value's median over the buckets, and of its range."""
+    """Return a chart of a value over the buckets of each step: its median and range."""
     spreads, num_left_out = run.spreads(name), run.num_not_finite(name)
     line = Line(
         "median of the buckets, and their range",

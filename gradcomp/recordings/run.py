@@ -1,4 +1,4 @@
-"""Put together what the ranks of a run have recorded, and what that comes to over its steps."""
+"""A run as recorded by its ranks: their rows merged, and sums, means and ranges over steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Spread:
-    """The median and the range of a value over the buckets of some steps."""
+    """The median and the range of a value over the buckets of a step."""
 
     step: int
     low: float
@@ -27,10 +27,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What the ranks of a run have recorded, one row per step and bucket.
+    """A recorded run, with one row per step and bucket.
 
-    A row has the bytes and the relative error of one rank (they are the same on all of them), the longest of
-    the ranks' times, and the means of their norms.
+    A row has the bytes and the relative error, which all ranks have in common, the longest time of any rank,
+    and the means of the ranks' norms.
     """
 
     algorithm: str
@@ -46,23 +46,26 @@ class RecordedRun:
 
     @property
     def num_buckets(self) -> int:
-        """The most buckets of any step."""
+        """The number of different buckets."""
         return len({row["bucket"] for row in self.rows})
 
     def by_step(self) -> list[tuple[int, list[Row]]]:
-        """Return (step, its rows) in order."""
+        """Return (step, rows of the step), in order of steps."""
         found: dict[int, list[Row]] = {}
         for row in self.rows:
             found.setdefault(row["step"], []).append(row)
         return sorted(found.items())
 
     def of_steps(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, a value of whole_step) of the steps for which it is known and finite."""
+        """Return (step, value) for the steps with a known and finite value.
+
+        name: of a value of whole_step.
+        """
         pairs = [(step, whole_step(rows)[name]) for step, rows in self.by_step()]
         return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
 
     def spreads(self, name: str) -> list[Spread]:
-        """Return the spread of a value over the buckets of each step, where it is known and finite."""
+        """Return a value's spread over the compressed buckets of each step, without unknown, inf and NaN."""
         found = []
         for step, rows in self.by_step():
             values = [row[name] for row in rows if row["compressed"] and row[name] is not None]
@@ -71,11 +74,11 @@ class RecordedRun:
         return found
 
     def num_not_finite(self, name: str) -> int:
-        """Return the number of rows whose value is inf or NaN."""
+        """Return the number of rows in which the value is inf or NaN."""
         return sum(row[name] is not None and not math.isfinite(row[name]) for row in self.rows)
 
     def cumulated(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, sum of a number of bytes up to and with it) of every recorded step."""
+        """Return (step, bytes of all steps up to this one) for every recorded step."""
         total, found = 0, []
         for step, rows in self.by_step():
             total += sum(row[name] for row in rows)
@@ -83,11 +86,17 @@ class RecordedRun:
         return found
 
     def total(self, name: str, compressed: bool | None = None) -> int:
-        """Return the sum of a number of bytes over all rows, or over those of compressed or plain steps."""
+        """Return the sum of a number of bytes over rows.
+
+        compressed: True for compressed rows only, False for plain rows only, None for all.
+        """
         return sum(row[name] for row in self.rows if compressed in (None, row["compressed"]))
 
     def mean_of_compressed_steps(self, name: str) -> float | None:
-        """Return the mean of a value of whole_step over the compressed steps where it is known and finite."""
+        """Return the mean of a value over the compressed steps with a known and finite value.
+
+        name: of a value of whole_step.
+        """
         plain = {row["step"] for row in self.rows if not row["compressed"]}
         values = [value for step, value in self.of_steps(name) if step not in plain]
         return fmean(values) if values else None
@@ -99,10 +108,10 @@ class RecordedRun:
 
 
 def runs_of(recordings: Sequence[Recording]) -> list[RecordedRun]:
-    """Put the recordings of ranks with the same algorithm, options and world size together.
+    """Merge recordings of equal algorithm, options and world size: they are of one run's ranks.
 
-    Of rows that a rank has twice for a step and bucket, as after a restart from an older checkpoint, the last
-    one counts.
+    If a rank has two rows for a step and bucket, as after a restart from an older checkpoint, the last one
+    counts.
     """
     by_run: dict[str, list[Recording]] = {}
     for recording in recordings:
@@ -123,7 +132,7 @@ def _run(recordings: Sequence[Recording]) -> RecordedRun:
 
 
 def _of_ranks(rows: Sequence[Row]) -> Row:
-    """Return one row for those of several ranks."""
+    """Merge the rows of several ranks for one step and bucket."""
     known = [row for row in rows if row["relative_error"] is not None]
     merged = dict((known or rows)[0])
     merged["time_ms"] = _known(max, (row["time_ms"] for row in rows))
@@ -133,6 +142,6 @@ def _of_ranks(rows: Sequence[Row]) -> Row:
 
 
 def _known(combine: Callable[[list[float]], float], values: Iterable[float | None]) -> float | None:
-    """Combine the values that are known; None if none is."""
+    """Combine the values that are known. Return None if all are unknown."""
     known = [value for value in values if value is not None]
     return combine(known) if known else None

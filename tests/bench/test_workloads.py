@@ -49,8 +49,8 @@ def test_the_loss_is_the_given_one_or_the_outputs_or_a_mean_square():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("module_alone", r"returned a module alone; it has to return \(module, inputs\)"),
-        ("number", r"returned int; it has to return \(module, inputs\)"),
+        ("module_alone", r"returned a module alone; it must return \(module, inputs\)"),
+        ("number", r"returned int; it must return \(module, inputs\)"),
         ("bad_loss", "returned 7 as its loss function, which isn't callable"),
         ("frozen", "has no parameter with a gradient"),
         ("absent", "'absent' of module 'tests.bench.benchmarked' is not there"),
@@ -63,9 +63,7 @@ def test_what_is_no_workload_is_refused(function, message):
 
 def test_gradients_have_one_dtype_that_plans_know():
     assert dtype_name(named("tiny")) == "float32"
-    with pytest.raises(
-        ValueError, match=r"has parameters in torch\.float64; they have to be in one of float32"
-    ):
+    with pytest.raises(ValueError, match=r"has parameters in torch\.float64; they must be in one of float32"):
         dtype_name(named("doubles"))
 
 

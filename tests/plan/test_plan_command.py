@@ -126,7 +126,7 @@ def test_a_plan_for_another_network_than_the_measured_one(capsys, file):
     [
         (["--model", "resnet51"], "there is no model 'resnet51'; known are resnet50,"),
         (["--model", "json:absent"], "'absent' of module 'json' is not there"),
-        (["--model", "time:time"], "returned float; it has to return an nn.Module"),
+        (["--model", "time:time"], "returned float; it must return an nn.Module"),
         (["--model", "tests.plan.test_plan_command:a_model"], "give --backward-ms"),
         (["--device", "TPU"], "invalid choice: 'TPU'"),
         (["--ranks", "0"], "'0' is not a whole number of at least 1"),
