@@ -48,7 +48,7 @@ class Rule:
         return self.convert(value)
 
 
-def checked(default: Any, rule: Rule, *, is_compared: bool = True) -> Any:
+def checked_field(default: Any, rule: Rule, *, is_compared: bool = True) -> Any:
     """Return a field of a frozen dataclass of options; `check_fields` checks its values by the rule.
 
     is_compared: False for an option that may differ between equal options.

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.process_group import joined_group
-from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule, check_fields
-from ..rules import checked as checked_field
+from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule, check_fields, checked_field
 from .compressor import Compressor, errors_in
 from .memories import BucketMemories, Memory
 

@@ -22,7 +22,7 @@ from ..rules import (
     START_BITS,
     UNCOMPRESSED_DTYPE,
     check_fields,
-    checked,
+    checked_field,
 )
 from .checkpoint import as_list, checked_tensor, require_error
 from .compressor import BucketSpec, Compressor, State, Works
@@ -41,16 +41,16 @@ class PowerSGDOptions:
     # int8 factors have a scale for so many elements, column after column.
     BLOCK_SIZE = 128
 
-    matrix_approximation_rank: int = checked(1, RANK)
-    min_compression_rate: float = checked(2.0, RATE)
-    use_error_feedback: bool = checked(True, FLAG)
-    warm_start: bool = checked(True, FLAG)
-    orthogonalization_epsilon: float = checked(0.0, EPSILON)
-    batch_tensors_with_same_shape: bool = checked(False, FLAG, is_compared=False)
-    factor_dtype: torch.dtype | None = checked(None, FACTOR_DTYPE)
-    uncompressed_dtype: torch.dtype | None = checked(None, UNCOMPRESSED_DTYPE)
-    start_bits: int | None = checked(None, START_BITS)
-    square: bool = checked(False, FLAG)
+    matrix_approximation_rank: int = checked_field(1, RANK)
+    min_compression_rate: float = checked_field(2.0, RATE)
+    use_error_feedback: bool = checked_field(True, FLAG)
+    warm_start: bool = checked_field(True, FLAG)
+    orthogonalization_epsilon: float = checked_field(0.0, EPSILON)
+    batch_tensors_with_same_shape: bool = checked_field(False, FLAG, is_compared=False)
+    factor_dtype: torch.dtype | None = checked_field(None, FACTOR_DTYPE)
+    uncompressed_dtype: torch.dtype | None = checked_field(None, UNCOMPRESSED_DTYPE)
+    start_bits: int | None = checked_field(None, START_BITS)
+    square: bool = checked_field(False, FLAG)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -198,7 +198,7 @@ class PowerSGDCompressor(Compressor):
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Do what average does, in three stages, or five with quantized factors."""
+        """Average in three stages, or five with quantized factors; yield each collective under way."""
         plan, wires = self.plan, self._wires
         # The quantized all-reduce divides by itself.
         scale = 1.0 if wires else 1 / group.size()

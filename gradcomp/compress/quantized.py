@@ -19,7 +19,7 @@ from gradcomp.layout.blocks import BlockLayout, Part
 
 from ..comm.exchange import all_gather, all_to_all
 from ..comm.pipeline import run_through
-from ..rules import BITS, BLOCK_SIZE, FLAG, UNCOMPRESSED_DTYPE, check_fields, checked
+from ..rules import BITS, BLOCK_SIZE, FLAG, UNCOMPRESSED_DTYPE, check_fields, checked_field
 from .checkpoint import require_error
 from .compressor import BucketSpec, Compressor, State, Works
 
@@ -36,10 +36,10 @@ class QuantizedOptions:
     Raises ValueError for other values.
     """
 
-    bits: int = checked(4, BITS)
-    block_size: int = checked(128, BLOCK_SIZE)
-    error_feedback: bool = checked(True, FLAG)
-    uncompressed_dtype: torch.dtype | None = checked(None, UNCOMPRESSED_DTYPE)
+    bits: int = checked_field(4, BITS)
+    block_size: int = checked_field(128, BLOCK_SIZE)
+    error_feedback: bool = checked_field(True, FLAG)
+    uncompressed_dtype: torch.dtype | None = checked_field(None, UNCOMPRESSED_DTYPE)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -99,7 +99,7 @@ class QuantizedCompressor(Compressor):
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Do what average does, in three stages."""
+        """Average in three stages; yield each collective under way."""
         self._own = self._layout.shard(group.rank())
         if self._loaded_shard_error is not None and self._plan.shard_error is not None:
             self._plan.shard_error.copy_(self._padded(self._loaded_shard_error)[self._own])
@@ -164,7 +164,7 @@ def quantized_all_reduce(
 
 
 def average_payload(plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
-    """Do the rest of quantized_all_reduce, once plan.payload has what this rank sends."""
+    """Finish quantized_all_reduce, once plan.payload has this rank's codes."""
     if plan.payload.numel():
         yield all_to_all(plan.received, plan.payload, group)
         plan.average(group.rank())

@@ -7,6 +7,7 @@ as implemented, and how it differs from torch's.
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -291,7 +292,12 @@ def _average(
         raise TypeError(
             f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{hint}"
         )
-    return state.average(hook_name, bucket, replace(state.options, square=True) if square else None)
+    return state.average(hook_name, bucket, _squared(state.options) if square else None)
+
+
+@lru_cache(maxsize=16)
+def _squared(options: PowerSGDOptions) -> PowerSGDOptions:
+    return replace(options, square=True)
 
 
 def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
