@@ -107,7 +107,7 @@ def clocked() -> Iterator[Parts]:
     parts.clock("state", state.CompressorState, "average")
     parts.clock("state", powersgd, "powerSGD_hook")
     # The sequence that run_on_side_stream runs is the state's and the compressor's.
-    parts.clock("state", powersgd.LowRankCompressor, "average")
+    parts.clock("state", powersgd.PowerSGDCompressor, "average")
     try:
         yield parts
     finally:
