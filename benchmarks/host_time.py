@@ -94,11 +94,11 @@ def clocked() -> Iterator[Parts]:
     from gradcomp.comm import streams
     from gradcomp.compress import state
     from gradcomp.hooks import powerSGD_hook as powersgd
-    from gradcomp.kernels.powersgd.plan import LowRankPlan
+    from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 
     parts = Parts()
     for stage in ("project", "back_project", "reconstruct"):
-        parts.clock("launches", LowRankPlan, stage)
+        parts.clock("launches", PowerSGDPlan, stage)
     parts.clock("all_reduce", dist, "all_reduce")
     parts.clock("Future", torch.futures.Future, "__init__")
     parts.clock("Future", torch.futures.Future, "set_result")

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import models
-from gradcomp.kernels.powersgd.plan import LowRankStages, LowRankTensors
-from gradcomp.kernels.powersgd.work import LowRankWork
+from gradcomp.kernels.powersgd.plan import PowerSGDStages, PowerSGDTensors
+from gradcomp.kernels.powersgd.work import PowerSGDWork
 from gradcomp.kernels.scratch import num_bytes_of
-from gradcomp.layout import LowRankLayout
+from gradcomp.layout import PowerSGDLayout
 
 RANKS = (1, 4, 16, 32)
 MIN_COMPRESSION_RATE = 2
@@ -42,13 +42,13 @@ def memory_of(buckets: Iterable[Sequence[models.Shape]], rank: int, dtype: torch
     error = factors = torch_factors = 0
     scratches, bucket_bytes = [], []
     for shapes in buckets:
-        layout = LowRankLayout(shapes, rank, MIN_COMPRESSION_RATE)
-        work = LowRankWork.of(layout, dtype.itemsize)
-        tensors = LowRankTensors(work, dtype, torch.device("meta"), error_feedback=True)
+        layout = PowerSGDLayout(shapes, rank, MIN_COMPRESSION_RATE)
+        work = PowerSGDWork.of(layout, dtype.itemsize)
+        tensors = PowerSGDTensors(work, dtype, torch.device("meta"), error_feedback=True)
         error += tensors.memory.nbytes
         kept = (tensors.p, tensors.q, tensors.norms, tensors.matrices, *tensors.tables.values())
         factors += sum(tensor.nbytes for tensor in kept)
-        scratches.append(num_bytes_of(LowRankStages.scratch_parts(work, dtype, dtype)))
+        scratches.append(num_bytes_of(PowerSGDStages.scratch_parts(work, dtype, dtype)))
         bucket_bytes.append(sum(map(math.prod, shapes)) * dtype.itemsize)
         torch_factors += (layout.p_numel + layout.q_numel) * dtype.itemsize
     passing = 2 * max(bucket_bytes)

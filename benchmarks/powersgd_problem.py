@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.harness import Case, Setup, frobenius_error
-from gradcomp.layout import LowRankLayout
+from gradcomp.layout import PowerSGDLayout
 
 CPU_BUCKETS = {
     "4×1024×1024, 512×512×3×3": [(1024, 1024)] * 4 + [(1024,)] * 2 + [(512, 512, 3, 3)],
@@ -54,8 +54,8 @@ class Problem:
     device: torch.device
 
     @property
-    def layouts(self) -> list[LowRankLayout]:
-        return [LowRankLayout(shapes, self.rank, min_compression_rate=2) for shapes in self.buckets]
+    def layouts(self) -> list[PowerSGDLayout]:
+        return [PowerSGDLayout(shapes, self.rank, min_compression_rate=2) for shapes in self.buckets]
 
     @property
     def num_elements(self) -> int:
@@ -109,7 +109,7 @@ def problems(device: torch.device, quick: bool) -> Iterator[tuple[str, Problem]]
 
 
 def float64_steps(
-    layout: LowRankLayout,
+    layout: PowerSGDLayout,
     gradient: torch.Tensor,
     memory: torch.Tensor,
     directions: Sequence[torch.Tensor],

@@ -88,11 +88,11 @@ def _after_two_steps(problem: Problem) -> list[torch.Tensor]:
 @lru_cache(maxsize=1)
 def _plans(
     problem: Problem,
-) -> list[tuple[ops.LowRankPlan, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
+) -> list[tuple[ops.PowerSGDPlan, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
     """Make for every bucket its plan, gradient, buffer and the first step's directions."""
     work = []
     for layout, gradient in zip(problem.layouts, problem.gradients(), strict=True):
         options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": SEED}
-        plan = ops.low_rank_plan(layout, problem.dtype, problem.device, **options)
+        plan = ops.powersgd_plan(layout, problem.dtype, problem.device, **options)
         work.append((plan, gradient, gradient.clone(), plan.directions()))
     return work

@@ -15,28 +15,28 @@ import torch
 import triton
 
 from .cpu import copy as cpu
-from .cpu import powersgd_plan as cpu_low_rank
+from .cpu import powersgd_plan as cpu_powersgd
 from .cpu import quantize as cpu_quantize
 from .cpu import quantize_plan as cpu_quantized_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels.device import has_streams, processor, send
-from .kernels.powersgd import plan as powersgd_plan
-from .kernels.quantize import plan as quantize_plan
+from .kernels.powersgd import plan as powersgd_kernels
+from .kernels.quantize import plan as quantize_kernels
 
 if TYPE_CHECKING:
-    from .layout import BlockLayout, FlatLayout, LowRankLayout
+    from .layout import BlockLayout, FlatLayout, PowerSGDLayout
 
 __all__ = [
-    "LowRankPlan",
+    "PowerSGDPlan",
     "QuantizedPlan",
-    "compile_low_rank",
+    "compile_powersgd",
     "compile_quantized",
     "compress_cast",
     "decompress_cast",
     "flatten",
     "has_streams",
-    "low_rank_plan",
+    "powersgd_plan",
     "processor",
     "quantized_plan",
     "runs_triton",
@@ -45,8 +45,8 @@ __all__ = [
     "unflatten",
 ]
 
-LowRankPlan = powersgd_plan.LowRankPlan | cpu_low_rank.LowRankPlan
-QuantizedPlan = quantize_plan.QuantizedPlan | cpu_quantized_plan.QuantizedPlan
+PowerSGDPlan = powersgd_kernels.PowerSGDPlan | cpu_powersgd.PowerSGDPlan
+QuantizedPlan = quantize_kernels.QuantizedPlan | cpu_quantized_plan.QuantizedPlan
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -190,8 +190,8 @@ def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> fl
     return tables[device, to_flat]
 
 
-def low_rank_plan(
-    layout: LowRankLayout,
+def powersgd_plan(
+    layout: PowerSGDLayout,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -201,7 +201,7 @@ def low_rank_plan(
     seed: int,
     wire_dtype: torch.dtype | None = None,
     shares_scratch: bool = False,
-) -> LowRankPlan:
+) -> PowerSGDPlan:
     """Return PowerSGD's working set for one bucket, built once per layout; every step calls its three stages.
 
     layout: what is compressed. dtype: the bucket's; accumulation is in fp32 (fp64 for fp64). seed: the seed
@@ -227,8 +227,8 @@ def low_rank_plan(
     plan.error() and plan.directions() return what has to be kept across a restart; plan.load(error,
     directions) restores it.
     """
-    on_kernels = partial(powersgd_plan.LowRankPlan, shares_scratch=shares_scratch)
-    plan = on_kernels if runs_triton(device) else cpu_low_rank.LowRankPlan
+    on_kernels = partial(powersgd_kernels.PowerSGDPlan, shares_scratch=shares_scratch)
+    plan = on_kernels if runs_triton(device) else cpu_powersgd.PowerSGDPlan
     return plan(
         layout,
         dtype,
@@ -241,12 +241,12 @@ def low_rank_plan(
     )
 
 
-def compile_low_rank(
-    layout: LowRankLayout, dtype: torch.dtype, device: torch.device, **arithmetic: Any
+def compile_powersgd(
+    layout: PowerSGDLayout, dtype: torch.dtype, device: torch.device, **arithmetic: Any
 ) -> None:
-    """Compile the kernels that a low_rank_plan with these arguments launches, if it launches any.
+    """Compile the kernels that a powersgd_plan with these arguments launches, if it launches any.
 
-    arithmetic: low_rank_plan's options that follow the device, but the seed; and codes, (dtype of what is
+    arithmetic: powersgd_plan's options that follow the device, but the seed; and codes, (dtype of what is
     sent exactly, elements with one scale), for a plan that sends codes. Needs seconds per kernel, or
     milliseconds for what Triton finds in its cache. Allocates nothing on the device but the kernels.
     """
@@ -254,7 +254,7 @@ def compile_low_rank(
         if "codes" in arithmetic:
             cap = cpu_quantize.largest_scale(8, torch.promote_types(dtype, torch.float32))
             arithmetic["codes"] = (*arithmetic["codes"], cap)
-        powersgd_plan.compile_kernels(layout, dtype, device, **arithmetic)
+        powersgd_kernels.compile_kernels(layout, dtype, device, **arithmetic)
 
 
 def quantized_plan(
@@ -285,15 +285,15 @@ def quantized_plan(
     options: dict[str, Any] = {"bits": bits, "error_feedback": error_feedback, "exact_dtype": exact_dtype}
     if runs_triton(device):
         quantizer = cpu_quantize.quantizer(bits, dtype)
-        return quantize_plan.QuantizedPlan(layout, dtype, device, **options, **quantizer)
+        return quantize_kernels.QuantizedPlan(layout, dtype, device, **options, **quantizer)
     return cpu_quantized_plan.QuantizedPlan(layout, dtype, **options)
 
 
 def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
-    """Compile the kernels that a quantized_plan with these arguments launches: see compile_low_rank."""
+    """Compile the kernels that a quantized_plan with these arguments launches: see compile_powersgd."""
     if has_streams(device):
         quantizer = cpu_quantize.quantizer(options["bits"], dtype)
-        quantize_plan.compile_kernels(layout, dtype, device, **options, **quantizer)
+        quantize_kernels.compile_kernels(layout, dtype, device, **options, **quantizer)
 
 
 # --- checks of arguments, with messages that show the bad value ---

@@ -18,7 +18,7 @@ from benchmarks.demo.measure import Progress, Recorder, check_replicas, mean_ove
 from benchmarks.environment import describe
 from gradcomp.hooks import powerSGD_hook
 
-LOW_RANK = {"powersgd": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
+POWERSGD = {"powersgd": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
 # What factors, and whatever is not compressed, are sent in.
 FACTORS: dict[str, dict[str, torch.dtype]] = {
     "": {},
@@ -35,7 +35,7 @@ TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for 
 def check_hook_name(hook: str) -> None:
     """Raise ValueError unless ``hook`` is a name that register() takes."""
     name, *given = hook.split(":")
-    if name in LOW_RANK:
+    if name in POWERSGD:
         rank, factors, start, *more = [*given, "", "", ""][: max(3, len(given))]
         is_known = rank.isdecimal() and int(rank) > 0 and factors in FACTORS and not more
         is_known = is_known and start in ("", "start4", "start8")
@@ -45,8 +45,8 @@ def check_hook_name(hook: str) -> None:
     else:
         is_known = hook in OTHERS
     if not is_known:
-        low_rank = (f"{name}:RANK[:{'|'.join(filter(None, FACTORS))}[:start4|start8]]" for name in LOW_RANK)
-        known = [*OTHERS, f"{LOCAL}:STEPS[:int4]", *low_rank]
+        powersgd = (f"{name}:RANK[:{'|'.join(filter(None, FACTORS))}[:start4|start8]]" for name in POWERSGD)
+        known = [*OTHERS, f"{LOCAL}:STEPS[:int4]", *powersgd]
         raise ValueError(f"there is no {hook!r}; known are {', '.join(known)}")
 
 
@@ -58,11 +58,11 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
     256 elements and the uncompressed tensors in bf16.
     """
     name, *given = hook.split(":")
-    if name in LOW_RANK:
+    if name in POWERSGD:
         rank, factors, start = [*given, "", ""][:3]
         bits = int(start.removeprefix("start")) if start else None
         options = {**FACTORS[factors], "start_bits": bits}
-        demo.register_power_sgd(averager, LOW_RANK[name], int(rank), start_iter, **options)
+        demo.register_power_sgd(averager, POWERSGD[name], int(rank), start_iter, **options)
     elif hook == "int4:256":
         demo.register_quantization(averager, 4, start_iter, block_size=256, uncompressed_dtype=torch.bfloat16)
     else:

@@ -33,7 +33,7 @@ def local_work(
 ) -> Work:
     """Return a function that does a hook's own work on a flat bucket, as one of world_size ranks."""
     if hook.rank is not None:
-        return _low_rank(hook, shapes, dtype, device, world_size)
+        return _powersgd(hook, shapes, dtype, device, world_size)
     if hook.bits is not None:
         layout = BlockLayout(shapes, 128, world_size)
         return _quantized(ops.quantized_plan(layout, dtype, device, bits=hook.bits, error_feedback=True))
@@ -66,11 +66,11 @@ def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
         plan.dequantize(flat)
 
 
-def _low_rank(
+def _powersgd(
     hook: Candidate, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, world_size: int
 ) -> Work:
     options = hook.powersgd_options
-    plan = ops.low_rank_plan(
+    plan = ops.powersgd_plan(
         options.layout(shapes, dtype),
         dtype,
         device,

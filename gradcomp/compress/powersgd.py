@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.layout import BlockLayout, LowRankLayout
+from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
 from ..comm.pipeline import run_through
@@ -69,15 +69,15 @@ class PowerSGDOptions:
         """Return the dtype in which a bucket's plan gives its factors; None for the bucket's, this dtype."""
         return torch.promote_types(dtype, torch.float32) if self.is_quantized else self.factor_dtype
 
-    def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> LowRankLayout:
+    def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> PowerSGDLayout:
         """Return the layout of a bucket with these shapes."""
         if self.square:
-            return LowRankLayout.square(sum(map(math.prod, shapes)), self.matrix_approximation_rank)
+            return PowerSGDLayout.square(sum(map(math.prod, shapes)), self.matrix_approximation_rank)
         rate = self.min_compression_rate
         if self.factor_dtype is not None:
             scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantized else 0
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
-        return LowRankLayout(shapes, self.matrix_approximation_rank, rate)
+        return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate)
 
     def arithmetic(self, world_size: int) -> dict[str, Any]:
         """Return the options of the plan's arithmetic."""
@@ -113,7 +113,7 @@ class PowerSGDCompressor(Compressor):
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
         self._left_out: list[int] = []
         self._unused: Sequence[int] = ()
-        self.plan = ops.low_rank_plan(
+        self.plan = ops.powersgd_plan(
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
@@ -165,7 +165,7 @@ class PowerSGDCompressor(Compressor):
     def warm_up(cls, bucket: BucketSpec, options: PowerSGDOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
         exact_dtype = options.uncompressed_dtype or bucket.dtype
-        ops.compile_low_rank(
+        ops.compile_powersgd(
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
@@ -258,7 +258,7 @@ class PowerSGDCompressor(Compressor):
 class _QuantizedWires:
     """The working sets of the two quantized all-reduces of a plan's wires."""
 
-    def __init__(self, plan: ops.LowRankPlan, bucket: BucketSpec, options: PowerSGDOptions):
+    def __init__(self, plan: ops.PowerSGDPlan, bucket: BucketSpec, options: PowerSGDOptions):
         p_numel, uncompressed_numel, q_numel = plan.wire_numels
         exact_dtype = options.uncompressed_dtype or bucket.dtype
 

@@ -81,7 +81,7 @@ class MatrixGroup:
     memory: M = gradient + error from project on, in the bucket's dtype; and between steps M still, of which
     settle() makes the error, or the error. Where M isn't finite, the error counts as zero. From back_project
     on p is SHRINK · P; from reconstruct on p and qt are P / shrunk and shrunk · Q. scratch: memory for one
-    matrix in the wide dtype, empty where none is needed (see LowRankPlan).
+    matrix in the wide dtype, empty where none is needed (see PowerSGDPlan).
     """
 
     def __init__(

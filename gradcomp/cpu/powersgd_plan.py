@@ -16,13 +16,13 @@ from .powersgd_matrices import SHRINK, MatrixGroup
 from .quantize_plan import QuantizedPlan
 
 if TYPE_CHECKING:
-    from gradcomp.layout import LowRankLayout
+    from gradcomp.layout import PowerSGDLayout
 
 # Columns of Q that are shorter are replaced: the inverse of their length nears the end of fp32.
 MIN_LENGTH = 1e-30
 
 
-class LowRankPlan:
+class PowerSGDPlan:
     """One bucket's working set for PowerSGD, and the local stages between its two all-reduces.
 
     p_wire: all P, then the uncompressed tensors. q_wire: all Qᵀ. Both are flat, in the bucket's dtype, or in
@@ -32,7 +32,7 @@ class LowRankPlan:
 
     def __init__(
         self,
-        layout: LowRankLayout,
+        layout: PowerSGDLayout,
         dtype: torch.dtype,
         device: torch.device,
         *,

@@ -2,6 +2,6 @@
 
 from .blocks import BlockLayout
 from .flat import FlatLayout
-from .matrices import LowRankLayout, Matrix
+from .matrices import Matrix, PowerSGDLayout
 
-__all__ = ["BlockLayout", "FlatLayout", "LowRankLayout", "Matrix"]
+__all__ = ["BlockLayout", "FlatLayout", "Matrix", "PowerSGDLayout"]

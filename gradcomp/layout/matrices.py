@@ -37,7 +37,7 @@ def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) 
     return (rows + cols) * min(rows, cols, rank) * min_compression_rate < rows * cols
 
 
-class LowRankLayout:
+class PowerSGDLayout:
     """The tensors of a bucket that PowerSGD compresses, and where their factors are on the wire.
 
     shapes: the shapes of the bucket's tensors, which are stored one after another. Those for which
@@ -62,7 +62,7 @@ class LowRankLayout:
         self._set(flat.numel, matrices, uncompressed)
 
     @classmethod
-    def square(cls, numel: int, rank: int) -> LowRankLayout:
+    def square(cls, numel: int, rank: int) -> PowerSGDLayout:
         """Return the layout of a whole bucket as one square matrix, padded with zeros."""
         layout = cls.__new__(cls)
         side = math.isqrt(numel - 1) + 1 if numel else 0
@@ -88,4 +88,4 @@ class LowRankLayout:
         return slice(ends[-2] if index else 0, ends[-1])
 
     def __repr__(self) -> str:
-        return f"LowRankLayout({len(self.matrices)} matrices, {len(self.uncompressed)} uncompressed tensors)"
+        return f"PowerSGDLayout({len(self.matrices)} matrices, {len(self.uncompressed)} uncompressed tensors)"

@@ -98,7 +98,7 @@ class Candidate:
 @cache
 def _payload(hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int) -> Payload:
     if hook.rank is not None:
-        return _low_rank(hook.powersgd_options, shapes, dtype, world_size)
+        return _powersgd(hook.powersgd_options, shapes, dtype, world_size)
     if hook.bits is not None:
         layout = BlockLayout(shapes, QuantizedOptions(hook.bits).block_size, world_size)
         return _quantized(layout, hook.bits, dtype.itemsize, dtype.itemsize, error_feedback=True)
@@ -136,7 +136,7 @@ def _quantized(
     )
 
 
-def _low_rank(
+def _powersgd(
     options: PowerSGDOptions, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int
 ) -> Payload:
     """Return PowerSGD's payload: P with the uncompressed tensors, then Q.

@@ -110,7 +110,7 @@ class PowerSGDOracle:
                 (_wide(gradient[index]) + error[index]).reshape(matrix_shape(shape))
                 for gradient, error in zip(gradients, self.errors, strict=True)
             ]
-            average, new_q = low_rank_average(matrices, q)
+            average, new_q = powersgd_average(matrices, q)
             averages[index] = average.view(shape)
             new_qs.append(new_q)
             if self.error_feedback:
@@ -255,7 +255,7 @@ def normal_levels(num_levels: int = 15) -> tuple[float, ...]:
     return tuple(levels.tolist())
 
 
-def low_rank_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def powersgd_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute algorithm 1 of Vogels et al. 2019: (P Qᵀ [n, m], the new Q [m, r]) of every rank's M [n, m].
 
     With M̄ the mean of the M, P Qᵀ = P Pᵀ M̄ is M̄ projected on the span of M̄ q. So it depends on the span

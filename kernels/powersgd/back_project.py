@@ -154,7 +154,7 @@ def _back_project_kernel(
 
     source_ptr: the memory if FEEDBACK, else the bucket. p_ptr: P's panels. partial_ptr: [programs, RANK,
     BLOCK_COLS]. Grid: one program per row of work_ptr (_back_project_work). BLOCK_ROWS: a SPLIT-th of
-    LowRankWork's. Moves 4 B per matrix element in fp32, and 4 · RANK · BLOCK_COLS B of partial sums per
+    PowerSGDWork's. Moves 4 B per matrix element in fp32, and 4 · RANK · BLOCK_COLS B of partial sums per
     program; P comes from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -187,9 +187,9 @@ def back_project(
     """Step 5 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
 
     source: the memory holding M if feedback, else the bucket's flat buffer. p: the orthonormal panels.
-    matrices, work: int64 tables of LowRankWork (matrix_table, back_project_work).
+    matrices, work: int64 tables of PowerSGDWork (matrix_table, back_project_work).
     out: [len(work), rank, block_cols], the partial sums of Q, in p's dtype.
-    rank, block_rows, block_cols: LowRankWork's.
+    rank, block_rows, block_cols: PowerSGDWork's.
     """
     if len(work):
         is_dot = rank > MAX_FMA_RANK.value

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..quantize.work import BLOCKS, COPY, QuantizedWork
 from . import work as powersgd_work
-from .work import LowRankWork, wire_stride
+from .work import PowerSGDWork, wire_stride
 
 if TYPE_CHECKING:
     from gradcomp.layout import BlockLayout
@@ -38,7 +38,7 @@ class FactorCodesWork:
     """
 
     def __init__(
-        self, work: LowRankWork, factor: str, layout: BlockLayout, itemsize: int, exact_itemsize: int
+        self, work: PowerSGDWork, factor: str, layout: BlockLayout, itemsize: int, exact_itemsize: int
     ):
         codes = QuantizedWork(layout, BITS, itemsize, exact_itemsize)
         self.factors = list(_factors(work, factor, itemsize))
@@ -59,12 +59,12 @@ class FactorCodesWork:
                 yield (*row[:4], first, *row[5:7], last, 0)
 
 
-def is_packed_as_codes(work: LowRankWork, block_size: int) -> bool:
+def is_packed_as_codes(work: PowerSGDWork, block_size: int) -> bool:
     """Return whether both factors are long enough to be quantized, not sent exactly."""
     return min(work.uncompressed_start, work.q_wire_numel) >= block_size
 
 
-def _factors(work: LowRankWork, factor: str, itemsize: int) -> Iterator[tuple[int, ...]]:
+def _factors(work: PowerSGDWork, factor: str, itemsize: int) -> Iterator[tuple[int, ...]]:
     programs, length = (work.project_work, "rows") if factor == "p" else (work.back_project_work, "cols")
     per_block, per_matrix = Counter(row[:2] for row in programs), Counter(row[0] for row in programs)
     first = 0
@@ -78,7 +78,7 @@ def _factors(work: LowRankWork, factor: str, itemsize: int) -> Iterator[tuple[in
         first += per_matrix[index]
 
 
-def _copy_work(work: LowRankWork, layout: BlockLayout, exact_itemsize: int) -> Iterator[tuple[int, ...]]:
+def _copy_work(work: PowerSGDWork, layout: BlockLayout, exact_itemsize: int) -> Iterator[tuple[int, ...]]:
     """Yield the rows of what is sent exactly, none with elements of two shards."""
     sections, payload_bytes = layout.sections(BITS, exact_itemsize)
     for work_type, in_bucket, on_wire, numel, *_ in work.pack_work:

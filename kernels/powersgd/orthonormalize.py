@@ -287,8 +287,8 @@ def orthonormalize(
 
     Beyond rank 32, one launch of orthonormalize.py, in fp64.
 
-    wire: the all-reduced wire buffer, which begins with all P. matrices, work: int64 tables of LowRankWork
-    (matrix_table, orthonormalize_work). scratch: fp64, LowRankWork's orthonormalize_numel.
+    wire: the all-reduced wire buffer, which begins with all P. matrices, work: int64 tables of PowerSGDWork
+    (matrix_table, orthonormalize_work). scratch: fp64, PowerSGDWork's orthonormalize_numel.
     out: the padded panels, fp32 (fp64 for an fp64 bucket). epsilon: as torch's orthogonalization_epsilon,
     added to the length by which a column is divided (beyond rank 32 up to a relative difference of epsilon /
     length). With epsilon there is no second pass over ill-conditioned panels, because it would undo what

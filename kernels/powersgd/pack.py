@@ -28,8 +28,8 @@ def _pack_kernel(
     """Write scale · (sum of the partial panels in the order of their indices), or scale · gradient.
 
     partial_ptr: [partial sums, RANK, BLOCK], panels column after column, times SHRINK, which they keep on all
-    wires but those in float16. grad_ptr: the bucket. wire_ptr: see LowRankWork. Grid: one program per row of
-    work_ptr,
+    wires but those in float16. grad_ptr: the bucket. wire_ptr: see PowerSGDWork.
+    Grid: one program per row of work_ptr,
     (REDUCE, first wire element, rows, r, first partial sum, partial sums of a block, the factor's rows) or
     (COPY, first bucket element, first wire element, number of elements, zeros behind them).
     ROWS: the most rows of a REDUCE row, in blocks of BLOCK.
@@ -81,9 +81,9 @@ def pack(
     """Sum the partial P (or Q) into a wire buffer, and copy the uncompressed tensors there, in one launch.
 
     partial: out= of project or back_project. grad: the bucket's flat buffer. work: int64 table of
-    LowRankWork: pack_work for P, reduce_work for Q. out: the wire buffer, in the dtype to communicate.
+    PowerSGDWork: pack_work for P, reduce_work for Q. out: the wire buffer, in the dtype to communicate.
     scale: 1 / world size, so that the all-reduced sum is the average and never overflows 16 bits needlessly.
-    rank: LowRankWork's. block: its block_rows for P, its block_cols for Q.
+    rank: PowerSGDWork's. block: its block_rows for P, its block_cols for Q.
     """
     if len(work):
         rows, cols = factor_tile(rank, block, partial.itemsize)

@@ -18,7 +18,7 @@ from ..quantize.work import tile_shape
 from ..tile import copy_tile
 from .codes_work import BITS, FactorCodesWork
 from .codes_work import FACTOR_FIELDS as _FACTOR_FIELDS
-from .work import COPY_BLOCK, LowRankWork
+from .work import COPY_BLOCK, PowerSGDWork
 
 BLOCKS_WORK = tl.constexpr(_BLOCKS)
 FACTOR_FIELDS = tl.constexpr(_FACTOR_FIELDS)
@@ -43,7 +43,7 @@ class FactorCodes:
     largest_scale: float
 
     @classmethod
-    def of(cls, work: LowRankWork, factor: str, plan: Any, itemsize: int) -> FactorCodes:
+    def of(cls, work: PowerSGDWork, factor: str, plan: Any, itemsize: int) -> FactorCodes:
         """Make those of one factor, "p" or "q". plan: the QuantizedPlan of its wire. itemsize: the wire's."""
         tables = FactorCodesWork(work, factor, plan.layout, itemsize, plan.exact_dtype.itemsize)
         device = plan.payload.device

@@ -21,12 +21,12 @@ from .project import project
 from .random import is_kept, random_q, scale_of
 from .reconstruct import reconstruct
 from .tile import SHRINK
-from .work import LowRankWork, wire_stride
+from .work import PowerSGDWork, wire_stride
 
 
 @dataclass(frozen=True)
-class LowRankArithmetic:
-    """What a plan's kernels depend on beside the bucket: ops.low_rank_plan's options."""
+class PowerSGDArithmetic:
+    """What a plan's kernels depend on beside the bucket: ops.powersgd_plan's options."""
 
     error_feedback: bool
     warm_start: bool
@@ -39,13 +39,13 @@ def wire_factor(dtype: torch.dtype) -> float:
     return 1.0 if dtype == torch.float16 else SHRINK.value
 
 
-class LowRankTensors:
+class PowerSGDTensors:
     """The tensors of a plan that last from step to step.
 
     Zero lengths of Q's columns make the first step project on the random Q.
     """
 
-    def __init__(self, work: LowRankWork, dtype: torch.dtype, device: torch.device, error_feedback: bool):
+    def __init__(self, work: PowerSGDWork, dtype: torch.dtype, device: torch.device, error_feedback: bool):
         wide = torch.promote_types(dtype, torch.float32)
 
         def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +61,7 @@ class LowRankTensors:
             for name in ("project", "pack", "orthonormalize", "back_project", "reduce", "reconstruct")
         }
 
-    def randomise(self, work: LowRankWork, seed: int) -> None:
+    def randomize(self, work: PowerSGDWork, seed: int) -> None:
         """Make the random Q. One launch."""
         random_q(
             self.matrices,
@@ -74,7 +74,7 @@ class LowRankTensors:
         )
 
 
-class LowRankStages:
+class PowerSGDStages:
     """The launches of a plan's stages, on given tensors.
 
     codes: where P and Q are packed in 8 bits instead of on the wires; None for the wires. pack_p: the last
@@ -83,11 +83,11 @@ class LowRankStages:
 
     def __init__(
         self,
-        work: LowRankWork,
-        tensors: LowRankTensors,
+        work: PowerSGDWork,
+        tensors: PowerSGDTensors,
         scratch: Sequence[torch.Tensor],
         dtype: torch.dtype,
-        arithmetic: LowRankArithmetic,
+        arithmetic: PowerSGDArithmetic,
         codes: tuple[FactorCodes, FactorCodes] | None = None,
     ):
         self._work, self._tensors, self._arithmetic = work, tensors, arithmetic
@@ -102,7 +102,7 @@ class LowRankStages:
 
     @staticmethod
     def scratch_parts(
-        work: LowRankWork, dtype: torch.dtype, wire_dtype: torch.dtype
+        work: PowerSGDWork, dtype: torch.dtype, wire_dtype: torch.dtype
     ) -> list[tuple[int, torch.dtype]]:
         """Return the (elements, dtype) of partial sums, wires and Gram matrices, not kept for long."""
         wide = torch.promote_types(dtype, torch.float32)
@@ -206,31 +206,31 @@ def compile_kernels(
     wire_dtype: torch.dtype | None = None,
     codes: tuple[torch.dtype, int, float] | None = None,
 ) -> None:
-    """Compile every kernel that a LowRankPlan with these arguments launches. Its tensors are "meta" here.
+    """Compile every kernel that a PowerSGDPlan with these arguments launches. Its tensors are "meta" here.
 
     codes: for a plan that sends codes, the dtype of what is sent exactly, the elements with one scale, and
     the largest scale.
     """
     wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
-    work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
-    tensors = LowRankTensors(work, dtype, meta, error_feedback)
-    parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
+    work = PowerSGDWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
+    tensors = PowerSGDTensors(work, dtype, meta, error_feedback)
+    parts = PowerSGDStages.scratch_parts(work, dtype, wire_dtype)
     memory = torch.empty(num_bytes_of(parts), dtype=torch.uint8, device=meta)
-    arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
+    arithmetic = PowerSGDArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
     of_factors = None
     if codes and is_packed_as_codes(work, codes[1]):
         of_factors = (FactorCodes.on_meta(*codes), FactorCodes.on_meta(*codes))
-    stages = LowRankStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic, of_factors)
-    first_q = Stage(lambda _, seed: tensors.randomise(work, seed), dtype, int)
+    stages = PowerSGDStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic, of_factors)
+    first_q = Stage(lambda _, seed: tensors.randomize(work, seed), dtype, int)
     with launching_on(device):
         stages.compile()
         first_q.compile()
 
 
-class LowRankPlan:
-    """The plan that ops.low_rank_plan describes, on a device that runs Triton.
+class PowerSGDPlan:
+    """The plan that ops.powersgd_plan describes, on a device that runs Triton.
 
-    layout: a LowRankLayout. Everything is allocated here: the memory of M (as large as the compressed
+    layout: a PowerSGDLayout. Everything is allocated here: the memory of M (as large as the compressed
     gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing. shares_scratch:
     partial sums and wires are the thread's shared_scratch instead, from the first step on.
     """
@@ -250,20 +250,20 @@ class LowRankPlan:
     ):
         self.layout = layout
         self._dtype, self._device, self._feedback = dtype, device, error_feedback
-        self._arithmetic = LowRankArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
+        self._arithmetic = PowerSGDArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
         wire_dtype = wire_dtype or dtype
-        self._work = work = LowRankWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
+        self._work = work = PowerSGDWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
         first = work.uncompressed_start
         self.wire_numels = (first, work.p_wire_numel - first, work.q_wire_numel)
-        self._tensors = own = LowRankTensors(work, dtype, device, error_feedback)
+        self._tensors = own = PowerSGDTensors(work, dtype, device, error_feedback)
         self._memory, self._p, self._q, self._norms = own.memory, own.p, own.q, own.norms
-        self._scratch_parts = LowRankStages.scratch_parts(work, dtype, wire_dtype)
+        self._scratch_parts = PowerSGDStages.scratch_parts(work, dtype, wire_dtype)
         self._scratch: Scratch | None = None
         self._quantized: tuple[QuantizedPlan, QuantizedPlan] | None = None
         self._codes: tuple[FactorCodes, FactorCodes] | None = None
         self._shares_scratch = shares_scratch
         with launching_on(device):
-            own.randomise(work, seed)
+            own.randomize(work, seed)
         if not shares_scratch:
             self._use(Scratch(device))
 
@@ -273,7 +273,7 @@ class LowRankPlan:
         self._scratch, self._scratch_memory = scratch, scratch.memory
         parts = parts_of_scratch(scratch.memory, self._scratch_parts)
         self._partial, self.p_wire, self.q_wire, _ = parts
-        self._stages = LowRankStages(
+        self._stages = PowerSGDStages(
             self._work, self._tensors, parts, self._dtype, self._arithmetic, self._codes
         )
         if has_streams(self._device):

@@ -254,8 +254,9 @@ def _project_kernel(
     Q̂: the columns of Q_prev, scaled (see direction, which takes UNIT). memory_ptr: M_prev, becomes M. Without
     FEEDBACK it isn't touched, and M is the gradient. RELOADED: see is_reloaded. p_ptr, q_ptr: panels.
     partial_ptr: [programs, RANK, BLOCK_ROWS]. Grid: one program per row of work_ptr (_project_work).
-    BLOCK_COLS: a SPLIT-th of LowRankWork's. Moves 12 B per matrix element in fp32 (4 B without feedback), and
-    4 · RANK · BLOCK_ROWS B of partial sums per program; P and Q come from the cache.
+    BLOCK_COLS: a SPLIT-th of PowerSGDWork's.
+    Moves 12 B per matrix element in fp32 (4 B without feedback), and 4 · RANK · BLOCK_ROWS B of partial sums
+    per program; P and Q come from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
     matrix_ptr, row_block, first, last = work_of(program, matrices_ptr, work_ptr)
@@ -334,9 +335,9 @@ def project(
 
     grad: the bucket's flat buffer. memory: M of the last step, becomes this step's M; any tensor without
     feedback. p, q: the panels of the last step's factors, fp32 (fp64 for an fp64 bucket). norms: fp64, see
-    reconstruct. matrices, work: int64 tables of LowRankWork (matrix_table, project_work).
+    reconstruct. matrices, work: int64 tables of PowerSGDWork (matrix_table, project_work).
     out: [len(work), rank, block_rows], the partial sums of P, in p's dtype.
-    rank, block_rows, block_cols: LowRankWork's. unit: whether columns of Q are scaled to length 1, for which
+    rank, block_rows, block_cols: PowerSGDWork's. unit: whether columns of Q are scaled to length 1, for which
     P's length matters, rather than by a power of two.
     """
     if len(work):

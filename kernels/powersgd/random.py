@@ -34,7 +34,7 @@ def upper_23_bits(x):
 
 
 @triton.jit
-def randomise(
+def randomize(
     q_ptr,
     matrix_ptr,
     first,
@@ -83,7 +83,7 @@ def _random_q_kernel(
     matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
     first = tl.load(work + 3).to(tl.int32)
     last = tl.load(work + 4).to(tl.int32)
-    randomise(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK)
+    randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK)
 
 
 def random_q(
@@ -98,7 +98,7 @@ def random_q(
 ) -> None:
     """Fill the random panels of out, which stand in for columns of Q that are zero or not finite.
 
-    Needed once, before the first step. matrices, work: int64 tables of LowRankWork (matrix_table,
+    Needed once, before the first step. matrices, work: int64 tables of PowerSGDWork (matrix_table,
     reconstruct_work), of which the first num_programs (num_norms) rows are used. out: q of project.
     """
     if num_programs:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..launch import launch, registers
 from ..tile import copy_tile, round_to
-from .random import randomise
+from .random import randomize
 from .tile import (
     COLS,
     MATRIX_FIELDS,
@@ -163,7 +163,7 @@ def _reconstruct_kernel(
             RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
         )  # fmt: skip
         if not WARM_START:
-            randomise(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
+            randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
     else:
         matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
         first = third.to(tl.int32)
@@ -198,10 +198,10 @@ def reconstruct(
     """Step 7 of PowerSGD (Vogels et al. 2019, algorithm 1) for a whole bucket, one launch.
 
     p_wire, q_wire: both wire buffers after their all-reduce. p: the orthonormal panels.
-    matrices, work: int64 tables of LowRankWork (matrix_table, reconstruct_work).
+    matrices, work: int64 tables of PowerSGDWork (matrix_table, reconstruct_work).
     out: the bucket's flat buffer. q: gets the averaged Q (first half of the tensor) and, without warm start,
     a random one made from seed (second half). norms: [num_norms, rank], fp64: gets the sums of squares of Q's
-    columns over some of its rows. rank, block_rows, block_cols: LowRankWork's.
+    columns over some of its rows. rank, block_rows, block_cols: PowerSGDWork's.
     """
     if len(work):
         rows, cols = factor_tile(rank, block_cols, q.itemsize)

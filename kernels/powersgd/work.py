@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradcomp.layout import LowRankLayout, Matrix
+    from gradcomp.layout import Matrix, PowerSGDLayout
 
 # The columns of matrix_table, which tile.py describes.
 MATRIX_FIELDS = (
@@ -71,7 +71,7 @@ def factor_tile(rank: int, block: int, itemsize: int) -> tuple[int, int]:
     return max(block, FACTOR_TILE // cols), cols
 
 
-class LowRankWork:
+class PowerSGDWork:
     """The tables and sizes of one bucket.
 
     matrices: the compressed matrices. uncompressed: (offset, numel) of the other tensors in the bucket.
@@ -125,7 +125,7 @@ class LowRankWork:
         )
 
     @classmethod
-    def of(cls, layout: LowRankLayout, itemsize: int, wire_itemsize: int | None = None) -> LowRankWork:
+    def of(cls, layout: PowerSGDLayout, itemsize: int, wire_itemsize: int | None = None) -> PowerSGDWork:
         """Make the tables of a bucket with this layout."""
         rank = max((matrix.rank for matrix in layout.matrices), default=1)
         return cls(

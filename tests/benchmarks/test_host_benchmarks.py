@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import models, powersgd_memory
-from gradcomp.kernels.powersgd.plan import LowRankPlan
-from gradcomp.layout import LowRankLayout
+from gradcomp.kernels.powersgd.plan import PowerSGDPlan
+from gradcomp.layout import PowerSGDLayout
 from tests.programs import run_module
 
 BUCKETS = [[(300, 200), (200,)], [(500, 400), (90, 80)]]
@@ -16,7 +16,7 @@ BUCKETS = [[(300, 200), (200,)], [(500, 400), (90, 80)]]
 def test_memory_is_what_plans_allocate(device):
     memory = powersgd_memory.memory_of(BUCKETS, 4, torch.float32)
     options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
-    plans = [LowRankPlan(LowRankLayout(each, 4, 2), torch.float32, device, **options) for each in BUCKETS]
+    plans = [PowerSGDPlan(PowerSGDLayout(each, 4, 2), torch.float32, device, **options) for each in BUCKETS]
     assert memory.error == sum(plan._memory.nbytes for plan in plans)
     assert memory.scratches == tuple(plan._scratch.memory.nbytes for plan in plans)
     assert memory.factors > sum(plan._p.nbytes + plan._q.nbytes for plan in plans)

@@ -41,11 +41,11 @@ def test_steps_over_a_throttled_link(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "network.jsonl").read_text().splitlines()]
     found = {(row["hooks"], row["hook"], row["wrapper"]): row for row in report.of(rows, job="steps")}
     for wrapper in ("torch", "gradcomp"):
-        none, low_rank = (found["gradcomp", hook, wrapper] for hook in ("none", "powersgd:8:int8"))
+        none, powersgd = (found["gradcomp", hook, wrapper] for hook in ("none", "powersgd:8:int8"))
         # What the network counted is what torch was given, and TCP's headers.
         assert none["all_reduce_bytes"] == pytest.approx(MLP_BYTES, rel=0.001)
         assert MLP_BYTES < none["sent_bytes_per_step"] < 1.1 * MLP_BYTES
-        assert low_rank["sent_bytes_per_step"] < MLP_BYTES / 40
+        assert powersgd["sent_bytes_per_step"] < MLP_BYTES / 40
         # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
         assert none["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3
     # torch's hook refuses gloo, which ends its ranks, and the hooks after it are measured nonetheless.

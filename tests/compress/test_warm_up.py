@@ -54,7 +54,7 @@ def test_once_per_bucket_before_it_is_made():
 def test_powersgd_compiles_for_its_options(monkeypatch):
     compiled = []
     monkeypatch.setattr(
-        "gradcomp.ops.compile_low_rank", lambda layout, *rest, **options: compiled.append(options)
+        "gradcomp.ops.compile_powersgd", lambda layout, *rest, **options: compiled.append(options)
     )
 
     def make_state():
@@ -79,8 +79,8 @@ def test_powersgd_compiles_once_per_bucket_in_a_quantized_start(hook, monkeypatc
             module, name, lambda *each, **options: (events.append(event), original(*each, **options))[1]
         )
 
-    note(ops, "compile_low_rank", "compiled")
-    note(ops, "low_rank_plan", "made")
+    note(ops, "compile_powersgd", "compiled")
+    note(ops, "powersgd_plan", "made")
     note(quantized, "quantized_all_reduce", "quantized")
     make_state = partial(powersgd.PowerSGDState, None, 2, start_powerSGD_iter=3, start_bits=4)
     simulate(train, 1, make_state, hook, 5)

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from gradcomp.cpu import powersgd_matrices as matrix_group
-from gradcomp.cpu.powersgd_plan import LowRankPlan
-from gradcomp.layout import LowRankLayout
+from gradcomp.cpu.powersgd_plan import PowerSGDPlan
+from gradcomp.layout import PowerSGDLayout
 
 SHAPES = [(24, 16), (24, 16), (5,), (40, 7), (24, 16)]
 
 
 def plan_of(dtype, rank, square, **options):
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
-    layout = LowRankLayout.square(numel, rank) if square else LowRankLayout(SHAPES, rank, 1.0)
+    layout = PowerSGDLayout.square(numel, rank) if square else PowerSGDLayout(SHAPES, rank, 1.0)
     defaults = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
-    return LowRankPlan(layout, dtype, torch.device("cpu"), **defaults | options)
+    return PowerSGDPlan(layout, dtype, torch.device("cpu"), **defaults | options)
 
 
 def run_step(plan, gradient, seed):

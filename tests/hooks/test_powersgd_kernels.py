@@ -33,7 +33,7 @@ def steps_on_kernels(rank, num_steps):
         if step >= START:
             results.append((gradient, output.cpu(), memory_of(state)))
     (memory, _) = state._memories.memory_of(bucket.parameters()[0])
-    return results, isinstance(memory.compressor.plan, powersgd_plan.LowRankPlan)
+    return results, isinstance(memory.compressor.plan, powersgd_plan.PowerSGDPlan)
 
 
 def test_steps_as_the_oracles():

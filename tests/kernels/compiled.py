@@ -32,10 +32,10 @@ import gradcomp.kernels
 from gradcomp.cpu.quantize import largest_scale, quantizer
 from gradcomp.kernels import cast, flatten
 from gradcomp.kernels.powersgd.pack_codes import FactorCodes, pack_codes
-from gradcomp.kernels.powersgd.plan import LowRankPlan
+from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.powersgd.work import block_shape
 from gradcomp.kernels.quantize.plan import QuantizedPlan
-from gradcomp.layout import BlockLayout, LowRankLayout
+from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
 ARCHITECTURES = (80, 90, 100)
@@ -132,9 +132,9 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         flatten.unflatten(buffer, tables, out=tensors)
         yield f"{TYPE_NAMES[tensor]}<-{TYPE_NAMES[flat]}"
     for dtype, rank, feedback in powersgd:
-        layout = LowRankLayout(SHAPES, rank, 1)
+        layout = PowerSGDLayout(SHAPES, rank, 1)
         options = {"error_feedback": feedback, "warm_start": feedback, "epsilon": 0.0, "seed": 0}
-        plan = LowRankPlan(layout, dtype, torch.device("cpu"), **options)
+        plan = PowerSGDPlan(layout, dtype, torch.device("cpu"), **options)
         buffer = torch.zeros(layout.numel, dtype=dtype)
         plan.project(buffer, 1.0)
         plan.back_project(buffer, 1.0)

@@ -23,11 +23,11 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
 from gradcomp.kernels.powersgd import plan as powersgd_plan
-from gradcomp.layout import LowRankLayout
+from gradcomp.layout import PowerSGDLayout
 
 launched, compiled, hooked, ordinary = [], [], [], []
 DEVICE, OPTIONS = torch.device("cpu"), {"error_feedback": True, "warm_start": True, "epsilon": 0.0}
-LAYOUT = LowRankLayout([(256, 512), (512,), (512, 256)], 4, 1)
+LAYOUT = PowerSGDLayout([(256, 512), (512,), (512, 256)], 4, 1)
 
 
 def record(launcher, x, y, z, stream, function, metadata, data, enter, leave, *arguments):
@@ -56,7 +56,7 @@ def step(buffer):
     return list(launched), len(ordinary)
 
 
-plan = powersgd_plan.LowRankPlan(LAYOUT, torch.float32, DEVICE, **OPTIONS, seed=0)
+plan = powersgd_plan.PowerSGDPlan(LAYOUT, torch.float32, DEVICE, **OPTIONS, seed=0)
 found["compiled by the plan"] = len(compiled) - found["compiled by warm-up"]
 triton.runtime.JITFunction.run = counted
 memory = torch.zeros(LAYOUT.numel + 4)

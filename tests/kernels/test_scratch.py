@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
-from gradcomp.kernels.powersgd.plan import LowRankPlan
+from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
-from gradcomp.layout import LowRankLayout
+from gradcomp.layout import PowerSGDLayout
 from tests.kernels.powersgd.ranks import COMPRESS_ALL, random_grads, step
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -18,7 +18,7 @@ SMALL, LARGE = [(40, 30), (7,)], [(70, 45), (13,), (33, 130)]
 
 
 def plan_of(shapes, dtype, device, **options):
-    return LowRankPlan(LowRankLayout(shapes, 4, COMPRESS_ALL), dtype, device, **OPTIONS, **options)
+    return PowerSGDPlan(PowerSGDLayout(shapes, 4, COMPRESS_ALL), dtype, device, **OPTIONS, **options)
 
 
 def poison(plan):

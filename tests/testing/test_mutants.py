@@ -146,7 +146,7 @@ def one_wire_for_all_buckets(_):
     return replacement
 
 
-MATRIX_GROUP, PLAN = "gradcomp.cpu.powersgd_matrices.MatrixGroup", "gradcomp.cpu.powersgd_plan.LowRankPlan"
+MATRIX_GROUP, PLAN = "gradcomp.cpu.powersgd_matrices.MatrixGroup", "gradcomp.cpu.powersgd_plan.PowerSGDPlan"
 # The hook in which a bug is planted; the bug, a mutant of that compressor or (the function of gradcomp's to
 # replace, the maker of its replacement); and the property that finds it.
 PLANTED = [

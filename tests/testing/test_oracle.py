@@ -13,8 +13,8 @@ from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing.oracle import (
     BatchedPowerSGDOracle,
     PowerSGDOracle,
-    low_rank_average,
     mean,
+    powersgd_average,
     projector,
     rounded,
     sixteen_bit_mean,
@@ -107,15 +107,15 @@ def test_behind_a_bucket_there_is_no_error():
 def test_exact_up_to_the_rank_and_the_best_on_what_it_spans(rank):
     left, right = tensors([(9, rank), (rank, 7)], 0, torch.float64)
     (q,) = tensors([(7, rank)], 1, torch.float64)
-    result, _ = low_rank_average([left @ right], q)
+    result, _ = powersgd_average([left @ right], q)
     assert relative([result], [left @ right]) <= 100 * EXACT
     (more,) = tensors([(9, 7)], 2, torch.float64)
-    result, new_q = low_rank_average([more], q)
+    result, new_q = powersgd_average([more], q)
     assert (result - more).norm() < more.norm()
     assert torch.linalg.matrix_rank(result) == rank
     # Another, badly scaled basis of q's span yields the same result, and the same span of the new Q.
     mixing = torch.linspace(0.001, 10, rank, dtype=torch.float64).diag() + 0.1
-    other, other_q = low_rank_average([more], q @ mixing)
+    other, other_q = powersgd_average([more], q @ mixing)
     assert relative([other], [result]) <= 1e3 * EXACT
     assert relative([projector(other_q)], [projector(new_q)]) <= 1e3 * EXACT
 

@@ -86,8 +86,8 @@ def test_bytes_on_the_wire():
     halved = run_hook(default_hooks.fp16_compress_hook, None, WORKLOAD).wire_bytes
     assert plain == [[WORKLOAD.num_bytes] * 2] * 3
     assert halved == [[WORKLOAD.num_bytes // 2] * 2] * 3
-    low_rank = run_hook(powerSGD_hook.powerSGD_hook, power_sgd, WORKLOAD).wire_bytes
-    assert low_rank[2] == [4 * (3 + 4 + 6 + 5)] * 2  # a vector, a 2×2 matrix not worth it, P and Q
+    powersgd = run_hook(powerSGD_hook.powerSGD_hook, power_sgd, WORKLOAD).wire_bytes
+    assert powersgd[2] == [4 * (3 + 4 + 6 + 5)] * 2  # a vector, a 2×2 matrix not worth it, P and Q
 
 
 def test_errors_and_bytes_of_the_state():

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from gradcomp.kernels.powersgd.plan import LowRankPlan, wire_factor
+from gradcomp.kernels.powersgd.plan import PowerSGDPlan, wire_factor
 from gradcomp.kernels.powersgd.tile import SHRINK
 from gradcomp.kernels.powersgd.work import wire_stride
-from gradcomp.layout import LowRankLayout
+from gradcomp.layout import PowerSGDLayout
 from tests.tolerances import POWERSGD_STAGE as STAGE
 from tests.tolerances import POWERSGD_STEP as STEP
 
@@ -20,18 +20,18 @@ MIXED = [(1,), (33, 67), (4,), (40, 72), (0,), (9, 20)]
 
 
 def plans_of(
-    shapes: Sequence[Sequence[int]] | LowRankLayout,
+    shapes: Sequence[Sequence[int]] | PowerSGDLayout,
     rank: int,
     dtype: torch.dtype,
     device: torch.device,
     *,
     world_size: int = 1,
     **options: Any,
-) -> list[LowRankPlan]:
+) -> list[PowerSGDPlan]:
     """Return one plan per simulated rank, with NaN in all that a step has to write before it reads."""
-    layout = shapes if isinstance(shapes, LowRankLayout) else LowRankLayout(shapes, rank, COMPRESS_ALL)
+    layout = shapes if isinstance(shapes, PowerSGDLayout) else PowerSGDLayout(shapes, rank, COMPRESS_ALL)
     chosen = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0} | options
-    plans = [LowRankPlan(layout, dtype, device, **chosen) for _ in range(world_size)]
+    plans = [PowerSGDPlan(layout, dtype, device, **chosen) for _ in range(world_size)]
     for plan in plans:
         for scratch in (plan._partial, plan.p_wire, plan.q_wire):
             scratch.fill_(torch.nan)
@@ -39,7 +39,7 @@ def plans_of(
 
 
 def random_grads(
-    layout: LowRankLayout, dtype: torch.dtype, device: torch.device, seed: int, world_size: int = 1
+    layout: PowerSGDLayout, dtype: torch.dtype, device: torch.device, seed: int, world_size: int = 1
 ) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -48,7 +48,7 @@ def random_grads(
     ]
 
 
-def step(plans: Sequence[LowRankPlan], grads: Sequence[torch.Tensor], seed: int = 0) -> None:
+def step(plans: Sequence[PowerSGDPlan], grads: Sequence[torch.Tensor], seed: int = 0) -> None:
     """Take one PowerSGD step of several simulated ranks: the all-reduces are sums in rank order."""
     scale = 1 / len(plans)
     for plan, grad in zip(plans, grads, strict=True):
@@ -69,7 +69,7 @@ def _all_reduce(wires: Sequence[torch.Tensor]) -> None:
         wire.copy_(total)
 
 
-def matrices_of(layout: LowRankLayout, flat: torch.Tensor) -> list[torch.Tensor]:
+def matrices_of(layout: PowerSGDLayout, flat: torch.Tensor) -> list[torch.Tensor]:
     """The matrices of a flat buffer, n×m in float64 on the CPU; elements that don't exist are zeros."""
     result = []
     for matrix in layout.matrices:
@@ -79,18 +79,18 @@ def matrices_of(layout: LowRankLayout, flat: torch.Tensor) -> list[torch.Tensor]
     return result
 
 
-def sums_of(plan: LowRankPlan, grad: torch.Tensor) -> list[torch.Tensor]:
+def sums_of(plan: PowerSGDPlan, grad: torch.Tensor) -> list[torch.Tensor]:
     """The M that the plan's next step forms: gradient + error, in float64 on the CPU."""
     gradients, errors = matrices_of(plan.layout, grad), matrices_of(plan.layout, plan.error())
     return [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
 
 
-def directions_of(plan: LowRankPlan) -> list[torch.Tensor]:
+def directions_of(plan: PowerSGDPlan) -> list[torch.Tensor]:
     """The Q that the plan's next step projects on, in columns of length 1, in float64 on the CPU."""
     return [q / q.norm(dim=0) for q in (direction.double().cpu() for direction in plan.directions())]
 
 
-def on_wire(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
+def on_wire(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
     """Return P or Q of a matrix as it crosses the wire, but for the wire's factor, in float64 on the CPU."""
     matrix, start = plan.layout.matrices[index], plan._field(index, f"{factor}_wire")
     length, wire = (matrix.rows, plan.p_wire) if factor == "p" else (matrix.cols, plan.q_wire)
@@ -100,13 +100,13 @@ def on_wire(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
     return columns.T[:length] / wire_factor(wire.dtype)
 
 
-def panel_of(plan: LowRankPlan, index: int, factor: str) -> torch.Tensor:
+def panel_of(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
     """Return P, Q or the random Q of a matrix as the plan keeps it, in float64 on the CPU."""
     panel = plan._panel(plan._p if factor == "p" else plan._q, index, factor).double().cpu()
     return panel / SHRINK.value if factor == "q" else panel
 
 
-def assert_padding_is_zero(plan: LowRankPlan) -> None:
+def assert_padding_is_zero(plan: PowerSGDPlan) -> None:
     """Check that the memory and the panels are zero outside the matrices and factors, as the kernels need."""
     indices = range(len(plan.layout.matrices))
     held = {

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogona
 
 from gradcomp.kernels.powersgd import work as powersgd_work
 from gradcomp.kernels.powersgd.orthonormalize import orthonormalize
-from gradcomp.kernels.powersgd.work import LowRankWork, wire_stride
+from gradcomp.kernels.powersgd.work import PowerSGDWork, wire_stride
 from gradcomp.layout import Matrix
 from tests.tolerances import ORTHONORMAL, SPAN
 
@@ -34,7 +34,7 @@ def orthonormalized(
     dtype = torch.float64 if wire_dtype == torch.float64 else torch.float32
     rank = max(panel.shape[1] for panel in panels)
     matrices = [Matrix(0, len(panel), panel.shape[1], panel.numel()) for panel in panels]
-    work = LowRankWork(matrices, [], rank=rank, itemsize=wire_dtype.itemsize)
+    work = PowerSGDWork(matrices, [], rank=rank, itemsize=wire_dtype.itemsize)
     assert work.ranks == tuple(panel.shape[1] for panel in panels)
     padding = [wire_stride(len(panel), wire_dtype.itemsize) - len(panel) for panel in panels]
     columns = [

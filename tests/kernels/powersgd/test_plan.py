@@ -7,12 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradcomp import ops
 from gradcomp.cpu import powersgd_plan as cpu
 from gradcomp.kernels.powersgd.back_project import back_project
-from gradcomp.kernels.powersgd.plan import LowRankPlan
+from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.powersgd.project import project
 from gradcomp.kernels.powersgd.reconstruct import reconstruct
 from gradcomp.kernels.powersgd.tile import SHRINK
-from gradcomp.kernels.powersgd.work import TILES, LowRankWork
-from gradcomp.layout import BlockLayout, LowRankLayout, Matrix
+from gradcomp.kernels.powersgd.work import TILES, PowerSGDWork
+from gradcomp.layout import BlockLayout, Matrix, PowerSGDLayout
 from tests.kernels.compiled import is_kernel, kernel_modules
 from tests.kernels.powersgd.ranks import COMPRESS_ALL, plans_of, random_grads, relative, step
 from tests.tolerances import POWERSGD_STEP as STEP
@@ -79,7 +79,7 @@ def step_of(plan, buffer: torch.Tensor, seed: int = 0) -> None:
 def test_codes_are_packed_without_launches_of_their_own(launched, device):
     shapes = [(140, 41), (3,), (9, 150)]
     options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "wire_dtype": FP32}
-    plan = LowRankPlan(LowRankLayout(shapes, 4, COMPRESS_ALL), FP32, device, **options)
+    plan = PowerSGDPlan(PowerSGDLayout(shapes, 4, COMPRESS_ALL), FP32, device, **options)
     p_numel, uncompressed_numel, q_numel = plan.wire_numels
     codes = [
         ops.quantized_plan(BlockLayout(parts, 128, 2), FP32, device, bits=8, error_feedback=False)
@@ -97,8 +97,8 @@ def test_codes_are_packed_without_launches_of_their_own(launched, device):
 @pytest.mark.parametrize("count", [1, 8, 60])
 def test_a_step_is_seven_launches_and_allocates_nothing(count, rank, launched, device):
     shapes = [shape for i in range(count) for shape in ((40, 41 + i), (3,))]
-    plan = LowRankPlan(
-        LowRankLayout(shapes, rank, COMPRESS_ALL), FP32, device,
+    plan = PowerSGDPlan(
+        PowerSGDLayout(shapes, rank, COMPRESS_ALL), FP32, device,
         error_feedback=True, warm_start=True, epsilon=0.0, seed=0,
     )  # fmt: skip
     assert launched == ["_random_q_kernel"]
@@ -118,12 +118,12 @@ def test_a_step_is_seven_launches_and_allocates_nothing(count, rank, launched, d
 def test_as_in_plain_torch(rank, square, dtype, device):
     """Steps follow one another, each from the state that the kernels' plan hands over."""
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
-    layout = LowRankLayout.square(numel, rank) if square else LowRankLayout(SHAPES, rank, 1.1)
+    layout = PowerSGDLayout.square(numel, rank) if square else PowerSGDLayout(SHAPES, rank, 1.1)
     assert layout.matrices
     assert square or layout.uncompressed
     options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 3}
     (plan,) = plans_of(layout, rank, dtype, device, **options)
-    plain = cpu.LowRankPlan(layout, dtype, torch.device("cpu"), **options)
+    plain = cpu.PowerSGDPlan(layout, dtype, torch.device("cpu"), **options)
     for seed in range(2):
         plain.load(plan.error().cpu(), [direction.cpu() for direction in plan.directions()])
         (grad,) = random_grads(layout, dtype, device, seed)
@@ -151,12 +151,12 @@ def test_another_plan_continues_from_what_is_saved(device):
 
 
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("plan_class", [LowRankPlan, cpu.LowRankPlan], ids=["kernels", "plain"])
+@pytest.mark.parametrize("plan_class", [PowerSGDPlan, cpu.PowerSGDPlan], ids=["kernels", "plain"])
 def test_what_is_added_to_the_error_lies_where_its_parameter_does(plan_class, square, device):
     """A compressed matrix has it added; what isn't compressed has no error."""
-    device = device if plan_class is LowRankPlan else torch.device("cpu")
+    device = device if plan_class is PowerSGDPlan else torch.device("cpu")
     numels = [torch.Size(shape).numel() for shape in SHAPES]
-    layout = LowRankLayout.square(sum(numels), 2) if square else LowRankLayout(SHAPES, 2, 1.1)
+    layout = PowerSGDLayout.square(sum(numels), 2) if square else PowerSGDLayout(SHAPES, 2, 1.1)
     plan = plan_class(layout, FP32, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)
     step_of(plan, random_grads(layout, FP32, device, 0)[0])
     for number in (3, 1):
@@ -181,11 +181,11 @@ def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
     assert plan.q_wire.tolist() == [1.5e4] * 64
 
 
-@pytest.mark.parametrize("plan_class", [LowRankPlan, cpu.LowRankPlan], ids=["kernels", "plain"])
+@pytest.mark.parametrize("plan_class", [PowerSGDPlan, cpu.PowerSGDPlan], ids=["kernels", "plain"])
 def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
     """It would make the next step infinite."""
-    device = device if plan_class is LowRankPlan else torch.device("cpu")
-    layout = LowRankLayout([(4, 4)], 1, COMPRESS_ALL)
+    device = device if plan_class is PowerSGDPlan else torch.device("cpu")
+    layout = PowerSGDLayout([(4, 4)], 1, COMPRESS_ALL)
     plan = plan_class(layout, FP16, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)
     plan.load(torch.zeros(16, dtype=FP16, device=device), [torch.ones(4, 1, device=device)])
     gradient = torch.full((16,), 3e4, dtype=FP16, device=device)
@@ -205,9 +205,9 @@ def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
 def test_a_matrix_behind_2_to_the_31(device):
     """A whole step; the bucket, a vector and a matrix start beyond, none of the memory between is touched."""
     start = 2**31 + 5
-    layout = LowRankLayout.__new__(LowRankLayout)
+    layout = PowerSGDLayout.__new__(PowerSGDLayout)
     layout._set(start + 99, [Matrix(start, 9, 10, 90, 2)], [(start + 90, 9)])
-    near = LowRankLayout.__new__(LowRankLayout)
+    near = PowerSGDLayout.__new__(PowerSGDLayout)
     near._set(99, [Matrix(0, 9, 10, 90, 2)], [(90, 9)])
     (far_plan,), (near_plan,) = (plans_of(each, 2, FP16, device) for each in (layout, near))
     buffer = torch.empty(start + 99, dtype=FP16, device=device)
@@ -222,7 +222,7 @@ def test_a_matrix_behind_2_to_the_31(device):
 def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     """The last program of every walk through it, in a gradient and a memory of which little is touched."""
     n, m, r = 2**16 + 50, 2**15 + 8, 2
-    work = LowRankWork([Matrix(0, n, m, n * m)], [], rank=r, itemsize=2)
+    work = PowerSGDWork([Matrix(0, n, m, n * m)], [], rank=r, itemsize=2)
     assert min(work.memory_numel, n * m) > 2**31
     walk, back_walk = work.project_work[-1], work.back_project_work[-1]
     rewrite = [row for row in work.reconstruct_work if row[0] == TILES][-1]

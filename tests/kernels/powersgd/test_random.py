@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradcomp.kernels.powersgd.random import random_q
-from gradcomp.kernels.powersgd.work import LowRankWork
+from gradcomp.kernels.powersgd.work import PowerSGDWork
 from gradcomp.layout import Matrix
 
 # Of seed 3, row 100.
@@ -15,7 +15,7 @@ GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620
 
 def drawn(rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """The random Q [203, rank] of a bucket's second matrix."""
-    work = LowRankWork([Matrix(0, 50, 64, 3200), Matrix(0, 60, 203, 60 * 203)], [], rank=rank, itemsize=4)
+    work = PowerSGDWork([Matrix(0, 50, 64, 3200), Matrix(0, 60, 203, 60 * 203)], [], rank=rank, itemsize=4)
     out = torch.full((work.q_panel_numel,), math.nan, device=device)
     matrices, rows = (
         torch.tensor(table, device=device) for table in (work.matrix_table, work.reconstruct_work)

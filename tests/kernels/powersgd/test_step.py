@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradcomp.kernels.powersgd import work as powersgd_work
-from gradcomp.layout import LowRankLayout
+from gradcomp.layout import PowerSGDLayout
 from tests.kernels.powersgd.ranks import (
     MIXED,
     check_step,
@@ -177,7 +177,7 @@ def test_sixty_matrices(device):
 @pytest.mark.parametrize("numel", [70 * 70 - 3, 70 * 69 - 2, 72 * 72 - 5])
 def test_a_matrix_whose_end_does_not_exist(numel, device):
     """The batched hook makes a square with more elements than its bucket, the last of them zeros."""
-    plans = plans_of(LowRankLayout.square(numel, 4), 4, FP32, device)
+    plans = plans_of(PowerSGDLayout.square(numel, 4), 4, FP32, device)
     side = plans[0].layout.matrices[0].cols
     assert side * side > numel
     assert (side % 4 == 0) == (numel > 70 * 70), "rows on 16 bytes, of which the last lacks its end"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.cpu.powersgd_plan import LowRankPlan as PlainPlan
+from gradcomp.cpu.powersgd_plan import PowerSGDPlan as PlainPlan
 from tests.kernels.powersgd.ranks import (
     MIXED,
     assert_padding_is_zero,

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from gradcomp.kernels.powersgd import work as powersgd_work
-from gradcomp.kernels.powersgd.work import MAX_NORMS, REDUCE, TILES, LowRankWork, padded_rank, wire_stride
-from gradcomp.layout import LowRankLayout, Matrix
+from gradcomp.kernels.powersgd.work import MAX_NORMS, REDUCE, TILES, PowerSGDWork, padded_rank, wire_stride
+from gradcomp.layout import Matrix, PowerSGDLayout
 
 SHAPES = [(1, 300), (300, 1), (31, 33), (32, 64), (33, 65), (10, 5000), (5000, 10), (257, 129)]
 OTHERS = [(7, 3), (400000, 5000)]
@@ -18,19 +18,19 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 3)
 
 
-def work_of(rank: int, itemsize: int = 4) -> LowRankWork:
+def work_of(rank: int, itemsize: int = 4) -> PowerSGDWork:
     matrices, offset = [], 11
     for n, m in SHAPES:
         matrices.append(Matrix(offset, n, m, n * m))
         offset += n * m
-    return LowRankWork(matrices, OTHERS, rank=rank, itemsize=itemsize)
+    return PowerSGDWork(matrices, OTHERS, rank=rank, itemsize=itemsize)
 
 
 @pytest.mark.parametrize(("rate", "compressed"), [(0, 5), (1, 3), (3, 2), (4, 1)])
 def test_what_is_worth_compressing(rate, compressed):
     """Torch's rule decides, (rows + cols) · rank · rate < rows · cols; with rate 0 all that is a matrix."""
     shapes = [(64, 64), (20, 3, 3), (12, 12), (4, 4), (1, 7), (9,), (0, 5), (5, 0), ()]
-    layout = LowRankLayout(shapes, 2, rate)
+    layout = PowerSGDLayout(shapes, 2, rate)
     assert len(layout.matrices) == compressed
     assert len(layout.matrices) + len(layout.uncompressed) == len(shapes)
 
@@ -59,7 +59,7 @@ def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch)
         assert Counter(walked) == dict.fromkeys(tiles, 1)
 
 
-def elements_of(work: LowRankWork, rows: list[tuple[int, ...]], itemsize: int) -> Counter:
+def elements_of(work: PowerSGDWork, rows: list[tuple[int, ...]], itemsize: int) -> Counter:
     """Return how often _pack_kernel writes each element of a wire, given the rows of its table."""
     written = Counter()
     for kind, a, b, c, d, count, length in rows:
@@ -97,7 +97,7 @@ def test_wires_are_padded_to_16_bytes_a_column(itemsize):
 def test_every_aspect_ratio_stays_parallel(shape):
     """There are enough programs for all of a GPU's multiprocessors."""
     n, m = shape
-    work = LowRankWork([Matrix(0, n, m, n * m)], [], rank=4, itemsize=4)
+    work = PowerSGDWork([Matrix(0, n, m, n * m)], [], rank=4, itemsize=4)
     for programs in (work.project_work, work.back_project_work, work.reconstruct_work):
         assert len(programs) >= 150
 
@@ -129,7 +129,7 @@ def test_the_memory_is_the_size_of_the_gradients(itemsize):
 
 @pytest.mark.parametrize("cols", [1, 64, 50257, 10**6])
 def test_norms_fit_their_table(cols):
-    work = LowRankWork([Matrix(0, 2, cols, 2 * cols)], [], rank=1, itemsize=4)
+    work = PowerSGDWork([Matrix(0, 2, cols, 2 * cols)], [], rank=1, itemsize=4)
     assert 1 <= work.num_norms <= MAX_NORMS
 
 
@@ -139,7 +139,7 @@ def test_padded_ranks():
 
 
 def test_nothing_compressed():
-    work = LowRankWork([], [(0, 10), (10, 0)], rank=4, itemsize=4)
+    work = PowerSGDWork([], [(0, 10), (10, 0)], rank=4, itemsize=4)
     assert work.project_work == work.back_project_work == work.reduce_work == []
     assert work.p_wire_numel == 12, "padded to 16 bytes"
     assert work.q_wire_numel == work.memory_numel == work.partial_numel == 0
@@ -147,20 +147,20 @@ def test_nothing_compressed():
 
 def test_impossible_arguments():
     with pytest.raises(ValueError, match="rank is 0"):
-        LowRankWork([], [], rank=0, itemsize=4)
+        PowerSGDWork([], [], rank=0, itemsize=4)
     with pytest.raises(ValueError, match="numel"):
-        LowRankWork([Matrix(0, 2, 3, 7)], [], rank=1, itemsize=4)
+        PowerSGDWork([Matrix(0, 2, 3, 7)], [], rank=1, itemsize=4)
     with pytest.raises(ValueError, match="columns"):
-        LowRankWork([Matrix(0, 1, 2**26, 2**26)], [], rank=1, itemsize=4)
+        PowerSGDWork([Matrix(0, 1, 2**26, 2**26)], [], rank=1, itemsize=4)
     with pytest.raises(ValueError, match="factors of rank 32"):
-        LowRankWork([Matrix(0, 2**26, 20, 20 * 2**26)], [], rank=20, itemsize=4)
+        PowerSGDWork([Matrix(0, 2**26, 20, 20 * 2**26)], [], rank=20, itemsize=4)
 
 
 def test_the_layout_and_its_work_agree():
     """They agree on a matrix's rank, and on where factors and uncompressed tensors begin on the wires."""
-    layout = LowRankLayout([(31, 33), (7,), (4, 300), (65, 2, 3), (31, 33)], 4, 0.5)
+    layout = PowerSGDLayout([(31, 33), (7,), (4, 300), (65, 2, 3), (31, 33)], 4, 0.5)
     assert [matrix.rank for matrix in layout.matrices] == [4, 4, 4, 4]
-    work = LowRankWork.of(layout, 4)
+    work = PowerSGDWork.of(layout, 4)
     assert work.ranks == tuple(matrix.rank for matrix in layout.matrices)
     # Every column and uncompressed tensor is padded to 4 elements: of 31, 4 and 65 rows, of 33, 300 and 6.
     assert work.p_wire_numel == layout.wire_numel + 4 * (1 + 0 + 3 + 1) + 1
