@@ -1,12 +1,15 @@
-"""Launch kernels: once as Triton does, or again and again without what Triton does each time.
+"""Launches: a kernel with its arguments, compiled once and launched in every step.
 
-kernel[grid](...) binds the arguments, looks them up among what it has compiled, and compares every constant
-that the kernel refers to: 15 µs or more of Python. A Stage does this once: it notes what its launchers
-launch, has it compiled, and then calls what was compiled. benchmarks/host_time.py measures it.
+kernel[grid](...) binds the arguments, looks the kernel up among those compiled, and compares every constant
+that the kernel refers to: 15 µs or more of Python per launch. A Stage does this once, and then calls the
+compiled kernels. benchmarks/host_time.py measures it.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,144 +17,157 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-ALIGNMENT = 16  # bytes; kernels are compiled for pointers that are multiples of it, and for others
-MAX_REGISTERS = 255  # that a thread can have
+ALIGNMENT = 16  # bytes; pointers that are multiples of it are compiled to wider accesses
+MAX_REGISTERS = 255  # per thread
 
-
-def launch(kernel: Any, num_programs: int) -> Callable[..., None]:
-    """Return a function that launches a kernel with the given arguments, or notes it for a Stage.
-
-    Arguments that are no constants are given by position, constants and options by keyword.
-    """
-
-    def run(*arguments: Any, **constants: Any) -> None:
-        launched = Launch(kernel, num_programs, arguments, constants)
-        if _noted.launches is None:
-            launched()
-        else:
-            _noted.launches.append(launched)
-
-    return run
+_logger = logging.getLogger("gradcomp.kernels")
 
 
 def registers(num_warps: int, num_programs: int = 2) -> int:
-    """Return how many registers a thread may take so that these programs fit a multiprocessor together.
+    """Return the registers per thread with which this many programs fit a multiprocessor together.
 
-    A launch has to say so: otherwise ptxas may take more, or spill to fit one program more.
+    A launch must name the number: otherwise ptxas may take more, or spill to fit one program more.
     """
     return min(65536 // (num_programs * 32 * num_warps) // 8 * 8, MAX_REGISTERS)
 
 
-class Stage:
-    """Launches that follow one another, with everything bound but a buffer and a number.
+class Slot:
+    """An argument that a launch gets by name each time it runs.
 
-    launchers(buffer, number): calls functions that launch through launch(). It is called once, with
-    stand-ins, which have to reach the kernels as they are.
-    dtype: the buffer's. number_type: float or int; the kernel annotates the number's type, and isn't
-    specialized on its value.
+    name: the argument's name in Stage's call.
+    example: what the kernel is compiled for: a tensor of the argument's dtype, or a number of its type.
     """
 
-    def __init__(
-        self,
-        launchers: Callable[[torch.Tensor, Any], None],
-        dtype: torch.dtype,
-        number_type: type[float] | type[int],
-    ) -> None:
-        # Both are recognized by their identity, so the number has to be an object of its own.
-        buffer, number = torch.empty(1, dtype=dtype, device="meta"), number_type("1000")
-        if _noted.launches is not None:
-            raise RuntimeError("a Stage's launchers made another Stage")
-        self._launches: list[Launch] = []
-        _noted.launches = self._launches
-        try:
-            launchers(buffer, number)
-        finally:
-            _noted.launches = None
-        self._stand_ins = (buffer, number)
-        self._dtype = dtype
+    def __init__(self, name: str, example: torch.Tensor | float):
+        self.name, self.example = name, example
 
-    def compile(self) -> None:
-        """Compile the kernels for the current device, and launch what was compiled from now on."""
-        for each in self._launches:
-            each.compile(self._stand_ins)
+    @classmethod
+    def buffer(cls, dtype: torch.dtype) -> Slot:
+        """Return the slot "buffer", for a tensor of this dtype."""
+        return cls("buffer", torch.empty(1, dtype=dtype, device="meta"))
 
-    def __call__(self, buffer: torch.Tensor, number: float) -> None:
-        """Launch on the current device and stream."""
-        address = buffer.data_ptr()
-        is_usual = address % ALIGNMENT == 0 and buffer.dtype == self._dtype and not _is_observed()
-        for each in self._launches:
-            if is_usual and each.is_compiled:
-                each.run_compiled(address, number)
-            else:
-                each(self._stand_ins, (buffer, number))
-
-
-class _Noted(threading.local):
-    """What the Stage that this thread is making has noted so far."""
-
-    launches: "list[Launch] | None" = None
-
-
-_noted = _Noted()
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors that fill the slot."""
+        assert isinstance(self.example, torch.Tensor)
+        return self.example.dtype
 
 
 class Launch:
-    """One launch of a kernel."""
+    """One launch of a kernel.
 
-    def __init__(
-        self, kernel: Any, num_programs: int, arguments: Sequence[Any], constants: dict[str, Any]
-    ) -> None:
-        self._kernel, self._num_programs = kernel, num_programs
-        self._arguments, self._constants = tuple(arguments), constants
+    num_programs: the grid's size; 0 launches nothing.
+    arguments: the kernel's arguments that aren't constants, in its order; each may be a Slot.
+    constants: the kernel's constants, and Triton's options.
+    """
+
+    def __init__(self, kernel: Any, num_programs: int, *arguments: Any, **constants: Any):
+        self._kernel, self.num_programs = kernel, num_programs
+        self._arguments, self._constants = arguments, constants
+        self.slots = [(i, value) for i, value in enumerate(arguments) if isinstance(value, Slot)]
         self._run: Callable[..., None] | None = None
         self._bound: list[Any] = []
-        self._positions: list[tuple[int, bool]] = []
 
-    def __call__(self, stand_ins: Sequence[Any] = (), given: Sequence[Any] = ()) -> None:
-        """Launch as Triton does, with what is given in the stand-ins' places."""
-        arguments = list(self._arguments)
-        for stand_in, value in zip(stand_ins, given, strict=True):
-            arguments = [value if argument is stand_in else argument for argument in arguments]
-        self._kernel[(self._num_programs,)](*arguments, **self._constants)
+    def __call__(self, **values: Any) -> None:
+        """Launch by Triton's own launch. values: of the slots, by name."""
+        if self.num_programs:
+            arguments = list(self._arguments)
+            for index, slot in self.slots:
+                arguments[index] = values[slot.name]
+            self._kernel[(self.num_programs,)](*arguments, **self._constants)
 
-    @property
-    def is_compiled(self) -> bool:
-        return self._run is not None
-
-    def compile(self, stand_ins: Sequence[Any]) -> None:
-        """Compile it, and keep what was compiled, unless Triton gives nothing that can be kept."""
-        if not isinstance(self._kernel, JITFunction) or self._kernel.pre_run_hooks:
-            return  # interpreted, or recorded by a test
-        compiled = self._kernel.warmup(*self._arguments, grid=(self._num_programs,), **self._constants)
-        names = self._kernel.arg_names[len(self._arguments) :]
-        tensors = [argument for argument in self._arguments if isinstance(argument, torch.Tensor)]
-        if (
-            not isinstance(compiled, CompiledKernel)
-            or any(name not in self._constants for name in names)
-            or any(tensor.data_ptr() % ALIGNMENT for tensor in tensors)
-        ):
-            return
-        buffer, number = stand_ins
-        self._positions = [
-            (index, argument is buffer)
-            for index, argument in enumerate(self._arguments)
-            if argument is buffer or argument is number
-        ]
-        # Addresses instead of tensors, which the launcher would ask for theirs.
-        addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in self._arguments]
+    def compile(self) -> bool:
+        """Compile the kernel for the current device. Return whether run_compiled can launch it."""
+        if self._run is not None or not self.num_programs:
+            return True
+        if not isinstance(self._kernel, JITFunction):
+            return False  # interpreted, or recorded by a test
+        arguments = [value.example if isinstance(value, Slot) else value for value in self._arguments]
+        compiled = self._kernel.warmup(*arguments, grid=(self.num_programs,), **self._constants)
+        reason = self._not_kept(compiled, arguments)
+        if reason:
+            _note_slow_launches(reason)
+            return False
+        # Addresses instead of tensors, which Triton's launcher would ask for their addresses.
+        addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+        names = self._kernel.arg_names[len(arguments) :]
         self._bound = [*addresses, *(self._constants[name] for name in names)]
-        self._run = compiled[self._num_programs, 1, 1]
+        self._run = compiled[self.num_programs, 1, 1]
+        return True
 
-    def run_compiled(self, address: int, number: float) -> None:
-        """Launch what was compiled, with the buffer's address and the number in their stand-ins' places."""
+    def run_compiled(self, values: dict[str, Any]) -> None:
+        """Launch the compiled kernel. values: of the slots, by name, with addresses for tensors."""
         assert self._run is not None
-        for index, is_buffer in self._positions:
-            self._bound[index] = address if is_buffer else number
+        for index, slot in self.slots:
+            self._bound[index] = values[slot.name]
         self._run(*self._bound)
+
+    def _not_kept(self, compiled: Any, arguments: list[Any]) -> str:
+        """Return why run_compiled can't launch what Triton compiled, or an empty string."""
+        name = self._kernel.__name__
+        if not isinstance(compiled, CompiledKernel):
+            return f"this Triton's warmup of {name} returns a {type(compiled).__name__}"
+        if self._kernel.pre_run_hooks:
+            return f"{name} has hooks that run before each launch"
+        missing = [each for each in self._kernel.arg_names[len(arguments) :] if each not in self._constants]
+        if missing:
+            return f"{name} is launched without {missing[0]}"
+        if any(each.data_ptr() % ALIGNMENT for each in arguments if isinstance(each, torch.Tensor)):
+            return f"a tensor of {name} isn't aligned to {ALIGNMENT} bytes"
+        return ""
+
+
+class Stage:
+    """Launches that follow one another.
+
+    launches: in their order. Without compile() or before it, Triton launches them.
+    """
+
+    def __init__(self, launches: Iterable[Launch]):
+        self._launches = [launch for launch in launches if launch.num_programs]
+        self._is_compiled = False
+        slots = [slot for launch in self._launches for _, slot in launch.slots]
+        self._dtypes = {slot.name: slot.dtype for slot in slots if isinstance(slot.example, torch.Tensor)}
+
+    def compile(self) -> None:
+        """Compile the kernels for the current device, and launch the compiled kernels from now on."""
+        are_compiled = [launch.compile() for launch in self._launches]
+        self._is_compiled = all(are_compiled)
+
+    def __call__(self, **values: torch.Tensor | float) -> None:
+        """Launch on the current device and stream. values: of the slots, by name."""
+        raw = self._raw(values) if self._is_compiled else None
+        for launch in self._launches:
+            if raw is None:
+                launch(**values)
+            else:
+                launch.run_compiled(raw)
+
+    def _raw(self, values: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the values with addresses for tensors; None if the compiled kernels can't take them."""
+        if _is_observed():
+            _note_slow_launches("a profiler's hooks see every launch")
+            return None
+        raw = values.copy()
+        for name, dtype in self._dtypes.items():
+            tensor = values[name]
+            raw[name] = address = tensor.data_ptr()
+            if address % ALIGNMENT or tensor.dtype != dtype:
+                _note_slow_launches(
+                    f"a {name} in {tensor.dtype} begins {address % ALIGNMENT} bytes after "
+                    f"a multiple of {ALIGNMENT}"
+                )
+                return None
+        return raw
 
 
 def _is_observed() -> bool:
-    """Return whether a profiler has installed hooks for launches, which get more of Triton's own launch."""
+    """Return whether a profiler has installed hooks for launches, which Triton's own launch calls."""
     runtime = triton.knobs.runtime
     hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
     return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+@functools.cache  # one line per reason and process
+def _note_slow_launches(reason: str) -> None:
+    _logger.warning("Triton launches kernels itself, 15 µs or more each: %s", reason)

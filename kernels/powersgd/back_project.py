@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, registers
+from ..launch import Launch, Slot, registers
 from .tile import (
     MAX_FMA_RANK,
     P_PANEL,
@@ -173,7 +173,7 @@ def _back_project_kernel(
 
 
 def back_project(
-    source: torch.Tensor,
+    source: torch.Tensor | Slot,
     p: torch.Tensor,
     matrices: torch.Tensor,
     work: torch.Tensor,
@@ -183,7 +183,7 @@ def back_project(
     block_rows: int,
     block_cols: int,
     feedback: bool,
-) -> None:
+) -> Launch:
     """Step 5 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
 
     source: the memory holding M if feedback, else the bucket's flat buffer. p: the orthonormal panels.
@@ -191,26 +191,27 @@ def back_project(
     out: [len(work), rank, block_cols], the partial sums of Q, in p's dtype.
     rank, block_rows, block_cols: PowerSGDWork's.
     """
-    if len(work):
-        is_dot = rank > MAX_FMA_RANK.value
-        rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
-        is_plain_dot = is_dot and not feedback and block_cols == 64
-        num_warps = PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS
-        # Beyond rank 32 it also takes more registers than two programs leave (sm_120).
-        num_programs = 1 if is_plain_dot and rank > 32 else PROGRAMS.get(rank, 2)
-        launch(_back_project_kernel, len(work))(
-            source,
-            p,
-            out,
-            matrices,
-            work,
-            RANK=rank,
-            RANK_BLOCK=dot_rank_block(rank),
-            BLOCK_ROWS=rows,
-            BLOCK_COLS=block_cols,
-            SPLIT=block_rows // rows,
-            FEEDBACK=feedback,
-            num_warps=num_warps,
-            maxnreg=registers(num_warps, num_programs),
-            enable_fp_fusion=True,
-        )
+    is_dot = rank > MAX_FMA_RANK.value
+    rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
+    is_plain_dot = is_dot and not feedback and block_cols == 64
+    num_warps = PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS
+    # Beyond rank 32 it also takes more registers than two programs leave (sm_120).
+    num_programs = 1 if is_plain_dot and rank > 32 else PROGRAMS.get(rank, 2)
+    return Launch(
+        _back_project_kernel,
+        len(work),
+        source,
+        p,
+        out,
+        matrices,
+        work,
+        RANK=rank,
+        RANK_BLOCK=dot_rank_block(rank),
+        BLOCK_ROWS=rows,
+        BLOCK_COLS=block_cols,
+        SPLIT=block_rows // rows,
+        FEEDBACK=feedback,
+        num_warps=num_warps,
+        maxnreg=registers(num_warps, num_programs),
+        enable_fp_fusion=True,
+    )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..device import is_fp64_slow
-from ..launch import MAX_REGISTERS, launch
+from ..launch import MAX_REGISTERS, Launch
 from . import gram_schmidt as in_fp64
 from . import gram_schmidt_pairs as in_pairs
 from .gram_schmidt import copy_panel, gram, multiply, subtract_projection
@@ -80,9 +80,11 @@ def _orthonormalize_blocks_kernel(
 
 def orthonormalize_blocks(
     wire: torch.Tensor, matrices: torch.Tensor, *, out: torch.Tensor, rank: int, epsilon: float, block: int
-) -> None:
+) -> Launch:
     """Do what orthonormalize.py's orthonormalize does, for a rank that is a multiple of 32."""
-    launch(_orthonormalize_blocks_kernel, len(matrices))(
+    return Launch(
+        _orthonormalize_blocks_kernel,
+        len(matrices),
         wire,
         out,
         matrices,
@@ -282,7 +284,7 @@ def orthonormalize(
     rank: int,
     epsilon: float = 0.0,
     pairs: bool | None = None,
-) -> None:
+) -> list[Launch]:
     """Step 4 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, two launches.
 
     Beyond rank 32, one launch of orthonormalize.py, in fp64.
@@ -295,17 +297,15 @@ def orthonormalize(
     epsilon does. pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
     An fp64 bucket is always computed in fp64.
     """
-    if not len(matrices):
-        return
     if rank > 32:
         block = launch_shape(rank, out.itemsize)
-        orthonormalize_blocks(wire, matrices, out=out, rank=rank, epsilon=epsilon, block=block)
-        return
+        return [orthonormalize_blocks(wire, matrices, out=out, rank=rank, epsilon=epsilon, block=block)]
     pairs = is_fp64_slow(wire.device) if pairs is None else pairs
-    launch_both(wire, scratch, out, matrices, work, epsilon, rank, pairs=pairs and out.dtype == torch.float32)
+    pairs = pairs and out.dtype == torch.float32
+    return both_launches(wire, scratch, out, matrices, work, epsilon, rank, pairs=pairs)
 
 
-def launch_both(
+def both_launches(
     wire: torch.Tensor,
     scratch: torch.Tensor,
     out: torch.Tensor,
@@ -315,8 +315,8 @@ def launch_both(
     rank: int,
     *,
     pairs: bool,
-) -> None:
-    """Launch both kernels.
+) -> list[Launch]:
+    """Return the launches of both kernels.
 
     Scratch has three slots per program: the partial Gram matrices of all programs, and then, for pairs, two
     of each program's own, for its triangle and for the Gram matrix of its second pass.
@@ -329,16 +329,30 @@ def launch_both(
     # with different fusing they would differ in the last bit.
     options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": rank > 8 and not pairs}
     scratch = scratch.view(torch.float32) if pairs else scratch
-    launch(_gram_kernel, len(work))(wire, scratch, matrices, work, BLOCK=gram_block, **constants, **options)
-    launch(_orthonormalize_kernel, len(work))(
-        wire,
-        scratch,
-        out,
-        matrices,
-        work,
-        epsilon,
-        BLOCK=512 if pairs else block,
-        GRAM_BLOCK=gram_block,
-        **constants,
-        **options,
-    )
+    return [
+        Launch(
+            _gram_kernel,
+            len(work),
+            wire,
+            scratch,
+            matrices,
+            work,
+            BLOCK=gram_block,
+            **constants,
+            **options,
+        ),
+        Launch(
+            _orthonormalize_kernel,
+            len(work),
+            wire,
+            scratch,
+            out,
+            matrices,
+            work,
+            epsilon,
+            BLOCK=512 if pairs else block,
+            GRAM_BLOCK=gram_block,
+            **constants,
+            **options,
+        ),
+    ]

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, registers
+from ..launch import Launch, Slot, registers
 from ..tile import copy_tile, round_to
 from .tile import REDUCE, SHRINK, WORK_FIELDS, wire_start, wire_stride
 from .work import COPY_BLOCK, factor_tile
@@ -70,14 +70,14 @@ def _pack_kernel(
 
 def pack(
     partial: torch.Tensor,
-    grad: torch.Tensor,
+    grad: torch.Tensor | Slot,
     work: torch.Tensor,
     *,
     out: torch.Tensor,
     rank: int,
     block: int,
-    scale: float,
-) -> None:
+    scale: float | Slot,
+) -> Launch:
     """Sum the partial P (or Q) into a wire buffer, and copy the uncompressed tensors there, in one launch.
 
     partial: out= of project or back_project. grad: the bucket's flat buffer. work: int64 table of
@@ -85,21 +85,22 @@ def pack(
     scale: 1 / world size, so that the all-reduced sum is the average and never overflows 16 bits needlessly.
     rank: PowerSGDWork's. block: its block_rows for P, its block_cols for Q.
     """
-    if len(work):
-        rows, cols = factor_tile(rank, block, partial.itemsize)
-        launch(_pack_kernel, len(work))(
-            partial,
-            grad,
-            out,
-            work,
-            scale,
-            RANK=rank,
-            RANK_BLOCK=cols,
-            ROWS=rows,
-            BLOCK=block,
-            COPY_BLOCK=COPY_BLOCK,
-            num_warps=NUM_WARPS,
-            # Left to itself, ptxas spills to fit more programs on a multiprocessor than four.
-            maxnreg=registers(NUM_WARPS, 4),
-            enable_fp_fusion=False,
-        )
+    rows, cols = factor_tile(rank, block, partial.itemsize)
+    return Launch(
+        _pack_kernel,
+        len(work),
+        partial,
+        grad,
+        out,
+        work,
+        scale,
+        RANK=rank,
+        RANK_BLOCK=cols,
+        ROWS=rows,
+        BLOCK=block,
+        COPY_BLOCK=COPY_BLOCK,
+        num_warps=NUM_WARPS,
+        # Left to itself, ptxas spills to fit more programs on a multiprocessor than four.
+        maxnreg=registers(NUM_WARPS, 4),
+        enable_fp_fusion=False,
+    )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..device import send
-from ..launch import launch, registers
+from ..launch import Launch, Slot, registers
 from ..quantize.tile import WORK_FIELDS, codes_at, element_type, encode, store_codes, store_scales
 from ..quantize.work import BLOCKS as _BLOCKS
 from ..quantize.work import tile_shape
@@ -144,35 +144,36 @@ def _pack_codes_kernel(
 
 def pack_codes(
     partial: torch.Tensor,
-    grad: torch.Tensor,
+    grad: torch.Tensor | Slot,
     codes: FactorCodes,
     *,
     rank: int,
     block: int,
-    scale: float,
-) -> None:
+    scale: float | Slot,
+) -> Launch:
     """Sum the partial P (or Q), quantize it in 8 bits, and copy the uncompressed tensors, in one launch.
 
     It leaves in codes.payload what pack and quantize/blocks.py would, bit for bit. partial, grad,
     rank, block, scale: as in pack.
     """
-    if len(codes.work):
-        tile_blocks, num_warps = tile_shape(codes.block_size, partial.itemsize)
-        launch(_pack_codes_kernel, len(codes.work))(
-            partial,
-            grad,
-            codes.payload,
-            codes.factors,
-            codes.work,
-            scale,
-            EXACT=element_type(codes.exact_dtype),
-            CAP=codes.largest_scale,
-            RANK=rank,
-            BLOCK=block,
-            SIZE=codes.block_size,
-            BLOCKS=tile_blocks,
-            COPY_BLOCK=COPY_BLOCK,
-            num_warps=num_warps,
-            maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
-            enable_fp_fusion=False,
-        )
+    tile_blocks, num_warps = tile_shape(codes.block_size, partial.itemsize)
+    return Launch(
+        _pack_codes_kernel,
+        len(codes.work),
+        partial,
+        grad,
+        codes.payload,
+        codes.factors,
+        codes.work,
+        scale,
+        EXACT=element_type(codes.exact_dtype),
+        CAP=codes.largest_scale,
+        RANK=rank,
+        BLOCK=block,
+        SIZE=codes.block_size,
+        BLOCKS=tile_blocks,
+        COPY_BLOCK=COPY_BLOCK,
+        num_warps=num_warps,
+        maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
+        enable_fp_fusion=False,
+    )

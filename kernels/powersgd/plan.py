@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..device import has_streams, is_fp64_slow, launching_on, send
-from ..launch import Stage
+from ..launch import Launch, Slot, Stage
 from ..quantize.plan import QuantizedPlan
 from ..scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
 from .back_project import back_project
@@ -22,6 +22,9 @@ from .random import is_kept, random_q, scale_of
 from .reconstruct import reconstruct
 from .tile import SHRINK
 from .work import PowerSGDWork, wire_stride
+
+# Numbers that every step gives. Kernels annotate their types: these values only stand for them.
+SCALE, SEED = Slot("scale", 1000.0), Slot("seed", 1000)
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,14 @@ class PowerSGDTensors:
             for name in ("project", "pack", "orthonormalize", "back_project", "reduce", "reconstruct")
         }
 
-    def randomize(self, work: PowerSGDWork, seed: int) -> None:
-        """Make the random Q. One launch."""
-        random_q(
+    def randomize(self, work: PowerSGDWork) -> Launch:
+        """Return the launch that makes the random Q from a seed."""
+        return random_q(
             self.matrices,
             self.tables["reconstruct"],
             out=self.q,
             num_programs=work.num_norms,
-            seed=seed,
+            seed=SEED,
             rank=work.rank,
             block_cols=work.block_cols,
         )
@@ -94,11 +97,15 @@ class PowerSGDStages:
         self.partial, self.p_wire, self.q_wire, self._grams = scratch
         self._blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
         self._codes = {"pack": codes[0], "reduce": codes[1]} if codes else {}
-        self.project = Stage(self._project, dtype, float)
-        self.pack_p = Stage(self._pack_p, dtype, float)
-        self.orthonormalize = Stage(self._orthonormalize, dtype, float)
-        self.back_project = Stage(self._back_project, dtype, float)
-        self.reconstruct = Stage(self._reconstruct, dtype, int)
+        buffer = Slot.buffer(dtype)
+        pack_p = self._pack(buffer, "pack", self.p_wire, work.block_rows)
+        pack_q = self._pack(buffer, "reduce", self.q_wire, work.block_cols)
+        bases = self.orthonormalize_launches(arithmetic.in_pairs)
+        self.project = Stage([self._project(buffer), pack_p])
+        self.pack_p = Stage([pack_p])
+        self.orthonormalize = Stage(bases)
+        self.back_project = Stage([*bases, self._back_project(buffer), pack_q])
+        self.reconstruct = Stage([self._reconstruct(buffer)])
 
     @staticmethod
     def scratch_parts(
@@ -115,14 +122,12 @@ class PowerSGDStages:
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
-        for stage in (self.project, self.back_project, self.orthonormalize, self.reconstruct):
+        for stage in (self.project, self.pack_p, self.orthonormalize, self.back_project, self.reconstruct):
             stage.compile()
-        if self._codes:
-            self.pack_p.compile()
 
-    def _project(self, buffer: torch.Tensor, scale: float) -> None:
+    def _project(self, buffer: Slot) -> Launch:
         own = self._tensors
-        project(
+        return project(
             buffer,
             own.memory,
             own.p,
@@ -135,18 +140,11 @@ class PowerSGDStages:
             unit=self._arithmetic.epsilon > 0,
             **self._blocks,
         )
-        self._pack_p(buffer, scale)
 
-    def _pack_p(self, buffer: torch.Tensor, scale: float) -> None:
-        self._pack(buffer, "pack", self.p_wire, self._work.block_rows, scale)
-
-    def _orthonormalize(self, buffer: torch.Tensor, scale: float) -> None:
-        self.orthonormalize_in(self._arithmetic.in_pairs)
-
-    def orthonormalize_in(self, pairs: bool) -> None:
-        """Orthonormalize P in pairs of fp32, or in fp64."""
+    def orthonormalize_launches(self, pairs: bool) -> list[Launch]:
+        """Return the launches that orthonormalize P, in pairs of fp32 or in fp64."""
         own = self._tensors
-        orthonormalize(
+        return orthonormalize(
             self.p_wire,
             own.matrices,
             own.tables["orthonormalize"],
@@ -157,10 +155,9 @@ class PowerSGDStages:
             pairs=pairs,
         )
 
-    def _back_project(self, buffer: torch.Tensor, scale: float) -> None:
+    def _back_project(self, buffer: Slot) -> Launch:
         own, feedback = self._tensors, self._arithmetic.error_feedback
-        self._orthonormalize(buffer, scale)
-        back_project(
+        return back_project(
             own.memory if feedback else buffer,
             own.p,
             own.matrices,
@@ -169,11 +166,10 @@ class PowerSGDStages:
             feedback=feedback,
             **self._blocks,
         )
-        self._pack(buffer, "reduce", self.q_wire, self._work.block_cols, scale)
 
-    def _reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
+    def _reconstruct(self, buffer: Slot) -> Launch:
         own = self._tensors
-        reconstruct(
+        return reconstruct(
             self.p_wire,
             self.q_wire,
             own.p,
@@ -182,17 +178,16 @@ class PowerSGDStages:
             out=buffer,
             q=own.q,
             norms=own.norms,
-            seed=seed,
+            seed=SEED,
             warm_start=self._arithmetic.warm_start,
             **self._blocks,
         )
 
-    def _pack(self, buffer: torch.Tensor, table: str, out: torch.Tensor, block: int, scale: float) -> None:
+    def _pack(self, buffer: Slot, table: str, out: torch.Tensor, block: int) -> Launch:
         rank, codes, work = self._work.rank, self._codes.get(table), self._tensors.tables[table]
         if codes is not None:
-            pack_codes(self.partial, buffer, codes, rank=rank, block=block, scale=scale)
-        else:
-            pack(self.partial, buffer, work, out=out, rank=rank, block=block, scale=scale)
+            return pack_codes(self.partial, buffer, codes, rank=rank, block=block, scale=SCALE)
+        return pack(self.partial, buffer, work, out=out, rank=rank, block=block, scale=SCALE)
 
 
 def compile_kernels(
@@ -221,10 +216,9 @@ def compile_kernels(
     if codes and is_packed_as_codes(work, codes[1]):
         of_factors = (FactorCodes.on_meta(*codes), FactorCodes.on_meta(*codes))
     stages = PowerSGDStages(work, tensors, parts_of_scratch(memory, parts), dtype, arithmetic, of_factors)
-    first_q = Stage(lambda _, seed: tensors.randomize(work, seed), dtype, int)
     with launching_on(device):
         stages.compile()
-        first_q.compile()
+        tensors.randomize(work).compile()
 
 
 class PowerSGDPlan:
@@ -263,7 +257,7 @@ class PowerSGDPlan:
         self._codes: tuple[FactorCodes, FactorCodes] | None = None
         self._shares_scratch = shares_scratch
         with launching_on(device):
-            own.randomize(work, seed)
+            own.randomize(work)(seed=seed)
         if not shares_scratch:
             self._use(Scratch(device))
 
@@ -307,11 +301,11 @@ class PowerSGDPlan:
             if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
                 self._use(scratch)
         with launching_on(self._device):
-            self._stages.project(buffer, scale)
+            self._stages.project(buffer=buffer, scale=scale)
             if left_out and self._codes:
                 for index in left_out:
                     self._partial_p(index).zero_()
-                self._stages.pack_p(buffer, scale)
+                self._stages.pack_p(buffer=buffer, scale=scale)
         if not self._codes:
             for index in left_out:
                 self.sent_p(index).zero_()
@@ -325,21 +319,22 @@ class PowerSGDPlan:
         """
         with launching_on(self._device):
             if pairs is None:
-                self._stages.orthonormalize(self.p_wire, 1.0)
+                self._stages.orthonormalize()
             else:
-                self._stages.orthonormalize_in(pairs)
+                for launch in self._stages.orthonormalize_launches(pairs):
+                    launch()
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """Orthonormalize P, and compute q_wire = scale · (all Mᵀ P). Four launches."""
         with launching_on(self._device):
-            self._stages.back_project(buffer, scale)
+            self._stages.back_project(buffer=buffer, scale=scale)
         if self._quantized and not self._codes:
             self._quantized[1].quantize(self.q_wire, 0)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; keep Q for the next step. One launch."""
         with launching_on(self._device):
-            self._stages.reconstruct(buffer, seed)
+            self._stages.reconstruct(buffer=buffer, seed=seed)
 
     # For checkpoints, where time doesn't matter: plain torch, matrix after matrix.
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, registers
+from ..launch import Launch, Slot, registers
 from ..tile import round_to
 from .random import direction
 from .tile import (
@@ -316,7 +316,7 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def project(
-    grad: torch.Tensor,
+    grad: torch.Tensor | Slot,
     memory: torch.Tensor,
     p: torch.Tensor,
     q: torch.Tensor,
@@ -330,7 +330,7 @@ def project(
     block_cols: int,
     feedback: bool,
     unit: bool,
-) -> None:
+) -> Launch:
     """Steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
 
     grad: the bucket's flat buffer. memory: M of the last step, becomes this step's M; any tensor without
@@ -340,27 +340,28 @@ def project(
     rank, block_rows, block_cols: PowerSGDWork's. unit: whether columns of Q are scaled to length 1, for which
     P's length matters, rather than by a power of two.
     """
-    if len(work):
-        # FMAs at rank 8 in fp32 take all registers for a tile of 64 columns.
-        is_narrow = rank > MAX_FMA_RANK.value or (rank == 8 and grad.dtype == torch.float32)
-        cols = min(block_cols, NARROW_COLS) if is_narrow else block_cols
-        launch(_project_kernel, len(work))(
-            grad,
-            memory,
-            p,
-            q,
-            norms,
-            out,
-            matrices,
-            work,
-            RANK=rank,
-            RANK_BLOCK=dot_rank_block(rank),
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLS=cols,
-            SPLIT=block_cols // cols,
-            FEEDBACK=feedback,
-            RELOADED=is_reloaded(rank, grad.dtype),
-            UNIT=unit,
-            enable_fp_fusion=True,
-            **launch_options(rank, grad.dtype),
-        )
+    # FMAs at rank 8 in fp32 take all registers for a tile of 64 columns.
+    is_narrow = rank > MAX_FMA_RANK.value or (rank == 8 and grad.dtype == torch.float32)
+    cols = min(block_cols, NARROW_COLS) if is_narrow else block_cols
+    return Launch(
+        _project_kernel,
+        len(work),
+        grad,
+        memory,
+        p,
+        q,
+        norms,
+        out,
+        matrices,
+        work,
+        RANK=rank,
+        RANK_BLOCK=dot_rank_block(rank),
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=cols,
+        SPLIT=block_cols // cols,
+        FEEDBACK=feedback,
+        RELOADED=is_reloaded(rank, grad.dtype),
+        UNIT=unit,
+        enable_fp_fusion=True,
+        **launch_options(rank, grad.dtype),
+    )

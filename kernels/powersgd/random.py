@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
+from ..launch import Launch, Slot
 from .tile import (
     COLS,
     FIRST_NORM,
@@ -92,27 +92,28 @@ def random_q(
     *,
     out: torch.Tensor,
     num_programs: int,
-    seed: int,
+    seed: int | Slot,
     rank: int,
     block_cols: int,
-) -> None:
+) -> Launch:
     """Fill the random panels of out, which stand in for columns of Q that are zero or not finite.
 
     Needed once, before the first step. matrices, work: int64 tables of PowerSGDWork (matrix_table,
     reconstruct_work), of which the first num_programs (num_norms) rows are used. out: q of project.
     """
-    if num_programs:
-        launch(_random_q_kernel, num_programs)(
-            out,
-            matrices,
-            work,
-            seed,
-            RANK=rank,
-            RANK_BLOCK=min(rank, 32),
-            BLOCK=block_cols,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
+    return Launch(
+        _random_q_kernel,
+        num_programs,
+        out,
+        matrices,
+        work,
+        seed,
+        RANK=rank,
+        RANK_BLOCK=min(rank, 32),
+        BLOCK=block_cols,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 # A column of Q is replaced if it is shorter than 1e-30: the inverse of its length nears the end of fp32. The

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, registers
+from ..launch import Launch, Slot, registers
 from ..tile import copy_tile, round_to
 from .random import randomize
 from .tile import (
@@ -186,15 +186,15 @@ def reconstruct(
     matrices: torch.Tensor,
     work: torch.Tensor,
     *,
-    out: torch.Tensor,
+    out: torch.Tensor | Slot,
     q: torch.Tensor,
     norms: torch.Tensor,
-    seed: int,
+    seed: int | Slot,
     rank: int,
     block_rows: int,
     block_cols: int,
     warm_start: bool,
-) -> None:
+) -> Launch:
     """Step 7 of PowerSGD (Vogels et al. 2019, algorithm 1) for a whole bucket, one launch.
 
     p_wire, q_wire: both wire buffers after their all-reduce. p: the orthonormal panels.
@@ -203,27 +203,28 @@ def reconstruct(
     a random one made from seed (second half). norms: [num_norms, rank], fp64: gets the sums of squares of Q's
     columns over some of its rows. rank, block_rows, block_cols: PowerSGDWork's.
     """
-    if len(work):
-        rows, cols = factor_tile(rank, block_cols, q.itemsize)
-        launch(_reconstruct_kernel, len(work))(
-            out,
-            p_wire,
-            q_wire,
-            p,
-            q,
-            norms,
-            matrices,
-            work,
-            seed,
-            RANK=rank,
-            RANK_BLOCK=dot_rank_block(rank),
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLS=block_cols,
-            NEXT_ROWS=rows,
-            NEXT_COLS=cols,
-            COPY_BLOCK=COPY_BLOCK,
-            WARM_START=warm_start,
-            num_warps=NUM_WARPS,
-            maxnreg=registers(NUM_WARPS, PROGRAMS.get(rank, 2)),
-            enable_fp_fusion=True,
-        )
+    rows, cols = factor_tile(rank, block_cols, q.itemsize)
+    return Launch(
+        _reconstruct_kernel,
+        len(work),
+        out,
+        p_wire,
+        q_wire,
+        p,
+        q,
+        norms,
+        matrices,
+        work,
+        seed,
+        RANK=rank,
+        RANK_BLOCK=dot_rank_block(rank),
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols,
+        NEXT_ROWS=rows,
+        NEXT_COLS=cols,
+        COPY_BLOCK=COPY_BLOCK,
+        WARM_START=warm_start,
+        num_warps=NUM_WARPS,
+        maxnreg=registers(NUM_WARPS, PROGRAMS.get(rank, 2)),
+        enable_fp_fusion=True,
+    )

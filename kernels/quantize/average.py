@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, registers
+from ..launch import Launch, Slot, registers
 from ..tile import round_to
 from .tile import (
     WORK_FIELDS,
@@ -224,7 +224,7 @@ def average(
     received: torch.Tensor,
     quantizer: torch.Tensor,
     work: torch.Tensor,
-    rank: int,
+    rank: int | Slot,
     *,
     error: torch.Tensor,
     shard_error: torch.Tensor,
@@ -236,35 +236,36 @@ def average(
     block_size: int,
     tile_blocks: int,
     num_warps: int,
-) -> None:
+) -> Launch:
     """Average one shard of all ranks, quantize the mean, and keep what is lost, in one launch.
 
     received: [world size, payload], out: [payload], in the dtype of exact elements. work:
     shard_work of QuantizedWork. rank: the owner's. The other arguments are those of quantize.
     """
-    if len(work):
-        columns = padded_size(block_size)
-        warps = RESIDENT_WARPS if columns == block_size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
-        launch(_average_kernel, len(work))(
-            received,
-            out,
-            error,
-            shard_error,
-            quantizer,
-            work,
-            rank,
-            WORLD_SIZE=world_size,
-            SHRINK=shrinking(world_size),
-            FEEDBACK=feedback,
-            BITS=bits,
-            CAP=cap,
-            LARGEST=torch.finfo(error.dtype).max,
-            SIZE=block_size,
-            COLS=columns,
-            BLOCKS=tile_blocks,
-            COPY_BLOCK=COPY_BLOCK,
-            num_warps=num_warps,
-            maxnreg=registers(num_warps, max(1, warps // num_warps)),
-            # Codes of opposite signs have to cancel.
-            enable_fp_fusion=False,
-        )
+    columns = padded_size(block_size)
+    warps = RESIDENT_WARPS if columns == block_size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
+    return Launch(
+        _average_kernel,
+        len(work),
+        received,
+        out,
+        error,
+        shard_error,
+        quantizer,
+        work,
+        rank,
+        WORLD_SIZE=world_size,
+        SHRINK=shrinking(world_size),
+        FEEDBACK=feedback,
+        BITS=bits,
+        CAP=cap,
+        LARGEST=torch.finfo(error.dtype).max,
+        SIZE=block_size,
+        COLS=columns,
+        BLOCKS=tile_blocks,
+        COPY_BLOCK=COPY_BLOCK,
+        num_warps=num_warps,
+        maxnreg=registers(num_warps, max(1, warps // num_warps)),
+        # Codes of opposite signs have to cancel.
+        enable_fp_fusion=False,
+    )

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch, registers
+from ..launch import Launch, Slot, registers
 from ..tile import copy_tile, round_to
 from .tile import (
     WORK_FIELDS,
@@ -89,10 +89,10 @@ def _quantize_kernel(
 
 
 def quantize(
-    grad: torch.Tensor,
+    grad: torch.Tensor | Slot,
     quantizer: torch.Tensor,
     work: torch.Tensor,
-    rank: int,
+    rank: int | Slot,
     *,
     error: torch.Tensor,
     shard_error: torch.Tensor,
@@ -104,7 +104,7 @@ def quantize(
     block_size: int,
     tile_blocks: int,
     num_warps: int,
-) -> None:
+) -> Launch:
     """Quantize gradient + error into the payloads, and keep in error what is lost, in one launch.
 
     grad: the bucket. quantizer: see tile.py. work: int64 table, bucket_work of QuantizedWork, which
@@ -113,28 +113,29 @@ def quantize(
     arithmetic. out: the payloads of all shards, uint8. exact_dtype: that of exact elements there. cap: the
     largest scale.
     """
-    if len(work):
-        launch(_quantize_kernel, len(work))(
-            grad,
-            error,
-            shard_error,
-            out,
-            quantizer,
-            work,
-            rank,
-            FEEDBACK=feedback,
-            EXACT=element_type(exact_dtype),
-            BITS=bits,
-            CAP=cap,
-            SIZE=block_size,
-            COLS=padded_size(block_size),
-            BLOCKS=tile_blocks,
-            COPY_BLOCK=COPY_BLOCK,
-            num_warps=num_warps,
-            maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
-            # Codes of opposite signs have to cancel.
-            enable_fp_fusion=False,
-        )
+    return Launch(
+        _quantize_kernel,
+        len(work),
+        grad,
+        error,
+        shard_error,
+        out,
+        quantizer,
+        work,
+        rank,
+        FEEDBACK=feedback,
+        EXACT=element_type(exact_dtype),
+        BITS=bits,
+        CAP=cap,
+        SIZE=block_size,
+        COLS=padded_size(block_size),
+        BLOCKS=tile_blocks,
+        COPY_BLOCK=COPY_BLOCK,
+        num_warps=num_warps,
+        maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
+        # Codes of opposite signs have to cancel.
+        enable_fp_fusion=False,
+    )
 
 
 # Of a multiprocessor, which its registers have to hold: with as many threads as quantize has, and with half.
@@ -185,13 +186,13 @@ def dequantize(
     quantizer: torch.Tensor,
     work: torch.Tensor,
     *,
-    out: torch.Tensor,
+    out: torch.Tensor | Slot,
     exact_dtype: torch.dtype,
     bits: int,
     block_size: int,
     tile_blocks: int,
     num_warps: int,
-) -> None:
+) -> Launch:
     """Write what the payloads of all shards stand for to the bucket, in one launch.
 
     payload: uint8. quantizer, work, exact_dtype and the sizes: those of quantize. out: the bucket.
@@ -200,20 +201,21 @@ def dequantize(
     if bits == 4 and out.dtype != torch.float64:
         # So that a thread's codes are 128 bits; in fp64, where they would be 64, it spills.
         resident, num_warps = WRITING_HALF_WARPS, num_warps // 2
-    if len(work):
-        launch(_dequantize_kernel, len(work))(
-            payload,
-            out,
-            quantizer,
-            work,
-            ACC=element_type(torch.promote_types(out.dtype, torch.float32)),
-            EXACT=element_type(exact_dtype),
-            BITS=bits,
-            SIZE=block_size,
-            COLS=padded_size(block_size),
-            BLOCKS=tile_blocks,
-            COPY_BLOCK=COPY_BLOCK,
-            num_warps=num_warps,
-            maxnreg=registers(num_warps, max(1, resident // num_warps)),
-            enable_fp_fusion=False,
-        )
+    return Launch(
+        _dequantize_kernel,
+        len(work),
+        payload,
+        out,
+        quantizer,
+        work,
+        ACC=element_type(torch.promote_types(out.dtype, torch.float32)),
+        EXACT=element_type(exact_dtype),
+        BITS=bits,
+        SIZE=block_size,
+        COLS=padded_size(block_size),
+        BLOCKS=tile_blocks,
+        COPY_BLOCK=COPY_BLOCK,
+        num_warps=num_warps,
+        maxnreg=registers(num_warps, max(1, resident // num_warps)),
+        enable_fp_fusion=False,
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..device import has_streams, launching_on, send
-from ..launch import Stage
+from ..launch import Slot, Stage
 from .average import average
 from .blocks import dequantize, quantize
 from .work import QuantizedWork
@@ -58,9 +58,7 @@ class QuantizedPlan:
             "num_warps": work.num_warps,
         }
         self.largest_scale = largest_scale
-        self._quantizing = Stage(self._quantize, dtype, int)
-        self._averaging = Stage(self._average, exact_dtype, int)
-        self._dequantizing = Stage(self._dequantize, dtype, int)
+        self._quantizing, self._averaging, self._dequantizing = self._stages(dtype)
         if has_streams(device):
             with launching_on(device):
                 self.compile()
@@ -86,7 +84,7 @@ class QuantizedPlan:
         for part in unused:
             flat[part.in_bucket] = 0.0
         with launching_on(self._device):
-            self._quantizing(flat, rank)
+            self._quantizing(buffer=flat, rank=rank)
         for stored, error in kept:
             self._error[stored] = error
 
@@ -96,12 +94,12 @@ class QuantizedPlan:
         One launch.
         """
         with launching_on(self._device):
-            self._averaging(self.mean.view(self.exact_dtype), rank)
+            self._averaging(rank=rank)
 
     def dequantize(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket. One launch."""
         with launching_on(self._device):
-            self._dequantizing(flat, 0)
+            self._dequantizing(buffer=flat)
 
     def _take_error(self, part: slice, rank: int) -> torch.Tensor:
         """Return the sender's error in a part of the blocks, and make quantize find zero there."""
@@ -116,8 +114,10 @@ class QuantizedPlan:
             self._error[start:stop] = owners
         return error
 
-    def _quantize(self, buffer: torch.Tensor, rank: int) -> None:
-        quantize(
+    def _stages(self, dtype: torch.dtype) -> tuple[Stage, Stage, Stage]:
+        """Return the launches that quantize, average and dequantize. dtype: the bucket's."""
+        buffer, rank, sizes = Slot.buffer(dtype), Slot("rank", 1000), self._sizes
+        quantizing = quantize(
             buffer,
             self._quantizer,
             self._bucket_work,
@@ -128,33 +128,30 @@ class QuantizedPlan:
             feedback=self._feedback,
             exact_dtype=self.exact_dtype,
             cap=self.largest_scale,
-            **self._sizes,
+            **sizes,
         )
-
-    def _average(self, buffer: torch.Tensor, rank: int) -> None:
-        average(
+        averaging = average(
             self.received.view(-1).view(self.exact_dtype),
             self._quantizer,
             self._shard_work,
             rank,
             error=self._error,
             shard_error=self._shard_error,
-            out=buffer,
+            out=self.mean.view(self.exact_dtype),
             world_size=self.layout.world_size,
             feedback=self._feedback,
             cap=self.largest_scale,
-            **self._sizes,
+            **sizes,
         )
-
-    def _dequantize(self, buffer: torch.Tensor, _: int) -> None:
-        dequantize(
+        dequantizing = dequantize(
             self.payload,
             self._quantizer,
             self._bucket_work,
             out=buffer,
             exact_dtype=self.exact_dtype,
-            **self._sizes,
+            **sizes,
         )
+        return Stage([quantizing]), Stage([averaging]), Stage([dequantizing])
 
 
 def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:

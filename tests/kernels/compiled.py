@@ -149,7 +149,7 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
             FactorCodes.on_meta(dtype, 128, largest_scale(8, partial.dtype)),
             block_shape(dtype.itemsize, rank)[0],
         )
-        pack_codes(partial, torch.zeros(1, dtype=dtype), codes, rank=rank, block=block, scale=1.0)
+        pack_codes(partial, torch.zeros(1, dtype=dtype), codes, rank=rank, block=block, scale=1.0)()
         yield f"{TYPE_NAMES[dtype]} r={rank} codes"
 
 

@@ -11,21 +11,24 @@ import shutil
 import pytest
 import torch
 
-from gradcomp.kernels.launch import Stage, launch
+from gradcomp.kernels.launch import Launch, Slot, Stage
 from tests.programs import run_python
 
 PROGRAM = """
 import json
+import logging
 from benchmarks import stub_cuda
 
 stub_cuda.install()
 import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
+from gradcomp.kernels.cast import _cast_kernel
+from gradcomp.kernels.launch import Launch
 from gradcomp.kernels.powersgd import plan as powersgd_plan
 from gradcomp.layout import PowerSGDLayout
 
-launched, compiled, hooked, ordinary = [], [], [], []
+launched, compiled, hooked, ordinary, logged = [], [], [], [], []
 DEVICE, OPTIONS = torch.device("cpu"), {"error_feedback": True, "warm_start": True, "epsilon": 0.0}
 LAYOUT = PowerSGDLayout([(256, 512), (512,), (512, 256)], 4, 1)
 
@@ -35,7 +38,13 @@ def record(launcher, x, y, z, stream, function, metadata, data, enter, leave, *a
     launched.append([x, y, z, stream, str(metadata), *map(str, values)])
 
 
+class Logged(logging.Handler):
+    def emit(self, record):
+        logged.append(record.getMessage())
+
+
 CudaLauncher.__call__ = record
+logging.getLogger("gradcomp").addHandler(Logged())
 triton.knobs.runtime.jit_post_compile_hook = lambda **_: compiled.append(1)
 powersgd_plan.compile_kernels(LAYOUT, torch.float32, DEVICE, **OPTIONS)
 found = {"compiled by warm-up": len(compiled)}
@@ -62,7 +71,9 @@ triton.runtime.JITFunction.run = counted
 memory = torch.zeros(LAYOUT.numel + 4)
 for start in (0, 4):
     found[f"direct {start}"] = step(memory[start:][: LAYOUT.numel])
-found["unaligned"] = step(memory[1:][: LAYOUT.numel])[1]
+found["logged before"] = len(logged)
+for _ in range(2):
+    found["unaligned"] = step(memory[1:][: LAYOUT.numel])[1]
 hook = lambda metadata: hooked.append(1)
 runtime = triton.knobs.runtime
 runtime.launch_enter_hook.add(hook) if runtime.launch_enter_hook is not None else None
@@ -70,6 +81,8 @@ for start in (0, 4):
     found[f"observed {start}"] = step(memory[start:][: LAYOUT.numel])
 runtime.launch_enter_hook.remove(hook)
 found["after"] = step(memory[: LAYOUT.numel])[1]
+found["kept"] = Launch(_cast_kernel, 1, memory[1:], memory, 1, 1.0, BLOCK=16).compile()
+found["logged"] = logged
 print(json.dumps(found))
 """
 
@@ -89,6 +102,13 @@ def test_compiled_launches_are_tritons_own():
     # A profiler, and an address that the kernels weren't compiled for, take Triton's own launch.
     assert found["observed 0"][1] == found["unaligned"] == 7
     assert found["after"] == 0
+    # Each reason is logged once.
+    assert found["logged before"] == 0
+    unaligned, observed, refused = found["logged"]
+    assert "a buffer in torch.float32 begins 4 bytes after a multiple of 16" in unaligned
+    assert "a profiler" in observed
+    assert "a tensor of _cast_kernel isn't aligned to 16 bytes" in refused
+    assert not found["kept"]
     assert found["compiled by warm-up"] > 0
     assert found["compiled by the plan"] == 0
 
@@ -103,37 +123,31 @@ class Kernel:
         return lambda *arguments, **constants: self.launched.append((grid, arguments, constants))
 
 
-def test_a_stage_exchanges_the_buffer_and_the_number():
+def test_a_stage_fills_the_slots_of_its_launches():
     kernel, own = Kernel(), torch.zeros(3)
-
-    def launchers(buffer, number):
-        launch(kernel, 2)(own, buffer, number, 1000.0, BLOCK=4)
-        launch(kernel, 5)(buffer, own, BLOCK=8)
-
-    stage = Stage(launchers, torch.float32, float)
+    buffer, scale = Slot.buffer(torch.float32), Slot("scale", 1000.0)
+    stage = Stage(
+        [Launch(kernel, 2, own, buffer, scale, 1000.0, BLOCK=4), Launch(kernel, 5, buffer, own, BLOCK=8)]
+    )
+    stage.compile()
     assert not kernel.launched
     for number in (1000.0, 0.5):
-        buffer = torch.ones(4)
-        stage(buffer, number)
+        given = torch.ones(4)
+        stage(buffer=given, scale=number)
         (first, second), kernel.launched = kernel.launched, []
         assert (first[0], first[2]) == ((2,), {"BLOCK": 4})
         assert first[1][0] is own
-        assert first[1][1] is buffer
+        assert first[1][1] is given
         assert first[1][2:] == (number, 1000.0)
-        assert second[1][0] is buffer
+        assert second[1][0] is given
         assert second[1][1] is own
 
 
-def test_outside_a_stage_it_launches_at_once():
+def test_a_launch_of_no_programs_launches_nothing():
     kernel = Kernel()
-    launch(kernel, 3)(1, BLOCK=2)
+    empty, full = Launch(kernel, 0, 1, BLOCK=2), Launch(kernel, 3, 1, BLOCK=2)
+    empty()
+    Stage([empty])()
+    assert not kernel.launched
+    full()
     assert kernel.launched == [((3,), (1,), {"BLOCK": 2})]
-
-
-def test_an_error_in_a_stage_leaves_nothing_behind():
-    def launchers(buffer, number):
-        raise ValueError
-
-    with pytest.raises(ValueError):  # noqa: PT011 it is ours
-        Stage(launchers, torch.float32, float)
-    test_outside_a_stage_it_launches_at_once()

@@ -45,9 +45,11 @@ def orthonormalized(
     table = torch.tensor(work.matrix_table, device=device)
     chunks = torch.tensor(work.orthonormalize_work, device=device)
     scratch = torch.full((work.orthonormalize_numel,), math.nan, dtype=torch.float64, device=device)
-    orthonormalize(
+    launches = orthonormalize(
         wire, table, chunks, scratch=scratch, out=out, rank=work.rank, epsilon=epsilon, pairs=pairs
     )
+    for launch in launches:
+        launch()
     result, start = [], 0
     for panel in panels:
         rows = -(-len(panel) // work.block_rows) * work.block_rows

@@ -244,19 +244,21 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     # P and Q are zero, so M = gradient + memory; Q's lengths too, so that M is projected on the random Q: on
     # ones.
     q[work.q_panel_numel // 2 :][:m] = 1.0
-    project(grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, unit=False, **blocks)
+    project(
+        grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, unit=False, **blocks
+    )()
     rows, cols = n - first_row, m - first_col
     shrink = SHRINK.value
     assert partial[:rows].tolist() == [3.0 * cols * shrink] * rows
     assert (memory[: n * m].view(n, m)[first_row:, first_col:] == 3).all()
 
     p[:n] = 1.0
-    back_project(memory, p, matrices, tables[1], out=partial, feedback=True, **blocks)
+    back_project(memory, p, matrices, tables[1], out=partial, feedback=True, **blocks)()
     # project turned the last rows into 3; those before them still hold 2.
     total = 3.0 * rows + 2.0 * (first_row - back_row)
     assert partial[: m - back_col].tolist() == [total * shrink] * (m - back_col)
 
     wire = torch.full((m * r,), 0.5, dtype=FP16, device=device)
     options = {"q": q, "norms": norms, "seed": 0, "warm_start": True}
-    reconstruct(wire, wire, p, matrices, tables[2], out=grad, **options, **blocks)
+    reconstruct(wire, wire, p, matrices, tables[2], out=grad, **options, **blocks)()
     assert (grad.view(n, m)[first_row:, first_col:] == 0.5).all()

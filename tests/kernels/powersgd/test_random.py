@@ -20,10 +20,11 @@ def drawn(rank: int, seed: int, device: torch.device) -> torch.Tensor:
     matrices, rows = (
         torch.tensor(table, device=device) for table in (work.matrix_table, work.reconstruct_work)
     )
-    random_q(
+    launch = random_q(
         matrices, rows, out=out, num_programs=work.num_norms, seed=seed, rank=work.rank,
         block_cols=work.block_cols,
     )  # fmt: skip
+    launch()
     start, stride = (work.fields(1)[name] for name in ("random_panel", "q_stride"))
     panel = out[start : start + work.rank * stride].view(work.rank, stride).T
     assert not panel[203:].any()
