@@ -1,7 +1,8 @@
 """Choose Triton's interpreter for the kernels if there is no GPU, before any module imports Triton."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,21 @@ let_torchs_power_sgd_have_cpu_buckets()
 def device() -> torch.device:
     """Return the device of the kernels: the GPU if there is one, else the CPU, where they are interpreted."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., list[Any]]:
+    """Return tests.ranks.run_ranks: a test with this fixture needs processes, and is marked so."""
+    from tests import ranks  # imports Triton
+
+    return ranks.run_ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need processes: `-m "not processes"` leaves them out."""
+    for item in items:
+        if "run_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 
 
 def rank_and_sum(rank):
@@ -40,27 +40,27 @@ def wait_in_vain(rank):
         dist.recv(torch.zeros(1), src=1)
 
 
-def test_results_come_back_by_rank():
+def test_results_come_back_by_rank(run_ranks):
     assert run_ranks(rank_and_sum, 3) == [(0, 3.0), (1, 3.0), (2, 3.0)]
 
 
-def test_ranks_interpret_when_asked_to():
+def test_ranks_interpret_when_asked_to(run_ranks):
     without_gpu = not torch.cuda.is_available()
     for interpret in (False, True, False):
         assert run_ranks(interprets, 2, interpret=interpret) == [interpret and without_gpu] * 2
 
 
-def test_a_rank_that_raises_is_reported():
+def test_a_rank_that_raises_is_reported(run_ranks):
     with pytest.raises(RankError, match=r"rank 1 failed:.*\n(.*\n)+ValueError: a bad day"):
         run_ranks(raise_on_rank_1, 2)
 
 
-def test_a_rank_that_dies_is_reported():
+def test_a_rank_that_dies_is_reported(run_ranks):
     with pytest.raises(RankError, match="rank 1 failed: the process died, exit code -9"):
         run_ranks(die_on_rank_1, 2)
 
 
-def test_a_hang_is_killed_and_its_stack_reported():
+def test_a_hang_is_killed_and_its_stack_reported(run_ranks):
     started = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0 did not finish in time:\n(.*\n)*.*in wait_in_vain"):
         run_ranks(wait_in_vain, 2, timeout_s=4)

@@ -17,7 +17,6 @@ from benchmarks.demo.measure import WireMeter, check_replicas
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from gradcomp.comm.exchange import all_gather, all_to_all
 from tests.programs import ROOT, users_environment
-from tests.ranks import run_ranks
 
 TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--batch", "2", "--sequence", "16"]
 TIMEOUT_S = 240  # 90 were not enough on a busy machine
@@ -182,7 +181,7 @@ def metered(rank, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_messages_count_as_the_collectives_that_they_make(world_size):
+def test_messages_count_as_the_collectives_that_they_make(run_ranks, world_size):
     """Each is half of an all-reduce of as many bytes."""
     assert run_ranks(metered, world_size, world_size) == [120] * world_size
 
@@ -197,7 +196,7 @@ def check_different_replicas(rank, capabilities):
     return str(raised.value)
 
 
-def test_replicas_that_differ_are_explained():
+def test_replicas_that_differ_are_explained(run_ranks):
     for message in run_ranks(check_different_replicas, 2, ["AVX2", "AVX2"]):
         assert message.endswith("the hook has given the ranks different gradients")
     for message in run_ranks(check_different_replicas, 2, ["AVX2", "AVX512"]):

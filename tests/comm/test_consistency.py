@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.consistency import MESSAGE_BYTES, require_same_on_all_ranks
-from tests.ranks import run_ranks
 
 
 def compare(rank, values_of_rank):
@@ -53,7 +52,7 @@ LONG = [["weight", [3, 4]]] * MESSAGE_BYTES
         ([{"epsilon": 0.0}, {"epsilon": float("nan")}, {"epsilon": 0.0}], 1, "NaN on rank 1"),
     ],
 )
-def test_a_difference_is_named_on_every_rank(values_of_rank, collectives, message):
+def test_a_difference_is_named_on_every_rank(run_ranks, values_of_rank, collectives, message):
     results = run_ranks(compare, 3, values_of_rank)
     assert [found for found, _ in results] == [collectives] * 3
     for _, text in results:
@@ -67,5 +66,5 @@ def compare_notes(rank):
     return require_same_on_all_ranks("The hook", values, group, device, "", notes=notes)
 
 
-def test_notes_may_differ():
+def test_notes_may_differ(run_ranks):
     assert run_ranks(compare_notes, 3) == ['CPU is "AVX2" on ranks 0, 2 and "AVX512" on rank 1'] * 3

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.exchange import all_gather, all_to_all
-from tests.ranks import run_ranks
 
 
 def row(source, destination, length):
@@ -39,7 +38,7 @@ def on_every_rank(rank):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_row_arrives(world_size):
+def test_every_row_arrives(run_ranks, world_size):
     run_ranks(on_every_rank, world_size)
 
 
@@ -49,7 +48,7 @@ def on_some_ranks(rank):
         check(group.rank(), 7, group)
 
 
-def test_ranks_are_the_groups_own():
+def test_ranks_are_the_groups_own(run_ranks):
     run_ranks(on_some_ranks, 4)
 
 
@@ -71,7 +70,7 @@ def posted(rank):
     return order
 
 
-def test_receives_are_posted_first_and_ranks_begin_with_different_ones():
+def test_receives_are_posted_first_and_ranks_begin_with_different_ones(run_ranks):
     for rank, order in enumerate(run_ranks(posted, 3)):
         others = [(rank + 1) % 3, (rank + 2) % 3]
         one = [(name, other) for name in ("irecv", "isend") for other in others]
@@ -87,7 +86,7 @@ def forgotten(rank, length):
 
 
 @pytest.mark.parametrize("length", [3, 3_000_000])
-def test_an_exchange_that_nobody_waits_for_leaves_the_group_usable(length):
+def test_an_exchange_that_nobody_waits_for_leaves_the_group_usable(run_ranks, length):
     run_ranks(forgotten, 2, length)
 
 
@@ -104,7 +103,7 @@ def out_of_step(rank):
         pending.wait()
 
 
-def test_ranks_that_are_out_of_step_get_an_error_and_no_other_exchanges_bytes():
+def test_ranks_that_are_out_of_step_get_an_error_and_no_other_exchanges_bytes(run_ranks):
     run_ranks(out_of_step, 2)
 
 
@@ -117,5 +116,5 @@ def repeated(rank):
     assert received[:, 0].tolist() == [0, 1]
 
 
-def test_a_second_wait_returns_at_once():
+def test_a_second_wait_returns_at_once(run_ranks):
     run_ranks(repeated, 2)

@@ -32,7 +32,7 @@ from gradcomp.hooks.quantization_hooks import (
 )
 from gradcomp.reducer import Reducer
 from tests.fsdp.models import Exact, new_grid, sharded
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 
 NUM_STEPS = 3
 
@@ -155,7 +155,7 @@ def errors(rank, way, names, path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_message_names_bucket_hook_and_rank(way, tmp_path):
+def test_the_message_names_bucket_hook_and_rank(run_ranks, way, tmp_path):
     names, path = WAYS[way][1], tmp_path / "found"
     with pytest.raises(RankError, match="rank 1 failed") if way == "FSDP2" else nullcontext():
         run_ranks(errors, 2, way, names, path)

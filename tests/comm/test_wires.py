@@ -12,7 +12,6 @@ from gradcomp.comm.kept_buffers import _wires, keep_wire, take_wire
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradcomp.testing import run_ranks as run_simulated_ranks
-from tests.ranks import run_ranks
 
 
 def wrapped(state, bucket):
@@ -66,7 +65,7 @@ def two_towers_with_one_head(rank):
     return [(gradients(hook), exact) for hook in HOOKS[:2]]
 
 
-def test_two_models_that_share_a_layer_in_one_backward():
+def test_two_models_that_share_a_layer_in_one_backward(run_ranks):
     ranks = run_ranks(two_towers_with_one_head, 2)
     for by_rank in zip(*ranks, strict=True):
         assert torch.equal(by_rank[0][0], by_rank[1][0])
@@ -85,7 +84,7 @@ def bytes_kept(rank):
     return kept, sum(p.nbytes for p in model.parameters())
 
 
-def test_half_of_the_gradients_bytes_are_kept_after_buckets_are_rebuilt():
+def test_half_of_the_gradients_bytes_are_kept_after_buckets_are_rebuilt(run_ranks):
     for kept, gradients in run_ranks(bytes_kept, 2):
         assert kept == [gradients // 2] * 3
 

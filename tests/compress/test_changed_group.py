@@ -16,7 +16,6 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_pertensor_hook,
 )
 from tests.hooks.powersgd_runs import Messages
-from tests.ranks import run_ranks
 
 SIZE, BEFORE, AFTER = 32, 4, 40
 
@@ -98,7 +97,7 @@ def shrink(rank, library, store_path):
 
 @pytest.mark.parametrize("library", [gradcomp.DistributedDataParallel, nn.parallel.DistributedDataParallel])
 @pytest.mark.parametrize("is_assigned", [True, False])
-def test_errors_are_kept_by_a_group_that_shrinks(library, is_assigned, tmp_path):
+def test_errors_are_kept_by_a_group_that_shrinks(run_ranks, library, is_assigned, tmp_path):
     one, two, _ = run_ranks(shrink, 3, library, None if is_assigned else str(tmp_path / "store"))
     for name in KINDS:
         outputs, before, after = zip(one[name], two[name], strict=True)
@@ -141,7 +140,7 @@ def merge_and_copy(rank):
     return torch.stack(averages), str(raised.value)
 
 
-def test_copies_keep_the_group_and_merged_groups_are_compared():
+def test_copies_keep_the_group_and_merged_groups_are_compared(run_ranks):
     ranks = run_ranks(merge_and_copy, 4)
     for rank, (averages, message) in enumerate(ranks):
         half = (0, 1) if rank < 2 else (2, 3)

@@ -22,7 +22,6 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 from tests.compress.test_new_compressor import TopK, TopKOptions
 from tests.hooks.powersgd_oracle import random_gradient
 from tests.hooks.powersgd_runs import reload
-from tests.ranks import run_ranks
 
 SHAPES = [(24, 40), (7,), (16, 3, 3, 3), (30, 20)]
 START = 2
@@ -132,5 +131,5 @@ def round_trips(rank, dtype, folder):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_loaded_goes_on_as_what_was_saved(dtype, tmp_path):
+def test_what_is_loaded_goes_on_as_what_was_saved(run_ranks, dtype, tmp_path):
     assert run_ranks(round_trips, 2, dtype, str(tmp_path)) == [[], []]

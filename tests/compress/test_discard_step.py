@@ -9,7 +9,6 @@ import gradcomp
 from gradcomp.hooks.default_hooks import bf16_compress_wrapper
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.ranks import run_ranks
 
 SIZE, STEPS, START = 32, 40, 2
 
@@ -74,7 +73,7 @@ def train(rank, library):
 
 
 @pytest.mark.parametrize("library", [nn.parallel.DistributedDataParallel, gradcomp.DistributedDataParallel])
-def test_discarded_steps_take_nothing_out_of_the_errors(library):
+def test_discarded_steps_take_nothing_out_of_the_errors(run_ranks, library):
     for found in run_ranks(train, 2, library):
         for name, (lost, num_steps) in found.items():
             # A bucket that the wrapper has rounded to bf16 is rounded in every step.
@@ -99,5 +98,5 @@ def agree(rank):
     return torch.stack(averages)
 
 
-def test_replicas_are_equal_where_one_rank_alone_discards_a_step():
+def test_replicas_are_equal_where_one_rank_alone_discards_a_step(run_ranks):
     assert torch.equal(*run_ranks(agree, 2))

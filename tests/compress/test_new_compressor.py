@@ -15,7 +15,7 @@ from gradcomp.compress import Compressor, CompressorState, compress_hook
 from gradcomp.testing import check_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, starts
 from tests.hooks.powersgd_runs import equal, simulate
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 
 PAGE = Path(__file__).parents[2] / "docs" / "new_compressor.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
@@ -161,7 +161,7 @@ def train(rank, kind):
 
 
 @pytest.mark.parametrize("kind", ["torch", "gradcomp", "reducer", "average_"])
-def test_it_trains_everywhere(kind):
+def test_it_trains_everywhere(run_ranks, kind):
     (first, last, one), (_, _, other) = run_ranks(train, 2, kind)
     assert last < 0.95 * first
     assert torch.equal(one, other)
@@ -173,7 +173,7 @@ def other_options(rank, name):
 
 
 @pytest.mark.parametrize("name", ["density", "start_iter", "random_seed"])
-def test_ranks_with_other_options_are_told_so(name):
+def test_ranks_with_other_options_are_told_so(run_ranks, name):
     with pytest.raises(RankError, match=rf"{name} is [\d.]+ on rank 0 and [\d.]+ on rank 1"):
         run_ranks(other_options, 2, name)
 

@@ -6,7 +6,6 @@ import torch
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, from_torch, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
-from tests.ranks import run_ranks
 
 SHAPES = [(24, 18), (7,), (5, 3, 4)]
 SCALES = [2.0**16, 2.0**16, 2.0**15, 2.0**17, 2.0**17, 2.0**3]  # so that scaling rounds nothing
@@ -56,7 +55,7 @@ def runs(rank, name):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
-def test_the_scale_makes_no_difference_to_averages(name, interpret):
+def test_the_scale_makes_no_difference_to_averages(run_ranks, name, interpret):
     for without_scale, followed, resumed, not_followed in run_ranks(runs, 2, name, interpret=interpret):
         for scaled in (followed, resumed):
             if interpret:

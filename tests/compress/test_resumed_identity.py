@@ -14,7 +14,6 @@ from gradcomp.hooks import DDPCommHookType
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_runs import Messages, reload
-from tests.ranks import run_ranks
 
 NUM_LAYERS, SIZE, STEPS = 8, 24, 6
 HOOKS = {
@@ -106,7 +105,7 @@ TORCH, NAMED, OURS = "torch", "torch, named", "gradcomp"
     ],
     ids=str,
 )
-def test_every_layer_gets_its_own_error(first, second):
+def test_every_layer_gets_its_own_error(run_ranks, first, second):
     for lost, held, warnings in chain(*run_ranks(resumed, 2, first, second)):
         assert held.min() > 0.1
         assert lost.max() < 1e-4 * held.max()
@@ -124,7 +123,7 @@ def test_every_layer_gets_its_own_error(first, second):
     ],
     ids=str,
 )
-def test_what_nobody_can_identify_is_dropped_with_a_warning(first, second, message):
+def test_what_nobody_can_identify_is_dropped_with_a_warning(run_ranks, first, second, message):
     """Every layer loses its own error then, and no layer gets another layer's."""
     for lost, held, warnings in chain(*run_ranks(resumed, 2, first, second)):
         torch.testing.assert_close(lost, held, rtol=1e-4, atol=1e-4)
@@ -148,7 +147,7 @@ def names_of_torchs(rank):
     return states[-1].state_dict()["parameters"]["names"]
 
 
-def test_a_power_sgd_type_knows_its_models_names():
+def test_a_power_sgd_type_knows_its_models_names(run_ranks):
     for names in run_ranks(names_of_torchs, 2):
         assert sorted(names.values()) == ["bias", "weight"]
 
@@ -164,6 +163,6 @@ def named_on_one_rank(rank):
     return str(caught.value)
 
 
-def test_names_on_one_rank_only_are_refused_on_every_rank():
+def test_names_on_one_rank_only_are_refused_on_every_rank(run_ranks):
     for message in run_ranks(named_on_one_rank, 2):
         assert "names of parameters (number_parameters gives them)[0] is null on rank 0 and " in message

@@ -13,7 +13,6 @@ from gradcomp.frameworks import CommHook
 from gradcomp.hooks.default_hooks import allreduce_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=3)
 
@@ -64,7 +63,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_rank_is_told(call, tmp_path):
+def test_every_rank_is_told(run_ranks, call, tmp_path):
     hook_name = "PowerSGD" if call == "consolidated_state_dict" else "int4"
     alone, other = run_ranks(messages, 2, call, hook_name, tmp_path)
     name, what = CALLS[call]
@@ -95,7 +94,7 @@ def together_after_alone(rank):
     return first == consolidated_state_dict(state), bool(per_rank_state_dict(state))
 
 
-def test_a_save_on_every_rank_succeeds_after_one_that_failed():
+def test_a_save_on_every_rank_succeeds_after_one_that_failed(run_ranks):
     assert run_ranks(together_after_alone, 2) == [(True, True)] * 2
 
 
@@ -110,7 +109,7 @@ def unannounced(rank):
     return ""
 
 
-def test_a_save_that_all_ranks_came_to_is_not_named():
+def test_a_save_that_all_ranks_came_to_is_not_named(run_ranks):
     message, _ = run_ranks(unannounced, 2)
     assert "another rank has ended, raised an error, left this step out" in message
     assert "has come to" not in message

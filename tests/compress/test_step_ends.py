@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 import gradcomp
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.ranks import run_ranks
 
 SIZE, STEPS = 40, 5
 TORCH, OURS = nn.parallel.DistributedDataParallel, gradcomp.DistributedDataParallel
@@ -100,7 +99,7 @@ def train(rank, make_model, options, libraries):
     ],
     ids=["a static graph", "reentrant checkpoints", "two backwards", "an unused last bucket"],
 )
-def test_every_step_counts_once(make_model, options, libraries):
+def test_every_step_counts_once(run_ranks, make_model, options, libraries):
     """In a static graph's first step torch waits where no later hook or callback comes: no hang."""
     for results in run_ranks(train, 2, make_model, options, libraries):
         for counted, is_compared, rate, is_equal, numel in results:

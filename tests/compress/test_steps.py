@@ -6,7 +6,6 @@ import torch
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.ranks import run_ranks
 
 
 def average(state, index, parameter, is_last=False):
@@ -34,7 +33,7 @@ def end_steps(rank):
     return steps, messages, state.is_compared
 
 
-def test_whoever_knows_the_end_of_a_step_ends_it():
+def test_whoever_knows_the_end_of_a_step_ends_it(run_ranks):
     ((steps, messages, is_compared),) = run_ranks(end_steps, 1)
     assert steps == [((n, n > 0), (n + 1, True)) for n in range(4)]
     assert messages == [

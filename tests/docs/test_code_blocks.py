@@ -8,7 +8,6 @@ from tests.docs import preambles
 from tests.docs.code_blocks import ROOT, all_blocks, blocks_in
 from tests.docs.commands import problem_of
 from tests.docs.running import run_in_rank, run_without_group
-from tests.ranks import run_ranks
 
 BLOCKS = all_blocks()
 PYTHON = [block for block in BLOCKS if block.language == "python"]
@@ -29,7 +28,7 @@ def reasons_not_to_run(block):
     ]
 
 
-def test_documented_python_runs_on_two_ranks(tmp_path):
+def test_documented_python_runs_on_two_ranks(run_ranks, tmp_path):
     assert {"README.md", "docs/hooks.md", "docs/powersgd.md"} <= {block.page for block in IN_RANKS}
     run_ranks(run_in_rank, 2, IN_RANKS, str(tmp_path))
 

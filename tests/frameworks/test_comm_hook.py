@@ -11,7 +11,6 @@ from gradcomp.frameworks import CommHook
 from gradcomp.hooks.default_hooks import bf16_compress_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.ranks import run_ranks
 
 
 class Wrapped(nn.Module):
@@ -49,7 +48,7 @@ def registered_inside(rank, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, gradcomp.DistributedDataParallel])
-def test_the_ddp_inside_of_other_modules_is_found(wrapper):
+def test_the_ddp_inside_of_other_modules_is_found(run_ranks, wrapper):
     assert run_ranks(registered_inside, 2, wrapper) == [1, 1]
 
 
@@ -67,7 +66,7 @@ def misfits(rank):
     return messages
 
 
-def test_models_without_and_with_several_ddp():
+def test_models_without_and_with_several_ddp(run_ranks):
     for without, several in run_ranks(misfits, 2):
         assert without.startswith("Linear contains no DistributedDataParallel, but a hook is registered")
         assert "There are 2 ranks" in without
@@ -94,7 +93,7 @@ def resumed(rank):
     return saved, step(model, rank, 4), step(new_model, rank, 4)
 
 
-def test_the_state_is_saved_once_for_all_ranks_and_restored():
+def test_the_state_is_saved_once_for_all_ranks_and_restored(run_ranks):
     (saved, whole, again), (other, *_) = run_ranks(resumed, 2)
     error = saved["buckets"][0]["error"]
     assert error.any()
@@ -167,7 +166,7 @@ def followed(rank, name):
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_errors_follow_a_scaler_from_its_first_change_on(name):
+def test_errors_follow_a_scaler_from_its_first_change_on(run_ranks, name):
     assert max(run_ranks(followed, 2, name)) < 1e-5
 
 
@@ -192,7 +191,7 @@ def followed_after_a_resume(rank, name, scale):
 
 @pytest.mark.parametrize("scale", ["of the checkpoint", "new", None])
 @pytest.mark.parametrize("name", HOOKS)
-def test_errors_follow_the_scaler_of_a_resumed_run(name, scale):
+def test_errors_follow_the_scaler_of_a_resumed_run(run_ranks, name, scale):
     assert max(run_ranks(followed_after_a_resume, 2, name, scale)) < 1e-5
 
 
@@ -204,7 +203,7 @@ def followed_too_late(rank):
     run.comm_hook.follow(None)  # nothing to follow: gradients have no scale
 
 
-def test_a_first_call_after_a_step_is_an_error():
+def test_a_first_call_after_a_step_is_an_error(run_ranks):
     run_ranks(followed_too_late, 2)
 
 

@@ -28,7 +28,6 @@ from tests.fsdp.models import (
     sharded,
     weights,
 )
-from tests.ranks import run_ranks
 from tests.reducer.models import run_cases
 from tests.tolerances import UNIT_ROUNDOFF, average
 
@@ -175,7 +174,7 @@ def compare(rank, name):
     return found
 
 
-def test_it_equals_hsdp():
+def test_it_equals_hsdp(run_ranks):
     cases = [(name,) for name in SCENARIOS]
     for results in run_ranks(run_cases, RANKS, compare, cases, timeout_s=240):
         for name, found in zip(SCENARIOS, results, strict=True):
@@ -199,7 +198,7 @@ def one_shard(rank):
     return [(ours, theirs) for ours, theirs in pairs if ours is not None]
 
 
-def test_a_shard_mesh_of_size_1_makes_it_ddp():
+def test_a_shard_mesh_of_size_1_makes_it_ddp(run_ranks):
     for pairs in run_ranks(one_shard, 2):
         assert len(pairs) > 10
         for ours, theirs in pairs:
@@ -228,7 +227,7 @@ def first_weights(rank):
     return [local(model.weight), *(each.detach() for each in (model.ignored, *model.buffers()))]
 
 
-def test_the_replicas_begin_with_the_first_ones_weights():
+def test_the_replicas_begin_with_the_first_ones_weights(run_ranks):
     for rank, values in enumerate(run_ranks(first_weights, RANKS)):
         of_rank = rank % 2  # the rank of the first replica with the same shard
         for value in values:
@@ -248,7 +247,7 @@ def weights_after_a_forward(rank):
         return model(torch.ones(1, 3)).flatten().tolist()
 
 
-def test_the_weights_are_exchanged_after_a_forward_too():
+def test_the_weights_are_exchanged_after_a_forward_too(run_ranks):
     for values in run_ranks(weights_after_a_forward, RANKS):
         assert values == [0.0] * 3 + [3.0] * 2
 
@@ -271,7 +270,7 @@ def elements_between_replicas(rank):
     return sizes, [-(-each.shape[0] // 2) * each.shape[1:].numel() for each in used]
 
 
-def test_only_shards_cross_between_replicas():
+def test_only_shards_cross_between_replicas(run_ranks):
     for sizes, padded in run_ranks(elements_between_replicas, RANKS):
         assert len(sizes) == 5  # one per FSDP module
         assert sum(sizes) == sum(padded)
@@ -289,7 +288,7 @@ def mesh_of_one_dimension(rank):
     return [each for each in gradients(model) if each is not None]
 
 
-def test_a_group_made_by_hand():
+def test_a_group_made_by_hand(run_ranks):
     ranks = run_ranks(mesh_of_one_dimension, RANKS)
     for one, other in ((0, 2), (1, 3)):
         for ours, theirs in zip(ranks[one], ranks[other], strict=True):

@@ -11,7 +11,6 @@ from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from tests.fsdp.models import RANKS, batch_of, gradients, new_grid, sharded, weights
-from tests.ranks import run_ranks
 from tests.reducer.models import run_cases
 
 START = 2
@@ -46,7 +45,7 @@ def train(rank, name, precision):
     return losses, weights(model), state.iter, state.compression_stats()[0]
 
 
-def test_models_train_and_replicas_stay_bitwise_equal():
+def test_models_train_and_replicas_stay_bitwise_equal(run_ranks):
     cases = [(name, precision) for name in STATES for precision in PRECISIONS]
     ranks = run_ranks(run_cases, RANKS, train, cases, timeout_s=240)
     for index, case in enumerate(cases):
@@ -131,7 +130,7 @@ def add_up(rank, name):
     return sums[1], sums[0], [errors[name] for name, _ in models[1].named_parameters()]
 
 
-def test_errors_follow_parameters_that_only_some_steps_use():
+def test_errors_follow_parameters_that_only_some_steps_use(run_ranks):
     """What was averaged and what the replicas' errors hold back are the sum of all mean gradients."""
     ranks = run_ranks(run_cases, RANKS, add_up, [(name,) for name in STATES], timeout_s=240)
     for index, name in enumerate(STATES):
@@ -189,7 +188,7 @@ def resume(rank, folder, name, loads_first):
     return [*results, (weights(model), by_parameter(state), state.iter)]
 
 
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path):
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(run_ranks, tmp_path):
     cases = [(str(tmp_path / f"{name} {first}"), name, first) for name in STATES for first in (False, True)]
     for results in run_ranks(run_cases, RANKS, resume, cases, timeout_s=240):
         for case, (straight, resumed) in zip(cases, results, strict=True):

@@ -19,7 +19,6 @@ from gradcomp.fsdp.param_groups import ParamGroup
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.fsdp.models import RANKS, Exact, Net, batch_of, new_grid, sharded
-from tests.ranks import run_ranks
 
 TIMEOUT_S = 5
 
@@ -135,7 +134,7 @@ def refuse(rank):
     return found
 
 
-def test_what_is_refused():
+def test_what_is_refused(run_ranks):
     for found in run_ranks(refuse, RANKS):
         assert found == dict.fromkeys(REFUSED, True)
 
@@ -150,7 +149,7 @@ def shared_state(rank):
     return True
 
 
-def test_two_models_with_one_state_are_refused():
+def test_two_models_with_one_state_are_refused(run_ranks):
     assert run_ranks(shared_state, RANKS) == [True] * RANKS
 
 
@@ -176,7 +175,7 @@ def differ(rank, odd_rank, what):
         ("modules", 2, r"shapes\[\d\] is"),
     ],
 )
-def test_every_rank_is_told_how_one_differs(what, odd_rank, message):
+def test_every_rank_is_told_how_one_differs(run_ranks, what, odd_rank, message):
     for text in run_ranks(differ, RANKS, odd_rank, what):
         assert re.search(message, text)
 
@@ -190,7 +189,7 @@ def swapped_replicas(rank):
     return str(caught.value)
 
 
-def test_replicas_with_other_shards_are_refused():
+def test_replicas_with_other_shards_are_refused(run_ranks):
     for text in run_ranks(swapped_replicas, RANKS):
         assert "rank in the shard mesh" in text
 
@@ -207,7 +206,7 @@ def other_step(rank):
     return str(caught.value)
 
 
-def test_every_rank_is_told_of_a_checkpoint_of_another_step():
+def test_every_rank_is_told_of_a_checkpoint_of_another_step(run_ranks):
     for text in run_ranks(other_step, RANKS):
         assert re.search("iter is 5 on rank 0 and 7 on rank 2", text)
 
@@ -248,7 +247,7 @@ def fail_later(rank):
     return "finished"
 
 
-def test_an_error_in_a_later_step_reaches_every_rank():
+def test_an_error_in_a_later_step_reaches_every_rank(run_ranks):
     """By the groups' time-out, where the process doesn't end before."""
     texts = run_ranks(fail_later, RANKS)
     assert texts[1] == "step 3 raised ZeroDivisionError('on rank 1')"
@@ -269,7 +268,7 @@ def other_parts(rank):
     return str(caught.value)
 
 
-def test_other_parameters_after_a_backward_that_was_not_averaged():
+def test_other_parameters_after_a_backward_that_was_not_averaged(run_ranks):
     for text in run_ranks(other_parts, RANKS):
         assert re.search("the model has gradients of 3 parameters now, but of 2 in the last backward", text)
 
@@ -284,6 +283,6 @@ def unknown_layout(rank):
     return str(caught.value)
 
 
-def test_a_torch_that_reduces_something_else_is_noticed():
+def test_a_torch_that_reduces_something_else_is_noticed(run_ranks):
     for text in run_ranks(unknown_layout, RANKS):
         assert re.search(r"FSDP2 reduced \d+ elements of the model, .* doesn't know torch", text)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import debugging_hooks, default_hooks
 from tests.devices import device_of_rank
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 from tests.tolerances import average
 
 STEPS = 4
@@ -110,7 +110,7 @@ def assert_averages(ranks, rounded_to):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("hook", list(ROUNDED_TO))
-def test_hooks_average(hook, world_size):
+def test_hooks_average(run_ranks, hook, world_size):
     ranks = run_ranks(local_and_averaged, world_size, hook, {})
     assert_averages(ranks, ROUNDED_TO[hook])
     for _, order in ranks:
@@ -120,7 +120,7 @@ def test_hooks_average(hook, world_size):
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16"])
-def test_same_as_torchs_hook(hook):
+def test_same_as_torchs_hook(run_ranks, hook):
     """The results of allreduce are equal to the bit; those of fp16 within its rounding (ours rounds once)."""
     ours = run_ranks(local_and_averaged, 2, hook, {})
     theirs = run_ranks(local_and_averaged, 2, f"torch's {hook}", {})
@@ -131,13 +131,13 @@ def test_same_as_torchs_hook(hook):
             assert (mine - other).abs().max() <= 2 * average(torch.float16, 2, local.abs().max())
 
 
-def test_allreduce_hook_equals_no_hook():
+def test_allreduce_hook_equals_no_hook(run_ranks):
     ours, without = (run_ranks(local_and_averaged, 2, hook, {}) for hook in ("allreduce", "none"))
     for (_, mine), (_, other) in zip(ours[0][0], without[0][0], strict=True):
         assert torch.equal(mine, other)
 
 
-def test_noop_hook_keeps_each_ranks_own_gradients():
+def test_noop_hook_keeps_each_ranks_own_gradients(run_ranks):
     for results, _ in run_ranks(local_and_averaged, 2, "noop", {}):
         for local, result in results:
             assert torch.equal(local, result)
@@ -154,26 +154,26 @@ def test_noop_hook_keeps_each_ranks_own_gradients():
     ids=lambda options: "+".join(options),
 )
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
-def test_hooks_with_ddp_options(hook, options):
+def test_hooks_with_ddp_options(run_ranks, hook, options):
     assert_averages(run_ranks(local_and_averaged, 2, hook, options), ROUNDED_TO[hook])
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_other_bucket_dtypes(hook, dtype):
+def test_other_bucket_dtypes(run_ranks, hook, dtype):
     """Results have the bucket's dtype (asserted in the worker), at its own or the wire's precision."""
     rounded_to = [dtype] if hook == "allreduce" else [dtype, *ROUNDED_TO[hook]]
     assert_averages(run_ranks(local_and_averaged, 2, hook, {}, dtype), rounded_to)
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
-def test_a_group_of_some_ranks(hook):
+def test_a_group_of_some_ranks(run_ranks, hook):
     ranks = run_ranks(local_and_averaged, 3, hook, {}, torch.float32, [0, 2])
     assert_averages([ranks[0], ranks[2]], ROUNDED_TO[hook])
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
-def test_hooks_run_the_triton_kernels_too(hook):
+def test_hooks_run_the_triton_kernels_too(run_ranks, hook):
     """Interpreted kernels, called from backward and communication threads, compute the same averages."""
     assert_averages(run_ranks(local_and_averaged, 2, hook, {}, interpret=True), ROUNDED_TO[hook])
 
@@ -196,7 +196,7 @@ def accumulate(rank, hook_name):
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
-def test_no_sync_accumulates(hook):
+def test_no_sync_accumulates(run_ranks, hook):
     assert_averages(run_ranks(accumulate, 2, hook), ROUNDED_TO[hook])
 
 
@@ -209,7 +209,7 @@ def average_large_gradients(rank, hook_name):
     return flat_grads(model).tolist()
 
 
-def test_fp16_divides_before_it_rounds():
+def test_fp16_divides_before_it_rounds(run_ranks):
     """torch's hook casts first, so that 80,000 is infinite before it divides."""
     assert run_ranks(average_large_gradients, 2, "fp16") == [[60_000.0] * 6] * 2
     assert run_ranks(average_large_gradients, 2, "torch's fp16") == [[float("inf")] * 6] * 2
@@ -230,7 +230,7 @@ def train(rank, hook_name):
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
-def test_training_reaches_the_loss_of_no_hook(hook):
+def test_training_reaches_the_loss_of_no_hook(run_ranks, hook):
     with_hook, without = run_ranks(train, 2, hook), run_ranks(train, 2, "none")
     for mine, other in zip(with_hook, without, strict=True):
         assert other[-1] < 0.3 * other[0], "the training itself does not converge"
@@ -250,7 +250,7 @@ def lose_the_peer(rank, hook_name):
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
-def test_a_lost_peer_surfaces_from_backward(hook):
+def test_a_lost_peer_surfaces_from_backward(run_ranks, hook):
     """Rank 1 dies before its backward; rank 0's backward raises instead of hanging."""
     with pytest.raises(RankError, match=r"backward raised: .*Connection (reset|closed) by peer"):
         run_ranks(lose_the_peer, 2, hook, timeout_s=30)

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import debugging_hooks, default_hooks
 from tests.devices import device_of_rank
-from tests.ranks import run_ranks
 
 HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
@@ -40,7 +39,7 @@ def overlap(rank, hook_name, store_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gloo on CUDA tensors waits on the host by its nature")
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16", "bf16 around fp16"])
-def test_hooks_return_while_the_collective_is_under_way(hook, tmp_path):
+def test_hooks_return_while_the_collective_is_under_way(run_ranks, hook, tmp_path):
     (early, values), (_, others) = run_ranks(overlap, 2, hook, str(tmp_path / "store"), timeout_s=30)
     assert not early
     assert values == others == [0.5]
@@ -61,7 +60,7 @@ def call_with_bad_buckets(rank):
     return messages
 
 
-def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank():
+def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank(run_ranks):
     for messages in run_ranks(call_with_bad_buckets, 2):
         assert messages == [
             "allreduce_hook averages floating-point buckets, got torch.int64",
@@ -93,7 +92,7 @@ def train_without_bf16(rank):
     return str(error.value)
 
 
-def test_a_backend_without_bf16_is_named():
+def test_a_backend_without_bf16_is_named(run_ranks):
     for message in run_ranks(train_without_bf16, 2):
         assert message.startswith(
             "backend 'nobf16' did not all-reduce a torch.bfloat16 tensor on cpu: Invalid"
@@ -119,7 +118,7 @@ def wrap_faulty_hooks(rank):
     return outcomes
 
 
-def test_a_wrapper_puts_the_bucket_back():
+def test_a_wrapper_puts_the_bucket_back(run_ranks):
     inside, (message, is_back), result = run_ranks(wrap_faulty_hooks, 1)[0]
     assert (inside, result) == (("inside the hook", True), ([1.0] * 4, True))
     assert is_back

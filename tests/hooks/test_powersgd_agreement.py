@@ -15,7 +15,7 @@ from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_oracle import Bucket
 from tests.hooks.powersgd_runs import Messages
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 
 PLAIN, BATCHED = powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
@@ -81,7 +81,7 @@ def one_step_of_each(rank):
     return said
 
 
-def test_a_different_option_is_named_on_every_rank():
+def test_a_different_option_is_named_on_every_rank(run_ranks):
     for said in run_ranks(one_step_of_each, 3):
         for (*_, expected), message in zip(DIFFERENT, said, strict=True):
             assert expected in message
@@ -108,7 +108,7 @@ def checkpoints_of_different_steps(rank):
     return said
 
 
-def test_checkpoints_of_different_steps_are_refused():
+def test_checkpoints_of_different_steps_are_refused(run_ranks):
     for iterations, directions in run_ranks(checkpoints_of_different_steps, 2):
         assert "iter is 4 on rank 0 and 5 on rank 1" in iterations
         assert "iter is" not in directions
@@ -127,7 +127,7 @@ def different_bucket_caps(rank):
     return True
 
 
-def test_different_bucket_caps_are_named_under_torchs_ddp():
+def test_different_bucket_caps_are_named_under_torchs_ddp(run_ranks):
     assert run_ranks(different_bucket_caps, 2) == [True, True]
 
 
@@ -145,7 +145,7 @@ def different_later_buckets(rank, start):
 
 
 @pytest.mark.parametrize("start", [2, 1000])
-def test_bucket_caps_that_differ_in_later_buckets_are_named_under_torchs_ddp(start):
+def test_bucket_caps_that_differ_in_later_buckets_are_named_under_torchs_ddp(run_ranks, start):
     assert run_ranks(different_later_buckets, 2, start) == [True, True]
 
 
@@ -159,7 +159,7 @@ def different_ranks_of_a_subgroup(rank):
     return str(raised.value)
 
 
-def test_ranks_of_a_subgroup_are_named_as_everywhere():
+def test_ranks_of_a_subgroup_are_named_as_everywhere(run_ranks):
     for message in run_ranks(different_ranks_of_a_subgroup, 3)[1:]:
         assert "matrix_approximation_rank is 1 on rank 1 and 2 on rank 2" in message
 
@@ -173,7 +173,7 @@ def different_groups(rank):
         model(torch.ones(1, 4)).sum().backward()
 
 
-def test_states_of_different_groups_end_with_an_error():
+def test_states_of_different_groups_end_with_an_error(run_ranks):
     with pytest.raises(RankError) as raised:
         run_ranks(different_groups, 2)
     message = "on rank 0 averages over ranks [0, 1], but these have not come"
@@ -188,7 +188,7 @@ def unlike_cpus(rank):
     return [line for line in said if "unlike processors" in line]
 
 
-def test_unlike_cpus_are_said():
+def test_unlike_cpus_are_said(run_ranks):
     for (line,) in run_ranks(unlike_cpus, 2):
         assert 'CPU capability is "AVX2" on rank 0 and "AVX512" on rank 1' in line
 
@@ -202,7 +202,7 @@ def unlike_cpus_with_codes(rank):
     return said, average
 
 
-def test_unlike_cpus_are_not_said_of_a_quantized_all_reduce():
+def test_unlike_cpus_are_not_said_of_a_quantized_all_reduce(run_ranks):
     (said, average), (others, theirs) = run_ranks(unlike_cpus_with_codes, 2)
     assert not any("unlike processors" in line for line in (*said, *others))
     assert torch.equal(average, theirs)
@@ -222,7 +222,7 @@ def unlike_gpus(rank):
     return [line for line in said if "unlike processors" in line]
 
 
-def test_unlike_gpus_are_said():
+def test_unlike_gpus_are_said(run_ranks):
     for (line,) in run_ranks(unlike_gpus, 2):
         assert 'GPU compute capability is "9.0" on rank 0 and "8.9" on rank 1' in line
         assert 'orthonormalizing in is "fp64" on rank 0 and "pairs of fp32" on rank 1' in line

@@ -26,7 +26,6 @@ from tests.hooks.powersgd_runs import (
     run_steps,
 )
 from tests.programs import run_python
-from tests.ranks import run_ranks
 from tests.tolerances import (
     MEAN_ERROR,
 )
@@ -62,14 +61,14 @@ def save_in_every_way(rank, options, hook, dtype):
     ids=str,
 )
 @pytest.mark.parametrize("hook", RESUMED)
-def test_a_loaded_state_continues_bitwise(hook, options):
+def test_a_loaded_state_continues_bitwise(run_ranks, hook, options):
     for original, *copies in run_ranks(save_in_every_way, 2, options, hook, torch.float32):
         for each in copies:
             assert equal(each, original)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_a_loaded_state_continues_bitwise_in_other_dtypes(dtype):
+def test_a_loaded_state_continues_bitwise_in_other_dtypes(run_ranks, dtype):
     for original, *copies in run_ranks(save_in_every_way, 2, {}, "powerSGD", dtype):
         for each in copies:
             assert equal(each, original)
@@ -88,7 +87,7 @@ def save_after_low_rank(rank):
     return [run_steps(each, rank, range(50, 54), shape) for each in (state, other)]
 
 
-def test_a_loaded_state_continues_bitwise_after_gradients_of_low_rank():
+def test_a_loaded_state_continues_bitwise_after_gradients_of_low_rank(run_ranks):
     for original, loaded in run_ranks(save_after_low_rank, 2):
         assert equal(original, loaded)
 
@@ -108,7 +107,7 @@ def save_with_numbers_of_numpys(rank, given):
         return reload({"state": state})["state"]
 
 
-def test_a_state_made_with_numbers_of_numpys_loads():
+def test_a_state_made_with_numbers_of_numpys_loads(run_ranks):
     numpy = pytest.importorskip("numpy")
     given = {"matrix_approximation_rank": numpy.int64(3), "min_compression_rate": numpy.float64(1.5)}
     (state,) = run_ranks(save_with_numbers_of_numpys, 1, given | {"random_seed": numpy.int64(7)})
@@ -141,7 +140,7 @@ def state_dicts_own_their_tensors(rank):
     return equal(saved, kept), equal(unused, kept)
 
 
-def test_a_state_dict_is_not_changed_by_later_steps():
+def test_a_state_dict_is_not_changed_by_later_steps(run_ranks):
     assert run_ranks(state_dicts_own_their_tensors, 1) == [(True, True)]
 
 
@@ -190,7 +189,7 @@ def load_with_groups(rank):
     )
 
 
-def test_the_process_group_is_left_out():
+def test_the_process_group_is_left_out(run_ranks):
     """Saving warns once, and so does loading, which sets the default group; state_dict() does not warn."""
     for on_saving, on_loading, *facts in run_ranks(load_with_groups, 2):
         assert on_saving == [
@@ -228,7 +227,7 @@ def continue_with(rank, state_dict):
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
-def test_another_world_size(before, after):
+def test_another_world_size(run_ranks, before, after):
     """The mean of the errors is the same before and after the change."""
     state_dicts = run_ranks(collect_state_dicts, before)[0]
     owed = torch.stack([each["buckets"][0]["error"].double() for each in state_dicts]).mean(0)
@@ -256,7 +255,7 @@ def test_average_errors_of_nothing():
         powerSGD_hook.average_errors([new_state(), new_state()])
 
 
-def test_average_errors_leaves_its_arguments():
+def test_average_errors_leaves_its_arguments(run_ranks):
     state_dicts = run_ranks(collect_state_dicts, 2)[0]
     kept = copy.deepcopy(state_dicts)
     powerSGD_hook.average_errors(state_dicts)

@@ -22,7 +22,7 @@ from tests.hooks.powersgd_oracle import (
 )
 from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, new_state, run_step
 from tests.programs import ROOT
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 from tests.tolerances import ONE_STEP, WANDERED, average
 
 MATRICES = compressed(FEW_SHAPES, 2)
@@ -50,7 +50,7 @@ def train_mlp(rank, name):
     return max(indices) + 1, gradients.double().norm().item(), gradients[::1000].tolist()
 
 
-def test_buckets_in_flight():
+def test_buckets_in_flight(run_ranks):
     """Torch issues collectives from callbacks, whose order differs between ranks.
 
     gloo then aborts the process as a rule, and sometimes hangs.
@@ -81,7 +81,7 @@ def batched_steps(rank, name):
     return gradient, output, state.state_dict()["buckets"][0]["error"]
 
 
-def test_the_batched_hook():
+def test_the_batched_hook(run_ranks):
     """Torch's batched hook raises AssertionError in its first compressed step."""
     assert run_ranks(batched_steps, 1, "torch") == [None]
     ranks = run_ranks(batched_steps, 2, "gradcomp")
@@ -115,7 +115,7 @@ def save_and_load(rank, name):
     ]
 
 
-def test_checkpoints_load_under_the_safe_default():
+def test_checkpoints_load_under_the_safe_default(run_ranks):
     """torch.load, as torch's documentation uses it, refuses torch's own state."""
     assert run_ranks(save_and_load, 1, "torch") == [None]
     for original, loaded in run_ranks(save_and_load, 2, "gradcomp"):
@@ -151,7 +151,7 @@ def count_collectives(rank, name, hook, shapes, factor_rank):
     return counted
 
 
-def test_two_collectives_per_bucket():
+def test_two_collectives_per_bucket(run_ranks):
     """Torch has three: P, Q and the uncompressed tensors. Here one all-reduce averages the latter with P."""
     uncompressed, p, q = 7 + 9, 2 * (64 + 40 + 64), 2 * (48 + 90 + 48)
     assert len(MATRICES) == 3
@@ -163,7 +163,7 @@ def test_two_collectives_per_bucket():
 
 @pytest.mark.parametrize("factor_rank", [1, 4, 32])
 @pytest.mark.parametrize("num_matrices", [1, 8, 60])
-def test_two_collectives_whatever_the_bucket(num_matrices, factor_rank):
+def test_two_collectives_whatever_the_bucket(run_ranks, num_matrices, factor_rank):
     shapes = [(160, 150)] * num_matrices + [(11,)]
     for hook in ("powerSGD_hook", "batched_powerSGD_hook"):
         (counted,) = run_ranks(count_collectives, 1, "gradcomp", hook, shapes, factor_rank)
@@ -187,7 +187,7 @@ def errors_of_a_vector(rank, name):
     return error[:500].square().mean().sqrt().item(), outputs
 
 
-def test_tensors_not_compressed_have_no_error():
+def test_tensors_not_compressed_have_no_error(run_ranks):
     """Torch remembers local − mean for them, which is a random walk. Here they are averaged in every step."""
     for wandered, _ in run_ranks(errors_of_a_vector, 2, "torch"):
         assert wandered > WANDERED

@@ -30,14 +30,13 @@ from tests.hooks.powersgd_runs import (
 )
 from tests.hooks.test_default_hooks import backward
 from tests.hooks.test_powersgd_resume import Alike
-from tests.ranks import run_ranks
 from tests.tolerances import (
     MEAN_ERROR,
     ONE_STEP,
 )
 
 
-def test_from_torch_without_warm_start_keeps_the_errors():
+def test_from_torch_without_warm_start_keeps_the_errors(run_ranks):
     """There are no factors to continue from, so the next projections differ, but the errors do not."""
     options = {"matrix_approximation_rank": 2, "warm_start": False}
     mask = positions(SHAPES, compressed(SHAPES, 2))
@@ -48,14 +47,14 @@ def test_from_torch_without_warm_start_keeps_the_errors():
     assert relative((outputs + after)[mask], owed[mask]) <= ONE_STEP
 
 
-def test_from_torch_without_error_feedback_keeps_the_factors():
+def test_from_torch_without_error_feedback_keeps_the_factors(run_ranks):
     options = {"matrix_approximation_rank": 2, "use_error_feedback": False}
     for _, (our_output, our_error, _), (their_output, _, _) in run_ranks(step_of_both, 2, options, SHAPES, 3):
         assert relative(our_output, their_output) <= ONE_STEP
         assert not our_error.any()
 
 
-def test_from_torch_that_compressed_vectors():
+def test_from_torch_that_compressed_vectors(run_ranks):
     """With min_compression_rate below 1 torch "compresses" vectors too; here they are averaged."""
     options = {"matrix_approximation_rank": 2, "min_compression_rate": 0.5}
     mask = positions(SHAPES, compressed(SHAPES, 2, 0.5))
@@ -89,7 +88,7 @@ def take_over(rank, saved):
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_from_torch(saved):
+def test_from_torch(run_ranks, saved):
     for facts, said, outputs, expected in run_ranks(take_over, 2, saved):
         assert all(ours == theirs for ours, theirs in facts)
         assert said == []
@@ -108,7 +107,7 @@ def consolidate_torchs(rank):
     return theirs.error_dict[0], ours.state_dict(), consolidated
 
 
-def test_torchs_errors_are_averaged_before_their_first_compressed_step():
+def test_torchs_errors_are_averaged_before_their_first_compressed_step(run_ranks):
     ranks = run_ranks(consolidate_torchs, 2)
     mean = torch.stack([error.double() for error, *_ in ranks]).mean(0)
     averaged = powerSGD_hook.average_errors([state_dict for _, state_dict, _ in ranks])
@@ -131,7 +130,7 @@ def from_torch_twice(rank):
     return [run_steps(each, rank, [49, 50]) for each in (alone, shared)]
 
 
-def test_from_torch_copies():
+def test_from_torch_copies(run_ranks):
     for alone, shared in run_ranks(from_torch_twice, 1):
         assert equal(alone, shared)
 
@@ -153,7 +152,7 @@ def unused_layer(rank, factor_rank, bad):
 
 @pytest.mark.parametrize("factor_rank", [1, 4])
 @pytest.mark.parametrize("bad", [0.0, float("nan")])
-def test_from_torch_where_factors_are_no_use(factor_rank, bad):
+def test_from_torch_where_factors_are_no_use(run_ranks, factor_rank, bad):
     for output in run_ranks(unused_layer, 1, factor_rank, bad):
         assert output[: 64 * 48].isfinite().all()
         # An error of NaN spoils the first step.
@@ -185,7 +184,7 @@ def continue_in_ddp(rank):
         return gradients(model, 51), gradients(resumed, 51), [line for line in said if "layout" in line]
 
 
-def test_from_torch_in_a_new_model():
+def test_from_torch_in_a_new_model(run_ranks):
     """The model's layers have one shape and one bucket, whose order DDP reverses after the first step."""
     for expected, found, said in run_ranks(continue_in_ddp, 2):
         assert relative(found, expected) <= 10 * MEAN_ERROR

@@ -13,7 +13,6 @@ from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, compressed, powersgd_step, random_gradient, relative
 from tests.hooks.powersgd_runs import FEW_SHAPES, HOOKS, START, directions_in, equal, new_state, reload
 from tests.hooks.test_default_hooks import flat_grads
-from tests.ranks import run_ranks
 from tests.tolerances import ONE_STEP
 
 
@@ -36,7 +35,7 @@ def steps_on_kernels(rank, num_steps):
     return results, isinstance(memory.compressor.plan, powersgd_plan.PowerSGDPlan)
 
 
-def test_steps_as_the_oracles():
+def test_steps_as_the_oracles(run_ranks):
     ranks = run_ranks(steps_on_kernels, 2, 3, interpret=True)
     assert [is_on_kernels for _, is_on_kernels in ranks] == [True, True]
     order = compressed(FEW_SHAPES, 2)
@@ -73,7 +72,7 @@ def train_on_kernels(rank, hook, steps):
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "bf16 around batched"])
-def test_replicas_stay_equal(hook):
+def test_replicas_stay_equal(run_ranks, hook):
     first, second = run_ranks(train_on_kernels, 2, hook, START + 3, interpret=True)
     assert first[1] >= 5
     assert equal(first, second)
@@ -90,7 +89,7 @@ def one_bad_step(rank):
     return outputs[START:]
 
 
-def test_one_step_that_is_not_finite():
+def test_one_step_that_is_not_finite(run_ranks):
     first, second = run_ranks(one_bad_step, 2, interpret=True)
     for outputs in (first, second):
         finite = [bool(output.isfinite().all()) for output in outputs]
@@ -115,7 +114,7 @@ def save_and_load(rank):
     return outputs, [memory_of(each)[0] for each in (state, loaded)]
 
 
-def test_a_checkpoint_continues():
+def test_a_checkpoint_continues(run_ranks):
     for outputs, errors in run_ranks(save_and_load, 1, interpret=True):
         assert relative(*outputs) <= ONE_STEP
         assert relative(*errors) <= ONE_STEP

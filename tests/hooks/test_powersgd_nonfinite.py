@@ -16,7 +16,6 @@ from tests.hooks.powersgd_oracle import (
     relative,
 )
 from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, directions_in, new_state, run_step
-from tests.ranks import run_ranks
 from tests.tolerances import ONE_STEP
 
 # Zero gradients.
@@ -36,7 +35,7 @@ def zeros_then_random(rank, name, factor_rank):
 
 
 @pytest.mark.parametrize("factor_rank", [1, 2])
-def test_zero_gradients(factor_rank):
+def test_zero_gradients(run_ranks, factor_rank):
     """Torch divides by a column's norm of zero; here zero gradients stay zero and later ones are averaged."""
     for outputs, later in run_ranks(zeros_then_random, 2, "gradcomp", factor_rank):
         assert not any(output.any() for output in outputs)
@@ -108,7 +107,7 @@ OPTIONS = [{}, {"use_error_feedback": False}, {"warm_start": False}, {"orthogona
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_bad_step_is_forgotten(options):
+def test_a_bad_step_is_forgotten(run_ranks, options):
     """No rank's output is finite in that step, whichever rank had the value; the next step is right."""
     for value, bad_ranks in [(math.inf, [0, 1]), (-math.inf, [1]), (math.nan, [0])]:
         for tensor in (0, 1, 3):
@@ -118,7 +117,7 @@ def test_a_bad_step_is_forgotten(options):
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("error_feedback", [True, False])
-def test_a_bad_step_poisons_torchs_state(rank, error_feedback):
+def test_a_bad_step_poisons_torchs_state(run_ranks, rank, error_feedback):
     options = {"matrix_approximation_rank": rank, "use_error_feedback": error_feedback}
     for results in run_ranks(one_bad_step, 2, "torch", options, math.inf, 0, [0, 1]):
         bad = positions(FEW_SHAPES, [0])
@@ -140,7 +139,7 @@ def large_gradients(rank, name):
     return wrapper(module.powerSGD_hook)(state, Bucket(gradient.clone(), shapes)).wait()
 
 
-def test_fp16_divides_before_it_rounds():
+def test_fp16_divides_before_it_rounds(run_ranks):
     for output in run_ranks(large_gradients, 2, "torch"):
         assert output[-5:].isinf().all()
     for output in run_ranks(large_gradients, 2, "gradcomp"):
@@ -160,7 +159,7 @@ def overflow_once(rank, name):
     return outputs[START:]
 
 
-def test_a_step_that_overflows_fp16_is_forgotten():
+def test_a_step_that_overflows_fp16_is_forgotten(run_ranks):
     """The step (a GradScaler's, say, that looks for its scale) is not finite on any rank; later ones are."""
     first, second = run_ranks(overflow_once, 2, "gradcomp")
     for mine, theirs in zip(first, second, strict=True):

@@ -28,7 +28,6 @@ from tests.hooks.powersgd_runs import (
     run_steps,
 )
 from tests.hooks.test_default_hooks import Net, backward
-from tests.ranks import run_ranks
 
 
 class Alike(nn.Sequential):
@@ -112,31 +111,31 @@ def assert_resumed(ranks, num_buckets=5):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("hook", RESUMED)
-def test_resuming_is_bitwise(hook, world_size):
+def test_resuming_is_bitwise(run_ranks, hook, world_size):
     """In a new model's first step, DDP puts all gradients in one bucket."""
     assert_resumed(run_ranks(interrupt, world_size, hook, {}, False))
 
 
 @pytest.mark.parametrize("after", [1, START, START + 1])
-def test_resuming_is_bitwise_around_the_first_compressed_step(after):
+def test_resuming_is_bitwise_around_the_first_compressed_step(run_ranks, after):
     """A state remembers its buckets before there are errors in them."""
     assert_resumed(run_ranks(interrupt, 2, "powerSGD", {}, False, Net, after))
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
-def test_resuming_finds_layers_of_one_shape(hook):
+def test_resuming_finds_layers_of_one_shape(run_ranks, hook):
     """In the first step their gradients come in another order, which shapes do not show."""
     assert_resumed(run_ranks(interrupt, 2, hook, {}, False, Alike), num_buckets=1)
 
 
 @pytest.mark.parametrize("hook", RESUMED)
-def test_resuming_is_bitwise_with_buckets_that_stay(hook):
+def test_resuming_is_bitwise_with_buckets_that_stay(run_ranks, hook):
     """With find_unused_parameters DDP never rearranges its buckets."""
     assert_resumed(run_ranks(interrupt, 2, hook, {"find_unused_parameters": True}, False))
 
 
 @pytest.mark.parametrize("hook", RESUMED)
-def test_resuming_is_bitwise_after_a_warm_up_step(hook):
+def test_resuming_is_bitwise_after_a_warm_up_step(run_ranks, hook):
     """load_state_dict is called after DDP has arranged its buckets."""
     assert_resumed(run_ranks(interrupt, 2, hook, {}, True))
 
@@ -164,7 +163,7 @@ def change_layouts(rank):
     return said[state], said[fresh], outputs[state], [saved[0]["error"], saved[1]["error"]]
 
 
-def test_a_changed_layout_starts_that_bucket_afresh():
+def test_a_changed_layout_starts_that_bucket_afresh(run_ranks):
     ranks = run_ranks(change_layouts, 2)
     for said, not_said, outputs, errors in ranks:
         assert said == ["WARNING PowerSGD: bucket 0 has another layout now: its memory starts at zero."]
@@ -200,7 +199,7 @@ def load_another_layout(rank, is_named):
         (False, "this run's first step has other buckets: the memory of 5 parameters starts at zero"),
     ],
 )
-def test_a_checkpoint_of_another_layout_starts_afresh(is_named, message):
+def test_a_checkpoint_of_another_layout_starts_afresh(run_ranks, is_named, message):
     for said, outputs, error in run_ranks(load_another_layout, 2, is_named):
         (line,) = said
         assert message in line
@@ -231,7 +230,7 @@ def resume_with_larger_buckets(rank, hook):
     return counts, list(said), parameters_of(model), parameters_of(larger)
 
 
-def test_resuming_with_larger_buckets_joins_their_memories():
+def test_resuming_with_larger_buckets_joins_their_memories(run_ranks):
     for counts, said, expected, found in run_ranks(resume_with_larger_buckets, 2, "powerSGD"):
         assert counts[0] > 2
         assert counts[1:] == [2, 2, 2]
@@ -239,7 +238,7 @@ def test_resuming_with_larger_buckets_joins_their_memories():
         assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_resuming_the_batched_hook_with_larger_buckets():
+def test_resuming_the_batched_hook_with_larger_buckets(run_ranks):
     """The errors stay, but a larger square has other directions."""
     for counts, said, _, found in run_ranks(resume_with_larger_buckets, 2, "batched"):
         assert counts[1:] == [2, 2, 2]
@@ -259,7 +258,7 @@ def change_rank(rank):
     )
 
 
-def test_a_changed_rank_starts_afresh():
+def test_a_changed_rank_starts_afresh(run_ranks):
     for said, found in run_ranks(change_rank, 1):
         assert len(said) == 1
         assert found == 4

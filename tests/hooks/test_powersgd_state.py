@@ -29,7 +29,6 @@ from tests.hooks.powersgd_runs import (
     run_steps,
     simulate,
 )
-from tests.ranks import run_ranks
 from tests.tolerances import (
     ONE_STEP,
 )
@@ -94,7 +93,7 @@ def draw(rank, seed, disturb):
     return directions_of(state), same
 
 
-def test_random_projections():
+def test_random_projections(run_ranks):
     """They depend on random_seed alone, not on the user's generators, which may differ between ranks."""
     first, second = run_ranks(draw, 2, 0, True)
     (other_seed, _), _ = run_ranks(draw, 2, 1, False)
@@ -142,7 +141,7 @@ def sub_group(rank):
     return results
 
 
-def test_a_group_of_some_ranks():
+def test_a_group_of_some_ranks(run_ranks):
     first, _, third = run_ranks(sub_group, 3)
     for (mine, output), (theirs, other) in zip(first, third, strict=True):
         assert torch.equal(output, other)
@@ -166,7 +165,7 @@ def call_wrongly(rank):
     return messages
 
 
-def test_wrong_states_and_buckets_are_refused():
+def test_wrong_states_and_buckets_are_refused(run_ranks):
     (messages,) = run_ranks(call_wrongly, 1)
     for name, own in (("powerSGD_hook", messages[:4]), ("batched_powerSGD_hook", messages[4:])):
         assert own[0] == f"{name} takes a gradcomp PowerSGDState as its state, got None"
@@ -188,7 +187,7 @@ def odd_buckets(rank, hook_name):
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
-def test_odd_buckets(hook):
+def test_odd_buckets(run_ranks, hook):
     ranks = run_ranks(odd_buckets, 2, hook)
     for mine, theirs in zip(*ranks, strict=True):
         assert mine[1].shape == mine[0].shape
@@ -229,7 +228,7 @@ def memory_of_gradient_size(rank, shapes, options, hook, dtype):
         ("batched", torch.bfloat16, 943**2),
     ],
 )
-def test_memory_is_the_error_and_small_factors(error_feedback, hook, dtype, scratch):
+def test_memory_is_the_error_and_small_factors(run_ranks, error_feedback, hook, dtype, scratch):
     shapes = [(512, 512)] * 2 + [(256, 512), (512, 256), (512, 200), (100,)]
     options = {"use_error_feedback": error_feedback}
     (held_bytes,) = run_ranks(memory_of_gradient_size, 1, shapes, options, hook, dtype)
@@ -244,7 +243,7 @@ def memory_of_tensors_not_compressed(rank):
     return state.state_dict()["buckets"][0]
 
 
-def test_what_a_state_dict_holds():
+def test_what_a_state_dict_holds(run_ranks):
     """It holds errors where tensors are compressed, and one Q [cols, rank] per matrix, by shape."""
     first, second = run_ranks(memory_of_tensors_not_compressed, 2)
     mask = positions(FEW_SHAPES, compressed(FEW_SHAPES, 2))

@@ -16,7 +16,6 @@ from tests.hooks.powersgd_runs import (
     Messages,
     new_state,
 )
-from tests.ranks import run_ranks
 
 
 def count(rank, name, hook_name, options, steps):
@@ -34,7 +33,7 @@ def count(rank, name, hook_name, options, steps):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 32])
-def test_compression_stats_are_torchs(rank):
+def test_compression_stats_are_torchs(run_ranks, rank):
     """The numbers and the log line are torch's; it comes in the first compressed step, then every third."""
     options = {
         "matrix_approximation_rank": rank,
@@ -53,7 +52,7 @@ def test_compression_stats_are_torchs(rank):
     ]
 
 
-def test_compression_stats_of_the_batched_hook():
+def test_compression_stats_of_the_batched_hook(run_ranks):
     """There are two factors of the square's side, as torch counts (it counts before it fails)."""
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
     ((stats, _),) = run_ranks(count, 1, "gradcomp", "batched_powerSGD_hook", options, START + 1)
@@ -62,7 +61,7 @@ def test_compression_stats_of_the_batched_hook():
     assert stats[-1][1][1:] == (sum(before), sum(2 * 2 * side for side in sides))
 
 
-def test_the_configuration_is_logged_once():
+def test_the_configuration_is_logged_once(run_ranks):
     lines = run_ranks(log_everything, 1)[0]
     assert sum("config" in line for line in lines) == 1
     assert lines[0].startswith("INFO PowerSGD config: matrix_approximation_rank = 2; ")

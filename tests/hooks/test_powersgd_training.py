@@ -18,7 +18,6 @@ from tests.hooks.powersgd_runs import (
     START,
 )
 from tests.hooks.test_default_hooks import Net, backward, flat_grads
-from tests.ranks import run_ranks
 
 
 def digest(tensor):
@@ -63,7 +62,7 @@ def assert_replicas_equal(ranks):
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_replicas_stay_equal(hook, world_size):
+def test_replicas_stay_equal(run_ranks, hook, world_size):
     """Replicas stay equal in 100 steps with many buckets in flight; torch's hook dies with two."""
     options = {"matrix_approximation_rank": 4}
     assert_replicas_equal(run_ranks(train, world_size, hook, {}, options, 100))
@@ -80,28 +79,28 @@ def test_replicas_stay_equal(hook, world_size):
     ids="+".join,
 )
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
-def test_replicas_stay_equal_with_ddp_options(hook, options):
+def test_replicas_stay_equal_with_ddp_options(run_ranks, hook, options):
     assert_replicas_equal(run_ranks(train, 2, hook, options, {"matrix_approximation_rank": 2}, 100))
 
 
 @pytest.mark.parametrize("hook", [hook for hook in HOOKS if "around" in hook])
-def test_replicas_stay_equal_under_the_wrappers(hook):
+def test_replicas_stay_equal_under_the_wrappers(run_ranks, hook):
     assert_replicas_equal(run_ranks(train, 2, hook, {}, {"matrix_approximation_rank": 2}, 30))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
-def test_replicas_of_models_in_other_dtypes_stay_equal(hook, dtype):
+def test_replicas_of_models_in_other_dtypes_stay_equal(run_ranks, hook, dtype):
     assert_replicas_equal(run_ranks(train, 2, hook, {}, {"matrix_approximation_rank": 2}, 30, dtype))
 
 
-def test_state_options_keep_replicas_equal():
+def test_state_options_keep_replicas_equal(run_ranks):
     for options in ({"warm_start": False}, {"use_error_feedback": False}, {"min_compression_rate": 0.5}):
         options = {"matrix_approximation_rank": 4, **options}
         assert_replicas_equal(run_ranks(train, 3, "powerSGD", {}, options, 20))
 
 
-def test_without_warm_start_or_error_feedback_compression_may_start_at_once():
+def test_without_warm_start_or_error_feedback_compression_may_start_at_once(run_ranks):
     options = {"warm_start": False, "use_error_feedback": False, "start_powerSGD_iter": 0}
     for rate, outputs in run_ranks(compress_from_the_first_step, 2, options):
         assert rate > 2
@@ -117,7 +116,7 @@ def compress_from_the_first_step(rank, options):
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched", "fp16 around powerSGD"])
-def test_training_reaches_about_the_loss_of_no_compression(hook):
+def test_training_reaches_about_the_loss_of_no_compression(run_ranks, hook):
     steps = 150
     options = {"matrix_approximation_rank": 2}
     compressed_ranks = run_ranks(train, 2, hook, {}, options, steps)
@@ -154,6 +153,6 @@ def use_a_layer_late(rank):
     return float(model.module.sometimes.weight.grad.norm())
 
 
-def test_a_layer_that_is_used_later_gets_gradients():
+def test_a_layer_that_is_used_later_gets_gradients(run_ranks):
     """DDP fills the bucket with zeros for an unused layer, which must not stop its gradients for ever."""
     assert all(norm > 0 for norm in run_ranks(use_a_layer_late, 2))

@@ -21,7 +21,6 @@ from tests.hooks.powersgd_runs import (
 )
 from tests.hooks.test_default_hooks import Net
 from tests.hooks.test_powersgd_resume import continue_training, make_trainer, parameters_of
-from tests.ranks import run_ranks
 from tests.tolerances import MEAN_ERROR, ONE_STEP
 
 NO_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
@@ -70,7 +69,7 @@ def go_on(rank, saved):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_one_file_for_another_world_size(before, after):
+def test_one_file_for_another_world_size(run_ranks, before, after):
     """Σ outputs + the mean of the errors = Σ mean gradients, across the change."""
     first = run_ranks(consolidate, before)
     merged = first[0][2]
@@ -106,7 +105,7 @@ def consolidate_float64(rank):
     return equal(saved, kept), merged["buckets"][0]["error"], saved["buckets"][0]["error"]
 
 
-def test_consolidating_leaves_the_state_and_compares_the_ranks():
+def test_consolidating_leaves_the_state_and_compares_the_ranks(run_ranks):
     ranks = run_ranks(consolidate_float64, 2)
     for unchanged, mean, _ in ranks:
         assert unchanged
@@ -154,7 +153,7 @@ def save_one_ranks_errors(rank):
     return file.getvalue()
 
 
-def test_one_ranks_errors_on_another_rank_are_noticed():
+def test_one_ranks_errors_on_another_rank_are_noticed(run_ranks):
     file = run_ranks(save_one_ranks_errors, 2)[0]
     for world_size in (2, 3):
         ranks = run_ranks(load_one_ranks_errors, world_size, file)
@@ -218,7 +217,7 @@ def load_wrongly_with_dcp(rank, path):
     return messages, equal(state.state_dict(), before)
 
 
-def test_torchs_distributed_checkpoint(tmp_path):
+def test_torchs_distributed_checkpoint(run_ranks, tmp_path):
     """As many ranks resume to the bit, others from the mean; a state's own state_dict raises, with advice."""
     saved = run_ranks(save_with_dcp, 2, tmp_path)
     for (parameters, error), (resumed, loaded, said) in zip(
@@ -237,7 +236,7 @@ def test_torchs_distributed_checkpoint(tmp_path):
         assert unchanged
 
 
-def test_torchs_distributed_checkpoint_with_fewer_ranks(tmp_path):
+def test_torchs_distributed_checkpoint_with_fewer_ranks(run_ranks, tmp_path):
     saved = run_ranks(save_with_dcp, 3, tmp_path)
     mean = torch.stack([error for _, error in saved]).mean(0)
     for _, loaded, said in run_ranks(load_with_dcp, 2, tmp_path):

@@ -11,7 +11,6 @@ from torch import nn
 import gradcomp
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.hooks.default_hooks import fp16_compress_wrapper
-from tests.ranks import run_ranks
 
 HOOKS = {
     "powerSGD": powerSGD_hook.powerSGD_hook,
@@ -86,16 +85,16 @@ def lost(ranks):
         ("batched", 4, True, False),
     ],
 )
-def test_nothing_is_lost_of_a_layer_that_all_ranks_skip(hook, every, set_to_none, as_view):
+def test_nothing_is_lost_of_a_layer_that_all_ranks_skip(run_ranks, hook, every, set_to_none, as_view):
     assert max(lost(run_ranks(sums, 2, "gradcomp", hook, every, set_to_none, as_view))) <= 1e-5
 
 
 @pytest.mark.parametrize("every", [2, 4])
-def test_torchs_ddp_loses_nothing_where_gradients_are_none(every):
+def test_torchs_ddp_loses_nothing_where_gradients_are_none(run_ranks, every):
     assert max(lost(run_ranks(sums, 2, "torch", "powerSGD", every, True, False))) <= 1e-5
 
 
-def test_what_torchs_ddp_loses_where_gradients_are_zeros():
+def test_what_torchs_ddp_loses_where_gradients_are_zeros(run_ranks):
     """A hook cannot tell zeros from a used layer's gradients; docs/powersgd.md has the number."""
     skipped, used = lost(run_ranks(sums, 2, "torch", "powerSGD", 4, False, False))
     assert skipped > 0.1
@@ -124,7 +123,7 @@ def two_models(rank, is_wrapped):
 
 
 @pytest.mark.parametrize(("is_wrapped", "bound"), [(False, 1e-5), (True, 1e-2)])
-def test_two_models_with_one_state_have_errors_of_their_own(is_wrapped, bound):
+def test_two_models_with_one_state_have_errors_of_their_own(run_ranks, is_wrapped, bound):
     assert max(lost(run_ranks(two_models, 2, is_wrapped))) <= bound
 
 
@@ -178,7 +177,7 @@ def owed_with(rank, library, factor_dtype, skips):
 
 
 @pytest.mark.parametrize("skips", [((0,), (0,)), ((0, 1), (0,)), ((), (0, 1))], ids=str)
-def test_a_quantized_starts_debt_waits_for_a_layer_that_steps_leave_out(skips):
+def test_a_quantized_starts_debt_waits_for_a_layer_that_steps_leave_out(run_ranks, skips):
     for missing, debt in chain(*run_ranks(owed_by_the_start, 2, skips)):
         assert debt > 0.1
         assert missing < 1e-5

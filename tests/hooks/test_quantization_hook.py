@@ -14,7 +14,7 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradcomp.testing import check_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2)]
 NUMEL = 40 * 30 + 17 + 8 * 3 * 5 + 1 + 6
@@ -45,7 +45,7 @@ def one_step(rank, bits, dtype):
 @BITS
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_mean(bits, world_size, dtype):
+def test_the_mean(run_ranks, bits, world_size, dtype):
     results = run_ranks(one_step, world_size, bits, dtype)
     mean = torch.stack([gradient.double() for gradient, _ in results]).mean(0)
     for _, output in results:
@@ -76,7 +76,7 @@ def error_in(state_dict):
 
 @BITS
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_lost_comes_back(bits, world_size):
+def test_what_is_lost_comes_back(run_ranks, bits, world_size):
     """The sum of outputs and the mean error are the sum of mean inputs; also on another number of ranks."""
     runs = run_ranks(accumulate, world_size, bits, None)
     inputs = torch.stack([run[0] for run in runs]).mean(0)
@@ -102,7 +102,7 @@ def broken_off(rank, bits):
 
 
 @BITS
-def test_a_resumed_run_has_the_same_bits(bits):
+def test_a_resumed_run_has_the_same_bits(run_ranks, bits):
     for expected, resumed in run_ranks(broken_off, 3, bits):
         assert all(torch.equal(one, other) for one, other in zip(expected, resumed, strict=True))
 
@@ -122,7 +122,7 @@ def skip_a_layer(rank, bits):
 
 
 @BITS
-def test_a_layer_that_every_rank_skips_keeps_its_error(bits):
+def test_a_layer_that_every_rank_skips_keeps_its_error(run_ranks, bits):
     for before, output, after in run_ranks(skip_a_layer, 2, bits):
         first, second = slice(0, 40 * 30), slice(1217, 1337)
         assert not output[first].any()
@@ -132,7 +132,7 @@ def test_a_layer_that_every_rank_skips_keeps_its_error(bits):
 
 
 @BITS
-def test_without_feedback_nothing_is_kept(bits):
+def test_without_feedback_nothing_is_kept(run_ranks, bits):
     state_dicts = [run[2] for run in run_ranks(without_feedback, 2, bits)]
     assert all("error" not in each["buckets"][0] for each in state_dicts)
 
@@ -153,7 +153,7 @@ def poisoned(rank, bits):
 
 
 @BITS
-def test_a_step_that_is_not_finite_is_forgotten(bits):
+def test_a_step_that_is_not_finite_is_forgotten(run_ranks, bits):
     results = run_ranks(poisoned, 2, bits)
     mean = torch.stack([gradient.double() for _, (gradient, _) in results]).mean(0)
     for bad, (_, good) in results:
@@ -201,7 +201,7 @@ def train(rank, way):
 
 
 @pytest.mark.parametrize("way", ["torch", "gradcomp", "average_"])
-def test_it_trains_everywhere(way):
+def test_it_trains_everywhere(run_ranks, way):
     (first, last, one), (_, _, other) = run_ranks(train, 2, way)
     (_, uncompressed, _), _ = run_ranks(train, 2, "none")
     assert last < 0.9 * first
@@ -226,7 +226,7 @@ def other_bits(rank):
     take_step(state_of(8 if rank else 4), rank, 0)
 
 
-def test_ranks_that_disagree_are_told():
+def test_ranks_that_disagree_are_told(run_ranks):
     with pytest.raises(RankError, match=r"bits.* 4 on rank 0 and 8"):
         run_ranks(other_bits, 2)
 
@@ -283,7 +283,7 @@ def with_two_hooks(rank):
     return found
 
 
-def test_the_last_bucket_may_be_another_hooks():
+def test_the_last_bucket_may_be_another_hooks(run_ranks):
     """Nothing completes the others' futures then but the end of backward."""
     results = run_ranks(with_two_hooks, 2)
     for by_class in zip(*results, strict=True):

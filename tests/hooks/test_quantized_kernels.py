@@ -9,7 +9,6 @@ from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
 from tests.hooks.test_quantization_hook import LOSS, SHAPES
-from tests.ranks import run_ranks
 from tests.tolerances import QUANTIZED_IDENTITY
 
 BITS = pytest.mark.parametrize("bits", [4, 8])
@@ -35,7 +34,7 @@ def steps_on_kernels(rank, bits):
 
 
 @BITS
-def test_steps_on_kernels(bits):
+def test_steps_on_kernels(run_ranks, bits):
     ranks = run_ranks(steps_on_kernels, 2, bits, interpret=True)
     assert [is_on_kernels for _, _, is_on_kernels in ranks] == [True, True]
     inputs = torch.stack([torch.stack([step[0] for step in steps]) for steps, _, _ in ranks]).double().mean(0)
@@ -57,6 +56,6 @@ def broken_off(rank):
     return expected[2:], [take_step(second, rank, step)[1] for step in range(2, 4)]
 
 
-def test_a_resumed_run_has_the_same_bits():
+def test_a_resumed_run_has_the_same_bits(run_ranks):
     for expected, resumed in run_ranks(broken_off, 2, interpret=True):
         assert all(torch.equal(one, other) for one, other in zip(expected, resumed, strict=True))

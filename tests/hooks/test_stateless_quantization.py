@@ -20,7 +20,6 @@ from gradcomp.hooks.quantization_hooks import (
 from gradcomp.testing import run_ranks as run_simulated_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.test_quantization_hook import state_of
-from tests.ranks import run_ranks
 
 SHAPES = [(120, 70), (17,), (8, 3, 5), (1,)]
 HOOKS = {"pertensor": quantization_pertensor_hook, "perchannel": quantization_perchannel_hook}
@@ -54,7 +53,7 @@ def one_step(rank, name, dtype, shapes):
 @EACH
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-def test_every_element_is_within_two_roundings_of_the_mean(name, world_size, dtype):
+def test_every_element_is_within_two_roundings_of_the_mean(run_ranks, name, world_size, dtype):
     results = run_ranks(one_step, world_size, name, dtype, SHAPES)
     gradients = [gradient for gradient, _ in results]
     mean = torch.stack(gradients).double().mean(0)
@@ -67,7 +66,7 @@ def test_every_element_is_within_two_roundings_of_the_mean(name, world_size, dty
 
 @EACH
 @pytest.mark.parametrize("shapes", [[(0,)], [(1,)], [(3,)]], ids=str)
-def test_a_bucket_smaller_than_a_block_is_exact(name, shapes):
+def test_a_bucket_smaller_than_a_block_is_exact(run_ranks, name, shapes):
     (gradient, output), (other, _) = run_ranks(one_step, 2, name, torch.float32, shapes)
     assert torch.equal(output, (gradient + other) / 2)
 
@@ -82,7 +81,7 @@ def poisoned(rank, name, value):
 
 @EACH
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
-def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(name, value):
+def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(run_ranks, name, value):
     for bad, good in run_ranks(poisoned, 3, name, value):
         assert bad[4000].isnan()
         assert bad[0].isfinite()
@@ -128,7 +127,7 @@ def train(rank, way, hook):
 
 @EACH
 @pytest.mark.parametrize("way", ["torch", "gradcomp"])
-def test_several_buckets_and_unused_layers_train_as_without_a_hook(name, way):
+def test_several_buckets_and_unused_layers_train_as_without_a_hook(run_ranks, name, way):
     (one, loss, kept, gradients), (other, *_) = run_ranks(train, 2, way, HOOKS[name])
     (_, exact, *_), _ = run_ranks(train, 2, way, None)
     assert torch.equal(one, other)
@@ -190,7 +189,7 @@ def in_wrapper(rank, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", ["fp16_compress_wrapper", "bf16_compress_wrapper"])
-def test_they_run_in_the_wrappers(wrapper):
+def test_they_run_in_the_wrappers(run_ranks, wrapper):
     """The wrapper's rounding comes before the hook's, and once more after it."""
     ranks = run_ranks(in_wrapper, 2, wrapper)
     mean = torch.stack([gradient for gradient, _ in ranks]).double().mean(0)

@@ -6,7 +6,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
-from tests.ranks import run_ranks
 from tests.reducer.models import run_cases
 from tests.tolerances import average
 
@@ -23,13 +22,13 @@ def on_both(rank, scenario, *arguments):
     return {name: run_quietly(scenario, cls, rank, *arguments) for name, cls in CLASSES.items()}
 
 
-def assert_alike(scenario, world_size, *arguments, exact=True):
+def assert_alike(run_ranks, scenario, world_size, *arguments, exact=True):
     """Assert that both classes' results are equal, or within the rounding of a sum; return them by rank."""
-    (ranks,) = assert_all_alike(scenario, world_size, [arguments], exact=exact)
+    (ranks,) = assert_all_alike(run_ranks, scenario, world_size, [arguments], exact=exact)
     return ranks
 
 
-def assert_all_alike(scenario, world_size, cases, exact=True):
+def assert_all_alike(run_ranks, scenario, world_size, cases, exact=True):
     """Assert it for several cases of arguments, in one set of processes; return results by case and rank."""
     ranks = run_ranks(run_cases, world_size, on_both, [(scenario, *case) for case in cases])
     for index, case in enumerate(cases):

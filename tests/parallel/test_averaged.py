@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import gradcomp
-from tests.ranks import run_ranks
 from tests.reducer.models import PLAIN, STATIC, UNUSED, VIEW, Heads, run_cases
 from tests.tolerances import average
 
@@ -174,7 +173,7 @@ def both(rank, scenario, model, options):
     return results
 
 
-def test_gradients_are_the_mean_of_the_ranks():
+def test_gradients_are_the_mean_of_the_ranks(run_ranks):
     cases = [(scenario, model, options) for scenario, model, several in AVERAGED for options in several]
     ranks = run_ranks(run_cases, 2, both, cases)
     for index, (scenario, _, options) in enumerate(cases):
@@ -212,7 +211,7 @@ def skip_other_buckets(rank, options):
 
 
 @pytest.mark.parametrize("options", [UNUSED, STATIC], ids=str)
-def test_buckets_that_only_some_ranks_use_are_not_left_out(options):
+def test_buckets_that_only_some_ranks_use_are_not_left_out(run_ranks, options):
     first, second = run_ranks(skip_other_buckets, 2, options)
     for ours, theirs in zip(first, second, strict=True):
         for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
@@ -239,7 +238,7 @@ def accumulate_in_an_object(rank):
     return local, [param.grad.clone() for param in model.parameters()]
 
 
-def test_outputs_in_objects_are_left_alone_in_no_sync():
+def test_outputs_in_objects_are_left_alone_in_no_sync(run_ranks):
     (local, averaged), (other_local, other_averaged) = run_ranks(accumulate_in_an_object, 2)
     assert not any(map(torch.equal, local, other_local))
     assert all(map(torch.equal, averaged, other_averaged))

@@ -10,7 +10,6 @@ from torch import nn
 
 import gradcomp
 from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, gradients, on_both
-from tests.ranks import run_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, Branches, ConvNet, loss_of
 
 
@@ -57,17 +56,20 @@ def nested(cls, rank, container, part, options):
     return gradients(model)
 
 
-def test_nested_inputs_and_outputs():
+def test_nested_inputs_and_outputs(run_ranks):
     containers = ("dict", "namedtuple", "dataclass")
     assert_all_alike(
-        nested, 2, [(container, "all", options) for container in containers for options in ({}, UNUSED)]
+        run_ranks,
+        nested,
+        2,
+        [(container, "all", options) for container in containers for options in ({}, UNUSED)],
     )
 
 
-def test_outputs_that_the_loss_leaves_out():
+def test_outputs_that_the_loss_leaves_out(run_ranks):
     """With find_unused_parameters, their parameters' gradients stay None."""
     for ranks in assert_all_alike(
-        nested, 2, [(container, "first", UNUSED) for container in ("dict", "namedtuple")]
+        run_ranks, nested, 2, [(container, "first", UNUSED) for container in ("dict", "namedtuple")]
     ):
         for results in ranks:
             assert [gradient is None for gradient in results] == [False, False, True, True]
@@ -85,8 +87,8 @@ def changed_in_place(cls, rank, options):
     return gradients(model)
 
 
-def test_outputs_may_be_changed_in_place():
-    assert_all_alike(changed_in_place, 2, [({},), (UNUSED,), (STATIC,)])
+def test_outputs_may_be_changed_in_place(run_ranks):
+    assert_all_alike(run_ranks, changed_in_place, 2, [({},), (UNUSED,), (STATIC,)])
 
 
 def unfinished(cls, rank, debug):
@@ -102,7 +104,7 @@ def messages_of_unfinished(rank):
     return on_both(rank, unfinished, False)
 
 
-def test_an_unfinished_reduction_is_told_at_the_next_forward():
+def test_an_unfinished_reduction_is_told_at_the_next_forward(run_ranks):
     for messages in run_ranks(messages_of_unfinished, 2):
         for message in messages.values():
             for part in (
@@ -131,8 +133,8 @@ def two_backwards(cls, rank):
     return results
 
 
-def test_backward_in_several_calls():
-    assert_alike(two_backwards, 2)
+def test_backward_in_several_calls(run_ranks):
+    assert_alike(run_ranks, two_backwards, 2)
 
 
 def gradients_of_gradients(cls, rank):
@@ -146,8 +148,8 @@ def gradients_of_gradients(cls, rank):
     return gradients(ddp)
 
 
-def test_gradients_of_gradients():
-    assert_alike(gradients_of_gradients, 2)
+def test_gradients_of_gradients(run_ranks):
+    assert_alike(run_ranks, gradients_of_gradients, 2)
 
 
 def create_graph(rank):
@@ -166,7 +168,7 @@ def create_graph(rank):
     return results
 
 
-def test_create_graph():
+def test_create_graph(run_ranks):
     for plain, *kept in run_ranks(create_graph, 2):
         for gradients_ in kept:
             assert all(torch.equal(one, other) for one, other in zip(plain, gradients_, strict=True))
@@ -183,8 +185,8 @@ def freeze_later(cls, rank):
     return gradients(model)
 
 
-def test_parameters_frozen_later():
-    assert_alike(freeze_later, 2)
+def test_parameters_frozen_later(run_ranks):
+    assert_alike(run_ranks, freeze_later, 2)
 
 
 def complex_model(cls, rank):
@@ -196,8 +198,8 @@ def complex_model(cls, rank):
     return gradients(model)
 
 
-def test_complex_parameters():
-    assert_alike(complex_model, 2)
+def test_complex_parameters(run_ranks):
+    assert_alike(run_ranks, complex_model, 2)
 
 
 def evaluate_on_one_rank(cls, rank):
@@ -214,8 +216,8 @@ def evaluate_on_one_rank(cls, rank):
     return len(gradients(model))
 
 
-def test_evaluation_of_the_module_on_one_rank():
-    assert_alike(evaluate_on_one_rank, 2)
+def test_evaluation_of_the_module_on_one_rank(run_ranks):
+    assert_alike(run_ranks, evaluate_on_one_rank, 2)
 
 
 class Reentrant(nn.Module):
@@ -243,5 +245,5 @@ def reentrant(cls, rank, options):
 
 
 @pytest.mark.parametrize("options", [{}, STATIC], ids=str)
-def test_reentrant_checkpointing(options):
-    assert_alike(reentrant, 2, options)
+def test_reentrant_checkpointing(run_ranks, options):
+    assert_alike(run_ranks, reentrant, 2, options)

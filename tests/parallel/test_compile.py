@@ -9,7 +9,6 @@ import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 from gradcomp.reducer import autograd as module_of_not_compiled
 from tests.parallel.beside_torch import TorchDDP, assert_all_alike, gradients
-from tests.ranks import run_ranks
 from tests.reducer.models import run_cases
 
 BACKEND = "aot_eager"  # compiles graphs as the default does, without a C++ compiler
@@ -45,11 +44,11 @@ def training(cls, rank, order, options):
     return gradients(model)
 
 
-def test_compiled_gradients_are_averaged_as_torchs():
+def test_compiled_gradients_are_averaged_as_torchs(run_ranks):
     unused, static = {"find_unused_parameters": True}, {"static_graph": True}
     cases = [("compile(ddp)", {}), ("ddp(compile)", {}), ("compile(step)", {})]
     cases += [("compile(ddp)", unused), ("compile(ddp)", static)]
-    assert_all_alike(training, 2, cases, exact=False)
+    assert_all_alike(run_ranks, training, 2, cases, exact=False)
 
 
 class Products(TorchDispatchMode):
@@ -87,7 +86,7 @@ def products_before_first_bucket(rank, order):
     return counts[-1] / products.count
 
 
-def test_the_first_bucket_leaves_before_four_tenths_of_backward():
+def test_the_first_bucket_leaves_before_four_tenths_of_backward(run_ranks):
     """A graph that is compiled in one piece would compute all gradients first."""
     orders = ["eager", "compile(ddp)", "ddp(compile)", "compile(step)"]
     (parts,) = run_ranks(run_cases, 1, products_before_first_bucket, [(order,) for order in orders])
@@ -139,7 +138,7 @@ def no_state():
     return None
 
 
-def test_a_compiled_backward_is_refused_with_what_to_do():
+def test_a_compiled_backward_is_refused_with_what_to_do(run_ranks):
     cases = [
         ("gradcomp", None, no_state, True, {}),
         ("reducer", None, no_state, PYTHON_REDUCER, {}),
@@ -152,7 +151,7 @@ def test_a_compiled_backward_is_refused_with_what_to_do():
             assert "optimize_ddp = 'python_reducer'" in message, case
 
 
-def test_all_reduce_hooks_run_in_torchs_python_reducer():
+def test_all_reduce_hooks_run_in_torchs_python_reducer(run_ranks):
     """They give the mean of torch's DDP without a hook, rounded to the wire's dtype."""
     hooks = {
         None: 1e-6,
@@ -170,7 +169,7 @@ def test_all_reduce_hooks_run_in_torchs_python_reducer():
     assert not torch.equal(first[2][0], means[0])  # it has been rounded
 
 
-def test_other_hooks_say_what_to_do_in_torchs_python_reducer():
+def test_other_hooks_say_what_to_do_in_torchs_python_reducer(run_ranks):
     """Their messages hold no values of a gradient."""
     states = {
         powerSGD_hook.powerSGD_hook: powersgd_state,

@@ -43,8 +43,8 @@ def mixed_devices():
         (MLP, {"device_ids": [0, 1]}),
     ],
 )
-def test_what_the_constructor_refuses(make, options):
-    ((error, message),) = assert_alike(construct, 1, make, options)
+def test_what_the_constructor_refuses(run_ranks, make, options):
+    ((error, message),) = assert_alike(run_ranks, construct, 1, make, options)
     assert error in ("RuntimeError", "ValueError")
     assert message
 
@@ -78,8 +78,8 @@ def groups_and_meshes(cls, rank):
     return results
 
 
-def test_process_groups_and_meshes():
-    assert_alike(groups_and_meshes, 2)
+def test_process_groups_and_meshes(run_ranks):
+    assert_alike(run_ranks, groups_and_meshes, 2)
 
 
 def ignoring(cls, rank):
@@ -97,8 +97,8 @@ def ignoring(cls, rank):
     )
 
 
-def test_parameters_to_ignore():
-    first, second = assert_alike(ignoring, 2)
+def test_parameters_to_ignore(run_ranks):
+    first, second = assert_alike(run_ranks, ignoring, 2)
     assert not torch.equal(first[0], second[0])
     assert not torch.equal(first[1], second[1])
 
@@ -111,8 +111,8 @@ def without_init_sync(cls, rank):
     return torch.equal(before, flat(model))
 
 
-def test_init_sync_off():
-    assert assert_alike(without_init_sync, 2) == [True, True]
+def test_init_sync_off(run_ranks):
+    assert assert_alike(run_ranks, without_init_sync, 2) == [True, True]
 
 
 def set_static_graph(cls, rank):
@@ -128,5 +128,5 @@ def set_static_graph(cls, rank):
     return results
 
 
-def test_set_static_graph():
-    assert_alike(set_static_graph, 2)
+def test_set_static_graph(run_ranks):
+    assert_alike(run_ranks, set_static_graph, 2)

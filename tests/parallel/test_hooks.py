@@ -18,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as to
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, flat, gradients
-from tests.ranks import run_ranks
 from tests.reducer.models import MLP, loss_of
 from tests.tolerances import average
 
@@ -47,8 +46,8 @@ def refuse_hooks(cls, rank):
     return messages
 
 
-def test_hooks_that_are_refused():
-    assert_alike(refuse_hooks, 1)
+def test_hooks_that_are_refused(run_ranks):
+    assert_alike(run_ranks, refuse_hooks, 1)
 
 
 def raise_in_hook(cls, rank):
@@ -63,8 +62,8 @@ def raise_in_hook(cls, rank):
     return True
 
 
-def test_an_exception_in_a_hook_surfaces_from_backward():
-    assert_alike(raise_in_hook, 1)
+def test_an_exception_in_a_hook_surfaces_from_backward(run_ranks):
+    assert_alike(run_ranks, raise_in_hook, 1)
 
 
 def hooks_of_ours():
@@ -112,9 +111,9 @@ def train_with(cls, rank, hooks, name):
     return results
 
 
-def test_our_hooks_have_the_same_result():
+def test_our_hooks_have_the_same_result(run_ranks):
     names = ("powerSGD", "batched powerSGD", "fp16 powerSGD", "noop")
-    assert_all_alike(train_with, 2, [(hooks_of_ours, name) for name in names])
+    assert_all_alike(run_ranks, train_with, 2, [(hooks_of_ours, name) for name in names])
 
 
 def train_complex(cls, rank, name):
@@ -139,9 +138,9 @@ def train_complex(cls, rank, name):
     return torch.stack(averages)
 
 
-def test_hooks_average_complex_gradients():
+def test_hooks_average_complex_gradients(run_ranks):
     names = ["none", "powerSGD", "fp16", "torch's allreduce", "torch's fp16"]
-    cases = assert_all_alike(train_complex, 2, [(name,) for name in names])
+    cases = assert_all_alike(run_ranks, train_complex, 2, [(name,) for name in names])
     plain, full_rank = cases[0][0], cases[1][0]
     assert (full_rank - plain).abs().max() <= 1e-5 * plain.abs().max()
     for averages in cases:
@@ -149,9 +148,9 @@ def test_hooks_average_complex_gradients():
         assert (averages[0] - plain).abs().max() <= 2e-3 * plain.abs().max()
 
 
-def test_torchs_hooks_have_the_same_result():
+def test_torchs_hooks_have_the_same_result(run_ranks):
     names = ("allreduce", "fp16", "fp16 allreduce", "noop", "post-localSGD", "powerSGD", "powerSGD, not yet")
-    assert_all_alike(train_with, 2, [(hooks_of_torchs, name) for name in names])
+    assert_all_alike(run_ranks, train_with, 2, [(hooks_of_torchs, name) for name in names])
 
 
 def bf16_hooks():
@@ -168,7 +167,7 @@ def train_in_bf16(rank):
     return [train_with(gradcomp.DistributedDataParallel, rank, bf16_hooks, name) for name in names]
 
 
-def test_bf16_hooks_of_torchs_and_ours():
+def test_bf16_hooks_of_torchs_and_ours(run_ranks):
     for theirs, wrapped, ours in run_ranks(train_in_bf16, 2):
         for their_step, wrapped_step, our_step in zip(theirs, wrapped, ours, strict=True):
             for their, each, our in zip(their_step, wrapped_step, our_step, strict=True):
@@ -209,14 +208,14 @@ def gather_like_nccl(gather, *arguments, **options):
     return SimpleNamespace(get_future=lambda: nested)
 
 
-def test_torchs_quantization_hooks():
+def test_torchs_quantization_hooks(run_ranks):
     """On gloo they fail under either reducer; with futures like NCCL's they return the same under both."""
     names = ("quantization_pertensor_hook", "quantization_perchannel_hook")
-    first, second = assert_all_alike(quantized, 2, [(name, True) for name in names])
+    first, second = assert_all_alike(run_ranks, quantized, 2, [(name, True) for name in names])
     for ranks in (first, second):
         assert all(torch.equal(one, other) for one, other in zip(*ranks, strict=True))
         assert ranks[0][0].abs().max() > 0
-    for ranks in assert_all_alike(quantized, 2, [(name, False) for name in names]):
+    for ranks in assert_all_alike(run_ranks, quantized, 2, [(name, False) for name in names]):
         assert all(messages for messages in ranks)
 
 
@@ -239,7 +238,7 @@ def optimizers_in_backward(rank, inside):
     return flat(model)
 
 
-def test_optimizers_in_backward():
+def test_optimizers_in_backward(run_ranks):
     """They step once their parameters' gradients have been averaged."""
     first, second = run_ranks(optimizers_in_backward, 2, True)
     assert torch.equal(first, second)

@@ -6,7 +6,6 @@ import torch
 
 import gradcomp
 from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, flat, gradients
-from tests.ranks import run_ranks
 from tests.reducer.models import CAP_MB, MLP, UNUSED, Branches, loss_of
 
 
@@ -24,9 +23,9 @@ def uneven(cls, rank, divide, options):
     return flat(model)
 
 
-def test_join():
+def test_join(run_ranks):
     cases = [(divide, options) for divide in (True, False) for options in ({}, UNUSED)]
-    for first, second in assert_all_alike(uneven, 2, cases):
+    for first, second in assert_all_alike(run_ranks, uneven, 2, cases):
         assert torch.equal(first, second)
 
 
@@ -41,8 +40,8 @@ def without_any(cls, rank):
     return flat(model)
 
 
-def test_join_of_a_rank_without_input():
-    assert_alike(without_any, 2)
+def test_join_of_a_rank_without_input(run_ranks):
+    assert_alike(run_ranks, without_any, 2)
 
 
 def without_warnings(rank):
@@ -51,7 +50,7 @@ def without_warnings(rank):
         return uneven(gradcomp.DistributedDataParallel, rank, False, {})
 
 
-def test_join_does_not_warn():
+def test_join_does_not_warn(run_ranks):
     first, second = run_ranks(without_warnings, 2)
     assert torch.equal(first, second)
 
@@ -71,8 +70,8 @@ def join_in_both_ways(cls, rank):
     return results
 
 
-def test_one_join_leaves_the_next_ones_mean_alone():
-    assert_alike(join_in_both_ways, 2)
+def test_one_join_leaves_the_next_ones_mean_alone(run_ranks):
+    assert_alike(run_ranks, join_in_both_ways, 2)
 
 
 class OnlyOnRank1(torch.nn.Module):
@@ -100,8 +99,8 @@ def static_graph_left_early(cls, rank):
     return results
 
 
-def test_a_static_graph_stays_what_it_was_when_a_rank_has_left():
-    first, _ = assert_alike(static_graph_left_early, 2)
+def test_a_static_graph_stays_what_it_was_when_a_rank_has_left(run_ranks):
+    first, _ = assert_alike(run_ranks, static_graph_left_early, 2)
     assert all(not gradient.any() for gradient in first[-1][2:])  # the second layer's are zeros, not None
 
 
@@ -117,6 +116,6 @@ def throw_early(cls, rank):
     return None
 
 
-def test_join_that_ends_when_one_rank_ends():
-    for message in assert_alike(throw_early, 2):
+def test_join_that_ends_when_one_rank_ends(run_ranks):
+    for message in assert_alike(run_ranks, throw_early, 2):
         assert "exhausted" in message

@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 import gradcomp
 from gradcomp.hooks import default_hooks
 from tests.parallel.beside_torch import CLASSES, TorchDDP, batch_of, gradients
-from tests.ranks import run_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, ConvNet, loss_of
 
 # That of an older torch has no forward_sync_buffers.
@@ -52,7 +51,7 @@ def attributes_of(cls):
     return results
 
 
-def test_attributes():
+def test_attributes(run_ranks):
     (results,) = run_ranks(attributes, 1)
     of_a_copy = (False, False)
     assert results[-1] == [
@@ -87,7 +86,7 @@ def warned(rank):
     return results
 
 
-def test_warnings():
+def test_warnings(run_ranks):
     (results,) = run_ranks(warned, 1)
     theirs, ours = results[:5], results[-5:]
     assert ours == theirs
@@ -115,7 +114,7 @@ def profiled(rank):
     return results
 
 
-def test_what_a_profiler_shows():
+def test_what_a_profiler_shows(run_ranks):
     (results,) = run_ranks(profiled, 1)
     for (name, _), (forwards, reductions, on_gloo, broadcasts, *buckets) in results.items():
         assert forwards == 1
@@ -143,7 +142,7 @@ def searches(rank):
     return counts
 
 
-def test_a_profiler_shows_the_search_for_unused_parameters_as_torchs():
+def test_a_profiler_shows_the_search_for_unused_parameters_as_torchs(run_ranks):
     (counts,) = run_ranks(searches, 1)
     assert len(counts) == 8
     for (name, profiler), of_class in counts.items():
@@ -173,7 +172,7 @@ def near_misses(rank):
             construct(model)
 
 
-def test_near_misses_say_what_to_pass():
+def test_near_misses_say_what_to_pass(run_ranks):
     run_ranks(near_misses, 1)
 
 
@@ -191,7 +190,7 @@ def newer_arguments(rank):
     return gradients(model)
 
 
-def test_arguments_of_newer_versions():
+def test_arguments_of_newer_versions(run_ranks):
     first, second = run_ranks(newer_arguments, 2)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
@@ -222,7 +221,7 @@ def partial_hooks(rank):
     return counted["calls"], results
 
 
-def test_partial_hooks():
+def test_partial_hooks(run_ranks):
     (calls, first), (_, second) = run_ranks(partial_hooks, 2)
     assert calls == 2
     for one, other in zip(first[:2], second[:2], strict=True):

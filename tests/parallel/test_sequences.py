@@ -6,7 +6,6 @@ from torch import nn
 
 import gradcomp
 from tests.parallel.beside_torch import assert_all_alike, batch_of, gradients
-from tests.ranks import run_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, loss_of
 
 
@@ -32,9 +31,9 @@ def accumulate(cls, rank, options, inside):
     return results
 
 
-def test_no_sync():
+def test_no_sync(run_ranks):
     cases = [(options, inside) for options in ({}, VIEW, UNUSED) for inside in (True, False)]
-    for first, second in assert_all_alike(accumulate, 2, cases):
+    for first, second in assert_all_alike(run_ranks, accumulate, 2, cases):
         assert not torch.equal(first[0][0], second[0][0])
         assert torch.equal(first[1][0], second[1][0])
 
@@ -65,8 +64,8 @@ def used_under_no_sync(cls, rank, options):
     return results
 
 
-def test_parameters_used_under_no_sync_only():
-    for first, second in assert_all_alike(used_under_no_sync, 2, [(UNUSED,), (UNUSED | VIEW,)]):
+def test_parameters_used_under_no_sync_only(run_ranks):
+    for first, second in assert_all_alike(run_ranks, used_under_no_sync, 2, [(UNUSED,), (UNUSED | VIEW,)]):
         assert torch.equal(first[0][0], second[0][0])
 
 
@@ -128,12 +127,12 @@ def in_a_row(cls, rank, scenario, options):
     return gradients(model)
 
 
-def test_forwards_in_a_row():
+def test_forwards_in_a_row(run_ranks):
     """A forward without a backward is no error, and the last one counts; one after half a backward is."""
     cases = [(scenario, options) for scenario in ROWS for options in ({}, UNUSED, STATIC)]
     # With a static graph torch's does not report the second half; see the next test.
     cases = [case for case in cases if not (case[0].__name__.startswith("half") and case[1] == STATIC)]
-    results = assert_all_alike(in_a_row, 2, cases)
+    results = assert_all_alike(run_ranks, in_a_row, 2, cases)
     for scenario in ROWS[-2:]:
         first, _ = results[cases.index((scenario, {}))]
         assert first == "Expected to have finished reduction in the prior i"
@@ -157,7 +156,7 @@ def halves_of_a_static_graph(rank):
     return results
 
 
-def test_a_static_graph_cannot_be_learnt_in_two_backwards():
+def test_a_static_graph_cannot_be_learnt_in_two_backwards(run_ranks):
     """torch's raises too, by chance.
 
     It raises again in the third step if all backwards leave the same outputs out, which ours allows.

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
 from tests.parallel.beside_torch import assert_alike, batch_of, flat, gradients
-from tests.ranks import run_ranks
 from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of
 
 
@@ -29,8 +28,8 @@ def reassigned_buffers(cls, rank, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
-def test_buffers_come_from_rank_0_in_every_forward(options):
-    first, second = assert_alike(reassigned_buffers, 2, options)
+def test_buffers_come_from_rank_0_in_every_forward(run_ranks, options):
+    first, second = assert_alike(run_ranks, reassigned_buffers, 2, options)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other) == (not options)
 
@@ -48,9 +47,9 @@ def buffers_at_construction(cls, rank, options):
 @pytest.mark.parametrize(
     "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}], ids=str
 )
-def test_buffers_at_construction(options):
+def test_buffers_at_construction(run_ranks, options):
     """broadcast_buffers=False never broadcasts them; forward_sync_buffers=False does, at construction."""
-    first, second = assert_alike(buffers_at_construction, 2, options)
+    first, second = assert_alike(run_ranks, buffers_at_construction, 2, options)
     assert torch.equal(first, second) == ("broadcast_buffers" not in options)
 
 
@@ -72,8 +71,8 @@ def serialize(cls, rank, how):
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_average(how):
-    first, second = assert_alike(serialize, 2, how)
+def test_copies_average(run_ranks, how):
+    first, second = assert_alike(run_ranks, serialize, 2, how)
     assert torch.equal(first[0][0], second[0][0])
     assert first[1][0] == "module.0.weight"
 
@@ -91,7 +90,7 @@ def interchange(rank):
     return same, torch.equal(flat(ours), flat(theirs)), ours.train() is ours
 
 
-def test_state_dicts_are_interchangeable():
+def test_state_dicts_are_interchangeable(run_ranks):
     assert run_ranks(interchange, 1) == [(True, True, True)]
 
 
@@ -103,7 +102,7 @@ def other_group(rank):
         copy.deepcopy(ddp)
 
 
-def test_copies_need_the_default_group():
+def test_copies_need_the_default_group(run_ranks):
     run_ranks(other_group, 1)
 
 
@@ -120,6 +119,6 @@ def static_graph_and_checkpoints(rank):
     return gradients(ddp)
 
 
-def test_a_static_graph_survives_a_copy():
+def test_a_static_graph_survives_a_copy(run_ranks):
     first, second = run_ranks(static_graph_and_checkpoints, 2)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

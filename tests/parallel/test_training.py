@@ -37,16 +37,16 @@ GRID = [
 ]
 
 
-def test_training():
+def test_training(run_ranks):
     cases = [*GRID, *(("MLP", {}, hook) for hook in HOOKS)]
-    for first, second in assert_all_alike(train, 2, cases):
+    for first, second in assert_all_alike(run_ranks, train, 2, cases):
         # Each forward starts from rank 0's BatchNorm statistics, and updates them with the rank's own input.
         names = [name for name in first[1] if "running" not in name]
         assert all(torch.equal(first[1][name], second[1][name]) for name in names)
 
 
-def test_training_on_three_ranks():
+def test_training_on_three_ranks(run_ranks):
     cases = [
         (model, {}, hook, 2) for model, hook in (("MLP", None), ("Transformer", None), ("MLP", HOOKS[1]))
     ]
-    assert_all_alike(train, 3, cases, exact=False)
+    assert_all_alike(run_ranks, train, 3, cases, exact=False)

@@ -7,7 +7,6 @@ from torch import nn
 
 import gradcomp
 from tests.parallel.beside_torch import CLASSES, run_quietly
-from tests.ranks import run_ranks
 from tests.reducer.models import PLAIN, STATIC, UNUSED, Heads, run_cases
 
 EVERY = (PLAIN, UNUSED, STATIC)
@@ -138,7 +137,7 @@ def what_it_says(rank, scenario, options):
     return "nothing"
 
 
-def test_what_is_not_averaged_is_an_error_on_every_rank():
+def test_what_is_not_averaged_is_an_error_on_every_rank(run_ranks):
     cases = [(scenario, options, message) for scenario, several, message in RAISING for options in several]
     ranks = run_ranks(run_cases, 2, what_it_says, [case[:2] for case in cases])
     for messages in ranks:
@@ -190,7 +189,7 @@ def on_each(rank, scenario, options):
     return results
 
 
-def test_what_torch_leaves_to_each_rank_is_left_here():
+def test_what_torch_leaves_to_each_rank_is_left_here(run_ranks):
     cases = [(scenario, options) for scenario in LOCAL for options in (PLAIN, UNUSED)]
     for results in run_ranks(run_cases, 2, on_each, cases):
         for (scenario, _), (theirs, ours) in zip(cases, results, strict=True):

@@ -14,7 +14,6 @@ from gradcomp.plan.candidates import CANDIDATES, Candidate, candidate_named
 from gradcomp.plan.models import buckets_of, built_in_model
 from gradcomp.plan.recommendation import MEASURED, accuracy_cost
 from tests.programs import ROOT
-from tests.ranks import run_ranks
 
 FP32 = torch.float32
 SHAPES = ((300, 200), (200,), (64, 3, 7, 7), (5, 4), ())
@@ -87,7 +86,7 @@ def count_bytes(rank):
     return counted, predicted
 
 
-def test_bytes_are_those_that_hooks_hand_to_collectives():
+def test_bytes_are_those_that_hooks_hand_to_collectives(run_ranks):
     for counted, predicted in run_ranks(count_bytes, 2):
         assert predicted == counted
 

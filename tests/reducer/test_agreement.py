@@ -13,7 +13,6 @@ from gradcomp import DistributedDataParallel
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.reducer import Reducer
 from tests.parallel.beside_torch import run_quietly
-from tests.ranks import run_ranks
 from tests.reducer.models import Embeddings, run_cases
 
 # The options of rank 0 and of the others, and the message.
@@ -60,7 +59,7 @@ def construct(rank, of_the_wrapper, name, first, others):
     )
 
 
-def test_other_options():
+def test_other_options(run_ranks):
     cases = [(True, *case) for case in OPTIONS + OF_THE_WRAPPER]
     cases += [(False, *case) for case in OPTIONS + OF_THE_REDUCER]
     for messages in run_ranks(run_cases, 2, construct, [case[:-1] for case in cases]):
@@ -81,7 +80,7 @@ def construct_others(rank):
     return messages
 
 
-def test_other_sparse_parameters_and_buffers():
+def test_other_sparse_parameters_and_buffers(run_ranks):
     for sparse, buffers in run_ranks(construct_others, 2):
         assert "the number of sparse parameters is 1 on rank 0 and 0 on rank 1" in sparse
         assert 'buffers[0] is ["count", [3], "torch.float32"] on rank 0 and ["count", [4]' in buffers
@@ -164,7 +163,7 @@ def every_hook(rank, index):
     return one_hook(rank, HOOKS[index][0])
 
 
-def test_other_hooks():
+def test_other_hooks(run_ranks):
     for messages in run_ranks(run_cases, 2, every_hook, [(index,) for index in range(len(HOOKS))]):
         for (_, expected), message in zip(HOOKS, messages, strict=True):
             with pytest.raises(RuntimeError, match=expected):
@@ -175,7 +174,7 @@ def the_same_hook(rank, index):
     return one_hook(rank, ALIKE[index])
 
 
-def test_hooks_that_are_the_same():
+def test_hooks_that_are_the_same(run_ranks):
     """Instances and partials, the default group given as None, and states without a group are the same."""
     cases = [(index,) for index in range(len(ALIKE))]
     for results in run_ranks(run_cases, 2, the_same_hook, cases):
@@ -203,7 +202,7 @@ def hooks_of_other_groups(rank):
     return messages, param.grad
 
 
-def test_a_hook_of_another_group():
+def test_a_hook_of_another_group(run_ranks):
     results = run_ranks(hooks_of_other_groups, 3)
     for messages, gradient in results:
         assert torch.equal(gradient, torch.full((2,), 2.0))
@@ -229,7 +228,7 @@ def collectives(rank, cls, options):
     return counts
 
 
-def test_hooks_are_compared_once():
+def test_hooks_are_compared_once(run_ranks):
     cases = [
         (Reducer, {}),
         (Reducer, {"verify": False}),
@@ -246,6 +245,6 @@ def unlike_without_init_sync(rank):
     return said_by(ddp(torch.ones(1, 3)).sum().backward)
 
 
-def test_options_are_compared_in_the_first_step_at_the_latest():
+def test_options_are_compared_in_the_first_step_at_the_latest(run_ranks):
     for message in run_ranks(unlike_without_init_sync, 2):
         assert "static_graph is false on rank 0 and true on rank 1" in message

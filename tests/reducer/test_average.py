@@ -6,7 +6,6 @@ import torch
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from tests.hooks.powersgd_runs import Messages
-from tests.ranks import run_ranks
 from tests.tolerances import average
 
 HOOKS = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -29,12 +28,12 @@ def average_once(rank, hook, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_mean_of_every_dtype(dtype, world_size):
+def test_the_mean_of_every_dtype(run_ranks, dtype, world_size):
     check(run_ranks(average_once, world_size, "none", dtype), torch.float32 if dtype.is_complex else dtype)
 
 
 @pytest.mark.parametrize(("hook", "wire"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_the_mean_through_hooks(hook, wire):
+def test_the_mean_through_hooks(run_ranks, hook, wire):
     check(run_ranks(average_once, 2, hook, torch.float32), wire)
 
 
@@ -66,7 +65,7 @@ def average_mixed(rank):
     return mixed, inputs, errors
 
 
-def test_dtypes_together_and_states_that_remember():
+def test_dtypes_together_and_states_that_remember(run_ranks):
     ranks = run_ranks(average_mixed, 2)
     for mixed, _, _ in ranks:
         assert [tensor.tolist() for tensor in mixed] == [[0.5] * 3, [0.5] * 2, [0.5] * 4]
@@ -94,7 +93,7 @@ def wrong_arguments(rank):
     return gradcomp.average_([])
 
 
-def test_arguments():
+def test_arguments(run_ranks):
     assert run_ranks(wrong_arguments, 1) == [[]]
 
 
@@ -133,7 +132,7 @@ def alternate(rank, keyed):
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_a_state_remembers_persistent_and_new_tensors_in_any_order(keyed):
+def test_a_state_remembers_persistent_and_new_tensors_in_any_order(run_ranks, keyed):
     ranks = run_ranks(alternate, 2, keyed)
     given, out, owed = (torch.stack(each).mean(0) for each in zip(*ranks, strict=True))
     torch.testing.assert_close(out + owed, given, rtol=0.0, atol=1e-5)
@@ -157,7 +156,7 @@ def keys_of_two_lists(rank):
     return errors
 
 
-def test_keys_tell_lists_apart():
+def test_keys_tell_lists_apart(run_ranks):
     for errors in run_ranks(keys_of_two_lists, 2):
         # A matrix of rank 1 leaves no error, and gets none of the other list's.
         assert errors["first"].abs().max() < 1e-5
@@ -181,7 +180,7 @@ def replaced(rank):
     return results
 
 
-def test_what_else_lives_on_a_rank_does_not_matter():
+def test_what_else_lives_on_a_rank_does_not_matter(run_ranks):
     for results in run_ranks(replaced, 2):
         assert results == [[[1.0], [10.0], [100.0], [1000.0]]] * 6
 
@@ -211,7 +210,7 @@ def keys_in_any_order(rank):
     return plain, resumed
 
 
-def test_keys_are_told_apart_in_any_order():
+def test_keys_are_told_apart_in_any_order(run_ranks):
     for plain, (one, other) in run_ranks(keys_in_any_order, 2):
         assert (plain["a"].unique().tolist(), plain["b"].unique().tolist()) == ([1], [10])
         assert all(torch.equal(one[key], other[key]) for key in "ab")

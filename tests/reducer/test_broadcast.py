@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
 from gradcomp.reducer import RepeatedBroadcast, broadcast, broadcast_coalesced
-from tests.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16, torch.uint8)
 
@@ -48,7 +47,7 @@ def broadcast_all(rank, chunk_bytes):
 
 
 @pytest.mark.parametrize("chunk_bytes", [250 << 20, 100, 1])
-def test_assorted_tensors(chunk_bytes):
+def test_assorted_tensors(run_ranks, chunk_bytes):
     ranks = run_ranks(broadcast_all, 2, chunk_bytes)
     for index, seed in enumerate((0, 10, 20, 30)):
         expected = assorted_tensors(seed + 1)[:: 2 if seed == 30 else 1]
@@ -101,7 +100,7 @@ def operators_per_forward(rank):
     return seen.names, list(model.buffers()), len(list(other.buffers()))
 
 
-def test_buffers_take_a_few_operators_per_forward():
+def test_buffers_take_a_few_operators_per_forward(run_ranks):
     for rank, (names, buffers, copied) in enumerate(run_ranks(operators_per_forward, 2)):
         names = [name for name in names if not name.startswith("_record_function")]  # a profiler's label
         assert sorted(names) == sorted(

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from gradcomp.hooks import default_hooks
-from tests.ranks import run_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, Branches, loss_of, make_reducer
 
 
@@ -32,7 +31,7 @@ def order_of_events(rank, options):
 
 
 @pytest.mark.parametrize("options", [{}, UNUSED, STATIC, VIEW], ids=str)
-def test_buckets_are_averaged_in_order_while_backward_runs(options):
+def test_buckets_are_averaged_in_order_while_backward_runs(run_ranks, options):
     for events in run_ranks(order_of_events, 2, options):
         buckets = [event for event in events if event.startswith("bucket")]
         assert len(buckets) >= 3
@@ -66,7 +65,7 @@ def rebuilt_order(rank):
     return orders, [param.grad for param in model.parameters()]
 
 
-def test_buckets_are_rebuilt_once_in_rank_0s_order():
+def test_buckets_are_rebuilt_once_in_rank_0s_order(run_ranks):
     first, second = run_ranks(rebuilt_order, 2)
     for orders, _ in (first, second):
         assert orders[0] == orders[1] == orders[2] == first[0][0]
@@ -91,7 +90,7 @@ def memory_of_gradients(rank, set_to_none):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_views_of_the_buckets(set_to_none):
+def test_gradients_are_views_of_the_buckets(run_ranks, set_to_none):
     assert run_ranks(memory_of_gradients, 1, set_to_none) == [[True] * 4]
 
 
@@ -119,7 +118,7 @@ def views_during_backward(rank):
     return facts
 
 
-def test_new_gradients_do_not_outlive_their_bucket():
+def test_new_gradients_do_not_outlive_their_bucket(run_ranks):
     """With bucket views, gradients that autograd allocates are freed as soon as their bucket is filled."""
     (facts,) = run_ranks(views_during_backward, 1)
     assert len(facts) >= 9
@@ -146,7 +145,7 @@ def skip_unused(rank, skip):
     return indices, [param.grad for param in model.parameters()]
 
 
-def test_buckets_without_used_parameters_can_be_skipped():
+def test_buckets_without_used_parameters_can_be_skipped(run_ranks):
     (all_, grads), (skipped, same) = (run_ranks(skip_unused, 2, skip)[0] for skip in (False, True))
     assert all_ == list(range(len(all_)))
     assert 0 < len(skipped) < len(all_)

@@ -7,7 +7,6 @@ from torch import nn
 
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
-from tests.ranks import run_ranks
 from tests.reducer.models import MLP, Branches, Embeddings, loss_of, make_reducer
 
 
@@ -29,7 +28,7 @@ def different_models(rank):
     return messages
 
 
-def test_ranks_with_different_models():
+def test_ranks_with_different_models(run_ranks):
     first, second = run_ranks(different_models, 2)
     assert first == second
     number, shape, dtype, frozen = first
@@ -60,7 +59,7 @@ def unfinished(rank):
     return messages
 
 
-def test_a_backward_that_does_not_reach_all_parameters():
+def test_a_backward_that_does_not_reach_all_parameters(run_ranks):
     for messages in run_ranks(unfinished, 2):
         for message in messages:
             assert "Expected to have finished reduction in the prior iteration" in message
@@ -92,7 +91,7 @@ def twice(rank):
     return str(caught.value), len(kept._names)
 
 
-def test_a_parameter_that_is_ready_twice():
+def test_a_parameter_that_is_ready_twice(run_ranks):
     ((message, _),) = run_ranks(twice, 1)
     assert "Expected to mark a variable ready only once: parameter 0.weight became ready twice" in message
 
@@ -129,7 +128,7 @@ def break_off(rank):
     return said, model[0].weight.grad
 
 
-def test_a_backward_that_is_broken_off():
+def test_a_backward_that_is_broken_off(run_ranks):
     (first, gradient), (second, same) = run_ranks(break_off, 2)
     assert first == second
     assert first[0] == "half way"
@@ -157,7 +156,7 @@ def static_reentrant(rank, prepared):
     return model.weight.grad
 
 
-def test_a_static_graph_with_reentrant_checkpointing_needs_the_outputs():
+def test_a_static_graph_with_reentrant_checkpointing_needs_the_outputs(run_ranks):
     for message in run_ranks(static_reentrant, 2, False):
         assert "prepare_for_backward(outputs) was not called" in message
     for gradient in run_ranks(static_reentrant, 2, True):
@@ -172,7 +171,7 @@ def not_prepared(rank):
     return kept._names[0]
 
 
-def test_find_unused_parameters_needs_the_outputs():
+def test_find_unused_parameters_needs_the_outputs(run_ranks):
     assert run_ranks(not_prepared, 1) == ["0.weight"]
 
 
@@ -189,7 +188,7 @@ def changed_graph(rank):
     return messages
 
 
-def test_a_static_graph_that_changes():
+def test_a_static_graph_that_changes(run_ranks):
     for messages in run_ranks(changed_graph, 2):
         (message,) = messages
         assert message.startswith("Your training graph has changed in this iteration")
@@ -204,7 +203,7 @@ def undeclared_sparse(rank):
     return len(kept._names)
 
 
-def test_sparse_gradients_have_to_be_declared():
+def test_sparse_gradients_have_to_be_declared(run_ranks):
     assert run_ranks(undeclared_sparse, 1) == [4]
 
 
@@ -223,7 +222,7 @@ def converted(rank):
     return str(caught.value)
 
 
-def test_a_gradient_of_another_dtype():
+def test_a_gradient_of_another_dtype(run_ranks):
     (message,) = run_ranks(converted, 1)
     assert "the gradient of parameter 4.bias is torch.float64 on cpu, but" in message
     assert "has torch.float32 on cpu" in message
@@ -260,7 +259,7 @@ def arguments(rank):
     assert len(Reducer([shared, shared])._params) == 1
 
 
-def test_arguments():
+def test_arguments(run_ranks):
     run_ranks(arguments, 1)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gradcomp.hooks import default_hooks
 from tests.programs import TORCHRUN, run_python
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError
 from tests.reducer.models import MLP, loss_of, make_reducer
 
 TIMEOUT_S = 4
@@ -52,7 +52,7 @@ def two_steps(rank, how):
         ("raises", "Connection (reset|closed) by peer|[Tt]imed out"),
     ],
 )
-def test_a_rank_that_fails_in_mid_backward(how, message):
+def test_a_rank_that_fails_in_mid_backward(run_ranks, how, message):
     with pytest.raises(RankError) as caught:
         run_ranks(report, 2, how, timeout_s=30)
     assert "did not finish in time" not in str(caught.value)
@@ -65,7 +65,7 @@ def report(rank, how):
     raise AssertionError(two_steps(rank, how))
 
 
-def test_a_rank_that_leaves_a_backward_out():
+def test_a_rank_that_leaves_a_backward_out(run_ranks):
     first, second = run_ranks(two_steps, 2, "skips", timeout_s=30)
     assert second == "left out"
     assert first.startswith("backward raised: ")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gradcomp.reducer import Reducer, usage
-from tests.ranks import run_ranks
 from tests.reducer.models import (
     MLP,
     STATIC,
@@ -54,37 +53,39 @@ def assert_as_torchs(ranks, wire, case):
 WIRES = {"none": torch.float32, "allreduce": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def assert_all_as_torchs(world_size, cases):
+def assert_all_as_torchs(run_ranks, world_size, cases):
     """Assert it for several cases of arguments to train_both: model, hook, options, number of steps, ..."""
     ranks = run_ranks(run_cases, world_size, train_both, cases)
     for index, case in enumerate(cases):
         assert_as_torchs([results[index] for results in ranks], WIRES[case[1]], case)
 
 
-def test_gradients_are_those_of_torchs_ddp():
-    assert_all_as_torchs(2, [(model, "none", options, STEPS) for model, options in GRID])
+def test_gradients_are_those_of_torchs_ddp(run_ranks):
+    assert_all_as_torchs(run_ranks, 2, [(model, "none", options, STEPS) for model, options in GRID])
 
 
-def test_on_three_ranks():
+def test_on_three_ranks(run_ranks):
     grid = [
         ("ConvNet", "none", {}),
         ("Branches", "none", UNUSED),
         ("Embeddings", "none", {}),
         ("MLP", "bf16", {}),
     ]
-    assert_all_as_torchs(3, [(*case, STEPS) for case in grid])
+    assert_all_as_torchs(run_ranks, 3, [(*case, STEPS) for case in grid])
 
 
-def test_hooks():
+def test_hooks(run_ranks):
     hooks = ("allreduce", "fp16", "bf16")
-    assert_all_as_torchs(2, [("MLP", hook, options, STEPS) for hook in hooks for options in ({}, VIEW)])
+    assert_all_as_torchs(
+        run_ranks, 2, [("MLP", hook, options, STEPS) for hook in hooks for options in ({}, VIEW)]
+    )
 
 
-def test_accumulation_under_no_sync():
+def test_accumulation_under_no_sync(run_ranks):
     # torch's DDP raises in its first step after no_sync with static_graph.
     grid = [(options, set_to_none) for options in ({}, VIEW, UNUSED) for set_to_none in (True, False)]
     assert_all_as_torchs(
-        2, [("MLP", "none", options, STEPS, 3, set_to_none) for options, set_to_none in grid]
+        run_ranks, 2, [("MLP", "none", options, STEPS, 3, set_to_none) for options, set_to_none in grid]
     )
 
 
@@ -108,7 +109,7 @@ def close_and_forget(rank):
     return averaged, local, model[0].weight.grad, gone() is None
 
 
-def test_close_and_construct_again():
+def test_close_and_construct_again(run_ranks):
     first, second = run_ranks(close_and_forget, 2)
     assert torch.equal(first[0], second[0])
     assert not torch.equal(first[1], second[1])
@@ -144,7 +145,7 @@ def ask_once(rank, options):
 
 
 @pytest.mark.parametrize("options", [{}, VIEW], ids=str)
-def test_a_static_graph_asks_once_which_parameters_no_rank_uses(options):
+def test_a_static_graph_asks_once_which_parameters_no_rank_uses(run_ranks, options):
     first, second = run_ranks(ask_once, 2, options)
     unused_by_all = [name.startswith(("branches.2", "never")) for name, _ in Branches().named_parameters()]
     for (ours, asked), (theirs, _) in zip(first, second, strict=True):
@@ -163,7 +164,7 @@ def sums_that_overflow(rank):
     return param.grad
 
 
-def test_the_division_comes_first():
+def test_the_division_comes_first(run_ranks):
     for gradient in run_ranks(sums_that_overflow, 2):
         assert gradient.tolist() == [40000.0] * 3
 
@@ -187,7 +188,7 @@ def leave_gradients_alone(rank):
     return results
 
 
-def test_gradients_that_no_rank_uses_stay_exactly_as_they_were():
+def test_gradients_that_no_rank_uses_stay_exactly_as_they_were(run_ranks):
     first, second = run_ranks(leave_gradients_alone, 2)
     for results in (first, second):
         for before, after, _ in results:
@@ -211,5 +212,5 @@ def without_input(rank):
     return all(param.grad is gradient for param, gradient in zip(model.parameters(), before, strict=True))
 
 
-def test_a_rank_without_input_keeps_its_gradients_when_a_hook_raises():
+def test_a_rank_without_input_keeps_its_gradients_when_a_hook_raises(run_ranks):
     assert run_ranks(without_input, 1) == [True]

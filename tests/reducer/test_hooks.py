@@ -7,7 +7,6 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
-from tests.ranks import run_ranks
 from tests.reducer.models import MLP, loss_of, make_reducer
 
 
@@ -35,7 +34,7 @@ def with_torchs_hook(rank, name):
     ("hook", "tolerance"),
     [("allreduce", 1e-6), ("fp16", 1e-2), ("powerSGD", 0.9)],
 )
-def test_hooks_of_torchs_and_ours(hook, tolerance):
+def test_hooks_of_torchs_and_ours(run_ranks, hook, tolerance):
     """Every hook returns the same on all ranks, and approximates the mean."""
     ranks = run_ranks(with_torchs_hook, 2, hook)
     mean = torch.stack([local for local, _ in ranks]).mean(0)
@@ -44,7 +43,7 @@ def test_hooks_of_torchs_and_ours(hook, tolerance):
         assert (averaged - mean).norm() <= tolerance * mean.norm()
 
 
-def test_a_hook_that_does_nothing():
+def test_a_hook_that_does_nothing(run_ranks):
     for local, averaged in run_ranks(with_torchs_hook, 2, "noop"):
         assert torch.equal(local, averaged)
 
@@ -85,7 +84,7 @@ def bad_hooks(rank):
     return messages
 
 
-def test_hooks_that_are_wrong():
+def test_hooks_that_are_wrong(run_ranks):
     ((no_future, text, short, raised),) = run_ranks(bad_hooks, 1)
     assert "returned Tensor, but has to return a torch.futures.Future" in no_future
     assert "holds str, but a bucket of 4355 elements has to come back" in text

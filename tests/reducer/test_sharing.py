@@ -10,7 +10,6 @@ from torch import nn
 import gradcomp
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
-from tests.ranks import run_ranks
 from tests.reducer.models import CAP_MB, MLP, UNUSED, VIEW, Branches, loss_of, run_cases
 from tests.tolerances import average
 
@@ -91,7 +90,7 @@ def errors_of(rank, make, one, other, set_to_none):
     return errors
 
 
-def test_gradients_are_the_mean_with_and_without_views():
+def test_gradients_are_the_mean_with_and_without_views(run_ranks):
     settings = [(VIEW, VIEW, True), (VIEW, VIEW, False), (VIEW, {}, False), ({}, VIEW, True)]
     cases = [(make, *setting) for make in SHARED for setting in settings]
     for errors in run_ranks(freeze_and_run_cases, 2, errors_of, cases):
@@ -124,7 +123,7 @@ def through_wrappers(rank, one, other, together):
         torch.testing.assert_close(gradients, expected / 2, rtol=1e-5, atol=1e-6)
 
 
-def test_two_wrappers_with_a_layer_in_common():
+def test_two_wrappers_with_a_layer_in_common(run_ranks):
     options = [(VIEW, VIEW), (VIEW, {}), ({}, VIEW)]
     cases = [(*each, together) for each in options for together in (True, False)]
     run_ranks(freeze_and_run_cases, 2, through_wrappers, cases)
@@ -148,7 +147,7 @@ def unused(rank):
     return model.trunk.weight.grad
 
 
-def test_unused_parameters_keep_their_gradients():
+def test_unused_parameters_keep_their_gradients(run_ranks):
     first, second = run_ranks(unused, 2)
     assert torch.equal(first, second)
 
@@ -185,7 +184,7 @@ def views_after(rank, ending):
     return is_view
 
 
-def test_gradients_are_views_once_the_other_reducer_has_ended():
+def test_gradients_are_views_once_the_other_reducer_has_ended(run_ranks):
     cases = [("closed",), ("deleted",), ("garbage",), ("kept",)]
     for results in run_ranks(freeze_and_run_cases, 2, views_after, cases):
         assert results == [True, True, True, False]
@@ -201,7 +200,7 @@ def over_other_ranks(rank):
     del kept, reducer
 
 
-def test_two_reducers_over_different_ranks_are_refused():
+def test_two_reducers_over_different_ranks_are_refused(run_ranks):
     run_ranks(over_other_ranks, 2)
 
 
@@ -214,7 +213,7 @@ def kept_on_one_rank(rank):
     return str(caught.value)
 
 
-def test_a_reducer_that_only_one_rank_has_kept_is_named_on_every_rank():
+def test_a_reducer_that_only_one_rank_has_kept_is_named_on_every_rank(run_ranks):
     first, second = run_ranks(kept_on_one_rank, 2)
     assert first == second
     assert "number of other live Reducers with some of the parameters is 0 on rank 0 and 1 on rank 1" in first

@@ -5,7 +5,6 @@ import torch
 
 import gradcomp
 from gradcomp.reducer import Reducer
-from tests.ranks import run_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, loss_of, run_cases
 
 
@@ -80,7 +79,7 @@ HOOKS = [as_in_the_tutorial, step_alone, through_data, one_parameter]
 TIMES = ["before", "after", "later"]
 
 
-def test_an_optimizer_that_steps_before_the_average_is_refused():
+def test_an_optimizer_that_steps_before_the_average_is_refused(run_ranks):
     cases = [(attach, wrapper, time, {}) for attach in HOOKS for wrapper in (False, True) for time in TIMES]
     cases += [(torchs, False, time, {}) for time in TIMES]  # the wrapper steps these after the averaging
     cases += [(as_in_the_tutorial, True, "after", options) for options in (VIEW, UNUSED, STATIC)]
@@ -114,7 +113,7 @@ def harmless(rank, is_wrapper, when, options):
     return len(seen), torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
-def test_hooks_that_only_look_are_let():
+def test_hooks_that_only_look_are_let(run_ranks):
     cases = [
         (wrapper, when, each)
         for wrapper in (False, True)
@@ -139,5 +138,5 @@ def local_steps(rank):
     loss_of(model(torch.ones(2, 20))).backward()
 
 
-def test_steps_within_no_sync_are_let():
+def test_steps_within_no_sync_are_let(run_ranks):
     run_ranks(local_steps, 2)

@@ -13,7 +13,6 @@ from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
-from tests.ranks import run_ranks
 
 SIZE, STEPS = 40, 10
 STATES = {
@@ -86,7 +85,7 @@ def all_ways(rank, name):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_every_way_to_train(name):
+def test_every_way_to_train(run_ranks, name):
     ranks = run_ranks(all_ways, 2, name)
     for way, one, other in zip(WAYS, *ranks, strict=True):
         for (_, without), (rows, recorded) in (one, other):
@@ -124,7 +123,7 @@ def sharded_replicas(rank):
     return results
 
 
-def test_replicas_that_fsdp2_shards():
+def test_replicas_that_fsdp2_shards(run_ranks):
     ranks = run_ranks(sharded_replicas, RANKS)
     for (_, without), (rows, recorded) in ranks:
         assert all(map(torch.equal, without, recorded))
@@ -158,7 +157,7 @@ def logged(rank, folder):
     return expected, calls
 
 
-def test_what_a_logger_and_a_file_get(tmp_path):
+def test_what_a_logger_and_a_file_get(run_ranks, tmp_path):
     expected, calls = run_ranks(logged, 2, str(tmp_path))[0]
     assert [step for step, _ in calls] == [8, 9, 10, 11]
     for step, values in calls:
