@@ -7,15 +7,16 @@ import triton.language as tl
 from .device import launching_on
 from .tile import COPY_REGISTERS, copy_tile
 
-BLOCK = 4096  # elements a program copies: 8 wide fp32 loads in flight for each of 128 threads
+BLOCK = 4096  # elements per program: each of 128 threads has 8 loads of 16 bytes (fp32) in flight
 NUM_WARPS = 4
 
 
 @triton.jit
 def _cast_kernel(src_ptr, dst_ptr, numel: tl.int64, scale: tl.float64, BLOCK: tl.constexpr):
-    """Compute dst[i] = round(scale · src[i]), 0 <= i < numel.
+    """Compute dst[i] = round(scale · src[i]) for 0 <= i < numel.
 
-    src_ptr, dst_ptr: [numel], any floating-point dtypes. Grid: one program per BLOCK elements.
+    src_ptr, dst_ptr: [numel], any two floating-point dtypes.
+    Grid: one program per BLOCK elements.
     Moves numel · (src bytes + dst bytes): 6 B per element from fp32 to 16 bits.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -26,8 +27,9 @@ def _cast_kernel(src_ptr, dst_ptr, numel: tl.int64, scale: tl.float64, BLOCK: tl
 def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
     """Write scale · src to out, rounded once to out's dtype, in one launch.
 
-    src, out: contiguous, equally many elements, any two floating-point dtypes, on one device;
-    distinct memory, unless they have the same dtype and are the same tensor.
+    src: contiguous, any floating-point dtype.
+    out: contiguous, as many elements as src, any floating-point dtype, on src's device. It may be src itself;
+        otherwise the two must not share memory.
     """
     numel = src.numel()
     if numel:

@@ -1,4 +1,4 @@
-"""Copy a list of tensors into one flat buffer, and back, in one launch each."""
+"""Copy a list of tensors to one flat buffer, or back, in one launch."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from .device import launching_on, pinned, send
 from .tile import COPY_REGISTERS, copy_tile
 
-BLOCK = 4096  # elements a program copies: 8 wide fp32 loads in flight for each of 128 threads
+BLOCK = 4096  # elements per program: each of 128 threads has 8 loads of 16 bytes (fp32) in flight
 NUM_WARPS = 4
 
 _TRITON_DTYPES = {
@@ -21,12 +21,14 @@ _TRITON_DTYPES = {
 
 
 class FlattenTables:
-    """The tables that the kernel reads besides the data, kept on the device for one list of tensors.
+    """The kernel's tables for one list of tensors, kept on the device.
 
-    tiles: int64 [num_tiles, 4], built once: tensor index, first element within the tensor, first
-    element within the flat buffer, number of elements (at most BLOCK).
-    pointers: int64 [num_tensors], the tensors' addresses, sent again only when one has changed: one
-    asynchronous copy from pinned memory. Use one object from one CUDA stream at a time.
+    tiles: int64 [num_tiles, 4], sent once. A row has the tensor's index, the tile's first element in the
+        tensor, its first element in the flat buffer, and its number of elements (at most BLOCK).
+    num_tensors: the length of the list.
+    device: the tensors' device.
+
+    Use one object from one CUDA stream at a time.
     """
 
     def __init__(
@@ -40,7 +42,10 @@ class FlattenTables:
         self._addresses: list[int] = []
 
     def pointers(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the device table of these tensors' addresses."""
+        """Return the tensors' addresses, int64 [num_tensors], on the device.
+
+        They are sent only if one has changed: one asynchronous copy from pinned memory.
+        """
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
             self._pointers.copy_(
@@ -61,10 +66,13 @@ def _flatten_kernel(
     TO_FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """flat[flat_start + i] = round(scale · tensor[tensor_start + i]) for one tile, or the reverse.
+    """Compute flat[flat_start + i] = round(scale · tensor[tensor_start + i]) for one tile, or the reverse.
 
-    pointers_ptr: [num_tensors] addresses of tensors of TENSOR_TYPE without gaps. tiles_ptr:
-    [num_tiles, 4], see FlattenTables. flat_ptr: the flat buffer. Grid: one program per tile.
+    pointers_ptr: [num_tensors], addresses of tensors of TENSOR_TYPE without gaps.
+    tiles_ptr: [num_tiles, 4], see FlattenTables.
+    flat_ptr: the flat buffer.
+    TO_FLAT: copy the tensors to the flat buffer; otherwise copy the flat buffer to the tensors.
+    Grid: one program per tile.
     Moves numel · (tensor bytes + flat bytes), plus 40 B of tables per tile.
     """
     tile_ptr = tiles_ptr + tl.program_id(0).to(tl.int64) * 4
@@ -112,11 +120,11 @@ def flatten(
     out: torch.Tensor,
     scale: float = 1.0,
 ) -> None:
-    """out = scale · the tensors' elements, one tensor after another, rounded once to out's dtype.
+    """Write scale · the tensors' elements to out, one tensor after another, in one launch.
 
-    tensors: of one floating-point dtype, on out's device, without gaps; each is read in the order of its
-    memory.
-    out: contiguous, 1-D, any floating-point dtype.
+    tensors: one floating-point dtype, on out's device, without gaps. Each is read in the order of its memory.
+    tables: the FlattenTables of these tensors.
+    out: contiguous, 1-D, any floating-point dtype. Each element is rounded to it once.
     """
     _launch(tensors, tables, out, scale, to_flat=True)
 
@@ -128,5 +136,10 @@ def unflatten(
     out: Sequence[torch.Tensor],
     scale: float = 1.0,
 ) -> None:
-    """The reverse of flatten: each tensor of out = scale · its part of flat, in the order of its memory."""
+    """Write scale · flat to the tensors of out, one after another, in one launch: the reverse of flatten.
+
+    flat: contiguous, 1-D, any floating-point dtype.
+    tables: the FlattenTables of out.
+    out: one floating-point dtype, on flat's device, without gaps. Each is written in the order of its memory.
+    """
     _launch(out, tables, flat, scale, to_flat=False)

@@ -1,4 +1,4 @@
-"""Memory that all of a thread's plans on a device use, one after another."""
+"""Scratch: device memory that all of a thread's plans on a device share, one plan at a time."""
 
 import threading
 import weakref
@@ -6,30 +6,30 @@ from collections.abc import Sequence
 
 import torch
 
-LINE_BYTES = 256  # parts begin on multiples of it
+LINE_BYTES = 256  # every part of a scratch begins on a multiple of it
 
 
 class Scratch:
-    """Device memory whose contents last from a plan's first stage in a step to its last.
+    """Device memory that keeps its contents from a plan's first stage in a step to the plan's last stage.
 
-    It is as large as the largest of its users needs. When it grows, `memory` becomes another tensor, by which
-    its users see that they have to take their parts anew; the old memory is freed at once.
+    memory: uint8, as many bytes as the largest user needs. When the scratch grows, `memory` becomes another
+        tensor, and the old one is freed at once. A user that finds another tensor must take its parts again.
     """
 
     def __init__(self, device: torch.device):
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow to so many bytes if there are fewer."""
+        """Grow to num_bytes if the scratch is smaller."""
         if self.memory.numel() < num_bytes:
             device = self.memory.device
-            # Other plans' views would keep it.
+            # Free it now: other plans' views would keep it alive.
             self.memory.untyped_storage().resize_(0)
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 class _Scratches(threading.local):
-    """A thread's scratches, each kept by the plans that use it."""
+    """A thread's scratch on each device. The plans that use a scratch keep it alive."""
 
     def __init__(self) -> None:
         self.by_device: weakref.WeakValueDictionary[torch.device, Scratch] = weakref.WeakValueDictionary()
@@ -41,8 +41,8 @@ _scratches = _Scratches()
 def shared_scratch(device: torch.device) -> Scratch:
     """Return this thread's scratch on a device.
 
-    No stage of another plan may come between a plan's first and last in a step, all on one stream. The first
-    use has to be on that stream, from whose memory it is allocated.
+    Plans that share a scratch must use it on one stream. Between a plan's first and last stage in a step, no
+    other plan may run a stage. The first use must be on that stream too, because it allocates the memory.
     """
     scratch = _scratches.by_device.get(device)
     if scratch is None:
@@ -51,7 +51,10 @@ def shared_scratch(device: torch.device) -> Scratch:
 
 
 def parts_of_scratch(memory: torch.Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Return the parts, each of so many elements of a dtype, as views of a scratch's memory."""
+    """Return views of a scratch's memory, one per part.
+
+    parts: (number of elements, dtype) of each part.
+    """
     views, start = [], 0
     for numel, dtype in parts:
         stop = start + numel * dtype.itemsize
@@ -61,5 +64,8 @@ def parts_of_scratch(memory: torch.Tensor, parts: Sequence[tuple[int, torch.dtyp
 
 
 def num_bytes_of(parts: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Return the bytes that these parts take in a scratch."""
+    """Return the bytes that parts take in a scratch, with padding.
+
+    parts: (number of elements, dtype) of each part.
+    """
     return sum(-(-numel * dtype.itemsize // LINE_BYTES) * LINE_BYTES for numel, dtype in parts)

@@ -1,11 +1,11 @@
-"""What the copying kernels share: move a tile, scale it, change its dtype."""
+"""Copy a tile of elements, scaled and in another dtype: shared by the kernels that copy."""
 
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# The registers of a copying kernel's thread, with which 12 warps fit a multiprocessor. Without this limit
-# ptxas fits more by spilling (fp16 to fp32, sm_120).
+# Registers per thread of a kernel that copies: 12 warps fit a multiprocessor. Without this limit ptxas
+# spills to fit more (fp16 to fp32, sm_120).
 COPY_REGISTERS = 168
 
 
@@ -15,7 +15,7 @@ def round_to(x, TYPE: tl.constexpr):
     if TYPE == tl.bfloat16:
         x = x.to(tl.float32)
         if INTERPRETED:
-            # The interpreter truncates where the hardware rounds, so round to 16 bits here.
+            # The interpreter truncates where hardware rounds, so round to 16 bits here.
             bits = x.to(tl.uint32, bitcast=True)
             rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
             x = (rounded & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -27,9 +27,10 @@ def copy_tile(src_ptr, dst_ptr, length, scale: tl.float64, BLOCK: tl.constexpr):
     """Compute dst[i] = round(scale · src[i]) for 0 <= i < length <= BLOCK.
 
     src_ptr, dst_ptr: pointers to the tile's first element, in any two floating-point dtypes.
-    Multiplies in fp64 when either side is fp64, in fp32 otherwise, and rounds once, to nearest even.
-    Moves length · (src bytes + dst bytes). Accesses are 128 bits wide where the tile is whole and starts on
-    16 bytes in both tensors.
+
+    The product is in fp64 if either dtype is fp64, else in fp32. It is rounded once, to nearest even.
+    Moves length · (src bytes + dst bytes). Accesses are 128 bits wide if the tile has BLOCK elements and both
+    addresses are multiples of 16 bytes.
     """
     src_type: tl.constexpr = src_ptr.dtype.element_ty
     dst_type: tl.constexpr = dst_ptr.dtype.element_ty
@@ -40,8 +41,8 @@ def copy_tile(src_ptr, dst_ptr, length, scale: tl.float64, BLOCK: tl.constexpr):
     src_address = src_ptr.to(tl.uint64)
     dst_address = dst_ptr.to(tl.uint64)
     if (length == BLOCK) & ((src_address | dst_address) % 16 == 0):
-        # The addresses are multiples of 16 here. The hint is on rounded copies of them, because a hint on the
-        # pointers themselves would also hold in the other branch, and be false there.
+        # Both addresses are multiples of 16 here. The hint is on rounded copies of the addresses: on src_ptr
+        # and dst_ptr it would also hold in the other branch, where it is false.
         src = tl.multiple_of((src_address // 16 * 16).to(tl.pointer_type(src_type)), 16)
         dst = tl.multiple_of((dst_address // 16 * 16).to(tl.pointer_type(dst_type)), 16)
         tl.store(dst + offs, round_to(tl.load(src + offs).to(ACC) * factor, dst_type))
