@@ -22,23 +22,26 @@ from .work import BLOCKS as _BLOCKS
 from .work import COPY_BLOCK, padded_size
 
 BLOCKS_WORK = tl.constexpr(_BLOCKS)
-# Of a multiprocessor, which its registers have to hold: where tiles are whole, and where they are masked or
-# a row's sums pass through all warps.
+# Warps that a multiprocessor's registers must hold at once. The few: where tiles are masked (blocks aren't a
+# power of two), or where a row's sums pass through all warps (blocks beyond WIDEST_BLOCK).
 RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8
-WIDEST_BLOCK = 1024  # of RESIDENT_WARPS; with 2048, some spill on sm_100 and sm_120
+WIDEST_BLOCK = 1024  # elements; with RESIDENT_WARPS, some blocks of 2048 spill on sm_100 and sm_120
 
 
 def shrinking(world_size: int) -> float:
-    """Return the power of two, 1 / world size or less, by which addends are multiplied: no sum overflows.
+    """Return the power of two by which addends are multiplied: at most 1 / world size, so no sum overflows.
 
-    It changes no bits.
+    A power of two changes no bits.
     """
     return 0.5 ** (world_size - 1).bit_length()
 
 
 @triton.jit
 def _mean_of(total, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr):
-    """Return the mean of the ranks, rounded once. total: their sum times SHRINK."""
+    """Return the mean of the ranks, rounded once.
+
+    total: the ranks' sum, times SHRINK.
+    """
     DIVISOR: tl.constexpr = WORLD_SIZE * SHRINK
     if DIVISOR == 1:
         mean = total
@@ -55,7 +58,10 @@ def _sent_by(
     WORLD_SIZE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return the packed codes and the scales of a tile that a rank has sent; zeros beyond the last rank."""
+    """Return (packed codes, scales) of a tile as rank `index` sent it. Ranks from WORLD_SIZE on give zeros.
+
+    code_at, scale_at: the bytes of the tile's first code and first scale in a payload.
+    """
     num_blocks = tl.where(index < WORLD_SIZE, num_blocks, 0)
     payload = received_ptr + index * payload_bytes
     packed = load_codes(codes_at(payload, code_at, SIZE, BITS), num_blocks, BLOCKS, COLS, SIZE, BITS)
@@ -68,9 +74,9 @@ def _sum_of_ranks(
     ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr,
     SIZE: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return SHRINK · Σ dequantized tiles in the order of the ranks, and where a scale was not zero.
+    """Return (SHRINK · Σ dequantized tiles in the order of the ranks, whether any rank's scale isn't zero).
 
-    Loads of AHEAD ranks are in flight at a time.
+    The second result is per block. The tiles of AHEAD ranks are loaded at a time.
     """
     AHEAD: tl.constexpr = 4 if WORLD_SIZE > 2 else WORLD_SIZE
     total = tl.zeros((BLOCKS, COLS), ACC)
@@ -118,11 +124,15 @@ def _average_exact(
     SHRINK: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """Average exact elements, the sum in the order of the ranks. at: their byte in a payload."""
+    """Average exact elements: their sum is in the order of the ranks.
+
+    length: the number of elements.
+    at: the byte of the first one in a payload.
+    """
     TYPE: tl.constexpr = mean_ptr.dtype.element_ty
     offs = tl.arange(0, COPY_BLOCK)
     mask = offs < length
-    # Both are multiples of 16.
+    # Both are multiples of 16 already; dividing shows the compiler that they are.
     at = at // 16 * 16
     payload_bytes = payload_bytes // 16 * 16
     received = received_ptr.to(tl.pointer_type(tl.uint8)) + at
@@ -154,17 +164,24 @@ def _average_kernel(
     BLOCKS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """Compute mean = quantized((Σ dequantized + E) / W); E = W · what is lost there; error += E.
+    """Compute mean = quantized((Σ dequantized + E) / W), E = W · (the mean's quantization error), error += E.
 
-    E: shard_error, which stays in a block of which no rank sent anything. The sum is in the order of the W
-    ranks. Neither it nor E overflows: its addends are multiplied by SHRINK, the mean is at most LARGEST, the
-    error's largest finite number, and E at most half of that. received_ptr: the ranks' payloads, mean_ptr:
-    one payload, as elements of the bucket's dtype. error_ptr, shard_error_ptr: see quantize; of error, this
-    rank's shard is changed. work_ptr: shard_work of QuantizedWork. Grid: one program per row of that.
-    Moves per fp32 element of the shard: BITS / 8 B of codes for each of W + 1 payloads, 8 of either error.
+    E is shard_error. It stays as it is in blocks of which no rank sent anything: their mean is zero.
+    The sum is in the order of the W ranks. It doesn't overflow, because its addends are multiplied by SHRINK.
+    The mean is limited to LARGEST, the largest finite number of error's dtype, and E to half of LARGEST.
+
+    received_ptr: the payloads of all ranks, one after another, as elements of the dtype of exact elements.
+    mean_ptr: one payload, in received_ptr's dtype.
+    error_ptr, shard_error_ptr: see _quantize_kernel. Of error, only this rank's shard is changed.
+    quantizer_ptr: see tile.py.
+    work_ptr: QuantizedWork's shard_work.
+    CAP: the largest scale.
+    Grid: one program per row of work_ptr.
+    Moves per fp32 element of the shard BITS / 8 B of codes for each of W + 1 payloads, 8 B of error, and 8 B
+    of shard_error.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
-    # The payloads begin on 16 bytes.
+    # Payloads begin on multiples of 16 bytes; dividing shows the compiler that they do.
     payload_bytes = tl.load(work + 1) // 16 * 16
     second = tl.load(work + 2)
     third = tl.load(work + 3)
@@ -177,7 +194,7 @@ def _average_kernel(
         own = shard_error_ptr + first * SIZE
         block = rank * second + first
         error = error_ptr + block * SIZE
-        LATE: tl.constexpr = BITS == 4 and WORLD_SIZE > 2  # the loop over ranks leaves no registers for it
+        LATE: tl.constexpr = BITS == 4 and WORLD_SIZE > 2  # the loop over ranks leaves no registers for kept
         if FEEDBACK and not LATE:
             kept = tl.load(own + offs, mask=mask, other=0.0)
         total, is_sent = _sum_of_ranks(
@@ -211,7 +228,7 @@ def _average_kernel(
             kept = tl.where(is_sent[:, None], saturated(lost * WORLD_SIZE, LARGEST / 2), kept)
             tl.store(own + offs, kept, mask=mask)
             if ACC == tl.float64:
-                # Only now: the 16 warps of a block of 4096 have no registers for it before.
+                # Loaded only now: the 16 warps of a block of 4096 have no registers for it earlier.
                 senders = tl.load(error + offs, mask=mask, other=0.0)
             tl.store(error + offs, senders + kept, mask=mask)
     else:
@@ -237,10 +254,18 @@ def average(
     tile_blocks: int,
     num_warps: int,
 ) -> Launch:
-    """Average one shard of all ranks, quantize the mean, and keep what is lost, in one launch.
+    """Return the launch that averages a shard over all ranks, and quantizes the mean.
 
-    received: [world size, payload], out: [payload], in the dtype of exact elements. work:
-    shard_work of QuantizedWork. rank: the owner's. The other arguments are those of quantize.
+    It keeps the mean's quantization error in shard_error, and adds it to error.
+
+    received: the payloads of all ranks, one after another, as elements of the dtype of exact elements.
+    quantizer: see tile.py.
+    work: int64, QuantizedWork's shard_work. QuantizedWork has tile_blocks and num_warps too.
+    rank: this rank, the shard's owner.
+    error, shard_error: see ops.quantized_plan. Without feedback they are neither read nor written, but their
+        dtype is the arithmetic's.
+    out: one payload, for the mean, in received's dtype.
+    bits, cap, block_size: see quantize.
     """
     columns = padded_size(block_size)
     warps = RESIDENT_WARPS if columns == block_size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
@@ -266,6 +291,6 @@ def average(
         COPY_BLOCK=COPY_BLOCK,
         num_warps=num_warps,
         maxnreg=registers(num_warps, max(1, warps // num_warps)),
-        # Codes of opposite signs have to cancel.
+        # Codes of opposite signs must cancel: a fused product would leave its rounding error.
         enable_fp_fusion=False,
     )

@@ -1,4 +1,4 @@
-"""Quantize the blocks of a bucket, and write the means that come back to the bucket."""
+"""Quantize the blocks of a bucket, and write the averaged blocks back to the bucket."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from .work import BLOCKS as _BLOCKS
 from .work import COPY_BLOCK, padded_size
 
 BLOCKS_WORK = tl.constexpr(_BLOCKS)
-RESIDENT_WARPS = 16  # of a multiprocessor, which its registers have to hold
+RESIDENT_WARPS = 16  # warps that a multiprocessor's registers must hold at once
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -44,16 +44,22 @@ def _quantize_kernel(
     BLOCKS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """Write the codes and scales of M = gradient + error to the payloads; error = what is lost.
+    """Quantize M = gradient + error: write codes and scales to the payloads, and error = M − decoded codes.
 
     In this rank's shard M = gradient + (error − shard_error). Where M isn't finite, the error counts as zero.
-    CAP: the largest scale. grad_ptr: the bucket. error_ptr: [blocks of all
-    shards, SIZE], fp32 (fp64 for fp64). shard_error_ptr: [blocks of a shard, SIZE]. payload_ptr: see
-    QuantizedWork, whose bucket_work is work_ptr. EXACT: the dtype of exact elements there. Grid: one program
-    per row of that, a tile of BLOCKS blocks or a copy of exact elements.
-    Moves per fp32 element 4 B of gradient, 8 of error, 4 / W of shard_error and BITS / 8 of codes. At 4 bits
-    and W = 8 that is 13.0; average moves 2.6 per element of the bucket, dequantize 4.5, and the scales of
-    blocks of 128 are 0.05: 20.1 in all.
+
+    grad_ptr: the bucket.
+    error_ptr: [blocks of all shards, SIZE], fp32 (fp64 for an fp64 bucket).
+    shard_error_ptr: [blocks of a shard, SIZE], error's dtype.
+    payload_ptr: the payloads of all shards, see QuantizedWork.
+    quantizer_ptr: see tile.py.
+    work_ptr: QuantizedWork's bucket_work.
+    EXACT: the dtype of exact elements in the payloads.
+    CAP: the largest scale.
+    Grid: one program per row of work_ptr: a tile of BLOCKS blocks, or a copy of exact elements.
+    Moves per fp32 element 4 B of gradient, 8 B of error, 4 / W B of shard_error (W ranks) and BITS / 8 B of
+    codes: 13.0 B at 4 bits and W = 8. Per element of the bucket, average moves 2.6 B, dequantize 4.5 B, and
+    the scales of blocks of 128 elements are 0.05 B: 20.1 B in all.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     grad = grad_ptr + tl.load(work + 1)
@@ -105,13 +111,19 @@ def quantize(
     tile_blocks: int,
     num_warps: int,
 ) -> Launch:
-    """Quantize gradient + error into the payloads, and keep in error what is lost, in one launch.
+    """Return the launch that quantizes gradient + error into the payloads, and keeps the quantization error.
 
-    grad: the bucket. quantizer: see tile.py. work: int64 table, bucket_work of QuantizedWork, which
-    has tile_blocks and num_warps, too. rank: whose shard shard_error belongs to. error, shard_error: those of
-    ops.quantized_plan; without feedback they are neither read nor written, but have the dtype of the
-    arithmetic. out: the payloads of all shards, uint8. exact_dtype: that of exact elements there. cap: the
-    largest scale.
+    grad: the bucket's flat buffer.
+    quantizer: see tile.py.
+    work: int64, QuantizedWork's bucket_work. QuantizedWork has tile_blocks and num_warps too.
+    rank: this rank, the owner of shard_error's shard.
+    error, shard_error: see ops.quantized_plan. Without feedback they are neither read nor written, but their
+        dtype is the arithmetic's.
+    out: uint8, the payloads of all shards.
+    exact_dtype: the dtype of exact elements in the payloads.
+    bits: 4 or 8.
+    cap: the largest scale.
+    block_size: the number of elements in a block.
     """
     return Launch(
         _quantize_kernel,
@@ -133,12 +145,12 @@ def quantize(
         COPY_BLOCK=COPY_BLOCK,
         num_warps=num_warps,
         maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
-        # Codes of opposite signs have to cancel.
+        # Codes of opposite signs must cancel.
         enable_fp_fusion=False,
     )
 
 
-# Of a multiprocessor, which its registers have to hold: with as many threads as quantize has, and with half.
+# Warps that a multiprocessor's registers must hold at once: for programs with quantize's warps, or with half.
 WRITING_WARPS, WRITING_HALF_WARPS = 24, 16
 
 
@@ -156,9 +168,16 @@ def _dequantize_kernel(
     BLOCKS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """gradient = round(scale · code's value), and the exact elements as they are.
+    """Compute gradient = round(scale · value of the code), and copy exact elements unchanged.
 
-    Pointers and grid as in quantize. Moves per element BITS / 8 B of codes and the gradient once.
+    payload_ptr: the payloads of all shards, see QuantizedWork.
+    grad_ptr: the bucket.
+    quantizer_ptr: see tile.py.
+    work_ptr: QuantizedWork's bucket_work.
+    ACC: the dtype of the arithmetic.
+    EXACT: the dtype of exact elements in the payloads.
+    Grid: one program per row of work_ptr: a tile of BLOCKS blocks, or a copy of exact elements.
+    Moves per element BITS / 8 B of codes, and the gradient once.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     grad = grad_ptr + tl.load(work + 1)
@@ -193,13 +212,15 @@ def dequantize(
     tile_blocks: int,
     num_warps: int,
 ) -> Launch:
-    """Write what the payloads of all shards stand for to the bucket, in one launch.
+    """Return the launch that decodes the payloads of all shards to the bucket.
 
-    payload: uint8. quantizer, work, exact_dtype and the sizes: those of quantize. out: the bucket.
+    payload: uint8, the payloads of all shards.
+    quantizer, work, exact_dtype, bits, block_size, tile_blocks, num_warps: see quantize.
+    out: the bucket's flat buffer.
     """
     resident = WRITING_WARPS
     if bits == 4 and out.dtype != torch.float64:
-        # So that a thread's codes are 128 bits; in fp64, where they would be 64, it spills.
+        # With half the warps a thread's codes are 128 bits. In fp64 they would be 64 bits, and spill.
         resident, num_warps = WRITING_HALF_WARPS, num_warps // 2
     return Launch(
         _dequantize_kernel,

@@ -1,8 +1,10 @@
-"""What the kernels of the quantized all-reduce share: blocks, one in each row of a tile, and their codes.
+"""Tiles of blocks, and codes of blocks: shared by the kernels of the quantized all-reduce.
 
-A tile has BLOCKS rows and COLS columns, a power of two, of which a block has SIZE. cpu/quantize.py has the
-formulas. quantizer_ptr: the quantizer of 4 bits in fp32, its 16 levels by code, then the 14 thresholds. CAP:
-the largest scale.
+A tile has BLOCKS rows, one per block, and COLS columns, a power of two. A block has SIZE elements, in the
+first columns. cpu/quantize.py has the formulas.
+
+quantizer_ptr: the quantizer of 4 bits in fp32: its 16 levels by code, then its 14 thresholds.
+CAP: the largest scale.
 """
 
 from typing import Any
@@ -14,12 +16,15 @@ import triton.language as tl
 from .work import WORK_FIELDS as _WORK_FIELDS
 
 WORK_FIELDS = tl.constexpr(_WORK_FIELDS)
-THRESHOLD = tl.constexpr(23)  # the quantizer's first positive threshold
+THRESHOLD = tl.constexpr(23)  # position of the first positive threshold in the quantizer
 ZERO = tl.constexpr(8)  # the code of the level zero
 
 
 def _reach(scales: float) -> int:
-    """Return this many times the largest scale, as the bits of fp64: a block with larger values is NaN."""
+    """Return scales · the largest number of bf16, as fp64's bits.
+
+    A block with a larger value becomes NaN.
+    """
     return int(torch.tensor(scales * torch.finfo(torch.bfloat16).max, dtype=torch.float64).view(torch.int64))
 
 
@@ -27,13 +32,13 @@ REACH_4, REACH_8 = tl.constexpr(_reach(2.5)), tl.constexpr(_reach(127))
 
 
 def element_type(dtype: torch.dtype) -> Any:
-    """Return Triton's name for a dtype."""
+    """Return Triton's dtype for a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 @triton.jit
 def tile_of(num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr):
-    """Return the mask and offsets of a tile of num_blocks blocks that are stored one after another."""
+    """Return (mask, offsets) of a tile of num_blocks blocks, stored one after another."""
     offs_block = tl.arange(0, BLOCKS)[:, None]
     offs_col = tl.arange(0, COLS)[None, :]
     mask = offs_block < num_blocks.to(tl.int32)
@@ -44,31 +49,39 @@ def tile_of(num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.const
 
 @triton.jit
 def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr):
-    """Return how a tile's gradients are stored: (whether 128 bits can be moved at a time, pointer, mask).
+    """Return (whether all gradients of a tile can be moved 128 bits at a time, a pointer for that, a mask).
 
-    grad_ptr: the first of them; length: how many there are. mask, offs: those of tile_of.
+    Where they can't, use grad_ptr and the mask.
+
+    grad_ptr: the first gradient of the tile.
+    length: the number of gradients.
+    mask, offs: tile_of's result.
     """
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     address = grad_ptr.to(tl.uint64)
     is_whole = (SIZE == COLS) & (length == BLOCKS * SIZE) & (address % 16 == 0)
-    # The hint is on a rounded copy, as in copy_tile.
+    # The hint is on a rounded copy of the address: see copy_tile.
     aligned = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(TYPE)), 16)
     return is_whole, aligned, mask & (offs < length.to(tl.int32))
 
 
 @triton.jit
 def encode(values, quantizer_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr):
-    """Quantize the rows of values, fp32 or fp64, zero beyond SIZE.
+    """Quantize each row of values.
 
-    Returns codes, int32; scales, fp32 rounded to bf16, NaN for a row that isn't finite or that scales don't
-    reach; and values − what the codes stand for, zero in such a row.
+    values: [BLOCKS, COLS], fp32 or fp64, zero beyond column SIZE.
+
+    Returns (codes, scales, lost):
+    codes: int32.
+    scales: fp32, rounded to bf16. NaN for a row that isn't finite, or has a value that no scale reaches.
+    lost: values − decoded codes; zero in rows with the scale NaN.
     """
     ACC: tl.constexpr = values.dtype
     BITS_TYPE: tl.constexpr = tl.int64 if ACC == tl.float64 else tl.int32
     MANTISSA: tl.constexpr = 52 if ACC == tl.float64 else 23
     INFINITY: tl.constexpr = (2047 << 52) if ACC == tl.float64 else (255 << 23)
     REACH: tl.constexpr = (REACH_8 if BITS == 8 else REACH_4) if ACC == tl.float64 else INFINITY - 1
-    # Nonnegative numbers compare as their bits do, and NaN's are the largest.
+    # Nonnegative floats are in the order of their bits, and NaN has the largest bits.
     largest_bits = tl.max(tl.abs(values).to(BITS_TYPE, bitcast=True), 1)
     is_finite = largest_bits <= REACH
     values = tl.where(is_finite[:, None], values, 0.0)
@@ -81,7 +94,7 @@ def encode(values, quantizer_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: t
         decoded = _nearest_integer(values * _inverse(wide)[:, None])
         codes = decoded.to(tl.int32)
     else:
-        # By a power of two, which is exact, to values below 4 whose squares neither overflow nor vanish.
+        # Divide by a power of two, exactly, to values below 4: their squares neither overflow nor vanish.
         exponent = largest_bits >> MANTISSA
         exponent = tl.minimum(tl.maximum(exponent, 1), (INFINITY >> MANTISSA) - 2)
         power = (exponent << MANTISSA).to(ACC, bitcast=True)
@@ -89,11 +102,11 @@ def encode(values, quantizer_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: t
         unit = values * inverse_power[:, None]
         squared = tl.sum(unit * unit, 1)
         inverse_rms = tl.rsqrt(tl.where(squared > 0.0, squared, 1.0).to(tl.float32) * (1.0 / SIZE))
-        # The root mean square counts as at most 2 / 3 of CAP.
+        # The root mean square is taken as at most 2 / 3 of CAP.
         inverse_rms = tl.maximum(inverse_rms, (power * (1.5 / CAP)).to(tl.float32))
         codes = _nearest_level(unit.to(tl.float32) * inverse_rms[:, None], quantizer_ptr)
         decoded = tl.load(quantizer_ptr + codes).to(ACC)
-        # Zero in a row of zeros; at least 0.7 in others.
+        # The sum is zero in a row of zeros, at least 0.7 in any other row.
         energy = tl.maximum(tl.sum(decoded * decoded, 1), 0.5)
         scale = tl.minimum(_divide(tl.sum(unit * decoded, 1), energy) * power, CAP)
         scale = _round_to_bf16(tl.where(is_finite, scale, float("nan")))
@@ -104,13 +117,16 @@ def encode(values, quantizer_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: t
 
 @triton.jit
 def saturated(x, LIMIT: tl.constexpr):
-    """Return x between −LIMIT and LIMIT; NaN stays NaN."""
+    """Return x limited to −LIMIT .. LIMIT; NaN stays NaN."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 @triton.jit
 def _nearest_level(unit, quantizer_ptr):
-    """Return the codes of the levels nearest to unit, in fp32: a search among the thresholds of |unit|."""
+    """Return the codes of the levels nearest to unit.
+
+    unit: fp32. Its absolute value is searched among the seven positive thresholds.
+    """
     first = tl.load(quantizer_ptr + THRESHOLD)
     second = tl.load(quantizer_ptr + THRESHOLD + 1)
     third = tl.load(quantizer_ptr + THRESHOLD + 2)
@@ -130,7 +146,10 @@ def _nearest_level(unit, quantizer_ptr):
 def load_codes(
     codes_ptr, num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr
 ):
-    """Return the bytes of a tile's codes, from its first byte on, as decode takes them."""
+    """Load the packed codes of a tile, for decode.
+
+    codes_ptr: the tile's first byte of codes.
+    """
     BYTES: tl.constexpr = COLS * BITS // 8
     mask, offs = tile_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
     return tl.load(codes_ptr + offs, mask=mask, other=0)
@@ -138,7 +157,11 @@ def load_codes(
 
 @triton.jit
 def decode(packed, scale, quantizer_ptr, ACC: tl.constexpr, BITS: tl.constexpr):
-    """Return what the codes in load_codes' bytes stand for at the scales of their rows (fp32), in ACC."""
+    """Return scale · the value of each code, in ACC.
+
+    packed: load_codes' result.
+    scale: fp32, one per row.
+    """
     if BITS == 8:
         decoded = packed.to(tl.int8, bitcast=True).to(ACC)
     else:
@@ -158,7 +181,11 @@ def store_codes(
     SIZE: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Store a tile's codes, int32 [BLOCKS, COLS], from its first byte on; of two in a byte, the first low."""
+    """Pack and store the codes of a tile.
+
+    codes_ptr: the tile's first byte of codes.
+    codes: int32 [BLOCKS, COLS]. With 4 bits, two share a byte: the first one is in the lower half.
+    """
     BYTES: tl.constexpr = COLS * BITS // 8
     mask, offs = tile_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
     if BITS == 8:
@@ -171,8 +198,11 @@ def store_codes(
 
 @triton.jit
 def codes_at(payload_ptr, at, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """Return the pointer to a tile's first code. at: its byte, a multiple of what a block's codes take."""
-    # That holds within a shard, and shards begin on 16 bytes. As in copy_tile, arithmetic says so.
+    """Return the pointer to a tile's first code.
+
+    at: the byte of the code in the payloads. Within a shard it is a multiple of a block's bytes of codes.
+    """
+    # Shards begin on multiples of 16 bytes. Dividing shows the compiler how the pointer is aligned.
     BYTES: tl.constexpr = SIZE * BITS // 8
     if BYTES % 16 == 0:
         at = at // 16 * 16
@@ -185,17 +215,23 @@ def codes_at(payload_ptr, at, SIZE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_scales(payload_ptr, at, num_blocks, BLOCKS: tl.constexpr):
-    """Return the scales of a tile in fp32. at: the byte of the first of them, in bf16."""
+    """Load the scales of a tile as fp32.
+
+    at: the byte of the first scale; scales are stored in bf16.
+    """
     offs = tl.arange(0, BLOCKS)
     scales = (payload_ptr + at).to(tl.pointer_type(tl.uint16))
-    # As integers: Triton's interpreter converts no subnormal numbers to and from bf16.
+    # Converted as integers: Triton's interpreter doesn't convert subnormal numbers to and from bf16.
     upper = tl.load(scales + offs, mask=offs < num_blocks.to(tl.int32), other=0)
     return (upper.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_scales(payload_ptr, at, scale, num_blocks, BLOCKS: tl.constexpr):
-    """Store encode's scales of a tile in bf16. at: the byte of the first of them."""
+    """Store encode's scales of a tile in bf16.
+
+    at: the byte of the first scale.
+    """
     offs = tl.arange(0, BLOCKS)
     scales = (payload_ptr + at).to(tl.pointer_type(tl.uint16))
     upper = (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
@@ -204,7 +240,7 @@ def store_scales(payload_ptr, at, scale, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _round_to_bf16(x):
-    """Return x, fp32 or fp64, rounded to bf16, to even between two, in fp32; NaN stays NaN."""
+    """Return x (fp32 or fp64) rounded to bf16, to nearest even, as fp32; NaN stays NaN."""
     x = x.to(tl.float32)
     bits = x.to(tl.uint32, bitcast=True)
     rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
@@ -229,7 +265,7 @@ def _or_zero(x):
 
 @triton.jit
 def _inverse(x):
-    """Return 1 / x for scales x of at least zero, and 0 where that isn't finite."""
+    """Return 1 / x for scales x >= 0, and 0 where 1 / x isn't finite."""
     NONE: tl.constexpr = 0.0 if x.dtype == tl.float64 else 2.0**-128
     one = tl.full(x.shape, 1.0, x.dtype)
     return tl.where(x > NONE, _divide(one, tl.where(x > NONE, x, 1.0)), 0.0)
@@ -237,8 +273,8 @@ def _inverse(x):
 
 @triton.jit
 def _nearest_integer(x):
-    """Return x rounded to an integer, to even between two, between −127 and 127."""
-    # Adding this leaves no bits for fractions.
+    """Return x rounded to an integer, to nearest even, and limited to −127 .. 127."""
+    # A number of this size has no bits for fractions.
     SHIFT: tl.constexpr = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
     x = tl.minimum(tl.maximum(x, -127.0), 127.0)
     return (x + SHIFT) - SHIFT

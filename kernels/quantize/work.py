@@ -1,7 +1,8 @@
-"""The tables of the quantized all-reduce's kernels for one bucket: what every program works on.
+"""The tables of the quantized all-reduce's kernels for one bucket: one row per program.
 
-Arithmetic on shapes alone. A payload is what the ranks exchange of one shard: its codes, the scales of its
-blocks in bf16, and its exact elements, each section on 16 bytes (layout/blocks.py).
+They depend on shapes alone. A payload holds one shard as ranks exchange it, in three sections: its codes, the
+scales of its blocks in bf16, and its exact elements. Every section begins on a multiple of 16 bytes
+(layout/blocks.py).
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ if TYPE_CHECKING:
     from gradcomp.layout import BlockLayout
 
 WORK_FIELDS = 9
-BLOCKS, COPY = 0, 1  # work types
-COPY_BLOCK = 2048  # exact elements that a program copies or averages
-THREAD_BYTES = 64  # of a tile that a thread holds: with 128, two programs fit a multiprocessor, not four
+BLOCKS, COPY = 0, 1  # what a program does: a row's first field
+COPY_BLOCK = 2048  # most exact elements that a program copies or averages
+THREAD_BYTES = 64  # bytes of a tile in each thread: with 128, two programs fit a multiprocessor, not four
 WARP_SIZE = 32
 MIN_WARPS, MAX_WARPS = 4, 32
 
 
 def padded_size(block_size: int) -> int:
-    """Return the columns of a tile with a block in each row: a power of two."""
+    """Return the number of a tile's columns: block_size, rounded up to a power of two."""
     return 1 << (block_size - 1).bit_length()
 
 
 def tile_shape(block_size: int, itemsize: int) -> tuple[int, int]:
-    """Return (blocks of a tile, warps of its program). itemsize: bytes of an element in the arithmetic."""
+    """Return (blocks of a tile, warps of its program).
+
+    itemsize: bytes of an element in the arithmetic.
+    """
     columns, thread_numel = padded_size(block_size), THREAD_BYTES // itemsize
     num_warps = min(max(columns // (WARP_SIZE * thread_numel), MIN_WARPS), MAX_WARPS)
     return max(1, num_warps * WARP_SIZE * thread_numel // columns), num_warps
@@ -36,18 +40,21 @@ def tile_shape(block_size: int, itemsize: int) -> tuple[int, int]:
 class QuantizedWork:
     """The tables and sizes of one bucket.
 
-    layout: what is quantized, and its shards. bits: 4 or 8. itemsize: bytes of the bucket's elements.
-    exact_itemsize: bytes of what is sent exactly, if they differ.
+    layout: the blocks and shards of the bucket.
+    bits: bits of a code, 4 or 8.
+    itemsize: bytes of an element in the bucket.
+    exact_itemsize: bytes of an exact element in the payloads, itemsize by default.
 
-    bucket_work: programs of quantize and dequantize, which walk through the bucket's runs and what is exact.
-    shard_work: programs of average, the same for every shard. Rows of WORK_FIELDS, each
-    (BLOCKS, first element in the bucket, number of elements, number of blocks, first block of all shards',
-    byte of the first code in the payloads, byte of the first scale, shard, first block in it) or
-    (COPY, first element in the bucket, number of elements, byte of the first of them in the payloads);
-    average's rows are
-    (BLOCKS, bytes of a payload, blocks of a shard, number of blocks, first block in the shard, byte of the
-    first code in a payload, byte of the first scale) or
-    (COPY, bytes of a payload, number of elements, byte of the first of them in a payload).
+    bucket_work: one row for each program of quantize or dequantize, either of
+        (BLOCKS, first element in the bucket, number of elements, number of blocks, first block among those of
+        all shards, byte of the first code in the payloads, byte of the first scale, shard, first block in it)
+        (COPY, first element in the bucket, number of elements, byte of the first one in the payloads)
+    shard_work: one row for each program of average, equal for all shards, either of
+        (BLOCKS, bytes of a payload, blocks of a shard, number of blocks, first block in the shard, byte of
+        the first code in a payload, byte of the first scale)
+        (COPY, bytes of a payload, number of elements, byte of the first one in a payload)
+
+    Rows have WORK_FIELDS fields; unused ones are 0.
     """
 
     def __init__(self, layout: BlockLayout, bits: int, itemsize: int, exact_itemsize: int | None = None):
@@ -61,7 +68,7 @@ class QuantizedWork:
         self.shard_work = list(self._shard_work())
 
     def _block_work(self) -> Iterator[tuple[int, ...]]:
-        """Yield the tiles of every run, and those of the blocks behind the last that no tensor has."""
+        """Yield the rows of every run's tiles, then of the padding blocks behind the last run."""
         size, num_blocks = self.layout.block_size, self.layout.num_blocks
         end = 0
         for run in self.layout.runs:
@@ -80,7 +87,7 @@ class QuantizedWork:
         return (BLOCKS, in_bucket, numel, stop - start, start, codes, scales, shard, block)
 
     def _tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of tiles of blocks, none of which has blocks of two shards."""
+        """Yield (first block, one past the last) of each tile. No tile has blocks of two shards."""
         while first < last:
             end_of_shard = (first // self.layout.num_blocks + 1) * self.layout.num_blocks
             stop = min(first + self.tile_blocks, last, end_of_shard)
@@ -88,6 +95,7 @@ class QuantizedWork:
             first = stop
 
     def _copy_work(self) -> Iterator[tuple[int, ...]]:
+        """Yield bucket_work's rows of exact elements. No row has elements of two shards."""
         per_shard = self.layout.exact_numel
         for part in self.layout.exact:
             in_bucket = part.in_bucket.start
