@@ -23,14 +23,14 @@ from .tile import (
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
 PROGRAMS = {1: 4, 2: 4, 4: 4, 8: 3}
-PLAIN_DOT_WARPS = 8  # without feedback there are two loops (see gradient_tile); with 4, some of them spill
-# A dot product over more rows at once takes more registers than three blocks on a multiprocessor leave.
+PLAIN_DOT_WARPS = 8  # without feedback the kernel has two loops (see gradient_tile); some spill with 4 warps
+# A dot product over more rows at once takes more registers than there are for a program.
 DOT_ROWS = 32
 
 
 @triton.jit
 def source_matrix(source_ptr, matrix_ptr, FEEDBACK: tl.constexpr):
-    """Return M for source_tile: M is in the memory, or without FEEDBACK in the bucket."""
+    """Return M for source_tile: from `memory` with FEEDBACK, without it from the bucket."""
     if FEEDBACK:
         matrix = memory_matrix(source_ptr, matrix_ptr, False)
     else:
@@ -43,7 +43,10 @@ def source_tile(
     matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return (pointers, mask) of a tile of M."""
+    """Return (pointers, mask) of a tile of M.
+
+    matrix: source_matrix's result.
+    """
     if FEEDBACK:
         ptrs, mask = memory_tile(matrix, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
     else:
@@ -57,10 +60,14 @@ def back_project_fma(
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Do the work of one program of _back_project_kernel in FMAs. partial: the start of its partial Q."""
+    """Compute one program's partial Q in FMAs; see _back_project_kernel.
+
+    partial: pointer to the program's partial Q.
+    col_block, first, last: the column block, the first row block and one past the last.
+    """
     TYPE: tl.constexpr = source_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    # The rows of a tile that 128 threads hold at 16 bytes each.
+    # The rows of a tile that 128 threads hold with 16 bytes each.
     ROWS_AT_ONCE: tl.constexpr = 128 * (128 // TYPE.primitive_bitwidth) // BLOCK_COLS
     FOLD: tl.constexpr = BLOCK_ROWS // ROWS_AT_ONCE
     offs_row = tl.arange(0, BLOCK_ROWS)
@@ -70,7 +77,7 @@ def back_project_fma(
 
     acc = ()
     for _ in tl.static_range(RANK):
-        # Sums over a thread's rows stay within it; sums over threads wait for the end.
+        # Sums over a thread's rows stay within the thread. Sums over threads wait for the end.
         acc = acc + (tl.zeros((ROWS_AT_ONCE, BLOCK_COLS), COMPUTE),)
     for row_block in range(first, last):
         ptrs, mask = source_tile(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED)
@@ -92,9 +99,9 @@ def back_project_dot(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Do the same in matrix products, tf32x3 or fp64, with RANK_BLOCK columns of Q at a time.
+    """Compute one program's partial Q in matrix products, tf32x3 or fp64; see _back_project_kernel.
 
-    M is read once for each RANK_BLOCK.
+    M is read once for each RANK_BLOCK columns of Q. For the arguments see back_project_fma.
     """
     TYPE: tl.constexpr = source_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
@@ -112,7 +119,7 @@ def back_project_dot(
             matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
             offs_p = offs_rank[:, None] * p_stride + (row_block * BLOCK_ROWS + offs_row)[None, :]
             p = tl.load(p_panel + offs_p) * SHRINK
-            # Qᵀ rather than Q: a transposed M would be copied to shared memory 32 bits at a time.
+            # Compute Qᵀ, not Q: a transposed M would be copied to shared memory 32 bits at a time.
             acc = tl.dot(p, matrix, acc, input_precision=PRECISION, out_dtype=COMPUTE)
         tl.store(partial + offs_rank[:, None] * BLOCK_COLS + offs_col[None, :], acc)
 
@@ -123,7 +130,7 @@ def back_project_tiles(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Choose between FMAs and matrix products by RANK."""
+    """Compute one program's partial Q: in FMAs up to MAX_FMA_RANK, above it in matrix products."""
     if RANK <= MAX_FMA_RANK:
         back_project_fma(
             source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
@@ -152,10 +159,13 @@ def _back_project_kernel(
 ):
     """Compute partial SHRINK · Q = SHRINK · Mᵀ P over some rows.
 
-    source_ptr: the memory if FEEDBACK, else the bucket. p_ptr: P's panels. partial_ptr: [programs, RANK,
-    BLOCK_COLS]. Grid: one program per row of work_ptr (_back_project_work). BLOCK_ROWS: a SPLIT-th of
-    PowerSGDWork's. Moves 4 B per matrix element in fp32, and 4 · RANK · BLOCK_COLS B of partial sums per
-    program; P comes from the cache.
+    source_ptr: `memory` with FEEDBACK, without it the bucket.
+    p_ptr: the panels of P.
+    partial_ptr: [programs, RANK, BLOCK_COLS].
+    BLOCK_ROWS: PowerSGDWork's block_rows, divided by SPLIT.
+    Grid: one program per row of work_ptr (PowerSGDWork._back_project_work).
+    Moves 4 B per matrix element in fp32, and 4 · RANK · BLOCK_COLS B of partial sums per program. P comes
+    from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
     matrix_ptr, col_block, first, last = work_of(program, matrices_ptr, work_ptr)
@@ -184,18 +194,23 @@ def back_project(
     block_cols: int,
     feedback: bool,
 ) -> Launch:
-    """Step 5 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
+    """Return the launch that projects every matrix of a bucket on its P.
 
-    source: the memory holding M if feedback, else the bucket's flat buffer. p: the orthonormal panels.
-    matrices, work: int64 tables of PowerSGDWork (matrix_table, back_project_work).
+    This is step 5 of PowerSGD (Vogels et al. 2019, algorithm 1).
+
+    source: project's `memory`, which keeps M; without feedback the bucket's flat buffer.
+    p: the orthonormal panels.
+    matrices: int64, PowerSGDWork's matrix_table.
+    work: int64, PowerSGDWork's back_project_work.
     out: [len(work), rank, block_cols], the partial sums of Q, in p's dtype.
     rank, block_rows, block_cols: PowerSGDWork's.
+    feedback: whether source is `memory`.
     """
     is_dot = rank > MAX_FMA_RANK.value
     rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
     is_plain_dot = is_dot and not feedback and block_cols == 64
     num_warps = PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS
-    # Beyond rank 32 it also takes more registers than two programs leave (sm_120).
+    # Beyond rank 32, PLAIN_DOT_WARPS also take more registers than two programs leave (sm_120).
     num_programs = 1 if is_plain_dot and rank > 32 else PROGRAMS.get(rank, 2)
     return Launch(
         _back_project_kernel,

@@ -1,6 +1,6 @@
-"""PowerSGD's first pass over a bucket: add the error to every matrix, keep it, and project it on Q.
+"""PowerSGD's first pass over a bucket: add the error to every matrix, keep the sum, and project it on Q.
 
-The error is finite, rounded, and shortened where float16 needs it.
+The error is made finite, rounded, and shortened where float16 needs it.
 """
 
 import torch
@@ -27,19 +27,22 @@ from .tile import (
     work_of,
 )
 
-# The norm that a row or a column of a float16 error may have, so that its sum with the next gradients fits.
+# The largest norm of a row or a column of a float16 error: its sum with the next gradients fits float16.
 LIMIT_FLOAT16 = tl.constexpr(0.75 * 65504)
-# Halfway between the largest number and what would follow it.
+# Halfway between the largest number and the next one: from here on, rounding gives infinity.
 INFINITE_FLOAT16, INFINITE_BFLOAT16 = tl.constexpr(65520.0), tl.constexpr((2 - 2**-8) * 2.0**127)
 
 
 @triton.jit
 def shortening(squares, length, BLOCK: tl.constexpr):
-    """Return the factor for each row (or column) of a float16 matrix's tile; length: the matrix's row length.
+    """Return the factor for each row (or column) of a tile of a float16 matrix.
 
-    squares: the squared norms of the rows within the tile. LIMIT_FLOAT16² is divided equally among the tiles
-    of a row. A row that exceeds its limit is scaled to a third of it, so that it isn't too long again in the
-    next step.
+    squares: the squared norms of the tile's rows.
+    length: the length of the matrix's rows.
+    BLOCK: the length of the tile's rows.
+
+    LIMIT_FLOAT16² is divided equally among the tiles of a row. A row above its limit is scaled to a third of
+    the limit, so it isn't too long again in the next step.
     """
     limit = tl.div_rn(LIMIT_FLOAT16 * LIMIT_FLOAT16, tl.cdiv(length, BLOCK).to(tl.float32))
     return tl.where(squares > limit, tl.sqrt_rn(tl.div_rn(limit, tl.maximum(9 * squares, limit))), 1.0)
@@ -49,9 +52,11 @@ def shortening(squares, length, BLOCK: tl.constexpr):
 def fit_float16(error, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """Return a tile of the error, shortened where the factors of a float16 matrix might overflow float16.
 
-    No element of M Q or Mᵀ P, with Q and P orthonormal, is larger than the norm of M's longest row or column.
+    With orthonormal Q and P, no element of M Q or Mᵀ P exceeds the norm of M's longest row or column.
+
+    rows, cols: the shape of M.
     """
-    # If even the largest element in every position of a row or column would fit, none is too long.
+    # If a row or column full of the largest element would fit, none is too long.
     largest = tl.max(tl.abs(error))
     longest = tl.maximum(rows + BLOCK_ROWS, cols + BLOCK_COLS).to(tl.float32)
     if largest * largest * longest > LIMIT_FLOAT16 * LIMIT_FLOAT16:
@@ -66,13 +71,20 @@ def add_error(
     gradient, exists, memory_ptrs, memory_mask, approximation, rows, cols,
     TYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store M = gradient + (M_prev − P_prev Q_prevᵀ) over M_prev. Returns M as stored, not yet upcast.
+    """Store M = gradient + (M_prev − P_prev Q_prevᵀ) over M_prev. Returns M as stored, in TYPE.
 
-    approximation: P_prev Q_prevᵀ. It is rounded to TYPE, the bucket's dtype, as it was for the output, so
-    that the error includes the rounding of the output. Outside the matrix, and where it or M isn't finite in
-    TYPE, the error counts as zero (that is how PowerSGD recovers from inf and NaN). rows, cols: the matrix's.
+    gradient: in the dtype of the arithmetic.
+    exists: the mask of elements that are in the bucket.
+    memory_ptrs, memory_mask: memory_tile's result, for M_prev.
+    approximation: P_prev Q_prevᵀ. It is rounded to TYPE, as the last step's output was, so that the error
+        includes the output's rounding.
+    rows, cols: the shape of M.
+    TYPE: the bucket's dtype.
+
+    The error counts as zero outside the matrix, and where the error or M isn't finite in TYPE. This is how
+    PowerSGD recovers from inf and NaN.
     """
-    # Once rounded to TYPE.
+    # From this number on, rounding to TYPE gives infinity.
     INFINITE: tl.constexpr = (
         INFINITE_FLOAT16
         if TYPE == tl.float16
@@ -99,7 +111,12 @@ def project_fma(
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Do the work of one program of _project_kernel in FMAs. partial: the start of its partial P."""
+    """Compute one program's partial P in FMAs; see _project_kernel.
+
+    q_hat, factor: pointers to the unscaled columns of Q̂, and the factors that scale them.
+    partial: pointer to the program's partial P.
+    row_block, first, last: the row block, the first column block and one past the last.
+    """
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     FOLD: tl.constexpr = 128 // TYPE.primitive_bitwidth
@@ -113,7 +130,7 @@ def project_fma(
 
     acc = ()
     for _ in tl.static_range(RANK):
-        # Sums over neighboring columns stay within a thread; sums over threads wait for the end.
+        # Sums over neighboring columns stay within a thread. Sums over threads wait for the end.
         acc = acc + (tl.zeros((BLOCK_ROWS, BLOCK_COLS // FOLD), COMPUTE),)
     for col_block in range(first, last):
         if RELOADED:
@@ -151,7 +168,10 @@ def project_dot(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Do the same in matrix products, tf32x3 or fp64, reading M once for each RANK_BLOCK columns of P."""
+    """Compute one program's partial P in matrix products, tf32x3 or fp64; see _project_kernel.
+
+    M is read once for each RANK_BLOCK columns of P. For the arguments see project_fma.
+    """
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
@@ -167,7 +187,7 @@ def project_dot(
 
     for rank_start in range(0, RANK, RANK_BLOCK):
         if FEEDBACK and rank_start > 0:
-            tl.debug_barrier()  # other threads' part of M has to have arrived
+            tl.debug_barrier()  # wait for other threads' stores of M
         start, factor = direction(
             q_ptr, norms_ptr, matrix_ptr, rank_start + offs_rank, RANK, BLOCK_COLS, UNIT
         )
@@ -217,7 +237,7 @@ def project_tiles(
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Choose between FMAs and matrix products by RANK."""
+    """Compute one program's partial P: in FMAs up to MAX_FMA_RANK, above it in matrix products."""
     if RANK <= MAX_FMA_RANK:
         project_fma(
             grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
@@ -249,14 +269,21 @@ def _project_kernel(
     RELOADED: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and partial P = M Q̂ over some columns.
+    """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and partial SHRINK · P over some columns.
 
-    Q̂: the columns of Q_prev, scaled (see direction, which takes UNIT). memory_ptr: M_prev, becomes M. Without
-    FEEDBACK it isn't touched, and M is the gradient. RELOADED: see is_reloaded. p_ptr, q_ptr: panels.
-    partial_ptr: [programs, RANK, BLOCK_ROWS]. Grid: one program per row of work_ptr (_project_work).
-    BLOCK_COLS: a SPLIT-th of PowerSGDWork's.
-    Moves 12 B per matrix element in fp32 (4 B without feedback), and 4 · RANK · BLOCK_ROWS B of partial sums
-    per program; P and Q come from the cache.
+    P = M Q̂. Q̂ has the scaled columns of Q_prev, see direction.
+
+    grad_ptr: the bucket.
+    memory_ptr: M_prev, replaced by M. Without FEEDBACK it isn't touched, and M is the gradient.
+    p_ptr, q_ptr: the panels of P_prev and of SHRINK · Q_prev.
+    norms_ptr: the squared lengths of Q_prev's columns, see reconstruct.
+    partial_ptr: [programs, RANK, BLOCK_ROWS].
+    BLOCK_COLS: PowerSGDWork's block_cols, divided by SPLIT.
+    RELOADED: see is_reloaded.
+    UNIT: see direction.
+    Grid: one program per row of work_ptr (PowerSGDWork._project_work).
+    Moves 12 B per matrix element in fp32 (4 B without FEEDBACK), and 4 · RANK · BLOCK_ROWS B of partial sums
+    per program. P and Q come from the cache.
     """
     program = tl.program_id(0).to(tl.int64)
     matrix_ptr, row_block, first, last = work_of(program, matrices_ptr, work_ptr)
@@ -264,7 +291,7 @@ def _project_kernel(
     q_hat = ()
     factor = ()
     if RANK <= MAX_FMA_RANK:
-        # Before the branch: within it, they would take more registers.
+        # Computed before the branch: within it, the pointers and factors would take more registers.
         stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
         for j in tl.static_range(RANK):
             column = tl.full((1,), j, tl.int32)
@@ -286,28 +313,36 @@ def _project_kernel(
 
 
 def is_reloaded(rank: int, dtype: torch.dtype) -> bool:
-    """Return whether a matrix's row of the table is loaded for each tile, by way of shared memory.
+    """Return whether a matrix's row of the table is loaded again for each tile, through shared memory.
 
-    Otherwise it is loaded once, which takes more registers than shortening fp16's error leaves, or fp32 at
-    rank 4 on sm_100, or fp64 at rank 32 on sm_90 under Triton 3.6; and at rank 32 in fp32 makes the compiler
-    place tiles so that two programs don't fit 100 KiB.
+    Otherwise it is loaded once, which takes more registers. There are too few registers for that in float16
+    (shortening the error takes some), in fp32 at rank 4 on sm_100, and in fp64 at rank 32 on sm_90 under
+    Triton 3.6. In fp32 at rank 32, loading the row once makes the compiler place tiles so that two programs
+    don't fit 100 KiB.
+
+    rank: padded.
+    dtype: the gradient's.
     """
     ranks = {torch.float16: (rank,), torch.float32: (4, 32), torch.float64: (32,)}
     return rank in ranks.get(dtype, ())
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return how _project_kernel is compiled for a padded rank and the gradient's dtype."""
-    # In matrix products a tile's rows keep 4 warps busy: more would repeat the same products. But in fp64
-    # beyond rank 32 the registers of 4 don't suffice.
+    """Return how _project_kernel is compiled.
+
+    rank: padded.
+    dtype: the gradient's.
+    """
+    # In matrix products a tile's rows keep 4 warps busy: more warps would repeat the same products. But in
+    # fp64 beyond rank 32 the registers of 4 warps don't suffice.
     is_large = dtype == torch.float64 and rank > 32
     num_warps = 8 if rank <= 4 or is_large else 4
-    # Where registers are left, three programs fit a multiprocessor. Shortening fp16's error takes more, and
-    # so does rank 2 on sm_100.
+    # Three programs fit a multiprocessor if there are registers left. There are none left for fp16, where
+    # shortening the error takes them, nor at rank 2 on sm_100.
     num_programs = 3 if rank == 1 and dtype in (torch.float32, torch.bfloat16) else 1 if is_large else 2
-    # Matrix products take tiles that are loaded one step ahead, by way of shared memory; with RELOADED the
-    # table's elements before them. In fp64 that takes more registers than there are, and so do the table's
-    # elements in fp16 beyond rank 32, on sm_86 under Triton 3.9.
+    # Matrix products take tiles that were loaded one step ahead, through shared memory. With RELOADED the
+    # table's elements are loaded another step ahead. In fp64, loading ahead takes more registers than there
+    # are. In fp16 beyond rank 32, loading the table's elements ahead does (sm_86, Triton 3.9).
     num_stages = 3
     if rank > MAX_FMA_RANK.value:
         is_ahead = is_reloaded(rank, dtype) and rank <= 32
@@ -331,14 +366,20 @@ def project(
     feedback: bool,
     unit: bool,
 ) -> Launch:
-    """Steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, one launch.
+    """Return the launch that adds the error to every matrix of a bucket, and projects the sums on Q.
 
-    grad: the bucket's flat buffer. memory: M of the last step, becomes this step's M; any tensor without
-    feedback. p, q: the panels of the last step's factors, fp32 (fp64 for an fp64 bucket). norms: fp64, see
-    reconstruct. matrices, work: int64 tables of PowerSGDWork (matrix_table, project_work).
+    These are steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1).
+
+    grad: the bucket's flat buffer.
+    memory: M of the last step, replaced by this step's M. Without feedback, any tensor.
+    p, q: the panels of the last step's factors, fp32 (fp64 for an fp64 bucket).
+    norms: fp64, see reconstruct.
+    matrices: int64, PowerSGDWork's matrix_table.
+    work: int64, PowerSGDWork's project_work.
     out: [len(work), rank, block_rows], the partial sums of P, in p's dtype.
-    rank, block_rows, block_cols: PowerSGDWork's. unit: whether columns of Q are scaled to length 1, for which
-    P's length matters, rather than by a power of two.
+    rank, block_rows, block_cols: PowerSGDWork's.
+    feedback: whether there is an error to add.
+    unit: scale columns of Q to length 1, rather than by a power of two. Needed where P's length matters.
     """
     # FMAs at rank 8 in fp32 take all registers for a tile of 64 columns.
     is_narrow = rank > MAX_FMA_RANK.value or (rank == 8 and grad.dtype == torch.float32)

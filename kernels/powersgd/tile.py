@@ -1,7 +1,7 @@
-"""What PowerSGD's kernels share: the columns of their tables, and how they read a tile.
+"""Columns of tables, and access to tiles, panels and wires: shared by PowerSGD's kernels.
 
-work.py builds the tables (int64), and describes the memory's layout. Base addresses are 64 bits
-wide, offsets within a tile 32.
+work.py builds the tables (int64), and describes the layout of memory, panels and wires. Base addresses have
+64 bits, offsets within a tile 32.
 """
 
 import triton
@@ -19,29 +19,29 @@ GRADIENT = _column("gradient")  # first element in the bucket
 ROWS = _column("rows")  # n
 COLS = _column("cols")  # m
 MATRIX_RANK = _column("rank")  # r
-NUMEL = _column("numel")  # elements in the bucket, which may lack the end of a square view
-MEMORY = _column("memory")  # first element in the memory
+NUMEL = _column("numel")  # elements in the bucket: fewer than n · m for a padded square view
+MEMORY = _column("memory")  # first element in `memory`
 MEMORY_COLS = _column("memory_cols")  # m padded to 16 B
 P_PANEL = _column("p_panel")  # first element of P's panel
-P_STRIDE = _column("p_stride")  # elements from one of its columns to the next
+P_STRIDE = _column("p_stride")  # elements from one column of P's panel to the next
 Q_PANEL = _column("q_panel")
 Q_STRIDE = _column("q_stride")
-RANDOM_PANEL = _column("random_panel")  # the random Q's panel, in the same tensor and with the same stride
+RANDOM_PANEL = _column("random_panel")  # the random Q's panel: in Q's tensor, with Q's stride
 P_WIRE = _column("p_wire")  # first element of P on the wire
 Q_WIRE = _column("q_wire")
-FIRST_RANDOM = _column("first_random")  # elements of all Q before this one
-FIRST_NORM = _column("first_norm")  # first of Q's partial norms
+FIRST_RANDOM = _column("first_random")  # number of elements in all earlier matrices' Q
+FIRST_NORM = _column("first_norm")  # first row of Q's partial norms, one row per program
 NUM_NORMS = _column("num_norms")
 MATRIX_FIELDS = tl.constexpr(len(powersgd_work.MATRIX_FIELDS))
 WORK_FIELDS = tl.constexpr(powersgd_work.WORK_FIELDS)
 
 MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 MAX_CHUNKS = tl.constexpr(powersgd_work.MAX_CHUNKS)
-# Up to this rank products are FMAs, above it matrix products of the tensor cores.
+# Up to this rank products are FMAs, above it matrix products on tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
-MIN_BLOCK_ROWS = tl.constexpr(32)  # BLOCK_ROWS and the length of P's panels are multiples of it
+MIN_BLOCK_ROWS = tl.constexpr(32)  # divides BLOCK_ROWS and the length of P's panels
 
-# Work types of _pack_kernel and of _reconstruct_kernel, in the first column of a program's row.
+# What a program of _pack_kernel or _reconstruct_kernel does: the first column of its row.
 REDUCE = tl.constexpr(powersgd_work.REDUCE)
 COPY = tl.constexpr(powersgd_work.COPY)
 NEXT_Q = tl.constexpr(powersgd_work.NEXT_Q)
@@ -50,13 +50,21 @@ UNPACK = tl.constexpr(powersgd_work.UNPACK)
 
 
 def dot_rank_block(rank: int) -> int:
-    """Return how many columns of a factor one pass over a matrix multiplies, for a padded rank."""
+    """Return how many columns of a factor one pass over a matrix computes.
+
+    rank: padded.
+    """
     return rank if rank <= 32 else 16  # with 32, the loop over passes spills
 
 
 @triton.jit
 def work_of(program, matrices_ptr, work_ptr):
-    """Return a program's (matrix, block of rows or columns, first of its other blocks, one past the last)."""
+    """Return a program's (matrix, block, first, last) from its row of project_work or back_project_work.
+
+    matrix: pointer to the matrix's row of matrix_table.
+    block: the block of rows (project) or of columns (back_project).
+    first, last: the first block in the other dimension, and one past the last.
+    """
     work = work_ptr + program * WORK_FIELDS
     matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
     first = tl.load(work + 2).to(tl.int32)
@@ -64,17 +72,17 @@ def work_of(program, matrices_ptr, work_ptr):
     return matrix_ptr, tl.load(work + 1), first, last
 
 
-# Factors are computed of P and Q times this, a power of two that changes no bits: in matrices of up to
-# 65,536 rows and columns no sum of finite products overflows. One that nears the least numbers loses bits. A
-# wire in float16, which has few small numbers, has P and Q themselves.
+# P and Q are computed times SHRINK, so in matrices of up to 65,536 rows and columns no sum of finite products
+# overflows. It is a power of two and changes no bits, except where a sum nears the smallest numbers. float16
+# has few small numbers: a float16 wire holds P and Q without SHRINK.
 SHRINK = tl.constexpr(2.0**-16)
 
 
 @triton.jit
 def is_16_byte_aligned(grad_ptr, matrix_ptr, end_row):
-    """Return whether every row of a matrix in the bucket starts on 16 bytes, and those before end_row exist.
+    """Return whether a matrix's rows start on 16 bytes in the bucket, and are complete before end_row.
 
-    Of a square view only the last row may lack its end, so only programs that reach it access it narrowly.
+    A square view may lack elements at its end. Only programs that reach its last rows use narrow accesses.
     """
     VECTOR: tl.constexpr = 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
     cols = tl.load(matrix_ptr + COLS)
@@ -85,10 +93,10 @@ def is_16_byte_aligned(grad_ptr, matrix_ptr, end_row):
 
 @triton.jit
 def gradient_matrix(grad_ptr, matrix_ptr):
-    """Return a matrix in the bucket: (pointer, n, m, elements that the bucket has of it).
+    """Return a matrix in the bucket: (pointer, n, m, number of its elements in the bucket).
 
-    Kernels call this and memory_matrix before their loops: within, the compiler loads the table's elements
-    ahead, by way of shared memory.
+    Kernels call this and memory_matrix before their loops. Within a loop, the compiler would load the table's
+    elements ahead, through shared memory.
     """
     start_ptr = grad_ptr + tl.load(matrix_ptr + GRADIENT)
     return start_ptr, tl.load(matrix_ptr + ROWS), tl.load(matrix_ptr + COLS), tl.load(matrix_ptr + NUMEL)
@@ -96,8 +104,8 @@ def gradient_matrix(grad_ptr, matrix_ptr):
 
 @triton.jit
 def memory_matrix(memory_ptr, matrix_ptr, ALIGNED: tl.constexpr):
-    """Return a matrix in the memory: (pointer, n, length of its rows)."""
-    # Both are equal if ALIGNED. Loading COLS shows the compiler that it can reuse gradient_tile's offsets.
+    """Return a matrix in `memory`: (pointer, n, length of its padded rows)."""
+    # If ALIGNED, COLS equals MEMORY_COLS. Loading COLS shows the compiler that gradient_tile's offsets serve.
     cols = tl.load(matrix_ptr + (COLS if ALIGNED else MEMORY_COLS))
     VECTOR: tl.constexpr = 128 // memory_ptr.dtype.element_ty.primitive_bitwidth
     start = tl.load(matrix_ptr + MEMORY) // VECTOR * VECTOR
@@ -108,10 +116,11 @@ def memory_matrix(memory_ptr, matrix_ptr, ALIGNED: tl.constexpr):
 def gradient_tile(
     matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Return (pointers, mask) of a tile of a matrix in the bucket, which is a result of gradient_matrix.
+    """Return (pointers, mask) of a tile of a matrix in the bucket.
 
-    ALIGNED: the result of is_16_byte_aligned; if true, every access is 128 bits wide. Kernels branch on it
-    around their loops: a branch around each access would make the compiler keep tiles in two layouts.
+    matrix: gradient_matrix's result.
+    ALIGNED: is_16_byte_aligned's result. If true, every access is 128 bits wide. Kernels branch on it around
+        their loops: a branch around each access would make the compiler keep tiles in two layouts.
     """
     start_ptr, rows, cols, numel = matrix
     TYPE: tl.constexpr = start_ptr.dtype.element_ty
@@ -139,9 +148,9 @@ def gradient_tile(
 
 @triton.jit
 def memory_tile(matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Return (pointers, mask) of a tile of a matrix in the memory, which is a result of memory_matrix.
+    """Return (pointers, mask) of a tile of a matrix in `memory`. Every access is 128 bits wide.
 
-    Every access is 128 bits wide.
+    matrix: memory_matrix's result.
     """
     start_ptr, rows, cols = matrix
     VECTOR: tl.constexpr = 128 // start_ptr.dtype.element_ty.primitive_bitwidth
@@ -158,7 +167,10 @@ def memory_tile(matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_CO
 
 @triton.jit
 def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (pointer to a factor panel, its stride), so that both are visibly multiples of BLOCK."""
+    """Return (pointer to a factor's panel, its stride), both visible to the compiler as multiples of BLOCK.
+
+    START, STRIDE: columns of matrix_table.
+    """
     start = tl.load(matrix_ptr + START) // BLOCK * BLOCK
     stride = tl.load(matrix_ptr + STRIDE) // BLOCK * BLOCK
     return panel_ptr + start, stride
@@ -166,13 +178,16 @@ def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOC
 
 @triton.jit
 def wire_stride(length, TYPE: tl.constexpr):
-    """Return work.wire_stride, a visible multiple of 16 bytes. TYPE: the wire's dtype."""
+    """Return work.wire_stride(length), visible to the compiler as a multiple of 16 bytes.
+
+    TYPE: the wire's dtype.
+    """
     VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
     return (length + (VECTOR - 1)) // VECTOR * VECTOR
 
 
 @triton.jit
 def wire_start(wire_ptr, first):
-    """Return a pointer to this element of a wire, which starts on 16 bytes and visibly does."""
+    """Return a pointer to element `first` of a wire, visible to the compiler as a multiple of 16 bytes."""
     VECTOR: tl.constexpr = 128 // wire_ptr.dtype.element_ty.primitive_bitwidth
     return wire_ptr + first // VECTOR * VECTOR

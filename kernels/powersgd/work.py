@@ -1,14 +1,16 @@
-"""The tables of PowerSGD's kernels for one bucket: where tensors are, and what every program works on.
+"""The tables of PowerSGD's kernels for one bucket: where tensors are, and one row of work per program.
 
-Arithmetic on shapes alone: every rank that sees the same shapes gets the same tables. Paper letters:
-`M` n×m gradient matrix, `P` n×r, `Q` m×r, r = min(n, m, rank).
+They depend on shapes alone: every rank that sees the same shapes gets the same tables. Letters are the
+paper's: `M` is an n×m gradient matrix, `P` is n×r, `Q` is m×r, r = min(n, m, rank).
 
-Memory `M` (private): matrix after matrix, row-major, rows padded with zeros to 16 B, matrices to 128 B, so
-that every access to it can be 128 bits wide; it is the size of the gradients.
+`memory` (private to a rank, the size of the gradients) keeps M of every matrix, one matrix after another,
+row-major. Rows are padded with zeros to 16 B, and matrices to 128 B, so every access can be 128 bits wide.
 
-Factor panels (private): column after column, columns padded with zeros to whole blocks, and as many columns
-as the bucket's largest padded rank. Wires (all-reduced): P and Q column after column, every column and every
-uncompressed tensor padded with zeros to 16 B, so that all accesses can be 128 bits wide:
+Factor panels (private to a rank) are stored column after column. Columns are padded with zeros to whole
+blocks. Every panel has as many columns as the bucket's largest padded rank.
+
+Wires (all-reduced) hold P and Q column after column. Every column and every uncompressed tensor is padded
+with zeros to 16 B, so every access can be 128 bits wide:
 
     p_wire: P_0 | P_1 | ... | uncompressed tensors         q_wire: Q_0 | Q_1 | ...
 """
@@ -22,50 +24,60 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradcomp.layout import Matrix, PowerSGDLayout
 
-# The columns of matrix_table, which tile.py describes.
+# The columns of matrix_table. tile.py says what each one holds.
 MATRIX_FIELDS = (
     "gradient", "rows", "cols", "rank", "numel", "memory", "memory_cols", "p_panel", "p_stride",
     "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "first_random", "first_norm", "num_norms",
 )  # fmt: skip
 WORK_FIELDS = 7
-REDUCE, COPY = 0, 1  # work types of the packing kernel
-NEXT_Q, TILES, UNPACK = 0, 1, 2  # work types of the reconstructing kernel
+REDUCE, COPY = 0, 1  # what a program of _pack_kernel does
+NEXT_Q, TILES, UNPACK = 0, 1, 2  # what a program of _reconstruct_kernel does
 
-MAX_NORMS = 32  # programs that compute the norms of one Q's columns together
-COPY_BLOCK = 2048  # elements of uncompressed tensors that a program copies
-FACTOR_TILE = 1024  # elements of a factor: 128 bits of a 16-bit wire for each of 128 threads
-# Enough programs for every multiprocessor to have several; more would only mean more partial sums.
+MAX_NORMS = 32  # most programs that compute the norms of one Q's columns
+COPY_BLOCK = 2048  # most elements of an uncompressed tensor that a program copies
+FACTOR_TILE = 1024  # elements of a factor at once: 128 bits of a 16-bit wire for each of 128 threads
+# Enough for several programs per multiprocessor. More programs would only make more partial sums.
 NUM_PROGRAMS = 1024
-MAX_TILES = 16  # tiles that one program processes
-# Programs that orthonormalize one P, each of which adds up all their partial Gram matrices.
+MAX_TILES = 16  # most tiles per program
+# Most programs that orthonormalize one P. Each of these programs adds up the partial Gram matrices of all.
 MAX_CHUNKS = 32
-CHUNK_NUMEL = 4096  # elements of P that are worth a program
+CHUNK_NUMEL = 4096  # least elements of a long P per program
 
 
 def padded_rank(rank: int) -> int:
-    """Return the number of columns of a kernel's panel: a power of two up to 32, then a multiple of 32."""
+    """Return the number of a panel's columns: a power of two up to 32, then a multiple of 32."""
     return 1 << (rank - 1).bit_length() if rank <= 32 else -(-rank // 32) * 32
 
 
 def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
-    """Return (BLOCK_ROWS, BLOCK_COLS) for gradients of itemsize bytes and a padded rank."""
+    """Return (BLOCK_ROWS, BLOCK_COLS), the shape of a tile of M.
+
+    itemsize: bytes of a gradient element.
+    rank: padded.
+    """
     if itemsize == 8:
         return 32, 32
     if rank > 8:
-        return 64, 64  # the least that Hopper's matrix instructions take
+        return 64, 64  # the smallest tile for Hopper's matrix instructions
     return 32, 64  # 16 elements for each of 128 threads, or 8 for each of 256
 
 
 def wire_stride(length: int, itemsize: int) -> int:
-    """Return the number of elements from one column of a factor to the next on a wire of this itemsize."""
+    """Return the number of elements from one column of a factor to the next on a wire.
+
+    length: the factor's rows. The result is length, rounded up to 16 bytes.
+    itemsize: bytes of an element on the wire.
+    """
     vector = 16 // itemsize
     return -(-length // vector) * vector
 
 
 def factor_tile(rank: int, block: int, itemsize: int) -> tuple[int, int]:
-    """Return (rows, columns) of a factor that a program packs, or unpacks, at once: 8 elements per thread.
+    """Return (rows, columns) of a factor that a program packs or unpacks at once: 8 elements per thread.
 
-    rank: padded. block: rows of a partial sum or panel block. itemsize: bytes of an element of the panels.
+    rank: padded.
+    block: rows of a partial sum, or of a panel's block.
+    itemsize: bytes of an element in the panels.
     """
     cols = min(rank, 16 if itemsize == 4 else 4)  # in fp64, packing 8 spills beyond rank 32
     return max(block, FACTOR_TILE // cols), cols
@@ -74,12 +86,16 @@ def factor_tile(rank: int, block: int, itemsize: int) -> tuple[int, int]:
 class PowerSGDWork:
     """The tables and sizes of one bucket.
 
-    matrices: the compressed matrices. uncompressed: (offset, numel) of the other tensors in the bucket.
-    rank: matrix_approximation_rank. itemsize: bytes per gradient element.
-    wire_itemsize: bytes per element of the wires, if they differ.
+    matrices: the compressed matrices.
+    uncompressed: (offset, numel) of every other tensor in the bucket.
+    rank: matrix_approximation_rank.
+    itemsize: bytes of a gradient element.
+    wire_itemsize: bytes of an element on the wires, itemsize by default.
 
-    matrix_table: one row of MATRIX_FIELDS per matrix. The other tables have one row of WORK_FIELDS per
-    program (unused fields are 0), see `_project_work` and so on. Sizes are in elements.
+    matrix_table: one row of MATRIX_FIELDS per matrix.
+    project_work, back_project_work, pack_work, reduce_work, orthonormalize_work, reconstruct_work: one row of
+        WORK_FIELDS per program; see `_project_work` and the methods below it. Unused fields are 0.
+    p_wire_numel and other sizes: in elements.
     """
 
     def __init__(
@@ -92,7 +108,7 @@ class PowerSGDWork:
         wire_itemsize: int | None = None,
     ):
         if rank < 1:
-            raise ValueError(f"rank is {rank}; it has to be at least 1")
+            raise ValueError(f"rank is {rank}; it must be at least 1")
         self.matrices = tuple(matrices)
         self.uncompressed = tuple((offset, numel) for offset, numel in uncompressed if numel)
         self.ranks = tuple(min(matrix.rows, matrix.cols, rank) for matrix in self.matrices)
@@ -126,14 +142,14 @@ class PowerSGDWork:
 
     @classmethod
     def of(cls, layout: PowerSGDLayout, itemsize: int, wire_itemsize: int | None = None) -> PowerSGDWork:
-        """Make the tables of a bucket with this layout."""
+        """Make the tables of the bucket with this layout."""
         rank = max((matrix.rank for matrix in layout.matrices), default=1)
         return cls(
             layout.matrices, layout.uncompressed, rank=rank, itemsize=itemsize, wire_itemsize=wire_itemsize
         )
 
     def fields(self, index: int) -> dict[str, int]:
-        """Return a matrix's row of matrix_table by name."""
+        """Return a matrix's row of matrix_table, by name."""
         return dict(zip(MATRIX_FIELDS, self.matrix_table[index], strict=True))
 
     def num_row_blocks(self, matrix: Matrix) -> int:
@@ -143,7 +159,7 @@ class PowerSGDWork:
         return -(-matrix.cols // self.block_cols)
 
     def _place(self) -> None:
-        """Fill matrix_table and the sizes of the buffers."""
+        """Set matrix_table and the sizes of the buffers."""
         itemsize, wire_itemsize = self._itemsize, self._wire_itemsize
         line = 128 // itemsize
         memory = p_panel = q_panel = p_wire = q_wire = random_numel = norms = 0
@@ -167,7 +183,7 @@ class PowerSGDWork:
             q_wire += wire_stride(matrix.cols, wire_itemsize) * rank
             random_numel += matrix.cols * rank
             norms += num_norms
-        # Behind them are the random panels, which replace columns of Q that are zero or not finite.
+        # The random panels follow all panels of Q. They replace columns of Q that are zero or not finite.
         random = MATRIX_FIELDS.index("random_panel")
         self.matrix_table = [(*row[:random], row[random] + q_panel, *row[random + 1 :]) for row in rows]
         self.memory_numel = memory
@@ -179,7 +195,7 @@ class PowerSGDWork:
         self.num_norms = norms
 
     def _norm_segments(self, matrix: Matrix) -> list[tuple[int, int]]:
-        """Return the ranges of column blocks into which _next_q_work divides Q's rows."""
+        """Return the ranges of column blocks (rows of Q) that _next_q_work's programs process."""
         blocks = self.num_col_blocks(matrix)
         rows, _ = factor_tile(self.rank, self.block_cols, self._wide)
         return _ranges(blocks, max(4, rows // self.block_cols, -(-blocks // MAX_NORMS)))
@@ -199,9 +215,9 @@ class PowerSGDWork:
                     yield index, block, *span, 0, 0, 0
 
     def _orthonormalize_work(self) -> Iterator[tuple[int, ...]]:
-        """Yield (matrix, first row of P, one past the last, the matrix's first program, their number).
+        """Yield (matrix, first row, one past the last, the matrix's first program, number of its programs).
 
-        The last program's rows include the panel's padding.
+        The last program of a matrix also gets the rows of padding in P's panel.
         """
         programs = 0
         for index, matrix in enumerate(self.matrices):
@@ -215,7 +231,12 @@ class PowerSGDWork:
     def _reduce_work(
         self, work: Sequence[tuple[int, ...]], block_size: int, length: str, wire: str
     ) -> Iterator[tuple[int, ...]]:
-        """Yield rows of _pack_kernel for a factor, each for several of the blocks that work walks through.
+        """Yield _pack_kernel's rows for one factor. A row covers several neighboring blocks.
+
+        work: the rows of the programs that computed the partial sums.
+        block_size: the rows of a block.
+        length: "rows" or "cols", the field with the number of the factor's rows.
+        wire: "p_wire" or "q_wire", the field with the factor's position on the wire.
 
         (REDUCE, first element on the wire, rows, rank, first partial sum, partial sums of a block, all rows)
         """
@@ -240,7 +261,7 @@ class PowerSGDWork:
                 norm += 1
 
     def _copies(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (element of the bucket, element of the wire, number of elements, zeros behind them)."""
+        """Yield (first bucket element, first wire element, number of elements, zeros behind them)."""
         wire = self.uncompressed_start
         for offset, numel in self.uncompressed:
             padded = wire_stride(numel, self._wire_itemsize)
@@ -253,8 +274,8 @@ class PowerSGDWork:
 
 def _validate(matrix: Matrix, rank: int) -> None:
     if not 0 < matrix.numel <= matrix.rows * matrix.cols:
-        raise ValueError(f"{matrix}: numel has to lie between 1 and rows · cols")
-    # The kernels count in 32 bits within a tile, up to 64 rows of the gradient, and within a factor's panel.
+        raise ValueError(f"{matrix}: numel must lie between 1 and rows · cols")
+    # The kernels use 32-bit offsets within a tile (at most 64 rows of M) and within a factor's panel.
     if matrix.cols >= 2**31 // 64:
         raise ValueError(f"{matrix}: a matrix may have at most {2**31 // 64 - 1} columns")
     if (max(matrix.rows, matrix.cols) + 64) * rank >= 2**31:

@@ -256,7 +256,7 @@ def average(
 ) -> Launch:
     """Return the launch that averages a shard over all ranks, and quantizes the mean.
 
-    It keeps the mean's quantization error in shard_error, and adds it to error.
+    The mean's quantization error is kept in shard_error and error: see _average_kernel.
 
     received: the payloads of all ranks, one after another, as elements of the dtype of exact elements.
     quantizer: see tile.py.
