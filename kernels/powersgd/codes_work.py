@@ -1,7 +1,7 @@
-"""The tables of the kernel that packs a PowerSGD factor as codes: arithmetic on shapes alone.
+"""The tables of the kernel that packs a PowerSGD factor as codes. They depend on shapes alone.
 
-The wire that quantize would cut into blocks isn't written. A program makes a tile of its blocks from the
-partial sums of the matrices whose factors the tile has elements of.
+No wire is written. Each program computes one tile of the wire's blocks directly from partial sums: from the
+partial sums of every matrix with a factor in the tile.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ FACTOR_FIELDS = 6
 class FactorCodesWork:
     """The tables of one factor of a bucket.
 
-    work: the bucket's. factor: "p" or "q". layout: the blocks of that factor's wire, and for P of the
-    uncompressed tensors behind. itemsize: bytes of an element of the arithmetic, and of the wire.
-    exact_itemsize: bytes of an element that the payloads have exactly.
+    work: the bucket's tables.
+    factor: "p" or "q".
+    layout: the blocks of the factor's wire; for P, with the uncompressed tensors behind the factors.
+    itemsize: bytes of an element of the arithmetic, and of the wire.
+    exact_itemsize: bytes of an exact element in the payloads.
 
-    factors: one row of FACTOR_FIELDS per matrix, (first element on the wire, elements there, elements from
-    one column to the next, rows of the factor, first partial sum, partial sums of a block of rows).
-    work: one row per program,
-    (BLOCKS, first element on the wire, number of elements, number of blocks, first row of factors, byte of
-    the first code in the payloads, byte of the first scale, one past the last row of factors, 0) or
-    (COPY, first element in the bucket, number of elements, byte of the first of them in the payloads).
+    factors: one row of FACTOR_FIELDS per matrix:
+        (first element on the wire, elements on the wire, elements from one column to the next, rows of the
+        factor, first partial sum, partial sums of a block of rows)
+    work: one row per program, either of
+        (BLOCKS, first element on the wire, number of elements, number of blocks, first row of factors, byte
+        of the first code in the payloads, byte of the first scale, one past the last row of factors, 0)
+        (COPY, first element in the bucket, number of elements, byte of the first one in the payloads)
     """
 
     def __init__(
@@ -47,20 +50,20 @@ class FactorCodesWork:
             self.work += _copy_work(work, layout, exact_itemsize)
 
     def _block_work(self, tiles: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """Yield the rows of quantize's tiles."""
+        """Yield the rows of quantize's tiles, each with its range of factors."""
         starts = [row[0] for row in self.factors]
         stops = [row[0] + row[1] for row in self.factors]
         for row in tiles:
             if row[0] == BLOCKS:
                 start, numel = row[1:3]
-                # A tile beyond the last factor has zeros.
+                # A tile beyond the last factor has no elements: its blocks are zeros.
                 first = bisect_right(stops, start) if numel else 0
                 last = bisect_left(starts, start + numel) if numel else 0
                 yield (*row[:4], first, *row[5:7], last, 0)
 
 
 def is_packed_as_codes(work: PowerSGDWork, block_size: int) -> bool:
-    """Return whether both factors are long enough to be quantized, not sent exactly."""
+    """Return whether both factors are long enough to be quantized. Shorter ones are sent exactly."""
     return min(work.uncompressed_start, work.q_wire_numel) >= block_size
 
 
@@ -79,7 +82,7 @@ def _factors(work: PowerSGDWork, factor: str, itemsize: int) -> Iterator[tuple[i
 
 
 def _copy_work(work: PowerSGDWork, layout: BlockLayout, exact_itemsize: int) -> Iterator[tuple[int, ...]]:
-    """Yield the rows of what is sent exactly, none with elements of two shards."""
+    """Yield the rows of exact elements. No row has elements of two shards."""
     sections, payload_bytes = layout.sections(BITS, exact_itemsize)
     for work_type, in_bucket, on_wire, numel, *_ in work.pack_work:
         if work_type != powersgd_work.COPY:

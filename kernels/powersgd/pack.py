@@ -1,4 +1,4 @@
-"""Fill PowerSGD's wire buffers: add up partial factors, and copy the uncompressed tensors."""
+"""Fill PowerSGD's wires: add up partial factors, and copy uncompressed tensors."""
 
 import torch
 import triton
@@ -25,15 +25,18 @@ def _pack_kernel(
     BLOCK: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """Write scale · (sum of the partial panels in the order of their indices), or scale · gradient.
+    """Write scale · (sum of partial panels, in the order of their indices), or scale · gradient, to a wire.
 
-    partial_ptr: [partial sums, RANK, BLOCK], panels column after column, times SHRINK, which they keep on all
-    wires but those in float16. grad_ptr: the bucket. wire_ptr: see PowerSGDWork.
-    Grid: one program per row of work_ptr,
-    (REDUCE, first wire element, rows, r, first partial sum, partial sums of a block, the factor's rows) or
-    (COPY, first bucket element, first wire element, number of elements, zeros behind them).
-    ROWS: the most rows of a REDUCE row, in blocks of BLOCK.
-    Moves each partial sum once, 4 · RANK · BLOCK bytes, and each uncompressed element twice.
+    partial_ptr: [partial sums, RANK, BLOCK], panels column after column, times SHRINK. A float16 wire gets the
+        sums without SHRINK, any other wire with it.
+    grad_ptr: the bucket.
+    wire_ptr: see PowerSGDWork.
+    work_ptr: rows, either of
+        (REDUCE, first wire element, rows, r, first partial sum, partial sums of a block, the factor's rows)
+        (COPY, first bucket element, first wire element, number of elements, zeros behind them)
+    ROWS: the most rows that a REDUCE row covers, a multiple of BLOCK.
+    Grid: one program per row of work_ptr.
+    Moves each partial sum once, 4 · RANK · BLOCK B, and each uncompressed element twice.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     first = tl.load(work + 1)
@@ -58,7 +61,7 @@ def _pack_kernel(
             acc = tl.zeros((RANK_BLOCK, ROWS), ACC)
             for i in range(num_partial.to(tl.int32)):
                 acc += tl.load(partial + i * (RANK * BLOCK) + offs_rank * BLOCK, mask=mask, other=0.0)
-            # Beyond the last row there may be NaN, if there is in P.
+            # If P has NaN, sums beyond the last row may be NaN too.
             values = round_to(tl.where(offs_row < second, acc * factor, 0.0), wire_ptr.dtype.element_ty)
             tl.store(wire + offs_rank * stride, values, mask=mask)
     else:
@@ -78,12 +81,15 @@ def pack(
     block: int,
     scale: float | Slot,
 ) -> Launch:
-    """Sum the partial P (or Q) into a wire buffer, and copy the uncompressed tensors there, in one launch.
+    """Return the launch that sums the partial P (or Q) into a wire, and copies uncompressed tensors there.
 
-    partial: out= of project or back_project. grad: the bucket's flat buffer. work: int64 table of
-    PowerSGDWork: pack_work for P, reduce_work for Q. out: the wire buffer, in the dtype to communicate.
-    scale: 1 / world size, so that the all-reduced sum is the average and never overflows 16 bits needlessly.
-    rank: PowerSGDWork's. block: its block_rows for P, its block_cols for Q.
+    partial: project's or back_project's out.
+    grad: the bucket's flat buffer.
+    work: int64, PowerSGDWork's pack_work for P, reduce_work for Q.
+    out: the wire, in the dtype to communicate.
+    rank: PowerSGDWork's.
+    block: PowerSGDWork's block_rows for P, block_cols for Q.
+    scale: 1 / world size. It makes the all-reduced sum the average, and never overflows 16 bits needlessly.
     """
     rows, cols = factor_tile(rank, block, partial.itemsize)
     return Launch(
@@ -100,7 +106,7 @@ def pack(
         BLOCK=block,
         COPY_BLOCK=COPY_BLOCK,
         num_warps=NUM_WARPS,
-        # Left to itself, ptxas spills to fit more programs on a multiprocessor than four.
+        # Without this limit ptxas spills, to fit more than four programs on a multiprocessor.
         maxnreg=registers(NUM_WARPS, 4),
         enable_fp_fusion=False,
     )

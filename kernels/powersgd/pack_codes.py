@@ -23,16 +23,18 @@ from .work import COPY_BLOCK, PowerSGDWork
 BLOCKS_WORK = tl.constexpr(_BLOCKS)
 FACTOR_FIELDS = tl.constexpr(_FACTOR_FIELDS)
 CODE_BITS = tl.constexpr(BITS)
-RESIDENT_WARPS = 16  # of a multiprocessor, which its registers have to hold
+RESIDENT_WARPS = 16  # warps that a multiprocessor's registers must hold at once
 
 
 @dataclass(frozen=True)
 class FactorCodes:
-    """The place of a factor's codes, and the tables by which the kernel packs them.
+    """The payload that gets a factor's codes, and the tables from which the kernel packs them.
 
-    payload: uint8, the payloads of all shards. factors, work: int64, FactorCodesWork's. exact_dtype: that of
-    exact elements in the payload. block_size: elements with one scale, a power of two. largest_scale: of a
-    block.
+    payload: uint8, the payloads of all shards.
+    factors, work: int64, FactorCodesWork's.
+    exact_dtype: the dtype of exact elements in the payload.
+    block_size: the number of elements with one scale, a power of two.
+    largest_scale: the largest scale of a block.
     """
 
     payload: torch.Tensor
@@ -44,7 +46,13 @@ class FactorCodes:
 
     @classmethod
     def of(cls, work: PowerSGDWork, factor: str, plan: Any, itemsize: int) -> FactorCodes:
-        """Make those of one factor, "p" or "q". plan: the QuantizedPlan of its wire. itemsize: the wire's."""
+        """Make the FactorCodes of one factor.
+
+        work: the bucket's tables.
+        factor: "p" or "q".
+        plan: the QuantizedPlan of the factor's wire.
+        itemsize: bytes of an element on the wire.
+        """
         tables = FactorCodesWork(work, factor, plan.layout, itemsize, plan.exact_dtype.itemsize)
         device = plan.payload.device
         factors, programs = (_table(rows, device) for rows in (tables.factors, tables.work))
@@ -53,7 +61,7 @@ class FactorCodes:
 
     @classmethod
     def on_meta(cls, exact_dtype: torch.dtype, block_size: int, largest_scale: float) -> FactorCodes:
-        """Make what the kernel is compiled with, without memory."""
+        """Make FactorCodes without memory, to compile the kernel with."""
         meta = torch.device("meta")
         table = torch.empty(1, WORK_FIELDS.value, dtype=torch.int64, device=meta)
         payload = torch.empty(0, dtype=torch.uint8, device=meta)
@@ -69,9 +77,12 @@ def sums_on_wire(
     partial_ptr, factors_ptr, first, first_factor, last_factor,
     RANK: tl.constexpr, BLOCK: tl.constexpr, NUMEL: tl.constexpr,
 ):  # fmt: skip
-    """Return NUMEL elements of a wire from its first-th on, in the partial sums' dtype [NUMEL / V, V].
+    """Return NUMEL elements of a wire from element `first` on, [NUMEL / V, V], in the partial sums' dtype.
 
-    V: elements of 16 bytes. Beyond the rows of a column, and beyond the factors, there are zeros.
+    V: the number of elements in 16 bytes.
+    first_factor, last_factor: the first row of factors_ptr with elements among them, and one past the last.
+
+    Beyond the rows of a column, and beyond the factors, the elements are zeros.
     """
     TYPE: tl.constexpr = partial_ptr.dtype.element_ty
     VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
@@ -89,13 +100,13 @@ def sums_on_wire(
         column = offs_factor // stride
         row = offs_factor - column * stride
         offs_sum = (row // BLOCK) * (num_partial * (RANK * BLOCK)) + column * BLOCK + row % BLOCK
-        # They are multiples already; dividing shows the compiler that they are.
+        # Offsets are multiples of V already; dividing shows the compiler that they are.
         partial = partial_ptr + tl.load(factor + 4) * (RANK * BLOCK)
         partial += (offs_sum // VECTOR * VECTOR)[:, None] + offs
         total = tl.zeros((NUMEL // VECTOR, VECTOR), TYPE)
         for i in range(num_partial.to(tl.int32)):
             total += tl.load(partial + i * (RANK * BLOCK), mask=exists[:, None], other=0.0)
-        # Beyond the last row there may be NaN, if there is in P.
+        # If P has NaN, sums beyond the last row may be NaN too.
         values = tl.where(exists[:, None] & (row[:, None] + offs < num_rows), total, values)
     return values
 
@@ -116,13 +127,19 @@ def _pack_codes_kernel(
     BLOCKS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """Write the codes and scales of scale · (sums of the partial panels), or scale · gradient.
+    """Write the codes and scales of scale · (sums of partial panels), or scale · gradient, to the payloads.
 
-    The sums are in the order of the partial panels' indices. partial_ptr: [partial sums, RANK, BLOCK], panels
-    column after column. grad_ptr: the bucket. payload_ptr: see QuantizedWork. EXACT: the dtype of exact
-    elements there. CAP: the largest scale. factors_ptr, work_ptr: see FactorCodesWork. Grid: one program per
-    row of work_ptr, a tile of BLOCKS blocks of SIZE elements or a copy of exact elements.
-    Moves each partial sum once, 4 B, per element of the factor a byte of code and 2 / SIZE of scale, and each
+    The sums are in the order of the partial panels' indices.
+
+    partial_ptr: [partial sums, RANK, BLOCK], panels column after column.
+    grad_ptr: the bucket.
+    payload_ptr: see QuantizedWork.
+    factors_ptr, work_ptr: see FactorCodesWork.
+    EXACT: the dtype of exact elements in the payloads.
+    CAP: the largest scale.
+    SIZE: the number of elements in a block.
+    Grid: one program per row of work_ptr: a tile of BLOCKS blocks, or a copy of exact elements.
+    Moves each partial sum once (4 B), 1 B of code and 2 / SIZE B of scale per element of the factor, and each
     uncompressed element twice.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
@@ -151,10 +168,12 @@ def pack_codes(
     block: int,
     scale: float | Slot,
 ) -> Launch:
-    """Sum the partial P (or Q), quantize it in 8 bits, and copy the uncompressed tensors, in one launch.
+    """Return the launch that sums the partial P (or Q), quantizes it, and copies uncompressed tensors.
 
-    It leaves in codes.payload what pack and quantize/blocks.py would, bit for bit. partial, grad,
-    rank, block, scale: as in pack.
+    Codes have 8 bits. codes.payload gets the same bits as by pack and then quantize (quantize/blocks.py).
+
+    partial, grad, rank, block, scale: see pack.
+    codes: the factor's FactorCodes.
     """
     tile_blocks, num_warps = tile_shape(codes.block_size, partial.itemsize)
     return Launch(

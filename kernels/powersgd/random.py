@@ -1,6 +1,6 @@
-"""The columns that PowerSGD projects on: Q's, scaled by a power of two, or random ones in their place.
+"""The columns that PowerSGD projects on: Q's own, scaled, or random ones in their place.
 
-The random Q of the first projection is the same on every rank, and independent of all generators.
+The random Q of the first projection is the same on every rank, and independent of all random generators.
 """
 
 import torch
@@ -46,16 +46,16 @@ def randomize(
 ):
     """Fill blocks first .. last of the random Q with numbers of variance 1/m, and its padding with zeros.
 
-    An element depends only on the seed and on its position among all Q of the bucket, row-major. It is a sum
-    of four uniform numbers, which is close to normal, added as integers. Only one division and one square
-    root round, both to nearest, so that no two devices differ, whatever their compiler fuses.
+    An element depends only on the seed and on its row-major position among all Q of the bucket. It is a sum
+    of four uniform numbers, which is close to normal. The sum is of integers, so only one division and one
+    square root round, both to nearest: all devices get the same bits, no matter what their compilers fuse.
     """
     random_panel, stride = panel(q_ptr, matrix_ptr, RANDOM_PANEL, Q_STRIDE, BLOCK)
     m = tl.load(matrix_ptr + COLS)
     r = tl.load(matrix_ptr + MATRIX_RANK)
     first_random = tl.load(matrix_ptr + FIRST_RANDOM)
-    # The sum of four uniform numbers has variance 1/3. They are integers below 2²³, whose sum fp32 holds
-    # exactly.
+    # The sum of four numbers uniform in 0 .. 1 has variance 1/3. Here they are integers below 2²³: fp32 holds
+    # their sum exactly.
     spread = tl.sqrt_rn(tl.div_rn(m.to(tl.float32), tl.full((), 3.0, tl.float32))) * 8388608.0
     for block in range(first, last):
         offs_row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
@@ -78,7 +78,11 @@ def _random_q_kernel(
     RANK_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill all random panels. Grid: one program per NEXT_Q row of work_ptr, which are the first rows."""
+    """Fill all random panels.
+
+    q_ptr: the panels of Q, and behind them the random panels.
+    Grid: one program per NEXT_Q row of work_ptr; these rows are its first ones.
+    """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
     first = tl.load(work + 3).to(tl.int32)
@@ -96,10 +100,15 @@ def random_q(
     rank: int,
     block_cols: int,
 ) -> Launch:
-    """Fill the random panels of out, which stand in for columns of Q that are zero or not finite.
+    """Return the launch that fills the random panels of out. Needed once, before the first step.
 
-    Needed once, before the first step. matrices, work: int64 tables of PowerSGDWork (matrix_table,
-    reconstruct_work), of which the first num_programs (num_norms) rows are used. out: q of project.
+    Random columns take the place of columns of Q that are zero or not finite.
+
+    matrices: int64, PowerSGDWork's matrix_table.
+    work: int64, PowerSGDWork's reconstruct_work. Its first num_programs rows are used.
+    out: project's q.
+    num_programs: PowerSGDWork's num_norms.
+    rank, block_cols: PowerSGDWork's.
     """
     return Launch(
         _random_q_kernel,
@@ -116,10 +125,10 @@ def random_q(
     )
 
 
-# A column of Q is replaced if it is shorter than 1e-30: the inverse of its length nears the end of fp32. The
-# panels have SHRINK · Q.
+# A column of Q shorter than 1e-30 is replaced: the inverse of its length nears fp32's largest number. Panels
+# hold SHRINK · Q.
 SHORTEST_SQUARED = tl.constexpr(1e-60 * SHRINK.value**2)
-# fp64 numbers have 52 bits of fraction below an exponent, which is biased by 1023.
+# fp64 numbers have 52 bits of fraction, and above it an exponent biased by 1023.
 FRACTION = tl.constexpr(52)
 BIAS = tl.constexpr(1023)
 
@@ -129,11 +138,11 @@ def direction(
     q_ptr, norms_ptr, matrix_ptr, offs_rank, RANK: tl.constexpr, BLOCK_COLS: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Return (start in q_ptr, SHRINK · factor in fp64) of the columns offs_rank of the Q to project on.
+    """Return (start of the panel in q_ptr, SHRINK · factor in fp64) for the columns offs_rank to project on.
 
-    A column is Q's own, or a random one where Q's is zero or not finite, with factor 1. If UNIT, Q's own is
-    scaled to length 1; else to a length over 1/2 and up to 1, by the power of two that the bits of its
-    squared length give: fp64 divisions and roots take most GPUs much longer.
+    A column is Q's own, or a random one where Q's is zero or not finite. A random column has the factor 1.
+    If UNIT, Q's own is scaled to length 1. Otherwise it is scaled to a length over 1/2 and up to 1, by a power
+    of two from the bits of its squared length: fp64 divisions and roots take most GPUs much longer.
     """
     offs_norm = tl.arange(0, MAX_NORMS)[:, None]
     mask = offs_norm < tl.load(matrix_ptr + NUM_NORMS)
@@ -145,7 +154,7 @@ def direction(
     if UNIT:
         factor = 1.0 / tl.sqrt(squared)
     else:
-        # k with 4ᵏ⁻¹ < squared <= 4ᵏ: of a power of two the next smaller number has the lower exponent.
+        # k with 4ᵏ⁻¹ < squared <= 4ᵏ. The 1 makes a power of two the next smaller number, of lower exponent.
         exponent = ((squared.to(tl.int64, bitcast=True) - 1) >> FRACTION) - BIAS
         k = (exponent >> 1) + 1
         factor = ((-k + BIAS) << FRACTION).to(tl.float64, bitcast=True)
@@ -153,12 +162,19 @@ def direction(
 
 
 def is_kept(squared: torch.Tensor) -> torch.Tensor:
-    """Return which columns of these squared lengths (fp64) direction takes from Q, not at random."""
+    """Return which columns direction takes from Q, rather than at random.
+
+    squared: the columns' squared lengths, fp64.
+    """
     return torch.ge(squared, SHORTEST_SQUARED.value) & torch.lt(squared, torch.inf)
 
 
 def scale_of(squared: torch.Tensor, unit: bool) -> torch.Tensor:
-    """Return what direction multiplies columns of these squared lengths (fp64) by, as fp64."""
+    """Return direction's factors, as fp64.
+
+    squared: the columns' squared lengths, fp64.
+    unit: direction's UNIT.
+    """
     squared = torch.where(is_kept(squared), squared, 1.0)
     if unit:
         return 1.0 / squared.sqrt()

@@ -41,10 +41,11 @@ def next_q(
     wire_ptr, q_ptr, norms_ptr, matrix_ptr, norm, first, last, RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WARM_START: tl.constexpr,
 ):  # fmt: skip
-    """Keep blocks first .. last of the averaged SHRINK · Q in a panel, and its columns' squared lengths.
+    """Copy blocks first .. last of the averaged SHRINK · Q to its panel, and store its columns' squared lengths.
 
-    ROWS: rows of Q at a time, so many that every access is 128 bits wide. Without warm start the lengths are
-    0, which makes project take the random Q.
+    norm: the row of norms_ptr that gets the squared lengths over these blocks. Without WARM_START it gets
+        zeros, which make project take the random Q.
+    ROWS: rows of Q at a time, enough for every access to be 128 bits wide.
     """
     q_panel, stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK)
     m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), wire_ptr.dtype.element_ty)
@@ -79,14 +80,14 @@ def reconstruct_tiles(
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
     PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
     GROW: tl.constexpr = 1.0 if q_wire_ptr.dtype.element_ty == tl.float16 else 1.0 / SHRINK
-    # Beyond Q's last row the wire holds zeros.
+    # m with padding: beyond Q's last row the wire holds zeros.
     m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), q_wire_ptr.dtype.element_ty)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     p_panel += row_block * BLOCK_ROWS
     q_panel = wire_start(q_wire_ptr, tl.load(matrix_ptr + Q_WIRE))
     bucket = gradient_matrix(grad_ptr, matrix_ptr)
-    # FMAs take a few rows at a time, so that only the columns of Q stay in registers.
+    # FMAs take few rows at a time, so that only the columns of Q stay in registers.
     SLICE: tl.constexpr = 16 if RANK <= MAX_FMA_RANK else BLOCK_ROWS
     offs_row = tl.arange(0, SLICE)
     for col_block in range(first, last):
@@ -111,7 +112,7 @@ def reconstruct_tiles(
                     columns = tl.load(q_panel + offs_q, mask=mask, other=0.0).to(COMPUTE)
                     tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
                 tile *= GROW
-                # Known before the loop, its offsets would take registers throughout.
+                # Loaded here: known before the loop, offsets would take registers throughout.
                 bucket = gradient_matrix(grad_ptr, matrix_ptr)
             row_slice = row_block * (BLOCK_ROWS // SLICE) + i
             ptrs, mask = gradient_tile(bucket, row_slice, col_block, SLICE, BLOCK_COLS, ALIGNED)
@@ -138,13 +139,18 @@ def _reconstruct_kernel(
     COPY_BLOCK: tl.constexpr,
     WARM_START: tl.constexpr,
 ):
-    """Write P Qᵀ and the uncompressed averages to the gradient; keep Q and its lengths for the next step.
+    """Write P Qᵀ and the uncompressed averages to the bucket; keep Q and its lengths for the next step.
 
-    p_ptr: orthonormal panels. q_wire_ptr: the averaged Q, column after column. p_wire_ptr: ends with the
-    uncompressed averages. q_ptr, norms_ptr: written. Grid: one program per row of work_ptr,
-    (NEXT_Q, matrix, index of the norms, first column block, one past the last),
-    (TILES, matrix, row block, first column block, one past the last) or
-    (UNPACK, first bucket element, first wire element, number of elements).
+    grad_ptr: the bucket.
+    p_wire_ptr: the uncompressed averages are at its end.
+    q_wire_ptr: the averaged Q, column after column.
+    p_ptr: orthonormal panels.
+    q_ptr, norms_ptr: written, see reconstruct.
+    work_ptr: rows, one of
+        (NEXT_Q, matrix, index of the norms, first column block, one past the last)
+        (TILES, matrix, row block, first column block, one past the last)
+        (UNPACK, first bucket element, first wire element, number of elements)
+    Grid: one program per row of work_ptr.
     Writes 4 B per matrix element in fp32, plus the factors.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
@@ -195,13 +201,19 @@ def reconstruct(
     block_cols: int,
     warm_start: bool,
 ) -> Launch:
-    """Step 7 of PowerSGD (Vogels et al. 2019, algorithm 1) for a whole bucket, one launch.
+    """Return the launch that writes P Qᵀ and the uncompressed averages to a bucket.
 
-    p_wire, q_wire: both wire buffers after their all-reduce. p: the orthonormal panels.
-    matrices, work: int64 tables of PowerSGDWork (matrix_table, reconstruct_work).
-    out: the bucket's flat buffer. q: gets the averaged Q (first half of the tensor) and, without warm start,
-    a random one made from seed (second half). norms: [num_norms, rank], fp64: gets the sums of squares of Q's
-    columns over some of its rows. rank, block_rows, block_cols: PowerSGDWork's.
+    It also keeps Q for the next step. This is step 7 of PowerSGD (Vogels et al. 2019, algorithm 1).
+
+    p_wire, q_wire: both wires after their all-reduce.
+    p: the orthonormal panels.
+    matrices: int64, PowerSGDWork's matrix_table.
+    work: int64, PowerSGDWork's reconstruct_work.
+    out: the bucket's flat buffer.
+    q: gets the averaged Q in its first half; without warm start, a random Q in its second half.
+    norms: [num_norms, rank], fp64, gets the sums of squares of Q's columns, each over some rows of Q.
+    seed: the seed of the random Q.
+    rank, block_rows, block_cols: PowerSGDWork's.
     """
     rows, cols = factor_tile(rank, block_cols, q.itemsize)
     return Launch(
