@@ -1,8 +1,10 @@
-"""Gram matrices of factor panels and their products with a triangle, in fp64.
+"""Gram matrices of factor panels, and products of panels with a triangle, in fp64.
 
-gram_schmidt_pairs.py does the same in pairs of fp32. Both take panels of whole columns, stride
-elements from one to the next. length: how many rows of a column may be loaded, those behind the last being
-zeros: visibly a multiple of 16 bytes, as the pointer and stride are, so that loads are 128 bits wide.
+gram_schmidt_pairs.py has the same operations in pairs of fp32. Both take panels of whole columns.
+
+stride: the number of elements from one column to the next.
+length: the number of rows that may be loaded; rows of it behind the panel's last row are zeros. The compiler
+    must see that length, pointer and stride are multiples of 16 bytes, so that loads are 128 bits wide.
 """
 
 import triton
@@ -11,20 +13,20 @@ import triton.language as tl
 
 @triton.jit
 def load_panel(panel_ptr, stride, first, length, r, BLOCK: tl.constexpr, COLS: tl.constexpr):
-    """Load [BLOCK, COLS] rows of a panel of r columns in fp64, with zeros outside."""
+    """Load [BLOCK, COLS] rows of a panel of r columns, from row `first` on, in fp64, with zeros outside."""
     row = (first + tl.arange(0, BLOCK))[:, None]
     col = tl.arange(0, COLS)[None, :]
     p = tl.load(panel_ptr + row + col * stride, mask=(row < length) & (col < r), other=0.0)
     if panel_ptr.dtype.element_ty.primitive_bitwidth == 16:
-        # A product in fp64 of values loaded in 16 bits doesn't compile. Triton looks for the load through
-        # conversions, but not through a sum, which here has one term.
+        # A product in fp64 of values loaded in 16 bits doesn't compile. Triton finds the load through
+        # conversions, but not through a sum: here a sum of one term.
         p = tl.sum(p.to(tl.float32)[:, :, None], axis=2)
     return p.to(tl.float64)
 
 
 @triton.jit
 def gram(panel_ptr, stride, length, r, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute PᵀP of a panel of r columns, [RANK, RANK] in fp64, with zeros outside."""
+    """Compute PᵀP of a panel P of r columns, [RANK, RANK] in fp64, with zeros outside."""
     if RANK <= 8:
         acc = tl.zeros((BLOCK, RANK, RANK), tl.float64)
         offs_row = tl.arange(0, BLOCK)[:, None, None]
@@ -39,7 +41,7 @@ def gram(panel_ptr, stride, length, r, RANK: tl.constexpr, BLOCK: tl.constexpr):
         result = tl.sum(acc, axis=0)
     else:
         result = tl.zeros((RANK, RANK), tl.float64)
-        for first in tl.range(0, length, BLOCK, num_stages=1):  # see multiply
+        for first in tl.range(0, length, BLOCK, num_stages=1):  # loads ahead spill: see multiply
             p = load_panel(panel_ptr, stride, first, length, r, BLOCK, RANK)
             result = tl.dot(tl.trans(p), p, result, input_precision="ieee", out_dtype=tl.float64)
     return result
@@ -72,7 +74,7 @@ def multiply_block(
     else:
         p = load_panel(source_ptr, stride, first, length, r, BLOCK, RANK)
         result = tl.dot(p, tl.trans(transform), input_precision="ieee", out_dtype=tl.float64)
-    # Where the transform is NaN, the padding must stay zero.
+    # The padding must stay zero even if the transform is NaN.
     return tl.where((first + tl.arange(0, BLOCK))[:, None] < n, result, 0.0)
 
 
@@ -93,7 +95,7 @@ def multiply(
     for first in tl.range(start, stop, BLOCK, num_stages=NUM_STAGES):
         result = multiply_block(source_ptr, stride, first, length, n, r, transform, RANK, BLOCK)
         if IN_PLACE:
-            tl.debug_barrier()  # everyone has to have read before anyone writes
+            tl.debug_barrier()  # all threads must have read before any thread writes
         tl.store(out_ptr + first + offs, result.to(out_type), mask=first + offs_row < stop)
 
 
@@ -101,7 +103,7 @@ def multiply(
 def gram_of_product(
     source_ptr, stride, length, n, r, transform, TYPE: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute WᵀW, [RANK, RANK] in fp64, for W = source · transformᵀ, n×r, rounded to TYPE."""
+    """Compute WᵀW, [RANK, RANK] in fp64, for W = source · transformᵀ (n×r, rounded to TYPE)."""
     result = tl.zeros((RANK, RANK), tl.float64)
     for first in tl.range(0, n, BLOCK, num_stages=1):
         w = multiply_block(source_ptr, stride, first, length, n, r, transform, RANK, BLOCK)
@@ -115,7 +117,7 @@ def gram_of_product(
 
 @triton.jit
 def copy_panel(source_ptr, stride, out_ptr, out_stride, length, r, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a panel of r columns from source to out, in whole columns padded with zeros."""
+    """Copy a panel of r columns from source to out. Columns of out are padded with zeros."""
     offs_row = tl.arange(0, BLOCK)[:, None]
     offs = offs_row + tl.arange(0, RANK)[None, :] * out_stride
     for first in tl.range(0, out_stride, BLOCK, num_stages=1):
@@ -127,7 +129,11 @@ def copy_panel(source_ptr, stride, out_ptr, out_stride, length, r, RANK: tl.cons
 
 @triton.jit
 def subtract_projection(block_ptr, done_ptr, stride, n, cols, RANK_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
-    """Subtract done (doneᵀ block) from block, panels of n rows and zeros behind, done orthonormal or zero."""
+    """Compute block ← block − done (doneᵀ block).
+
+    block_ptr: a panel of n rows and cols columns, with zeros behind the rows.
+    done_ptr: a panel of n rows and RANK_BLOCK columns, orthonormal or zero, with zeros behind the rows.
+    """
     common = tl.zeros((RANK_BLOCK, RANK_BLOCK), tl.float64)
     for first in tl.range(0, n, BLOCK, num_stages=1):
         done = load_panel(done_ptr, stride, first, stride, RANK_BLOCK, BLOCK, RANK_BLOCK)
@@ -139,10 +145,10 @@ def subtract_projection(block_ptr, done_ptr, stride, n, cols, RANK_BLOCK: tl.con
         done = load_panel(done_ptr, stride, first, stride, RANK_BLOCK, BLOCK, RANK_BLOCK)
         block = load_panel(block_ptr, stride, first, stride, cols, BLOCK, RANK_BLOCK)
         block -= tl.dot(done, common, input_precision="ieee", out_dtype=tl.float64)
-        tl.debug_barrier()  # everyone has to have read before anyone writes
+        tl.debug_barrier()  # all threads must have read before any thread writes
         row = first + tl.arange(0, BLOCK)[:, None]
-        # By the row alone, so that the padding stays zero where done is NaN. 128 bits wide, and with zeros
-        # chosen there, fp64 spills on sm_100.
+        # Masked by n, so the padding stays zero even if done is NaN. The alternative, 128-bit stores with zeros
+        # for the padding, spills in fp64 on sm_100.
         values = block.to(block_ptr.dtype.element_ty)
         tl.store(block_ptr + row + offs * stride, values, mask=(row < n) & (offs < cols))
     tl.debug_barrier()

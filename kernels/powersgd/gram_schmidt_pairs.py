@@ -1,12 +1,17 @@
-"""Gram matrices of factor panels and their products with a triangle, in pairs of fp32.
+"""Gram matrices of factor panels, and products of panels with a triangle, in pairs of fp32.
 
-gram_schmidt.py does the same in fp64. A triangle or Gram matrix lies in scratch as [hi | lo |
-scale]: RANK² fp32, RANK² fp32, and RANK powers of two that the panel's columns are multiplied by (exactly),
-so that their squares neither overflow nor underflow. A triangle T lies there row by row.
+gram_schmidt.py has the same operations in fp64, and describes panels, stride and length.
+
+A Gram matrix or a triangle T is stored in scratch, in a slot [hi | lo | scale]:
+    hi, lo: RANK² fp32 each, row by row.
+    scale: RANK powers of two. A panel's columns are multiplied by them (exactly), so their squares neither
+        overflow nor underflow.
 
 A product of panels is a sum of exact products with compensation (Dot2 of Ogita, Rump and Oishi): 10 fp32
-instructions per term. COLS: columns of a block. Blocks below the diagonal are left out: a Gram matrix has
-them above it, a triangle zeros.
+instructions per term.
+
+COLS: the number of columns in a block of columns. Blocks below the diagonal aren't computed: a Gram matrix is
+    symmetric, and a triangle has zeros there.
 """
 
 import triton
@@ -18,7 +23,7 @@ from .tile import MAX_CHUNKS
 
 @triton.jit
 def store_scale(panel_ptr, stride, length, r, matrix_ptr, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the powers of two that bring the largest element of every column to 1 .. 2."""
+    """Store the power of two, for each column, that brings its largest absolute value into 1 .. 2."""
     offs_row = tl.arange(0, BLOCK)[:, None]
     offs_col = tl.arange(0, RANK)[None, :]
     largest = tl.zeros((BLOCK, RANK), tl.float32)
@@ -38,7 +43,11 @@ def product_block(
     panel_ptr, stride, first, length, n, r, first_col, triangle_ptr,
     RANK: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Compute [BLOCK, COLS] of panel · scale · T, rounded to fp32, with zeros from row n on."""
+    """Compute [BLOCK, COLS] of panel · scale · T, rounded to fp32, with zeros from row n on.
+
+    first, first_col: the first row and column.
+    triangle_ptr: the slot of scale and T.
+    """
     row = first + tl.arange(0, BLOCK)
     offs_col = first_col + tl.arange(0, COLS)[None, :]
     hi = tl.zeros((BLOCK, COLS), tl.float32)
@@ -52,7 +61,7 @@ def product_block(
         product, error = two_product(p, t)
         hi, rounding = two_sum(hi, product)
         lo += (rounding + error) + p * t_lo
-    # Where the triangle is NaN, the padding must stay zero.
+    # The padding must stay zero even if the triangle is NaN.
     return tl.where(row[:, None] < n, hi + lo, 0.0)
 
 
@@ -63,18 +72,19 @@ def multiply(
 ):  # fmt: skip
     """Write rows start .. stop of source · scale · T to out, a panel of whole columns with padding.
 
+    triangle_ptr: the slot of scale and T.
     IN_PLACE: source is out.
     """
     offs_row = tl.arange(0, BLOCK)[:, None]
     for first in range(start, stop, BLOCK):
         for block in range(RANK // COLS):
-            # The last columns first: no other columns are computed from them.
+            # Last columns first: no other columns are computed from them, so they can be overwritten.
             first_col = RANK - COLS - block * COLS
             result = product_block(
                 source_ptr, stride, first, length, n, r, first_col, triangle_ptr, RANK, BLOCK, COLS
             )
             if IN_PLACE:
-                tl.debug_barrier()  # everyone has to have read before anyone writes
+                tl.debug_barrier()  # all threads must have read before any thread writes
             offs_col = first_col + tl.arange(0, COLS)[None, :]
             ptrs = out_ptr + first + offs_row + offs_col * out_stride
             tl.store(ptrs, result, mask=first + offs_row < stop)
@@ -85,7 +95,11 @@ def factor(
     panel_ptr, stride, first, length, r, first_col, AXIS: tl.constexpr, matrix_ptr,
     RANK: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Load [BLOCK, COLS] of panel · scale, with a third axis of length 1 at AXIS."""
+    """Load [BLOCK, COLS] of panel · scale, with a third axis of length 1 at AXIS.
+
+    first, first_col: the first row and column.
+    matrix_ptr: the slot of scale.
+    """
     row = tl.expand_dims(first + tl.arange(0, BLOCK)[:, None], AXIS)
     col = tl.expand_dims(first_col + tl.arange(0, COLS)[None, :], AXIS)
     mask = (row < length) & (col < r)
@@ -99,7 +113,10 @@ def store_gram_block(
     RANK: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Store [COLS, COLS] of a Gram matrix and its transpose; the arguments are store_gram's."""
+    """Store [COLS, COLS] of a Gram matrix, and its transpose on the other side of the diagonal.
+
+    first_row, first_col: of the block in the Gram matrix. For the other arguments see store_gram.
+    """
     hi = tl.zeros((BLOCK, COLS, COLS), tl.float32)
     lo = tl.zeros((BLOCK, COLS, COLS), tl.float32)
     for first in tl.range(0, length, BLOCK, num_stages=1 if PRODUCT else 2):
@@ -132,9 +149,12 @@ def store_gram(
     RANK: tl.constexpr, BLOCK: tl.constexpr, LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Store WᵀW, without its scale, for W = panel · scale, with the scale at matrix_ptr.
+    """Store WᵀW, without its scale, for W = panel · scale.
 
-    With PRODUCT, W = panel · scale · T, rounded to fp32, with scale and T at triangle_ptr.
+    With PRODUCT, W = panel · scale · T, rounded to fp32.
+
+    triangle_ptr: the slot of scale and T, with PRODUCT.
+    matrix_ptr: the slot of WᵀW. Without PRODUCT it has the scale already.
     """
     for first_row in range(0, RANK, COLS):
         for first_col in range(first_row, RANK, COLS):
@@ -146,9 +166,12 @@ def store_gram(
 
 @triton.jit
 def sum_chunks(slots_ptr, count, triangle_ptr, RANK: tl.constexpr):
-    """Return the sum of a matrix's partial Gram matrices, (hi, lo, scale), with a common scale, stored too.
+    """Return (hi, lo, scale), the sum of a matrix's partial Gram matrices with a common scale.
 
-    A column's common scale is the least of all chunks.
+    A column's common scale is the least of all chunks. It is also stored.
+
+    slots_ptr, count: the partial Gram matrices, and their number.
+    triangle_ptr: the slot that gets the scale.
     """
     SIZE: tl.constexpr = 2 * RANK * (RANK + 1)
     SCALE: tl.constexpr = 2 * RANK * RANK

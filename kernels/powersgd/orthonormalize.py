@@ -1,8 +1,8 @@
-"""Orthonormalize all P panels of a bucket in two launches.
+"""Orthonormalize all panels of P in a bucket: two launches up to rank 32, one launch beyond it.
 
-This is Gram–Schmidt in the Gram matrix's inner product: every panel is read twice, whatever its rank.
+Up to rank 32: Gram–Schmidt in the inner product of P's Gram matrix. Every panel is read twice, at any rank.
 
-Beyond rank 32, by block Gram–Schmidt: 32 columns at a time, one program per matrix.
+Beyond rank 32: block Gram–Schmidt, 32 columns at a time, one program per matrix.
 """
 
 import torch
@@ -42,12 +42,14 @@ def _orthonormalize_blocks_kernel(
     RANK_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute what _orthonormalize_kernel does, for any RANK, RANK_BLOCK columns at a time, in fp64.
+    """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, in fp64, for any RANK.
 
-    This is block Gram–Schmidt: each block against the blocks before it, then within, twice (with epsilon
-    once).
-    Grid: one program per matrix, however long it is: ranks beyond 32 are rare. Each time it reads a block
-    about 5 times, and 5 times more per block before it.
+    This is block Gram–Schmidt with RANK_BLOCK columns at a time. Each block is orthonormalized against the
+    blocks before it, then within itself; without epsilon, both are done twice. For the arguments, and for
+    zero, dependent and nonfinite columns, see _orthonormalize_kernel.
+
+    Grid: one program per matrix, of any length: ranks beyond 32 are rare.
+    Each time it reads a block about 5 times, and 5 times more per block before it.
     """
     TOLERANCE: tl.constexpr = DEPENDENT_FP64 if p_ptr.dtype.element_ty == tl.float64 else DEPENDENT
     matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
@@ -81,7 +83,11 @@ def _orthonormalize_blocks_kernel(
 def orthonormalize_blocks(
     wire: torch.Tensor, matrices: torch.Tensor, *, out: torch.Tensor, rank: int, epsilon: float, block: int
 ) -> Launch:
-    """Do what orthonormalize.py's orthonormalize does, for a rank that is a multiple of 32."""
+    """Return the launch that orthonormalizes panels of more than 32 columns; see `orthonormalize`.
+
+    rank: padded, a multiple of 32.
+    block: the number of rows that a program processes at once.
+    """
     return Launch(
         _orthonormalize_blocks_kernel,
         len(matrices),
@@ -98,7 +104,7 @@ def orthonormalize_blocks(
     )
 
 
-# The r×r part repeats its numbers in every warp: more warps would take longer for it. A long panel has more
+# Every warp repeats the r×r computations, which would take longer in more warps. A long panel has more
 # programs instead.
 NUM_WARPS = 4
 
@@ -107,14 +113,14 @@ NUM_WARPS = 4
 def chunk_on_wire(wire_ptr, matrices_ptr, work):
     """Return (pointer to a program's panel, its stride, n, r, first row, one past the last, matrix_ptr).
 
-    Rows from n to the stride are zeros. The last program's rows include the padding of P's panel, which is
-    longer.
+    On the wire, rows from n to the stride are zeros. The last program's rows include the padding of P's
+    panel, which is longer than the padding on the wire.
     """
     matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
     n = tl.load(matrix_ptr + ROWS).to(tl.int32)
     r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
     panel_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
-    # They are multiples already; dividing shows the compiler that they are.
+    # start and stop are multiples already; dividing shows the compiler that they are.
     start = tl.load(work + 1).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
     stop = tl.load(work + 2).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
     return panel_ptr, wire_stride(n, wire_ptr.dtype.element_ty), n, r, start, stop, matrix_ptr
@@ -132,11 +138,13 @@ def _gram_kernel(
     COLS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Compute PᵀP over a chunk of a panel's rows, in fp64, or with PAIRS in pairs of fp32.
+    """Compute PᵀP over a chunk of a panel's rows: in fp64, or with PAIRS in pairs of fp32.
 
-    wire_ptr: the panels, all-reduced. scratch_ptr: the first slots are the programs' results.
-    Grid: one program per row of work_ptr (_orthonormalize_work). Reads the panels once, with PAIRS once more
-    for the scale and, from the cache, once per pair of column blocks.
+    wire_ptr: the panels, all-reduced.
+    scratch_ptr: slots. The first slots get the results, one per program.
+    Grid: one program per row of work_ptr (PowerSGDWork._orthonormalize_work).
+    Reads the panels once. With PAIRS it reads them once more for the scale, and from the cache once per pair
+    of column blocks.
     """
     program = tl.program_id(0).to(tl.int64)
     work = work_ptr + program * WORK_FIELDS
@@ -162,10 +170,14 @@ def chunk_in_fp64(
     panel_ptr, stride, out_ptr, out_stride, start, stop, n, r, slots_ptr, count, epsilon,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do one program's work of _orthonormalize_kernel in fp64."""
+    """Orthonormalize one program's rows in fp64; see _orthonormalize_kernel.
+
+    start, stop: the program's rows.
+    slots_ptr, count: the partial Gram matrices of the matrix, and their number.
+    """
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     TOLERANCE: tl.constexpr = DEPENDENT_FP64 if TYPE == tl.float64 else DEPENDENT
-    last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
+    last = tl.minimum(n, stop)  # rows from here on are padding, or another program's
     products = in_fp64.sum_chunks(slots_ptr, count, RANK)
     own = diagonal(products, RANK)
     transform, _lo, again = triangle(products, products, own, epsilon, TOLERANCE, RANK)
@@ -188,8 +200,13 @@ def chunk_in_pairs(
     triangle_ptr, gram_ptr, epsilon, RANK: tl.constexpr, BLOCK: tl.constexpr, GRAM_BLOCK: tl.constexpr,
     LOG2_BLOCK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Do one program's work of _orthonormalize_kernel in pairs. triangle_ptr, gram_ptr: its own scratch."""
-    last = tl.minimum(n, stop)  # rows from here on are another program's, or padding
+    """Orthonormalize one program's rows in pairs of fp32; see _orthonormalize_kernel.
+
+    start, stop: the program's rows.
+    slots_ptr, count: the partial Gram matrices of the matrix, and their number.
+    triangle_ptr, gram_ptr: slots of the program alone.
+    """
+    last = tl.minimum(n, stop)  # rows from here on are padding, or another program's
     hi, lo, scale = in_pairs.sum_chunks(slots_ptr, count, triangle_ptr, RANK)
     epsilon = (tl.full((), 1.0, tl.float64) * epsilon).to(tl.float32)
     added = scale * epsilon
@@ -234,11 +251,16 @@ def _orthonormalize_kernel(
 ):
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for a chunk of a panel's rows.
 
-    wire_ptr, scratch_ptr: as _gram_kernel leaves them. p_ptr: the padded panels, written whole. Zero and
-    dependent columns become zeros; a panel with anything not finite becomes NaN. Grid: as _gram_kernel's.
-    Every program adds up its matrix's partial Gram matrices and computes T, from the same bits with the same
-    result. Reads the panel once and writes it once. If P is ill-conditioned, every program computes the Gram
-    matrix of P T too, over the whole panel, instead of waiting for the others.
+    wire_ptr, scratch_ptr: the arguments of _gram_kernel, which ran before.
+    p_ptr: the padded panels, written whole. Zero and dependent columns become zeros. A panel with anything
+        not finite becomes NaN.
+    epsilon: added to the length by which a column is divided.
+    Grid: one program per row of work_ptr (PowerSGDWork._orthonormalize_work).
+
+    Every program adds up all partial Gram matrices of its matrix, and computes T. All programs of a matrix
+    start from equal bits, so they get equal T. If P is ill-conditioned, every program also computes the Gram
+    matrix of P T over the whole panel, instead of waiting for the other programs.
+    Reads the panel once and writes it once.
     """
     program = tl.program_id(0).to(tl.int64)
     work = work_ptr + program * WORK_FIELDS
@@ -263,9 +285,10 @@ def _orthonormalize_kernel(
 
 
 def launch_shape(rank: int, itemsize: int) -> int:
-    """Return BLOCK for a padded rank in fp64: BLOCK rows at a time are as many as the registers hold.
+    """Return BLOCK in fp64: as many rows at a time as the registers hold.
 
-    itemsize: bytes per element of the panels.
+    rank: padded.
+    itemsize: bytes of an element in the panels.
     """
     if rank <= 4:
         return min(8192 // (rank * rank), 1024)
@@ -285,17 +308,21 @@ def orthonormalize(
     epsilon: float = 0.0,
     pairs: bool | None = None,
 ) -> list[Launch]:
-    """Step 4 of PowerSGD (Vogels et al. 2019, algorithm 1) for every matrix of a bucket, two launches.
+    """Return the launches that orthonormalize P of every matrix of a bucket: two, or one beyond rank 32.
 
-    Beyond rank 32, one launch of orthonormalize.py, in fp64.
+    This is step 4 of PowerSGD (Vogels et al. 2019, algorithm 1).
 
-    wire: the all-reduced wire buffer, which begins with all P. matrices, work: int64 tables of PowerSGDWork
-    (matrix_table, orthonormalize_work). scratch: fp64, PowerSGDWork's orthonormalize_numel.
-    out: the padded panels, fp32 (fp64 for an fp64 bucket). epsilon: as torch's orthogonalization_epsilon,
-    added to the length by which a column is divided (beyond rank 32 up to a relative difference of epsilon /
-    length). With epsilon there is no second pass over ill-conditioned panels, because it would undo what
-    epsilon does. pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
-    An fp64 bucket is always computed in fp64.
+    wire: the all-reduced wire, which begins with all P.
+    matrices: int64, PowerSGDWork's matrix_table.
+    work: int64, PowerSGDWork's orthonormalize_work.
+    scratch: fp64, PowerSGDWork's orthonormalize_numel elements.
+    out: the padded panels, fp32 (fp64 for an fp64 bucket).
+    rank: PowerSGDWork's.
+    epsilon: torch's orthogonalization_epsilon, added to the length by which a column is divided (beyond rank
+        32 up to a relative difference of epsilon / length). With epsilon, ill-conditioned panels get no
+        second pass: it would undo the effect of epsilon.
+    pairs: compute in pairs of fp32, not in fp64; by default, if the device's fp64 is slow. An fp64 bucket and
+        ranks beyond 32 are always computed in fp64.
     """
     if rank > 32:
         block = launch_shape(rank, out.itemsize)
@@ -316,17 +343,17 @@ def both_launches(
     *,
     pairs: bool,
 ) -> list[Launch]:
-    """Return the launches of both kernels.
+    """Return the launches of _gram_kernel and _orthonormalize_kernel.
 
-    Scratch has three slots per program: the partial Gram matrices of all programs, and then, for pairs, two
-    of each program's own, for its triangle and for the Gram matrix of its second pass.
+    scratch: three slots per program. First come the partial Gram matrices of all programs. Then, for pairs,
+        every program has two slots of its own: for its triangle, and for the Gram matrix of its second pass.
     """
     columns = min(rank, 8)
     block = launch_shape(rank, out.itemsize)
     gram_block = 4096 // (columns * columns) if pairs else block
     constants = {"RANK": rank, "LOG2_BLOCK": gram_block.bit_length() - 1, "COLS": columns, "PAIRS": pairs}
-    # In pairs a fused product would be wrong. Up to rank 8, several lanes compute and store the same element:
-    # with different fusing they would differ in the last bit.
+    # In pairs a fused product would be wrong. Up to rank 8, several lanes compute and store one element: if
+    # they fused differently, its last bit would differ.
     options = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS, "enable_fp_fusion": rank > 8 and not pairs}
     scratch = scratch.view(torch.float32) if pairs else scratch
     return [

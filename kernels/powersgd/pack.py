@@ -27,8 +27,8 @@ def _pack_kernel(
 ):
     """Write scale · (sum of partial panels, in the order of their indices), or scale · gradient, to a wire.
 
-    partial_ptr: [partial sums, RANK, BLOCK], panels column after column, times SHRINK. A float16 wire gets the
-        sums without SHRINK, any other wire with it.
+    partial_ptr: [partial sums, RANK, BLOCK], panels column after column, times SHRINK. A float16 wire gets
+        the sums without SHRINK, any other wire with it.
     grad_ptr: the bucket.
     wire_ptr: see PowerSGDWork.
     work_ptr: rows, either of

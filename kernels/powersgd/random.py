@@ -141,8 +141,8 @@ def direction(
     """Return (start of the panel in q_ptr, SHRINK · factor in fp64) for the columns offs_rank to project on.
 
     A column is Q's own, or a random one where Q's is zero or not finite. A random column has the factor 1.
-    If UNIT, Q's own is scaled to length 1. Otherwise it is scaled to a length over 1/2 and up to 1, by a power
-    of two from the bits of its squared length: fp64 divisions and roots take most GPUs much longer.
+    If UNIT, Q's own is scaled to length 1. Otherwise it is scaled to a length over 1/2 and up to 1, by a
+    power of two from the bits of its squared length: fp64 divisions and roots take most GPUs much longer.
     """
     offs_norm = tl.arange(0, MAX_NORMS)[:, None]
     mask = offs_norm < tl.load(matrix_ptr + NUM_NORMS)

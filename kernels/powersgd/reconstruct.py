@@ -41,7 +41,7 @@ def next_q(
     wire_ptr, q_ptr, norms_ptr, matrix_ptr, norm, first, last, RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WARM_START: tl.constexpr,
 ):  # fmt: skip
-    """Copy blocks first .. last of the averaged SHRINK · Q to its panel, and store its columns' squared lengths.
+    """Copy blocks first .. last of the averaged SHRINK · Q to its panel; store squared lengths of columns.
 
     norm: the row of norms_ptr that gets the squared lengths over these blocks. Without WARM_START it gets
         zeros, which make project take the random Q.

@@ -1,16 +1,19 @@
-"""The triangle of Gram–Schmidt: T with Tᵀ G T = I for a small Gram matrix G, in fp64 or in pairs of fp32."""
+"""The triangle of Gram–Schmidt, in fp64 or in pairs of fp32.
+
+For a small Gram matrix G it is the upper triangular T with Tᵀ G T = I.
+"""
 
 import triton
 import triton.language as tl
 
 from .pairs import add, inverse_root, multiply
 
-# A column is dependent when Gram–Schmidt leaves less than this fraction of its squared length. fp32
-# arithmetic leaves about 1e-14 of a dependent column; a condition number of 1e6 leaves 1e-12.
+# A column is dependent if Gram–Schmidt leaves less than this fraction of its squared length. fp32 arithmetic
+# leaves about 1e-14 of a dependent column; a condition number of 1e6 leaves 1e-12.
 DEPENDENT = tl.constexpr(1e-13)
-# In fp64 the Gram matrix itself can't distinguish less than about 1e-15 from zero.
+# In fp64, a Gram matrix can't distinguish fractions below about 1e-15 from zero.
 DEPENDENT_FP64 = tl.constexpr(1e-14)
-# One pass leaves ‖PᵀP−I‖ of about 3e-14 / remaining fraction. A second one follows when that may exceed 3e-7.
+# One pass leaves ‖PᵀP−I‖ of about 3e-14 / remaining fraction. If that may exceed 3e-7, a second pass follows.
 SECOND_PASS_BELOW = tl.constexpr(1e-7)
 
 
@@ -31,16 +34,18 @@ def element(vector, j, RANK: tl.constexpr):
 def triangle(hi, lo, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
     """Return (Tᵀ, its lo, whether a second pass is due: 0 or 1), with T upper triangular and Tᵀ G T = I.
 
-    hi, lo: G, [RANK, RANK] fp32 pairs, or fp64 and anything. own: [RANK] squared lengths that a column's
-    remaining squared length is compared with. T has zero columns for dependent ones. epsilon: added to every
-    remaining length before dividing by it; a number in fp64, and [RANK] in pairs, whose columns are scaled.
-    All of T is NaN if anything in G isn't finite.
+    T has zero columns for dependent columns. All of T is NaN if anything in G isn't finite.
 
-    This is Gaussian elimination on G in place: below the diagonal, where an eliminated column would leave
-    zeros, it leaves the row operations, which are Tᵀ but for its rows' lengths. What remains of G is
-    symmetric, so its row j, right of the diagonal, is its column j too: only the row is gathered from the
-    threads. With epsilon the column that is subtracted is shorter than 1, as in torch, hence `left` (1
-    without epsilon).
+    hi, lo: G, [RANK, RANK] pairs of fp32; or hi is G in fp64, and lo anything of its shape.
+    own: [RANK], the squared lengths that columns' remaining squared lengths are compared with.
+    epsilon: added to every remaining length before dividing by it. A number or [RANK] in fp64; [RANK] in
+        pairs, because columns are scaled.
+    DEPENDENT: a column is dependent unless it has more than this fraction of own left.
+
+    This is Gaussian elimination on G in place. Below the diagonal, an eliminated column would leave zeros:
+    row operations are stored there instead. They are Tᵀ, except for the lengths of its rows. The rest of G
+    stays symmetric: right of the diagonal, row j equals column j, so only the row is gathered from threads.
+    With epsilon the subtracted column is shorter than 1, as in torch. Hence `left`: it is 1 without epsilon.
     """
     TYPE: tl.constexpr = hi.dtype
     offs = tl.arange(0, RANK)
@@ -55,7 +60,7 @@ def triangle(hi, lo, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
     for j in range(RANK):
         of_row = tl.sum(tl.where(row == j, hi, 0.0), axis=0)
         of_row_lo = tl.sum(tl.where(row == j, lo, 0.0), axis=0)
-        # Zero if the column is dependent.
+        # remaining is zero if the column is dependent.
         remaining = element(tl.where(of_row > own * DEPENDENT, of_row, 0.0), j, RANK)
         remaining_lo = element(of_row_lo, j, RANK)
         keep = remaining > 0.0
