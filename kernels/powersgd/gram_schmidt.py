@@ -147,8 +147,8 @@ def subtract_projection(block_ptr, done_ptr, stride, n, cols, RANK_BLOCK: tl.con
         block -= tl.dot(done, common, input_precision="ieee", out_dtype=tl.float64)
         tl.debug_barrier()  # all threads must have read before any thread writes
         row = first + tl.arange(0, BLOCK)[:, None]
-        # Masked by n, so the padding stays zero even if done is NaN. The alternative, 128-bit stores with zeros
-        # for the padding, spills in fp64 on sm_100.
+        # Masked by n, so the padding stays zero even if done is NaN. The alternative, 128-bit stores that put
+        # zeros into the padding, spills in fp64 on sm_100.
         values = block.to(block_ptr.dtype.element_ty)
         tl.store(block_ptr + row + offs * stride, values, mask=(row < n) & (offs < cols))
     tl.debug_barrier()

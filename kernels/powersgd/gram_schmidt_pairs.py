@@ -23,7 +23,7 @@ from .tile import MAX_CHUNKS
 
 @triton.jit
 def store_scale(panel_ptr, stride, length, r, matrix_ptr, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the power of two, for each column, that brings its largest absolute value into 1 .. 2."""
+    """Store for each column the power of two that brings its largest absolute value into 1 .. 2."""
     offs_row = tl.arange(0, BLOCK)[:, None]
     offs_col = tl.arange(0, RANK)[None, :]
     largest = tl.zeros((BLOCK, RANK), tl.float32)
