@@ -3,8 +3,8 @@
 gram_schmidt_pairs.py has the same operations in pairs of fp32. Both take panels of whole columns.
 
 stride: the number of elements from one column to the next.
-length: the number of rows that may be loaded; rows of it behind the panel's last row are zeros. The compiler
-    must see that length, pointer and stride are multiples of 16 bytes, so that loads are 128 bits wide.
+length: the number of rows that may be loaded. Rows behind the panel's last row are zeros. The compiler must
+    see that length, pointer and stride are multiples of 16 bytes, so that loads are 128 bits wide.
 """
 
 import triton

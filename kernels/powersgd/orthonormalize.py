@@ -251,7 +251,8 @@ def _orthonormalize_kernel(
 ):
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for a chunk of a panel's rows.
 
-    wire_ptr, scratch_ptr: the arguments of _gram_kernel, which ran before.
+    wire_ptr: the panels, all-reduced.
+    scratch_ptr: slots, with _gram_kernel's results in the first ones.
     p_ptr: the padded panels, written whole. Zero and dependent columns become zeros. A panel with anything
         not finite becomes NaN.
     epsilon: added to the length by which a column is divided.
@@ -312,7 +313,7 @@ def orthonormalize(
 
     This is step 4 of PowerSGD (Vogels et al. 2019, algorithm 1).
 
-    wire: the all-reduced wire, which begins with all P.
+    wire: the all-reduced p_wire.
     matrices: int64, PowerSGDWork's matrix_table.
     work: int64, PowerSGDWork's orthonormalize_work.
     scratch: fp64, PowerSGDWork's orthonormalize_numel elements.

@@ -80,7 +80,7 @@ def sums_on_wire(
     """Return NUMEL elements of a wire from element `first` on, [NUMEL / V, V], in the partial sums' dtype.
 
     V: the number of elements in 16 bytes.
-    first_factor, last_factor: the first row of factors_ptr with elements among them, and one past the last.
+    first_factor, last_factor: the first row of factors_ptr to read, and one past the last.
 
     Beyond the rows of a column, and beyond the factors, the elements are zeros.
     """

@@ -166,7 +166,7 @@ def _average_kernel(
 ):
     """Compute mean = quantized((Σ dequantized + E) / W), E = W · (the mean's quantization error), error += E.
 
-    E is shard_error. It stays as it is in blocks of which no rank sent anything: their mean is zero.
+    E is shard_error. In a block for which every rank sent the scale 0, E doesn't change and the mean is zero.
     The sum is in the order of the W ranks. It doesn't overflow, because its addends are multiplied by SHRINK.
     The mean is limited to LARGEST, the largest finite number of error's dtype, and E to half of LARGEST.
 

@@ -46,8 +46,8 @@ class QuantizedWork:
     exact_itemsize: bytes of an exact element in the payloads, itemsize by default.
 
     bucket_work: one row for each program of quantize or dequantize, either of
-        (BLOCKS, first element in the bucket, number of elements, number of blocks, first block among those of
-        all shards, byte of the first code in the payloads, byte of the first scale, shard, first block in it)
+        (BLOCKS, first element in the bucket, number of elements, number of blocks, first block over all
+        shards, byte of the first code in the payloads, byte of the first scale, shard, first block in it)
         (COPY, first element in the bucket, number of elements, byte of the first one in the payloads)
     shard_work: one row for each program of average, equal for all shards, either of
         (BLOCKS, bytes of a payload, blocks of a shard, number of blocks, first block in the shard, byte of
