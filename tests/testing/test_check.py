@@ -189,9 +189,9 @@ def with_another_result(state, bucket) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
-        (with_another_name, "second parameter has to be called bucket; its signature is (state, gradients)"),
-        (with_a_string, "its bucket's annotation is 'dist.GradBucket', but has to be <class"),
-        (with_another_result, "its result's annotation is <class 'torch.Tensor'>, but has to be"),
+        (with_another_name, "second parameter must be called bucket; its signature is (state, gradients)"),
+        (with_a_string, "its bucket's annotation is 'dist.GradBucket', but must be <class"),
+        (with_another_result, "its result's annotation is <class 'torch.Tensor'>, but must be"),
     ],
 )
 def test_a_signature_that_ddp_refuses(hook, said):
