@@ -29,7 +29,7 @@ MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?
 
 
 def power_sgd(module: Any, rank: int) -> MakeState:
-    """Return a make_state for gradcomp's or torch's PowerSGD module that compresses from the third step on."""
+    """Return a make_state for gradcomp's or torch's PowerSGD that compresses from the third step on."""
     return partial(module.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
 

@@ -145,7 +145,7 @@ def check_hook(
         )
     searched = [case for case in CASES if not only or case.name in only]
     if unknown := set(only) - {case.name for case in CASES}:
-        raise ValueError(f"no properties {sorted(unknown)}; there are {[case.name for case in CASES]}")
+        raise ValueError(f"unknown properties {sorted(unknown)}; the properties are {[case.name for case in CASES]}")
     with Progress() as progress:
         progress.show(f"{name}: inferring its claims")
         try:
@@ -197,7 +197,7 @@ def _not_complete(
     )
     if search.failure is None:
         claims_of(hook, make_state, device, ranks)  # raises the probe's error
-        raise AssertionError(f"{name} fails in the probe at times")
+        raise AssertionError(f"{name} fails in the probe, but not every time")
     report.failures.append(search.failure)
     report.verdicts.update(
         {case.name: Verdict("not checked", note="the hook does not complete") for case in CASES}

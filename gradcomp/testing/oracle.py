@@ -65,8 +65,8 @@ class PowerSGDOracle:
     compressed: the indices of the compressed tensors. Tensors with equal n and m are next to each other.
     qs: for each compressed tensor the Q [m, r] on which the next step projects. Only its span matters. None
         before the first step, and before every step without warm start: then `step` needs its argument qs.
-    errors: [rank][index], float64: each rank's gradient + last error, minus the average. Zero at first; always
-        zero for uncompressed tensors and without error feedback. None, before the first step, means zeros.
+    errors: [rank][index], float64: each rank's gradient + last error, minus the average. None, for zeros,
+        before the first step. Always zero for uncompressed tensors and without error feedback.
 
     To continue from a hook's state, assign to qs and errors.
     """
@@ -230,8 +230,8 @@ def quantized(blocks: torch.Tensor, bits: int) -> torch.Tensor:
     """Round blocks [num_blocks, size] to 8 or 4 bits, with one bf16 scale each.
 
     8 bits: multiples of the scale. The scale is the block's largest absolute value / 127.
-    4 bits: value / root mean square is rounded to the nearest of normal_levels(). The scale is the factor of
-        these levels with the least square error.
+    4 bits: value / root mean square is rounded to the nearest of normal_levels(). The scale is the
+        factor that takes the levels to the block with the least square error.
 
     Zeros stay zeros. A block with inf or NaN becomes NaN. The limits of a dtype's range are not modeled.
     """

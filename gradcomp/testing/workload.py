@@ -230,7 +230,7 @@ def _gradient(
     elif spectrum == "clustered":
         singular.fill_(0.01)[: -(-full // 4)] = 1.0
     else:
-        raise ValueError(f"spectrum {spectrum!r} is none of flat, low_rank, power_law, clustered, zero")
+        raise ValueError(f"spectrum {spectrum!r} is not one of flat, low_rank, power_law, clustered, zero")
     singular *= math.sqrt(rows * cols) / singular.norm()
     singular = singular[: singular.count_nonzero()]
     k = len(singular)
