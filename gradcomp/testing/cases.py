@@ -76,7 +76,7 @@ class Drawn:
             yield replace(workload, poison=poison)
 
     def rearranged(self) -> SearchStrategy[Workload]:
-        """Draw workloads whose buckets are rearranged after the first step."""
+        """Draw workloads that rearrange their buckets after the first step."""
         return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
             lambda workload: len(workload.buckets) > 1 < workload.steps
         )

@@ -145,7 +145,7 @@ def check_hook(
         )
     searched = [case for case in CASES if not only or case.name in only]
     if unknown := set(only) - {case.name for case in CASES}:
-        raise ValueError(f"unknown properties {sorted(unknown)}; the properties are {[case.name for case in CASES]}")
+        raise ValueError(f"unknown properties {sorted(unknown)}; known: {[case.name for case in CASES]}")
     with Progress() as progress:
         progress.show(f"{name}: inferring its claims")
         try:

@@ -1,4 +1,4 @@
-"""Claims: what a hook promises, and their inference from the hook's state and a probe."""
+"""Claims: a hook's promises, and their inference from the hook's state and a probe."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ class Claims:
     contraction: δ in ‖M − C(M)‖² ≤ (1 − δ) ‖M‖². With 0, C(M) is no farther from M than zero is.
     error_feedback: errors of a step are added to a later step. A hook that averages may claim it, too: then
         it compensates its own rounding.
-    feedback_precision: the coarsest dtype in which gradients enter error feedback, or in which errors are
-        kept.
+    feedback_precision: the coarsest dtype of gradients that enter error feedback, or of kept errors.
     errors_of(state): a rank's errors by bucket index, each flat like its bucket.
     unbiased: the expectation of the output is the mean.
     keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
@@ -223,7 +222,7 @@ def claims_of(
     if start is not None and start > LONGEST_START:
         raise ValueError(
             f"{name} is {start}: every example would run that many plain steps first. Test with a state that "
-            f"starts earlier, {name}=2 say"
+            f"starts earlier, for example {name}=2"
         )
     claims = _probed(hook, make_state, start, device, ranks)
     if make_state is not None:

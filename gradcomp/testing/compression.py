@@ -103,17 +103,16 @@ def compression_report(
 ) -> CompressionReport:
     """Run a hook on these gradients, on simulated ranks, and measure its last step.
 
-    gradients: a list of tensors, for every rank the same, or one such list per rank. All steps have the same
-        gradients. Or a Workload, which has its own ranks, steps and buckets.
+    gradients: one list of tensors for all ranks, or a list per rank; every step repeats them. Or a Workload,
+        which has its own ranks, steps and buckets.
     make_state: make_state(process_group) makes a rank's state. None if the state is the process group. A
         PowerSGDState, gradcomp's or torch's, skips its start_powerSGD_iter plain steps.
-    world_size: the number of ranks; by default the number of lists, or 2 if every rank has the same.
+    world_size: the number of ranks; by default the number of lists, or 2 for one list of tensors.
     steps: the number of steps. With warm start, the first one has the largest error. With error feedback, a
         later one also sends what earlier ones left out.
     rank: the rank for best_energy; by default the state's matrix_approximation_rank, if it has one.
     buckets: the indices of each bucket's tensors. By default each tensor has its own bucket, so its bytes on
-        the wire can be measured. A hook that compresses a bucket as a whole (batched_powerSGD_hook) needs the
-        model's buckets.
+        the wire can be measured. Hooks that compress a whole bucket (batched_powerSGD_hook) need the model's.
 
     Raises ValueError if there are no gradients, if there are lists for another number of ranks, or if buckets
     don't hold each tensor once; RankError if the hook fails.

@@ -42,8 +42,7 @@ class Run:
     errors[step][rank][index]: the hook's errors after a step; [] per rank without errors_of.
     state_bytes[step][rank]: the bytes of the tensors that the state holds after a step.
     state_numels[step][rank]: the number of elements of the state's floating-point tensors.
-    wire_bytes[step][rank]: the bytes that a rank handed to collectives in a step. On gloo they are not
-        counted: 0.
+    wire_bytes[step][rank]: the bytes that a rank handed to collectives in a step; 0, uncounted, on gloo.
     """
 
     outputs: list[list[list[Tensor]]]
@@ -169,8 +168,7 @@ def reload(
 
     This tries torch.save and torch.load with its safe default. If that fails and `safe` is False, it tries
     state_dict() and load_state_dict() on a new state. For a state without these methods it tries
-    torch.load(weights_only=False) instead. If the loaded state has a `process_group`, that is set to the
-    given one.
+    torch.load(weights_only=False) instead. A loaded `process_group` attribute is set to the given one.
 
     Raises CheckpointError if every permitted way fails.
     """

@@ -25,8 +25,7 @@ class Workload:
     shapes: the tensors' shapes.
     buckets: the indices of each bucket's tensors, in the order in which buckets are averaged; () for one
         bucket with all tensors.
-    rearranged: the first step has one bucket with all tensors, and `buckets` begin with the second step, as
-        in DDP.
+    rearranged: as in DDP, the first step has one bucket with all tensors; later steps have `buckets`.
     spectra: the singular values of each tensor's signal. The last entry holds for all further tensors. A
         tensor is a matrix, its first dimension against the others.
 

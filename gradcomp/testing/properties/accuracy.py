@@ -130,8 +130,8 @@ def averages(subject: Subject, workload: Workload) -> float | None:
     the largest |gradient| of the ranks; see Tolerance. A lossy hook is checked in its plain steps, and for
     tensors of its exact shapes.
 
-    Roundings cancel in a large number of elements, but a wrong factor doesn't: say, all averages are 1 % too
-    large. So all averages are also checked together; see `Factor`.
+    Roundings cancel in a large number of elements, but a wrong factor, for example 1.01, doesn't. So all
+    averages are also checked together; see `Factor`.
 
     Returns the largest error / tolerance; None if the hook claims no average of the workload.
     """

@@ -19,9 +19,8 @@ from gradcomp.testing.properties.subject import (
 )
 from gradcomp.testing.workload import Workload
 
-# If only rounding differs, two outputs of a lossy hook may differ by √u times the gradients' norm: by half of
-# the digits. Rounding rotates the space that an ill-conditioned P spans, but only towards directions of small
-# norm.
+# Through rounding alone, outputs of a lossy hook may differ by √u times the gradients' norm, half of the
+# digits: rounding rotates the span of an ill-conditioned P, though only towards directions of small norm.
 HALF_OF_THE_DIGITS = 0.5
 
 

@@ -78,7 +78,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
     follows from its tolerance; see `Claims.left_after`.
 
     With the same gradients on every rank, the second half of the zero steps is checked by itself, too. Most
-    of the error is output by then, so a small loss shows: say, errors are multiplied by 0.999.
+    of the error is output by then, so a small loss shows, for example if errors are multiplied by 0.999.
 
     The rounding allowed is 8 u (max ‖gradient‖ + ‖held‖) in every step.
 
@@ -121,8 +121,8 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
 def no_error_where_exact(subject: Subject, workload: Workload) -> None:
     """Tensors of claims.exact_shapes, which are averaged exactly, have no error on any rank.
 
-    An error of such a tensor would be the rank's gradient minus the mean. The ranks' errors would cancel
-    in the average. Over the steps each grows as a random walk, to √steps times the difference between ranks.
+    An error of such a tensor would be the rank's gradient minus the mean. The ranks' errors would cancel in
+    the average, and each would grow as a random walk, to √steps times the difference between ranks.
     """
     claims = subject.claims
     if claims.errors_of is None or claims.exact_shapes is None:

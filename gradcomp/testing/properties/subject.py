@@ -1,4 +1,4 @@
-"""The subject of a property: a hook with its state, claims and ranks. And the exceptions of properties."""
+"""Subjects of properties (a hook with its state, claims and ranks), and the exceptions of properties."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(rank, process_group, *arguments) on every rank, and return the results by rank.
 
-    While the function runs, process_group is also the default group, and torch's CPU generator is seeded with
-    the rank.
+    In the function, process_group is also the default group. The rank is the seed of torch's CPU generator.
 
     ranks: "simulated" or "gloo". Simulated ranks are threads of this process, which run one at a time; see
         gradcomp.testing.ranks.simulation. They share the arguments. gloo ranks are processes, kept from call

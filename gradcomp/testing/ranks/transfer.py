@@ -10,8 +10,8 @@ tensors that s fills: with tensors from each rank or, in a reduction, with the r
     broadcast, reduce, gather, scatter: like these, with one source or one destination
 
 Reductions add up in rank order, in the tensors' dtype. With two ranks they have gloo's bits; with more they
-are equal to gloo's up to rounding. MIN and MAX ignore a NaN of every rank except 0; gloo may ignore a NaN of
-another rank.
+are equal to gloo's up to rounding. MIN and MAX ignore a NaN unless it is rank 0's. gloo's ignore a NaN of one
+rank or another.
 """
 
 from __future__ import annotations
