@@ -3,7 +3,7 @@
 A call accepts and refuses the arguments that gloo accepts and refuses in torch 2.13, and its future has the
 same value. Differences from gloo:
 
-- `reduce` overwrites the tensors of all ranks except the root with NaN (integers: 0); gloo: partial sums.
+- `reduce` sets the tensors of non-root ranks to NaN (integers: 0). gloo leaves partial sums in them.
 - Tensors must be contiguous, as with NCCL. gloo takes others, and computes nonsense for tensors with gaps.
 - `all_gather_into_tensor` also takes a stacked output, as with NCCL.
 - `reduce_scatter` has a future, as with NCCL.
