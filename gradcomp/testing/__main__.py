@@ -29,19 +29,19 @@ MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?
 
 
 def power_sgd(module: Any, rank: int) -> MakeState:
-    """Return a maker of states of gradcomp's or torch's module that compress from the third step on."""
+    """Return a make_state for gradcomp's or torch's PowerSGD that compresses from the third step on."""
     return partial(module.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
 
 def quantized(bits: int) -> MakeState:
-    """Return a maker of states that quantize from the third step on, in blocks that fit in small matrices."""
+    """Return a make_state that quantizes from the third step on, in blocks that fit in small matrices."""
     return partial(quantization.QuantizationState, bits=bits, block_size=16, start_iter=2)
 
 
 def perchannel_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average with quantization_perchannel_hook in blocks as short as those."""
+    """Average with quantization_perchannel_hook, in blocks as short as `quantized` makes."""
     return quantization.quantization_perchannel_hook(process_group, bucket, bucket_size=16)
 
 

@@ -1,4 +1,4 @@
-"""The properties that check_hook checks, what claims each, and the workloads that are searched."""
+"""The properties that check_hook checks: the claim that each needs, and the workloads to search."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from gradcomp.testing.workload import Shape, Workload
 
 __all__ = ["CASES", "Case", "Drawn"]
 
-# Sides of matrices for hooks that compress none of DIMS.
+# Further sides of matrices, for hooks that don't compress matrices as small as DIMS.
 LARGER_DIMS = range(96, 2049, 32)
-# Tensors of all kinds, as a hook may have code for each: one element, square, wide, tall, one row, one
-# column, vectors, kernels of convolutions, more elements than 2^16.
+# Tensors of all kinds, as a hook may have separate code for each: one element, square, wide, tall, one row,
+# one column, vectors, kernels of convolutions, more elements than 2^16.
 VARIOUS: tuple[tuple[Shape, ...], ...] = (
     ((1,), (8, 8), (31, 33), (300,), (96, 700)),
     ((64, 3), (3, 64), (16, 4, 3, 3), (5, 7, 9), (128, 128)),
     ((1, 257), (257, 1), (24, 24), (1000,), (12, 12)),
 )
-# Tensors for many steps, and the number of steps after a hook's start: the 25th step comes up twice.
+# Tensors for runs of many steps.
 FEW: tuple[tuple[Shape, ...], ...] = (((24, 24), (7,)), ((9, 32), (3, 5, 3, 3)), ((17, 8), (24,)))
+# The number of steps after a hook's start in such a run. A mistake in every 25th step shows twice.
 LONG = 56
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Strategies that draw workloads within what a hook claims."""
+    """Strategies and lists of workloads within the limits of a hook's claims."""
 
     claims: Claims
     world_size: int
@@ -45,7 +46,7 @@ class Drawn:
     device: str
 
     def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
-        """Draw any workloads, with one to `extra_steps` steps after the plain ones."""
+        """Draw workloads of all kinds, with 1 to `extra_steps` steps after the plain ones."""
         start = self.claims.start
         options.setdefault("steps", st.integers(start + 1, start + extra_steps))
         options.setdefault("tensors", self._shapes())
@@ -62,10 +63,10 @@ class Drawn:
         return self.any(poison=poisons(steps, self.world_size))
 
     def every_poison(self) -> Iterator[Workload]:
-        """List workloads with inf, −inf or NaN on each rank.
+        """List workloads with inf, −inf or NaN on one rank, for each rank.
 
-        The step is a plain one, the first compressed one or the last. The value is in a compressed matrix, or
-        in the vector beside it.
+        Each value comes in a plain step, in the first compressed step and in the last step, and each time in
+        a compressed matrix or in the vector beside it.
         """
         matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
         workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
@@ -75,7 +76,7 @@ class Drawn:
             yield replace(workload, poison=poison)
 
     def rearranged(self) -> SearchStrategy[Workload]:
-        """Draw workloads whose buckets are rearranged after the first step."""
+        """Draw workloads that rearrange their buckets after the first step."""
         return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
             lambda workload: len(workload.buckets) > 1 < workload.steps
         )
@@ -86,7 +87,7 @@ class Drawn:
     def flushed(self) -> Sequence[SearchStrategy[Workload]]:
         """Draw workloads that end with zero gradients.
 
-        The zero steps are few, or in small tensors as many as it takes until little error may be left.
+        There are a few zero steps or, for small tensors, enough that little error may be left.
         """
         options: dict[str, Any] = {
             "tensors": shapes(max_numel=25),
@@ -108,14 +109,15 @@ class Drawn:
     def _few(self) -> int:
         """The least number of zero steps.
 
-        It is 4 for a hook that averages, whose errors soon fall below its quantization levels, else 16.
+        4 for a hook that averages, as its errors soon fall below its quantization levels; otherwise 16.
         """
         return 16 if self.claims.element_error >= 1 else 4
 
     def _with_zeros(self, workload: Workload) -> Workload:
-        """Add zero steps until at most a quarter of the largest gradient may be held back.
+        """Add enough zero steps that the held-back error may be a quarter of the largest gradient at most.
 
-        If all ranks have the same gradients, add twice as many as leave half of the held-back error.
+        If all ranks have the same gradients, add twice the number of steps after which at most half of the
+        error is left.
         """
         numel = max(
             sum(math.prod(workload.shapes[index]) for index in indices) for indices in workload.buckets
@@ -156,17 +158,17 @@ class Drawn:
         )
 
     def _shapes(self) -> SearchStrategy[Shape]:
-        """Draw shapes of which the hook compresses about half, even at a high rank."""
+        """Draw shapes. The hook compresses about half of them, even at a high rank."""
         return shapes() | st.sampled_from(self._compressed_shapes()) if self.claims.exact_shapes else shapes()
 
     def _compressed_shapes(self) -> list[Shape]:
-        """List matrices that the hook compresses: all with sides of DIMS, else a larger one; and odd ones."""
+        """List compressed matrices: all with sides in DIMS, or a larger one; and those of _odd_shapes."""
         small = [shape for shape in product(DIMS, DIMS) if self._is_compressed(shape)]
         large = [(side, side) for side in LARGER_DIMS if self._is_compressed((side, side))]
         return [*(small or large[:1] or [(1, 1)]), *self._odd_shapes()]
 
     def _odd_shapes(self) -> list[Shape]:
-        """List the smallest compressed matrices with each odd number of rows or columns from 17 to 63."""
+        """List the smallest compressed matrix with each odd number of rows in 17 … 63, and of columns."""
         columns = (*DIMS, *LARGER_DIMS)
         found: list[Shape] = []
         for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):
@@ -178,7 +180,7 @@ class Drawn:
         return self.claims.exact_shapes is None or not self.claims.exact_shapes(shape)
 
     def _scales(self) -> tuple[int, int]:
-        """Return the least and largest log2_scale, with a margin of 2^8 to overflow and subnormal numbers."""
+        """Return the least and largest log2_scale, each 2^8 away from subnormal numbers or overflow."""
         limit = min(self.claims.limit(dtype) for dtype in self.dtypes)
         dtypes = [*self.dtypes, self.claims.precision]
         smallest = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
@@ -187,15 +189,16 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Case:
-    """A property, and the way it is searched for a counter-example.
+    """A property, and the search for a workload on which it fails.
 
     check: the property.
-    unclaimed(claims): the reason why it doesn't apply, or "".
-    workloads(drawn): the strategies that draw its workloads.
-    measure: the name of what it returns. worst: chooses the worse of two such values.
-    fraction: the fraction of max_examples to try, less than 1 for expensive properties.
+    unclaimed(claims): the reason why the property doesn't apply; "" if it does.
+    workloads(drawn): strategies that draw the property's workloads.
+    measure: the name of the value that the property returns.
+    worst: chooses the worse of two such values.
+    fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
     explains: the exceptions that other properties raise if this one fails.
-    listed(drawn): workloads that are tried besides the drawn ones.
+    listed(drawn): workloads to try besides the drawn ones.
     """
 
     check: Callable[..., Any]
@@ -212,12 +215,12 @@ class Case:
         return self.check.__name__
 
 
-def _of_lossy(claims: Claims) -> str:
+def _unless_lossy(claims: Claims) -> str:
     return "" if claims.is_lossy else "averages"
 
 
-def _of_state(claims: Claims) -> str:
-    return "" if claims.error_feedback else _of_lossy(claims) or "no error feedback"
+def _unless_feedback(claims: Claims) -> str:
+    return "" if claims.error_feedback else _unless_lossy(claims) or "no error feedback"
 
 
 CASES = (
@@ -243,26 +246,26 @@ CASES = (
     ),
     Case(
         properties.exact_up_to_rank,
-        lambda claims: _of_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"),
+        lambda claims: _unless_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"),
         listed=lambda drawn: [*drawn.odd(), *drawn.various()],
         measure="error / tolerance ≤",
     ),
     Case(
         properties.contraction,
-        lambda claims: _of_lossy(claims) or ("no contraction" if claims.contraction is None else ""),
+        lambda claims: _unless_lossy(claims) or ("no contraction" if claims.contraction is None else ""),
         listed=lambda drawn: [*drawn.odd(), *drawn.various(), *drawn.long()],
         measure="δ ≥",
         worst=min,
     ),
     Case(
         properties.error_feedback_identity,
-        lambda claims: _of_state(claims) or ("" if claims.errors_of else "errors can't be read"),
+        lambda claims: _unless_feedback(claims) or ("" if claims.errors_of else "errors can't be read"),
         listed=lambda drawn: [*drawn.various(), *drawn.long()],
         measure="error / tolerance ≤",
     ),
     Case(
         properties.held_back_comes_out,
-        _of_state,
+        _unless_feedback,
         lambda drawn: drawn.flushed(),
         "still held at the end ≤",
         fraction=0.5,
@@ -271,12 +274,13 @@ CASES = (
     Case(
         properties.no_error_where_exact,
         lambda claims: (
-            _of_state(claims) or ("" if claims.errors_of and claims.exact_shapes else "no exact shapes")
+            _unless_feedback(claims)
+            or ("" if claims.errors_of and claims.exact_shapes else "no exact shapes")
         ),
     ),
     Case(
         properties.unbiased,
-        lambda claims: "" if claims.unbiased else _of_lossy(claims) or "biased",
+        lambda claims: "" if claims.unbiased else _unless_lossy(claims) or "biased",
         lambda drawn: [drawn.small()],
         "t ≤",
         fraction=0.3,

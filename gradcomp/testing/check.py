@@ -1,4 +1,4 @@
-"""Check every property that applies to a hook, find the smallest workloads on which one fails, and report."""
+"""Check the properties that apply to a hook, and report the smallest workloads found on which one fails."""
 
 from __future__ import annotations
 
@@ -32,13 +32,17 @@ Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
     "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
 )
-# Of a longer message, which has a traceback in it, the first and last lines are shown.
+# The most lines shown of a message. A longer one holds a traceback: its middle lines are left out.
 LONGEST_MESSAGE = 14
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A property that fails for a hook, with the smallest workload found and the property's message."""
+    """A property that fails for a hook.
+
+    counterexample: the smallest workload found on which it fails.
+    message: the property's message.
+    """
 
     property: str
     counterexample: Workload
@@ -55,10 +59,11 @@ class Failure:
 class Verdict:
     """The verdict on one property.
 
-    measured: the worst value that it returned. note: the name of that value, or the reason why it wasn't
-    checked.
-    num_passed_over: the number of further examples in which the hook did not complete, or its averages were
-    not finite.
+    measured: the worst value that the property returned.
+    num_examples: the number of workloads on which it holds.
+    note: the name of the measured value, the failure's message, or the reason why it wasn't checked.
+    num_passed_over: further workloads, left out because the hook did not complete on them, or made averages
+        that were not finite.
     """
 
     outcome: Outcome
@@ -76,7 +81,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of check_hook: verdicts by property. str() is their table, with the failures below."""
+    """The result of check_hook: a verdict on each property. str() is a table of them, then the failures."""
 
     hook: str
     claims: Claims | None
@@ -85,7 +90,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if all properties that were checked hold."""
+        """True if every checked property holds."""
         return not self.failures
 
     def raise_if_failed(self) -> None:
@@ -112,20 +117,26 @@ def check_hook(
     device: str = "cpu",
     only: Sequence[str] = (),
 ) -> Report:
-    """Search for workloads on which a communication hook fails a property that applies to it.
+    """Check a communication hook: search for workloads on which it fails a property that applies to it.
 
-    make_state(process_group): makes a rank's state; None for hooks whose state is the process group.
+    make_state: make_state(process_group) makes a rank's state. None if the state is the process group.
     world_size: the number of ranks.
-    max_examples: the number of workloads per property.
-    claims: what the hook promises; by default what claims_of infers from its state and a probe.
-    ranks: "simulated" in this process, or "gloo"; then hook and make_state have to be picklable.
-    dtypes, device: the gradients' dtypes and device.
-    only: the names of the properties to check, all if empty.
+    max_examples: the number of workloads drawn for a property. Properties with two or three strategies draw
+        more, expensive properties fewer.
+    claims: the hook's claims; by default claims_of infers them from its state and a probe.
+    ranks: "simulated", in this process; or "gloo", in processes: hook and make_state must be picklable then.
+    dtypes: the gradients' dtypes.
+    device: the gradients' device.
+    only: the names of the properties to check; empty for all.
 
-    The same call draws the same workloads; a counter-example is the smallest that Hypothesis finds. If a hook
-    raises in some workloads, or makes NaN of finite gradients, `completes` and `finite_in_finite_out` report
-    it, and the other properties pass over these workloads. If standard error is a terminal, a line there
-    shows the progress.
+    The same call draws the same workloads. A counter-example is the smallest that Hypothesis finds.
+
+    If the hook raises on some workloads, `completes` fails. If it makes inf or NaN of finite gradients,
+    `finite_in_finite_out` fails. The other properties pass over these workloads.
+
+    If standard error is a terminal, a line there shows the progress.
+
+    Raises TypeError if make_state can't be called, ValueError for an unknown name in `only`.
     """
     name = getattr(hook, "__qualname__", repr(hook))
     if make_state is not None and not callable(make_state):
@@ -134,7 +145,7 @@ def check_hook(
         )
     searched = [case for case in CASES if not only or case.name in only]
     if unknown := set(only) - {case.name for case in CASES}:
-        raise ValueError(f"no properties {sorted(unknown)}; there are {[case.name for case in CASES]}")
+        raise ValueError(f"unknown properties {sorted(unknown)}; known: {[case.name for case in CASES]}")
     with Progress() as progress:
         progress.show(f"{name}: inferring its claims")
         try:
@@ -176,7 +187,7 @@ def _not_complete(
     device: str,
     progress: Progress,
 ) -> Report:
-    """Report on a hook that fails in the probe."""
+    """Report on a hook that raises in the probe: check `completes` alone."""
     report = Report(name, None)
     show = _shower(progress, f"{name}: fails in the probe, {CASES[0].name}")
     search = _Search(CASES[0], hook, make_state, Claims(), ranks, (), show)
@@ -186,7 +197,7 @@ def _not_complete(
     )
     if search.failure is None:
         claims_of(hook, make_state, device, ranks)  # raises the probe's error
-        raise AssertionError(f"{name} fails in the probe at times")
+        raise AssertionError(f"{name} fails in the probe, but not every time")
     report.failures.append(search.failure)
     report.verdicts.update(
         {case.name: Verdict("not checked", note="the hook does not complete") for case in CASES}
@@ -203,7 +214,7 @@ def _shortened(message: str, width: int = 90) -> str:
 class _Search:
     """The search for a workload on which a property fails.
 
-    known: the exceptions of properties that have failed already; workloads that raise one are passed over.
+    known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
     """
 
     def __init__(
@@ -237,7 +248,7 @@ class _Search:
             find(strategy, self._fails, settings=options)
         except NoSuchExample:
             pass
-        except Flaky:  # the failure stands, though it is not reproducible
+        except Flaky:  # it fails on this workload, but not every time
             if self.failure is not None:
                 note = "\nIt does not fail on this workload every time."
                 self.failure = Failure(
@@ -245,7 +256,7 @@ class _Search:
                 )
 
     def try_each(self, workloads: Iterable[Workload]) -> None:
-        """Try listed workloads until one fails. Drawn ones are tried first, as their failures are shrunk."""
+        """Try listed workloads until one fails. Call `run` first: Hypothesis shrinks only drawn workloads."""
         for workload in workloads:
             if self.failure is not None or self._fails(workload):
                 return
@@ -276,7 +287,7 @@ class _Search:
 
 
 class Progress:
-    """A line on standard error if that is a terminal. It is cleared at the end of the `with` statement."""
+    """A line of text on standard error, if that is a terminal. Leaving the `with` block clears it."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -284,7 +295,7 @@ class Progress:
         self._width = 0
 
     def show(self, line: str) -> None:
-        """Overwrite the last line with this one, cut to the terminal's width: a wrapped line would stay."""
+        """Overwrite the last line with this one, cut to the terminal's width: no line may wrap."""
         if not self._is_shown:
             return
         line = line[: shutil.get_terminal_size().columns - 1]
@@ -303,4 +314,4 @@ class Progress:
     ) -> None:
         if self._width:
             self.show("")
-            self.show("")  # back to the line's beginning
+            self.show("")  # moves the cursor to the line's beginning

@@ -1,4 +1,4 @@
-"""Claims: what a hook promises, and their inference from the hook's state and a probe."""
+"""Claims: a hook's promises, and their inference from the hook's state and a probe."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from gradcomp.testing.workload import Shape, Workload
 
 __all__ = ["Claims", "Tolerance", "claims_of", "unit_roundoff"]
 
-# A norm of up to 2^20 elements this large still has a square in float32: 2^(2·40+20) < 2^128.
+# The squared norm of 2^20 elements this large fits in float32: 2^(2·40+20) < 2^128.
 LARGEST_OF_LOSSY = 2.0**40
-# Factors have a larger norm than the gradients, by up to √numel.
+# In float16: elements of factors may be up to √numel times as large as the gradient's.
 LARGEST_OF_LOSSY_FP16 = 2.0**8
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of rounding once to nearest, 2^-p for p significant bits."""
+    """Return the largest relative error of one rounding to nearest: 2^-p for p significant bits."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -36,9 +36,14 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 class Tolerance:
     """The error allowed in an average over W ranks.
 
-    It is |output − mean| ≤ 2 · W · (relative · magnitude + absolute). The factor is 2 · W as each of W
-    addends and of their partial sums is rounded once, and each is at most as large as the magnitude: the
-    largest |gradient| of all ranks, at the element or in its bucket (`of`).
+    |output − mean| ≤ 2 · W · (relative · magnitude + absolute)
+
+    The magnitude is the largest |gradient| of all ranks. The factor is 2 · W because W addends and their
+    partial sums are rounded once each, and none is larger than the magnitude.
+
+    relative: the error of one rounding, as a fraction of the magnitude.
+    absolute: the error of one rounding, whatever the magnitude.
+    of: where the magnitude is taken: at the same element, or in the whole bucket.
     """
 
     relative: float
@@ -47,7 +52,7 @@ class Tolerance:
 
     @classmethod
     def rounding(cls, dtype: torch.dtype) -> Tolerance:
-        """Return the tolerance of sums in a dtype. Its absolute part is the spacing of subnormal numbers."""
+        """Return the tolerance of sums in a dtype. `absolute` is the spacing of its subnormal numbers."""
         u = unit_roundoff(dtype)
         return cls(u, torch.finfo(dtype).smallest_normal * 2 * u)
 
@@ -59,30 +64,28 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Claims:
-    """The claims that the properties hold a hook to. None or False means not claimed.
+    """A hook's claims, which the properties check. None or False means not claimed.
 
-    tolerance: the tolerance of its averages; None if it is lossy.
-    precision: the dtype it rounds to, if coarser than the bucket's.
-    start: the number of steps of plain averaging before it compresses.
-    exact_rank: a mean of at most this rank is averaged exactly.
-    exact_shapes(shape): True if a tensor of this shape is averaged exactly although the hook is lossy.
-    contraction: δ in ‖M − C(M)‖² ≤ (1 − δ) ‖M‖²; with 0 an output is no farther from M than zero is.
-    error_feedback: errors of a step are added to a later one. A hook that averages may claim it, too: then it
-        compensates its own rounding.
-    feedback_precision: the dtype to which a rank's gradients are rounded before error feedback, or its errors
-    kept.
-    errors_of(state): the errors of a rank, by bucket, flat as the bucket.
-    unbiased: the expectation of its output is the mean.
-    keeps_zeros: an element that has been 0 on every rank in every step so far is exactly 0 in the average
-        ("elements"), or only if all of its row or column has been 0 ("lines"), as in a product of two
-        factors. Plain steps and tensors of exact shapes keep all elements even then.
-    scale_equivariant: multiplying all gradients by 2^k multiplies the outputs by 2^k, to the bit or within
-    rounding.
-    rank_symmetric: the result doesn't depend on which rank has which gradients.
-    bucket_insensitive: the result doesn't depend on the assignment of tensors to buckets.
-    max_magnitude: outputs are finite while the ranks' mean |gradient| is at most this, at every element.
-    checkpoint: a state can be reloaded with torch.load's safe default ("safe"), or in any way of `reload`
-    ("any").
+    tolerance: the tolerance of the averages; None if the hook is lossy.
+    precision: the dtype that the hook rounds to, if coarser than the bucket's.
+    start: the number of steps of plain averaging before the hook compresses.
+    exact_rank: a mean gradient of at most this rank is averaged exactly.
+    exact_shapes(shape): True if a lossy hook averages tensors of this shape exactly.
+    contraction: δ in ‖M − C(M)‖² ≤ (1 − δ) ‖M‖². With 0, C(M) is no farther from M than zero is.
+    error_feedback: errors of a step are added to a later step. A hook that averages may claim it, too: then
+        it compensates its own rounding.
+    feedback_precision: the coarsest dtype of gradients that enter error feedback, or of kept errors.
+    errors_of(state): a rank's errors by bucket index, each flat like its bucket.
+    unbiased: the expectation of the output is the mean.
+    keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
+        "elements": all such elements. "lines": only those of a row or column that has been 0 throughout, as
+        in a product of two factors; plain steps and tensors of exact shapes still keep every element.
+    scale_equivariant: multiplying all gradients by 2^k multiplies the outputs by 2^k, "bitwise" or within
+        "rounding".
+    rank_symmetric: the outputs don't depend on which rank has which gradients.
+    bucket_insensitive: the outputs don't depend on the assignment of tensors to buckets.
+    max_magnitude: outputs are finite if the ranks' mean |gradient| is at most this at every element.
+    checkpoint: "safe" if torch.load's safe default can reload a state; "any" if some way of `reload` can.
     memory: the largest ratio of the bytes of a state's tensors to the bytes of the gradients.
     """
 
@@ -109,53 +112,53 @@ class Claims:
         return self.tolerance is None
 
     def unit_roundoff(self, dtype: torch.dtype) -> float:
-        """Return the unit roundoff of a bucket's dtype or the hook's own precision, whichever is coarser."""
+        """Return the unit roundoff of the bucket's dtype or of `precision`, whichever is coarser."""
         return max(unit_roundoff(dtype), unit_roundoff(self.precision))
 
     def feedback_roundoff(self, dtype: torch.dtype) -> float:
         """Return the unit roundoff that error feedback doesn't compensate in a bucket of this dtype.
 
-        A lossy hook is allowed the rounding to its own precision; one that averages compensates it.
+        A lossy hook may round to its own precision, too. A hook that averages compensates that rounding.
         """
         rounded = unit_roundoff(dtype) if self.tolerance else self.unit_roundoff(dtype)
         return max(rounded, unit_roundoff(self.feedback_precision))
 
     def limit(self, dtype: torch.dtype) -> float:
-        """Return the largest mean |gradient| for which outputs are finite in a bucket of this dtype."""
+        """Return the largest mean |gradient| for which outputs must be finite in a bucket of this dtype."""
         largest = torch.finfo(dtype).max
         if self.is_lossy and largest < LARGEST_OF_LOSSY:
             largest = LARGEST_OF_LOSSY_FP16
         return min(self.max_magnitude, 0.99 * largest)
 
     def delta(self, numel: int) -> float:
-        """Return the δ that error feedback is held to in a bucket of `numel` elements.
+        """Return the δ expected of error feedback in a bucket of `numel` elements.
 
-        It is the δ claimed, or 1 / numel if that is more: the δ of the weakest of the usual compressors,
-        which send one element, or signs with one common magnitude.
+        It is the claimed δ, but at least 1 / numel. The weakest usual compressors have a δ of 1 / numel: they
+        send one element, or signs with one common magnitude.
         """
         return max(self.contraction or 0.0, 1 / max(1, numel))
 
     @property
     def element_error(self) -> float:
-        """The largest error of an element, over the bucket's largest, that a hook that averages leaves.
+        """The largest error that a hook that averages leaves, relative to the bucket's largest element.
 
-        It is twice the tolerance of one rank, as the hook may round both the ranks' gradients and their sum;
-        inf for a lossy hook.
+        It is twice the tolerance of one rank, as the hook may round both the ranks' gradients and their sum.
+        For a lossy hook it is inf.
         """
         return math.inf if self.tolerance is None else 4 * self.tolerance.relative
 
     def left_after(self, steps: int, numel: int) -> float:
-        """Return the fraction of a bucket's ‖error‖ that is left after so many steps without gradients."""
+        """Return the fraction of a bucket's ‖error‖ that is left after `steps` steps without gradients."""
         left = math.sqrt(1 - self.delta(numel)) ** steps
         if self.element_error < 1:
             left = min(left, math.sqrt(numel) * self.element_error**steps)
         return left
 
     def largest_error(self, numel: int) -> float:
-        """Return an upper bound of a rank's ‖error‖ over the largest ‖gradient‖.
+        """Return an upper bound of a rank's ‖error‖ / largest ‖gradient‖ in a bucket of `numel` elements.
 
-        For a bucket of `numel` elements it is lemma 3 of Karimireddy et al. (ICML 2019); for a hook that
-        averages, the sum of what is left of each step's error.
+        The bound is lemma 3 of Karimireddy et al. (ICML 2019). For a hook that averages, the sum of the
+        remainders of all steps' errors may be a smaller bound.
         """
         delta = self.delta(numel)
         largest = 2 * math.sqrt(1 - delta) / delta
@@ -164,7 +167,7 @@ class Claims:
         return largest
 
     def steps_until(self, fraction: float, numel: int) -> int:
-        """Count the steps without gradients after which at most this fraction of an error is left."""
+        """Count the steps without gradients until at most this fraction of an error is left."""
         return next(steps for steps in count(1) if self.left_after(steps, numel) <= fraction)
 
     def exact(self, dtype: torch.dtype) -> Tolerance:
@@ -174,39 +177,43 @@ class Claims:
         )
 
 
-# The probe; compression that starts after its steps has to be claimed.
+# The steps of the probe, which infers claims. Compression that starts later must be claimed.
 PROBED_STEPS = 8
 PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, seed=7)
 LONGEST_START = 16
-# The relative error, in norm, up to which a hook of 8 bits counts as one that averages.
+# A hook of 8 bits counts as one that averages if ‖output − mean‖ / ‖mean‖ is at most this.
 AVERAGES_WITHIN = 0.05
-# gradcomp's PowerSGD squares in float64 only, so its factors, but not their squares, have to fit in float32.
+# gradcomp's PowerSGD squares in float64 only: its factors must fit in float32, their squares need not.
 LARGEST_OF_OURS = 2.0**100
 
 
 def claims_of(
     hook: Hook, make_state: MakeState = None, device: str = "cpu", ranks: Ranks = "simulated"
 ) -> Claims:
-    """Infer the claims of a hook from its state, gradcomp's or torch's PowerSGDState, and from a probe.
+    """Infer a hook's claims from its state and from a probe.
 
-    The probe is eight steps of random gradients, on this device, on two ranks. A hook averages if its outputs
-    fit the tolerance of float32, float16, bfloat16 or 8 bits, in this order. It also averages if a step fits
-    one of the first three after a step that doesn't: the step that doesn't is wrong, as no compressor is
-    exact at times. Any other hook is lossy: it compresses from the first step on that isn't exact.
+    The probe is eight steps of random gradients, on this device, on two ranks. For gradcomp's or torch's
+    PowerSGDState, most claims follow from its options.
 
-    A lossy hook averages in the long run only. If its state keeps tensors of the gradients' size
-    (floating-point tensors of at least as many elements as the probe's matrix), these are taken for errors,
-    and the hook claims error feedback and contraction. Otherwise it claims to be unbiased: a biased
-    compressor without error feedback need not converge (Karimireddy et al., "Error Feedback Fixes SignSGD",
-    ICML 2019). A hook that averages claims error feedback by the same rule, to the gradients' precision
-    unless it is wrapped in fp16_compress_wrapper or bf16_compress_wrapper.
+    A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits. They are tried
+    in this order. It also averages if a step that fits one of the first three follows a step that doesn't: no
+    compressor is exact at times, so the earlier step is an error. Any other hook is lossy. It compresses from
+    the first step on that isn't exact.
 
-    A hook claims that zeros stay zero: PowerSGD in zero rows and columns, batched PowerSGD not at all, and
-    any other hook in every element.
+    A lossy hook averages in the long run only. If its state keeps tensors of the gradients' size, it claims
+    error feedback and contraction: these tensors are taken for errors. Their size is the number of elements
+    of the floating-point tensors, at least as many as in the probe's matrix. Otherwise the hook claims to be
+    unbiased, because a biased compressor without error feedback need not converge (Karimireddy et al., "Error
+    Feedback Fixes SignSGD", ICML 2019).
 
-    Correct wrong inferences with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
-    Raises ValueError for a state that starts to compress after more than 16 steps, RankError if the hook
-    fails.
+    A hook that averages claims error feedback by the same rule. Its feedback_precision is the dtype of
+    fp16_compress_wrapper or bf16_compress_wrapper if one wraps it, otherwise the gradients' precision.
+
+    PowerSGD claims that zero rows and columns stay zero. Any other hook, except batched PowerSGD, claims that
+    every zero element stays zero.
+
+    Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
+    Raises ValueError if a state starts to compress after more than 16 steps, RankError if the hook fails.
     """
     state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
     is_power_sgd = all(hasattr(state, name) for name in ("matrix_approximation_rank", "start_powerSGD_iter"))
@@ -215,11 +222,11 @@ def claims_of(
     if start is not None and start > LONGEST_START:
         raise ValueError(
             f"{name} is {start}: every example would run that many plain steps first. Test with a state that "
-            f"starts earlier, {name}=2 say"
+            f"starts earlier, for example {name}=2"
         )
     claims = _probed(hook, make_state, start, device, ranks)
     if make_state is not None:
-        # The bytes of wires and scratch buffers, and of errors.
+        # A state may hold wires and scratch buffers, and errors.
         memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
         claims = replace(claims, checkpoint=checkpoint, memory=memory)
     if is_power_sgd:
@@ -230,7 +237,7 @@ def claims_of(
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
-    """Make a state, and find the strictest checkpoint claim that it fulfils; None if there is none."""
+    """Return a new state and its checkpoint claim: "safe" if it holds, else "any", else None."""
     state = make_state(process_group)
     for checkpoint in ("safe", "any"):
         try:
@@ -269,8 +276,8 @@ def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, r
         and _relative_error(workload, outputs) <= AVERAGES_WITHIN
     ):
         if keeps_errors:
-            # An error that a 16-bit hook feeds back from another step exceeds the rounding of a small element
-            # in this.
+            # The first rounded step shows the precision. Later a 16-bit hook may feed back an error that is
+            # larger than the rounding of a small element.
             start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
             precision = fits[start] or precision
         return replace(_averaging(precision, eight_bits), start=start, **feedback)
@@ -282,13 +289,13 @@ def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, r
         unbiased=not keeps_errors,
         keeps_zeros="elements",
         scale_equivariant="rounding",
-        rank_symmetric=keeps_errors,  # ranks may draw different numbers
+        rank_symmetric=keeps_errors,  # without errors, ranks may draw different random numbers
         max_magnitude=_largest_of_lossy(precision),
     )
 
 
 def _relative_error(workload: Workload, outputs: list[list[list[Tensor]]]) -> float:
-    """Compute ‖output − mean‖ / ‖mean‖ of the worst step."""
+    """Compute the largest ‖output − mean‖ / ‖mean‖ of any step on rank 0."""
     return max(
         math.sqrt(
             sum(float((o - m).square().sum()) for o, m in zip(out[0], workload.mean(step), strict=True))
@@ -319,7 +326,7 @@ def _largest_of_lossy(precision: torch.dtype) -> float:
 
 
 def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tolerance: Tolerance) -> float:
-    """Compute the worst |output − mean| over its tolerance."""
+    """Compute the largest |output − mean| / tolerance of a step on rank 0."""
     worst = 0.0
     largest = max(float(t.abs().max()) for t in workload.stacked(step))
     for out, stacked in zip(outputs[step][0], workload.stacked(step), strict=True):
@@ -341,7 +348,7 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
     sent_in = (getattr(state, "uncompressed_dtype", None) if is_quantized else factor_dtype) or torch.float64
     precision = max(claims.precision, sent_in, key=unit_roundoff)
     if factor_dtype is not None:
-        rate *= factor_dtype.itemsize / 8  # min_compression_rate counts bytes; most are saved in fp64
+        rate *= factor_dtype.itemsize / 8  # min_compression_rate is of bytes, and fp64 gradients save most
     keeps_error = state.use_error_feedback
     ours = isinstance(state, CompressorState)
     largest = LARGEST_OF_OURS if ours else LARGEST_OF_LOSSY
@@ -349,7 +356,7 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
         claims,
         tolerance=None,
         precision=precision,
-        # The probe's matrix may be too small to be compressed.
+        # The state's start, not the probe's: its matrix may be too small to be compressed.
         start=0 if start_bits else state.start_powerSGD_iter,
         exact_rank=rank if is_exact and not (is_batched or is_quantized or start_bits) else None,
         exact_shapes=None if is_batched or start_bits else partial(_is_not_compressed, rank, rate),
@@ -362,9 +369,9 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
         rank_symmetric=True,
         bucket_insensitive=False,  # random projections differ from bucket to bucket
         max_magnitude=LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else largest,
-        checkpoint="safe",  # as both projects document it
-        # The error, and factors, wires and double-precision scratch of (n + m) · r elements, less than n · m
-        # / 2 if min_compression_rate is 2.
+        checkpoint="safe",  # gradcomp and torch document it
+        # The error; and factors, wires and float64 scratch, each of (n + m) · r elements: less than n · m / 2
+        # if min_compression_rate is 2.
         memory=None if start_bits else 6.0,
     )
 
@@ -390,6 +397,6 @@ def _wrapped_in(hook: Any) -> torch.dtype:
 
 
 def _names(hook: Any) -> str:
-    """Return the names of a hook and of the hooks that it wraps, joined."""
+    """Return the names of a hook and of the hooks that it wraps, in one string."""
     inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     return " ".join([getattr(hook, "__qualname__", ""), *(_names(each) for each in inner if callable(each))])

@@ -23,20 +23,20 @@ __all__ = ["CompressionReport", "Quality", "compression_report"]
 
 @dataclass(frozen=True)
 class Quality:
-    """The quality of one tensor's average, or of all tensors' averages together.
+    """How close one tensor's average is to the mean, or all tensors' averages together.
 
     G is the ranks' mean gradient in the last step, C the hook's average.
 
     shape: the tensor's shape; (elements,) for all together.
     relative_error: ‖C − G‖ / ‖G‖.
-    accumulated_error: the relative error of their sums over all steps, which error feedback keeps small.
-    cosine_similarity: ⟨C, G⟩ / (‖C‖ ‖G‖); NaN if one of them is zero.
+    accumulated_error: ‖ΣC − ΣG‖ / ‖ΣG‖, with sums over all steps. Error feedback keeps it small.
+    cosine_similarity: ⟨C, G⟩ / (‖C‖ ‖G‖); NaN if C or G is zero.
     energy_kept: 1 − ‖C − G‖² / ‖G‖².
-    best_energy: the most energy that a matrix of the requested rank can keep, from G's singular values
-        (Eckart and Young, 1936); a vector's whole energy. None without a rank.
+    best_energy: the largest energy_kept of any matrix of the requested rank, from G's singular values
+        (Eckart and Young, 1936); 1 for vectors. None without a rank.
     gradient_bytes: the bytes of the gradient.
-    wire_bytes: the bytes of the tensors that a rank handed to collectives in the last step, the most of any
-        rank; None for a tensor that shares its bucket with others.
+    wire_bytes: the most bytes that any rank handed to collectives in the last step; None for a tensor that
+        shares its bucket with others.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Quality:
 
     @property
     def compression_rate(self) -> float | None:
-        """The ratio gradient_bytes / wire_bytes; inf if no bytes are sent."""
+        """gradient_bytes / wire_bytes; inf if no bytes are sent, None if they are unknown."""
         if self.wire_bytes is None:
             return None
         return self.gradient_bytes / self.wire_bytes if self.wire_bytes else math.inf
@@ -60,8 +60,10 @@ class Quality:
 class CompressionReport:
     """The result of compression_report; str() formats it as a table.
 
-    tensors: the quality of each tensor, in the given order. overall: the quality of all tensors as one
-    vector.
+    steps: the number of steps; the last one is measured.
+    rank: the rank for best_energy.
+    tensors: the quality of each tensor, in the given order.
+    overall: the quality of all tensors as one vector.
     """
 
     hook: str
@@ -101,20 +103,19 @@ def compression_report(
 ) -> CompressionReport:
     """Run a hook on these gradients, on simulated ranks, and measure its last step.
 
-    gradients: a list of tensors, the same on every rank, or a list of tensors for every rank; they are the
-        same in every step. Or a Workload, which has its own ranks, steps and buckets.
-    make_state(process_group): makes a rank's state; None for hooks that take the process group. A
-        PowerSGDState (gradcomp's or torch's) is advanced past its start_powerSGD_iter plain steps.
-    world_size: the number of ranks; by default the gradients', or 2 if every rank has the same.
-    steps: the number of steps; with warm start the first is the worst, and with error feedback a later one
-        also sends what earlier ones left out.
-    rank: the rank for best_energy; by default the state's matrix_approximation_rank if it has one.
-    buckets: the indices of each bucket's tensors. By default each tensor has a bucket of its own, so that its
-        bytes on the wire can be measured. Hooks that take a bucket as a whole (batched_powerSGD_hook) need
-        the model's buckets.
+    gradients: one list of tensors for all ranks, or a list per rank; every step repeats them. Or a Workload,
+        which has its own ranks, steps and buckets.
+    make_state: make_state(process_group) makes a rank's state. None if the state is the process group. A
+        PowerSGDState, gradcomp's or torch's, skips its start_powerSGD_iter plain steps.
+    world_size: the number of ranks; by default the number of lists, or 2 for one list of tensors.
+    steps: the number of steps. With warm start, the first one has the largest error. With error feedback, a
+        later one also sends what earlier ones left out.
+    rank: the rank for best_energy; by default the state's matrix_approximation_rank, if it has one.
+    buckets: the indices of each bucket's tensors. By default each tensor has its own bucket, so its bytes on
+        the wire can be measured. Hooks that compress a whole bucket (batched_powerSGD_hook) need the model's.
 
-    Raises ValueError if there are no gradients, if world_size is not theirs, or if buckets don't hold each
-    tensor once; RankError if the hook fails.
+    Raises ValueError if there are no gradients, if there are lists for another number of ranks, or if buckets
+    don't hold each tensor once; RankError if the hook fails.
 
     Example::
 
@@ -180,7 +181,7 @@ def _run_bucket(
         if hasattr(state, "start_powerSGD_iter"):
             state.iter = max(state.iter, state.start_powerSGD_iter)
         if isinstance(state, CompressorState):
-            state._is_compared = True  # a state's first step also compares options, which is not measured
+            state._is_compared = True  # else the first step also sends the options, to compare them
         return state
 
     workload = RecordedWorkload.of(gradients)
@@ -201,7 +202,7 @@ def _run_bucket(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The ranks' mean gradients and the hook's averages of a tensor, [steps, *shape] in float64."""
+    """A tensor's mean gradients and the hook's averages of them, both [steps, *shape] in float64."""
 
     gradients: Tensor
     averages: Tensor
@@ -209,7 +210,7 @@ class _Outcome:
     wire_bytes: int | None
 
     def best(self, rank: int | None) -> float | None:
-        """Compute the squared norm of the best approximation of this rank to the last gradient."""
+        """Compute ‖best approximation of this rank to the last gradient‖²; None without a rank."""
         gradient = self.gradients[-1]
         if rank is None:
             return None
@@ -236,7 +237,7 @@ class _Outcome:
 
 
 def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
-    """Return the ratio part / whole; of_nothing if both are 0."""
+    """Return part / whole; of_nothing if both are 0, inf if only `whole` is."""
     if whole:
         return part / whole
     return math.inf if part else of_nothing
@@ -245,7 +246,7 @@ def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:
 def _of_steps(
     gradients: Sequence[Tensor] | Sequence[Sequence[Tensor]] | Workload, world_size: int | None, steps: int
 ) -> list[list[list[Tensor]]]:
-    """Convert gradients in any form that compression_report takes to [step][rank][index]."""
+    """Return compression_report's gradients, given in any of its forms, as [step][rank][index]."""
     if isinstance(gradients, Workload):
         ranks = range(gradients.world_size)
         given = [[gradients.gradients(step, rank) for rank in ranks] for step in range(gradients.num_steps)]

@@ -1,6 +1,6 @@
-"""Reference implementations of every hook in float64, for all ranks at once, written as in the papers.
+"""Reference implementations of every hook in float64, for all ranks at once, in the papers' notation.
 
-They share nothing with the kernels, gradcomp.cpu or gradcomp.layout. Gradients are [rank][index]: for every
+They share no code with the kernels, gradcomp.cpu or gradcomp.layout. Gradients are [rank][index]: for every
 rank a list of tensors. Averages are [index], in float64.
 
     allreduce_hook                              mean
@@ -9,7 +9,7 @@ rank a list of tensors. Averages are [index], in float64.
     batched_powerSGD_hook                       BatchedPowerSGDOracle, likewise
     quantization_hook                           QuantizedOracle, after start_iter steps of mean
     quantization_perchannel_hook, ..pertensor.. QuantizedOracle of the bucket as a row, without feedback
-    fp16_compress_wrapper(...) of one of them   the same, of rounded gradients
+    fp16_compress_wrapper(hook)                 the hook's oracle, with `rounded` gradients
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ VANISHING = 1e-12
 
 
 def mean(gradients: Gradients) -> list[torch.Tensor]:
-    """Compute (1/W) Σ_w g_w for W ranks, which allreduce_hook computes and every other hook approximates."""
+    """Compute (1/W) Σ_w g_w over W ranks. allreduce_hook computes it, every other hook approximates it."""
     return [torch.stack([_wide(g) for g in of_ranks]).mean(0) for of_ranks in zip(*gradients, strict=True)]
 
 
 def sixteen_bit_mean(gradients: Gradients, dtype: torch.dtype) -> list[torch.Tensor]:
     """Compute the average of fp16_compress_hook (torch.float16) or bf16_compress_hook (torch.bfloat16).
 
-    Every rank divides by W and rounds once to the dtype; the sum is formed in the dtype, in rank order.
-    With two ranks the hook has the same bits. With more, a backend may add in another order, and the hook's
-    1 / W is rounded to float32.
+    Every rank divides by W and rounds once to the dtype. The sum is formed in the dtype, in rank order.
+
+    With two ranks the hook has the same bits. With more, a backend may add in another order, and the hook
+    rounds 1 / W to float32.
     """
     return [
         _wide(functools.reduce(torch.add, [(_wide(g) / len(gradients)).to(dtype) for g in of_ranks]))
@@ -46,10 +47,10 @@ def sixteen_bit_mean(gradients: Gradients, dtype: torch.dtype) -> list[torch.Ten
 
 
 def rounded(gradients: Gradients, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Round the gradients as fp16_compress_wrapper or bf16_compress_wrapper does for the wrapped hook.
+    """Round gradients to the dtype in which fp16_compress_wrapper or bf16_compress_wrapper passes them on.
 
-    They are not divided, so that in float16 values beyond ±65504 are infinite. The wrapped hook rounds to
-    this dtype wherever it would round to the bucket's; its oracle doesn't.
+    The wrapper doesn't divide them first: in float16, values beyond ±65504 become infinite. The wrapped hook
+    rounds to this dtype wherever it would round to the bucket's dtype; its oracle doesn't.
     """
     return [[g.to(dtype) for g in of_rank] for of_rank in gradients]
 
@@ -58,16 +59,16 @@ class PowerSGDOracle:
     """PowerSGD: algorithms 1 and 2 of Vogels, Karimireddy and Jaggi (NeurIPS 2019), tensor by tensor.
 
     shapes: the tensors' shapes. A tensor of two or more dimensions is a matrix M [n, m], its first dimension
-        against the others, and compressed if (n + m) · r · min_compression_rate < n · m, where
-        r = min(n, m, rank). All others are averaged exactly.
+        against the others. It is compressed if (n + m) · r · min_compression_rate < n · m, where
+        r = min(n, m, rank). All other tensors are averaged exactly.
 
-    compressed: the indices of the compressed tensors, those with equal n and m next to each other.
-    qs: the Q [m, r] on which the next step projects each of these. Only its span matters. None before the
-        first step and, without warm start, before every step: then `step` needs its argument.
-    errors: [rank][index], float64: each rank's gradients minus their part of the averages. Zeros at first,
-        and always for uncompressed tensors or without error feedback.
+    compressed: the indices of the compressed tensors. Tensors with equal n and m are next to each other.
+    qs: for each compressed tensor the Q [m, r] on which the next step projects. Only its span matters. None
+        before the first step, and before every step without warm start: then `step` needs its argument qs.
+    errors: [rank][index], float64: each rank's gradient + last error, minus the average. None, for zeros,
+        before the first step. Always zero for uncompressed tensors and without error feedback.
 
-    Assign to qs and errors to continue from a hook's state.
+    To continue from a hook's state, assign to qs and errors.
     """
 
     def __init__(
@@ -92,10 +93,14 @@ class PowerSGDOracle:
         self.errors: list[list[torch.Tensor]] | None = None
 
     def step(self, gradients: Gradients, qs: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Run one step of all ranks and return the averages. qs: replaces the Q kept from the last step.
+        """Run one step of all ranks and return the averages.
 
-        Unlike the hooks, this doesn't replace a direction that vanishes (of a zero gradient) by a random one,
-        nor reset the memory after a gradient of inf or NaN. Raises ValueError if there is no Q.
+        qs: replaces the Q kept from the last step.
+
+        The hooks replace a vanishing direction, as of a zero gradient, by a random one, and reset Q and error
+        after a gradient of inf or NaN. The oracle does neither.
+
+        Raises ValueError if there is no Q.
         """
         qs = self.qs if qs is None else qs
         if qs is None:
@@ -123,8 +128,10 @@ class PowerSGDOracle:
 class BatchedPowerSGDOracle(PowerSGDOracle):
     """The oracle of batched_powerSGD_hook: PowerSGD of a whole bucket as one zero-padded square matrix.
 
-    shapes: the shapes of the bucket's tensors, in its order. qs: one Q [side, r]. errors: [rank] lists of one
-    [side, side]. The elements of P Qᵀ behind the bucket's end are no error of any gradient and are dropped.
+    shapes: the shapes of the bucket's tensors, in the bucket's order.
+    qs: a list of one Q [side, r].
+    errors: for every rank a list of one error [side, side]. Elements behind the bucket's end are zero: there
+        P Qᵀ is dropped, as it belongs to no gradient.
     """
 
     def __init__(
@@ -152,14 +159,21 @@ class QuantizedOracle:
     """The quantized all-reduce with error feedback on senders and owners, tensor by tensor.
 
     shapes: the tensors' shapes. A tensor of two or more dimensions with at least block_size elements is
-        quantized in blocks, its last one padded with zeros. All others are averaged exactly.
+        quantized in blocks, the last block padded with zeros. All other tensors are averaged exactly.
 
-    With the sender's error e_r and the owner's o, zeros at first: Q_r = quantized(g_r + e_r); e_r becomes
-    g_r + e_r − Q_r; the average is quantized(A) with A = (Σ Q_r + o) / W; o becomes W · (A − average). Which
-    rank owns a block makes no difference. A block of which no rank sends anything keeps its o.
+    The sender's error e_r and the owner's error o are zeros at first. In a step
 
-    errors: [rank][index], the e_r, and owner_errors: [index], the o; float64. Assign to both to continue from
-    a hook's state.
+        Q_r = quantized(g_r + e_r)        then e_r = g_r + e_r − Q_r
+        A = (Σ Q_r + o) / W
+        average = quantized(A)            then o = W · (A − average)
+
+    Which rank owns a block makes no difference. If every rank's Q_r is zero in a block, the average is zero
+    there, and the block keeps its o.
+
+    errors: [rank][index], float64, the e_r.
+    owner_errors: [index], float64, the o.
+
+    To continue from a hook's state, assign to errors and owner_errors.
     """
 
     def __init__(
@@ -207,17 +221,19 @@ class QuantizedOracle:
         return blocks.flatten()[: math.prod(self.shapes[index])].view(self.shapes[index])
 
     def _lost(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the tensor's error: nothing without error feedback, and where a block isn't finite."""
+        """Return the tensor's error: zero without error feedback, and where an element isn't finite."""
         kept = torch.where(blocks.isfinite(), blocks, 0.0) * self.error_feedback
         return self._tensor(kept, index)
 
 
 def quantized(blocks: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round blocks [num_blocks, size] to 8 or 4 bits with one scale in bf16 each; NaN if not finite.
+    """Round blocks [num_blocks, size] to 8 or 4 bits, with one bf16 scale each.
 
-    8 bits: multiples of the scale, which is the largest absolute value / 127. 4 bits: the nearest of
-    normal_levels() to value / root mean square, times the scale of least squares. Zeros stay zeros. The end
-    of a dtype's range is not modeled.
+    8 bits: multiples of the scale. The scale is the block's largest absolute value / 127.
+    4 bits: value / root mean square is rounded to the nearest of normal_levels(). The scale is the
+        factor that takes the levels to the block with the least square error.
+
+    Zeros stay zeros. A block with inf or NaN becomes NaN. The limits of a dtype's range are not modeled.
     """
     is_finite = blocks.isfinite().all(1, keepdim=True)
     finite = torch.where(is_finite, blocks, 0.0)
@@ -238,11 +254,10 @@ def quantized(blocks: torch.Tensor, bits: int) -> torch.Tensor:
 
 @functools.cache
 def normal_levels(num_levels: int = 15) -> tuple[float, ...]:
-    """Compute the levels, a zero among 15, with the least mean square error for the normal distribution.
+    """Compute the levels with the least mean square error for the normal distribution; one of 15 is zero.
 
-
-    Each is the mean of the values that are nearer to it than to any other (Lloyd 1982, Max 1960), found by
-    repeating just that.
+    Each level is the mean of the values that are nearest to it (Lloyd 1982, Max 1960). Setting the levels to
+    these means repeatedly finds them.
     """
     normal = torch.distributions.Normal(0.0, torch.ones((), dtype=torch.float64))
     edge = torch.tensor([math.inf], dtype=torch.float64)
@@ -251,16 +266,18 @@ def normal_levels(num_levels: int = 15) -> tuple[float, ...]:
         bounds = torch.cat([-edge, (levels[1:] + levels[:-1]) / 2, edge])
         density = (-bounds.square() / 2).exp() / math.sqrt(2 * math.pi)
         levels = -density.diff() / normal.cdf(bounds).diff()
-        levels = (levels - levels.flip(0)) / 2  # so that a zero is one exactly
+        levels = (levels - levels.flip(0)) / 2  # makes the middle level exactly zero
     return tuple(levels.tolist())
 
 
 def powersgd_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute algorithm 1 of Vogels et al. 2019: (P Qᵀ [n, m], the new Q [m, r]) of every rank's M [n, m].
+    """Compute algorithm 1 of Vogels et al. 2019 from every rank's M [n, m] and a Q [m, r], q.
 
-    With M̄ the mean of the M, P Qᵀ = P Pᵀ M̄ is M̄ projected on the span of M̄ q. So it depends on the span
-    of q alone, not on the basis P; ‖M̄ − P Qᵀ‖ ≤ ‖M̄‖; and an M̄ of rank r or less is reproduced
-    exactly, unless a part of it is orthogonal to q.
+    Returns P Qᵀ [n, m] and the new Q [m, r].
+
+    Let M̄ be the mean of the M. Then P Qᵀ = P Pᵀ M̄ is M̄ projected on the span of M̄ q. So P Qᵀ depends on
+    the span of q, but not on the basis P. ‖M̄ − P Qᵀ‖ ≤ ‖M̄‖. An M̄ of rank r or less is reproduced exactly,
+    unless a part of it is orthogonal to q.
     """
     directions = basis(q)
     (p,) = mean([[matrix @ directions] for matrix in matrices])  # the first all-reduce
@@ -272,7 +289,7 @@ def powersgd_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple
 def basis(columns: torch.Tensor) -> torch.Tensor:
     """Compute an orthonormal basis of the columns' span in float64.
 
-    It is [n, r], or narrower if columns are linearly dependent, and NaN if an element isn't finite.
+    The basis is [n, r], or narrower if columns are linearly dependent. It is NaN if an element isn't finite.
     """
     columns = columns.double()
     if not columns.isfinite().all():
@@ -283,7 +300,7 @@ def basis(columns: torch.Tensor) -> torch.Tensor:
 
 
 def projector(columns: torch.Tensor) -> torch.Tensor:
-    """Compute the projector [n, n] onto the span of the columns [n, r], the same for every basis of it."""
+    """Compute the projector [n, n] onto the span of columns [n, r]; every basis of the span has the same."""
     orthonormal = basis(columns)
     return orthonormal @ orthonormal.mT
 

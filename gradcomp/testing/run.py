@@ -1,4 +1,4 @@
-"""Run a communication hook on a workload, on every rank, as DDP runs it."""
+"""Run a communication hook on every rank's gradients, bucket by bucket, like DDP."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
-# One rank's outputs, errors, bytes and elements of the state, and bytes on the wire in a step.
+# One step of one rank: outputs, errors, bytes and elements of the state, bytes on the wire.
 _Step = tuple[list[Tensor], list[Tensor], int, int, int]
 
 
 class CheckpointError(RuntimeError):
-    """A state cannot be saved, or cannot be loaded again."""
+    """A state can't be saved, or its checkpoint can't be loaded."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,10 @@ class Run:
     """The outputs and measurements of a run. Tensors are copies.
 
     outputs[step][rank][index]: the averages, in the tensors' shapes.
-    errors[step][rank][index]: the hook's errors after a step, if it was run with errors_of.
+    errors[step][rank][index]: the hook's errors after a step; [] per rank without errors_of.
     state_bytes[step][rank]: the bytes of the tensors that the state holds after a step.
     state_numels[step][rank]: the number of elements of the state's floating-point tensors.
-    wire_bytes[step][rank]: the bytes of the tensors that a rank handed to collectives in a step; 0 on gloo,
-        where they are not counted.
+    wire_bytes[step][rank]: the bytes that a rank handed to collectives in a step; 0, uncounted, on gloo.
     """
 
     outputs: list[list[list[Tensor]]]
@@ -53,7 +52,7 @@ class Run:
     wire_bytes: list[list[int]]
 
     def mean_error(self, step: int) -> list[Tensor]:
-        """Average the ranks' errors after a step in float64, by tensor index; after step -1 they are zero."""
+        """Return the ranks' mean errors after a step in float64, by tensor index; zeros for step -1."""
         ranks = self.errors[step] if step >= 0 else [[torch.zeros_like(t) for t in self.errors[0][0]]]
         return [torch.stack(tensors).double().mean(0) for tensors in zip(*ranks, strict=True)]
 
@@ -69,18 +68,19 @@ def run_hook(
     safe_checkpoint: bool = True,
     errors_of: ErrorsOf | None = None,
 ) -> Run:
-    """Run the hook on every rank's gradients, bucket by bucket and step by step, as DDP does.
+    """Run the hook on every rank's gradients, bucket by bucket and step by step, like DDP.
 
-    Every bucket has one buffer and the same parameters in every step (except a workload's first step if
-    that is `rearranged`). A step's buckets are all in flight before the first one is waited for. The value of
-    the hook's future, converted to the bucket's dtype, is the average.
+    A bucket keeps its buffer and its parameters in all steps; a workload that is `rearranged` changes both
+    after its first step. All buckets of a step are in flight before the first one is waited for. The average
+    is the value of the hook's future, converted to the bucket's dtype.
 
-    make_state(process_group): makes a rank's state; None if the state is the process group, as stateless
-    hooks take it.
-    checkpoint_at: the step before which the state is saved and loaded (see `reload`).
+    make_state: make_state(process_group) makes a rank's state. None if the state is the process group, as
+        for stateless hooks.
+    ranks, schedule: see run_ranks. On "gloo" all arguments must be picklable.
+    checkpoint_at: the step before which the state is saved and loaded; see `reload`. None: in no step.
     safe_checkpoint: load with torch.load's safe default only.
-    errors_of(state): the state's errors by bucket, flat as the bucket; buckets without errors may be missing.
-    ranks, schedule: as in run_ranks; on "gloo" all arguments have to be picklable.
+    errors_of: errors_of(state) returns errors by bucket index, each flat like its bucket. A missing bucket
+        has no errors.
 
     Raises RankError if a rank fails, also if its state can't be loaded.
     """
@@ -143,7 +143,7 @@ def _all_errors(errors: Mapping[int, Tensor], buffers: list[Tensor]) -> list[Ten
 
 
 def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[Tensor]) -> list[Tensor]:
-    """Split flat buckets into copies of their tensors, by tensor index."""
+    """Copy the tensors out of flat buckets, and return the copies by tensor index."""
     found: dict[int, Tensor] = {}
     for indices, buffer in zip(buckets, flat, strict=True):
         offset = 0
@@ -157,20 +157,20 @@ def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[T
 
 
 def _sent_bytes(process_group: dist.ProcessGroup) -> int:
-    """Return the bytes of the tensors that this rank has handed to collectives so far."""
+    """Return the bytes that this rank has handed to collectives so far; 0 on gloo."""
     return process_group.sent_bytes if isinstance(process_group, SimulatedProcessGroup) else 0
 
 
 def reload(
     state: Any, make_state: Callable[[Any], Any], process_group: dist.ProcessGroup, *, safe: bool = True
 ) -> Any:
-    """Save a state and return it as loaded from the checkpoint.
+    """Save a state, load it, and return the loaded one.
 
-    The first way is torch.save and torch.load with its safe default. If that fails and `safe` is False, the
-    second is state_dict() and load_state_dict() on a new state if it has them, else
-    torch.load(weights_only=False). A loaded state's `process_group`, if it has one, is set to the given one.
+    This tries torch.save and torch.load with its safe default. If that fails and `safe` is False, it tries
+    state_dict() and load_state_dict() on a new state. For a state without these methods it tries
+    torch.load(weights_only=False) instead. A loaded `process_group` attribute is set to the given one.
 
-    Raises CheckpointError if all of these fail.
+    Raises CheckpointError if every permitted way fails.
     """
     try:
         with _quiet():
@@ -204,7 +204,7 @@ def _reload_by_other_ways(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warning of PowerSGD states that the process group is neither saved nor loaded."""
+    """Silence warnings: PowerSGD states warn that the process group is neither saved nor loaded."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -231,8 +231,8 @@ _FOREIGN = (type, ModuleType, BuiltinFunctionType, dist.ProcessGroup, torch.nn.P
 def tensors_in(state: Any) -> list[Tensor]:
     """Find the tensors reachable from a state, one per storage.
 
-    The search goes through containers, attributes, closures and partials. Process groups, parameters and
-    modules are skipped, as the state doesn't own them.
+    The search goes through containers, attributes, closures and partials. It skips objects that the state
+    doesn't own: process groups, parameters, Python modules.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -251,7 +251,7 @@ def tensors_in(state: Any) -> list[Tensor]:
 
 
 def _parts(each: Any) -> Iterable[Any]:
-    if isinstance(each, FunctionType):  # its globals are not its own
+    if isinstance(each, FunctionType):  # its globals belong to its module
         return [*(each.__defaults__ or ()), *(cell.cell_contents for cell in each.__closure__ or ())]
     if isinstance(each, MethodType):
         return [each.__self__, each.__func__]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that draw workloads. They shrink to one 1×1 tensor, scale 1, seed 0."""
+"""Hypothesis strategies that draw workloads. A workload shrinks to one 1×1 tensor, scale 1, seed 0."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
 
 
 def spectra() -> SearchStrategy[tuple[Spectrum, ...]]:
-    """Draw the spectra of a workload's tensors, one after another."""
+    """Draw the spectra of a workload's tensors, in the order of the tensors."""
     return st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple)
 
 
@@ -46,9 +46,10 @@ def dtypes() -> SearchStrategy[torch.dtype]:
 def buckets_of(
     num_tensors: int, cuts: Sequence[bool] = (), reverse: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Cut tensors 0 … num_tensors − 1, in this order or reversed as in DDP, into buckets.
+    """Divide tensors 0 … num_tensors − 1 into buckets.
 
     cuts: by position, True if a bucket ends there.
+    reverse: take the tensors in reverse order, like DDP.
     """
     order = list(range(num_tensors))[:: -1 if reverse else 1]
     buckets = [[order[0]]]
@@ -60,7 +61,7 @@ def buckets_of(
 
 
 def poisons(steps: SearchStrategy[int], world_size: int) -> SearchStrategy[Poison]:
-    """Draw poisons of a workload's first tensor: (step, rank, tensor index, value that isn't finite)."""
+    """Draw poisons (step, rank, tensor index 0, value): the value is inf, −inf or NaN."""
     values = st.sampled_from((math.inf, -math.inf, math.nan))
     return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), values)
 
@@ -83,18 +84,20 @@ def workloads(
     masked: float = 0.0,
     device: str = "cpu",
 ) -> SearchStrategy[Workload]:
-    """Draw workloads as they occur in training: of any spectrum, scale, sparsity and buckets.
+    """Draw workloads like a training run's: any spectrum, scale, sparsity and buckets.
 
-    tensors: the tensors' shapes, by default `shapes()`.
+    tensors: the tensors' shapes; by default `shapes()`.
     num_tensors: the least and largest number of tensors.
-    same_shapes: True if all tensors have the first one's shape; by default both are drawn.
-    world_sizes: by default 1 to 4. steps: by default 1 to 3. dtypes: by default float32.
-    spectra: the spectra of the tensors, by default `spectra()`.
-    log2_scales: the least and largest exponent of the gradients' rms; each tensor draws its own.
-    noises: the rms of a rank's noise over the common signal's.
-    drifts: the distances of a step's gradient from the first step's.
-    zero_steps, masked, device: as in Workload. poison: by default None.
-    rearranged: True if buckets are rearranged after the first step; by default they aren't.
+    same_shapes: True gives all tensors the first one's shape; by default True or False is drawn.
+    world_sizes: by default 1 to 4.
+    steps: by default 1 to 3.
+    dtypes: by default float32.
+    spectra: the spectra of the tensors; by default `spectra()`.
+    log2_scales: the least and largest log2_scale; each tensor draws its own.
+    noises, drifts: the values of Workload.noise and Workload.drift to choose from.
+    zero_steps, masked, device: see Workload.
+    poison: by default None.
+    rearranged: True if buckets are rearranged after the first step; by default False.
     """
     scale = st.integers(0, log2_scales[1]) | st.integers(log2_scales[0], log2_scales[1])
     return st.builds(
@@ -134,9 +137,9 @@ def _workload(
 ) -> Workload:
     num = len(shapes)
     return Workload(
-        shapes=tuple(shapes[:1] * num if same_shapes else shapes),  # as the layers of a deep model have
+        shapes=tuple(shapes[:1] * num if same_shapes else shapes),  # like the layers of a deep model
         buckets=buckets_of(num, cuts, reverse),
-        # A trailing repetition is the default.
+        # The last value applies to all further tensors, so it needs no repetition.
         spectra=_without_repetition(spectra[:num]),
         log2_scale=_without_repetition(tuple(log2_scale[:num])),
         **options,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Workloads: the gradients of all ranks of a run, as a recipe that can be read and pasted."""
+"""Workloads: recipes of the gradients of all ranks in a run. Their repr can be read and pasted."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ class Workload:
     """The gradients of `world_size` ranks over `steps` steps: a common signal plus every rank's noise.
 
     shapes: the tensors' shapes.
-    buckets: the indices of the tensors in each bucket, in the order in which buckets are averaged; () for one
+    buckets: the indices of each bucket's tensors, in the order in which buckets are averaged; () for one
         bucket with all tensors.
-    rearranged: these buckets apply from the second step on; in the first, all tensors are in one bucket, as
-    in DDP.
-    spectra: the singular values of the tensors' signals, tensor after tensor (the last for all that follow);
-        a tensor is a matrix, its first dimension against the others.
+    rearranged: as in DDP, the first step has one bucket with all tensors; later steps have `buckets`.
+    spectra: the singular values of each tensor's signal. The last entry holds for all further tensors. A
+        tensor is a matrix, its first dimension against the others.
 
         flat        all the same                    power_law   1, 1/2, 1/3, ...
         low_rank    `rank` equal ones, then 0       clustered   one in four 1, the others 1/100
         zero        no gradient at all
 
-    log2_scale: the rms of a tensor's signal is 2 to this power, tensor after tensor in the same way; () for
-    0.
-    sparsity: the fraction of rows (of a vector's elements) that are 0, the same ones on every rank.
-    noise: the rms of a rank's noise over the signal's. In a low-rank matrix the noise is in the span of the
-        signal's columns and rows, so that the mean has that rank too.
-    drift: the distance of a step's gradient from the first step's, from 0 (the same) to 1 (entirely new).
+    log2_scale: the rms of each tensor's signal is 2 to this power. The last entry holds for all further
+        tensors; () for 0.
+    sparsity: the fraction of rows (in a vector: of elements) that are 0, the same rows on every rank.
+    noise: the rms of a rank's noise over the signal's rms. In a low-rank matrix the noise is in the span of
+        the signal's columns and rows, so the mean has the signal's rank.
+    drift: the distance of a step's gradient from the first step's, from 0 (equal) to 1 (entirely new).
+    seed: of the random numbers.
 
     These options change the drawn gradients:
 
-    order: rank i gets the gradients of rank order[i]; () for no change.
+    order: rank i gets the gradients drawn for rank order[i]; () for no change.
     log2_factor: all gradients are multiplied by 2 to this power.
-    zero_steps: so many steps with zero gradients follow.
+    zero_steps: the number of steps with zero gradients at the end.
     period: the gradients of the first `period` steps repeat; 0 for no repetition.
-    masked: the fraction of a tensor's elements that are 0 on every rank in every step, as the gradients of
-        pruned weights are; half that fraction of a matrix's rows and of its columns is 0, too.
-    poison: (step, rank, index, value): the middle element of that tensor is set to that value, inf say.
+    masked: the fraction of a tensor's elements that are 0 on every rank in every step, like the gradients of
+        pruned weights. Half that fraction of a matrix's rows, and of its columns, is 0, too.
+    poison: (step, rank, index, value): the middle element of tensor `index` is set to `value`, for example
+        inf, in that step on that rank.
     device: the device of the hook's buckets; all other tensors are on the CPU.
 
-    Every gradient is a function of the recipe: drawn in float64, multiplied, rounded to dtype.
+    A gradient depends on the recipe only. It is drawn in float64, multiplied, and rounded to dtype.
     """
 
     shapes: tuple[Shape, ...]
@@ -86,7 +87,7 @@ class Workload:
 
     @property
     def num_steps(self) -> int:
-        """The number of all steps, including those with zero gradients."""
+        """The number of all steps, including steps with zero gradients."""
         return self.steps + self.zero_steps
 
     @property
@@ -114,11 +115,11 @@ class Workload:
         return gradients
 
     def mean(self, step: int) -> list[Tensor]:
-        """Compute the ranks' mean gradients in float64, by tensor index, to be read only."""
+        """Return the ranks' mean gradients in float64, by tensor index. They are cached: don't write."""
         return _means(self, step)
 
     def stacked(self, step: int) -> list[Tensor]:
-        """Return all ranks' gradients in float64, [world_size, *shape], by tensor index, to be read only."""
+        """Return all ranks' gradients in float64, [world_size, *shape], by tensor index. Don't write."""
         return _stacked(self, step)
 
     def buckets_in(self, step: int) -> tuple[tuple[int, ...], ...]:
@@ -142,7 +143,7 @@ class Workload:
         return self.seed * 1_009 + index
 
     def __repr__(self) -> str:
-        """Format the call that makes this workload, without arguments that have their defaults."""
+        """Format the call that makes this workload, leaving out arguments equal to their defaults."""
         shown = []
         for each in fields(self):
             value = getattr(self, each.name)
@@ -156,7 +157,7 @@ class Workload:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RecordedWorkload(Workload):
-    """A workload of given gradients, for example of a training run: `RecordedWorkload.of(gradients)`."""
+    """A workload of given gradients, for example from training: `RecordedWorkload.of(gradients)`."""
 
     recorded: tuple[tuple[tuple[Tensor, ...], ...], ...] = field(default=(), repr=False)
 
@@ -212,7 +213,7 @@ def _gradient(
     step: int,
     rank: int,
 ) -> Tensor:
-    """Make one tensor's gradient, before it is scaled; its signal has rms 1. Without drift, step is 0."""
+    """Make one tensor's gradient: a signal of rms 1, plus noise. step: 0 if there is no drift."""
     rows = shape[0] if shape else 1
     cols = math.prod(shape[1:])
     if spectrum == "zero" or rows * cols == 0:
@@ -228,14 +229,14 @@ def _gradient(
     elif spectrum == "clustered":
         singular.fill_(0.01)[: -(-full // 4)] = 1.0
     else:
-        raise ValueError(f"spectrum {spectrum!r} is none of flat, low_rank, power_law, clustered, zero")
+        raise ValueError(f"spectrum {spectrum!r} is not one of flat, low_rank, power_law, clustered, zero")
     singular *= math.sqrt(rows * cols) / singular.norm()
     singular = singular[: singular.count_nonzero()]
     k = len(singular)
     left, right = _basis(rows, k, seed * 4, drift, step), _basis(cols, k, seed * 4 + 1, drift, step)
     core = singular.diag()
     if noise and k < full:
-        # ‖noise · √(rows · cols) / k · N‖ is about noise times ‖core‖.
+        # ‖N [k, k]‖ is about k, and ‖core‖ is √(rows · cols): the noise's norm is about noise · ‖core‖.
         core = core + _mixed((k, k), seed * 4 + 2, drift, step, rank) * (noise * math.sqrt(rows * cols) / k)
     gradient = left @ core @ right.mT
     if noise and k == full:
@@ -270,7 +271,7 @@ def _basis(rows: int, k: int, seed: int, drift: float, step: int) -> Tensor:
 
 
 def _mixed(shape: Shape, seed: int, drift: float, step: int, rank: int = 0) -> Tensor:
-    """Draw normal numbers that drift from the first step's to this step's own."""
+    """Return (1 − drift) · the first step's normal numbers + drift · this step's own."""
     first = _normal(shape, seed, 0, rank)
     return first if step == 0 else (1 - drift) * first + drift * _normal(shape, seed, step, rank)
 

@@ -2,11 +2,16 @@
 
     property(hook, make_state, workload, *, claims=None, ranks="simulated") -> measured value, or None
 
-Each runs the hook on every rank (see run_hook) and raises PropertyFailure if the property fails on this
-workload; the message has the expected and the actual value, and the rank, step and tensor. It raises
-RankError if the hook doesn't finish. A property that the hook doesn't claim isn't checked: its function
-returns None. claims: by default, those that claims_of(hook, make_state) infers. ranks: "gloo" for real
-processes. A property can be used alone in a test::
+    claims: the hook's claims; by default claims_of(hook, make_state) infers them.
+    ranks: "simulated", or "gloo" for real processes.
+
+A property runs the hook on every rank; see run_hook. If the hook doesn't claim the property, the function
+returns None without a check.
+
+Raises PropertyFailure if the property fails on this workload: the message has the expected and the actual
+value, and the rank, step and tensor. Raises RankError if the hook doesn't finish.
+
+A property can be used alone in a test::
 
     @given(strategies.workloads())
     def test_averages(workload):

@@ -26,17 +26,18 @@ from gradcomp.testing.workload import Workload
 
 __all__ = ["Factor"]
 
-# The standard deviations of a sum of independent roundings, each as large as allowed.
+# A sum of independent roundings, each as large as allowed, may deviate by this many standard deviations.
 DEVIATIONS = 5.0
 
 
 class Factor:
-    """⟨output, mean⟩ / ‖mean‖² over many tensors; it is 1 for averages with errors that cancel.
+    """The factor ⟨output, mean⟩ / ‖mean‖² over many tensors: 1 for averages with errors that cancel.
 
-    It may differ from 1 by one rounding, as a hook may round towards zero, and by five standard deviations of
-    a sum of independent errors that are as large as allowed. Equal means may have equal errors, so the
-    deviation counts different means only. A tensor's elements are divided by the largest error allowed in it,
-    as tensors may differ by orders of magnitude.
+    The factor may differ from 1 by the sum of two terms. One is a rounding of every element, as a hook may
+    round towards zero. The other is five standard deviations of a sum of independent errors, each as large as
+    allowed. Equal means may have equal errors, so only different means count as independent.
+
+    Tensors may differ by orders of magnitude. So each tensor is divided by the largest error allowed in it.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Factor:
         self._roundings: list[Tensor] = []
 
     def add(self, mean: Tensor, output: Tensor, allowed: Tensor, tolerance: Tolerance) -> None:
-        """Add a tensor. allowed: the error that the tolerance allows, by element."""
+        """Add a tensor. allowed: the error that the tolerance allows in each element."""
         chosen = (mean != 0) & (allowed > 0)
         if not chosen.any():
             return
@@ -76,21 +77,21 @@ class Factor:
             )
 
 
-# The rounding errors allowed in a gradient of rank r recovered from factors, in unit roundoffs: P's condition
-# number, up to 1000 for a random projection. In 16 bits that would allow any output, so less is allowed.
+# The error allowed in a gradient of rank r that is recovered from its factors, in unit roundoffs. It is P's
+# condition number, up to 1000 for a random projection. In 16 bits less is allowed, as 1000 allows any output.
 ROUNDINGS_OF_FACTORS = {
     torch.float64: 2.0**10,
     torch.float32: 2.0**10,
     torch.float16: 2.0**8,
     torch.bfloat16: 2.0**6,
 }
-# The rounding errors of a step, in unit roundoffs: M = gradient + error, the output, error = M − output, and
-# the wire.
+# The rounding errors of a step, in unit roundoffs: of M = gradient + error, of the output, of error =
+# M − output, and on the wire.
 ROUNDINGS_OF_A_STEP = 8
 
 
 def allowed_error(workload: Workload, step: int, index: int, tolerance: Tolerance) -> Tensor:
-    """Compute the error that a tolerance allows, by element (see Tolerance)."""
+    """Compute the error that a tolerance allows in each element; see Tolerance."""
     stacked = workload.stacked(step)
     magnitude = stacked[index].abs().amax(0)
     if tolerance.of == "bucket":
@@ -101,7 +102,7 @@ def allowed_error(workload: Workload, step: int, index: int, tolerance: Toleranc
 
 
 def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Yield every output from a step on, as (step, rank, tensor index, output)."""
+    """Yield (step, rank, tensor index, output) for every output from first_step on."""
     for step in range(first_step, workload.num_steps):
         for rank, tensors in enumerate(run.outputs[step]):
             for index, tensor in enumerate(tensors):
@@ -109,28 +110,30 @@ def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[t
 
 
 def norm_of(workload: Workload, step: int, index: int) -> float:
-    """Compute the largest ‖gradient‖ of all ranks for one tensor."""
+    """Compute the largest ‖gradient‖ of one tensor on any rank."""
     return float(workload.stacked(step)[index].flatten(1).norm(dim=1).max())
 
 
 def norm_of_bucket(workload: Workload, step: int, indices: tuple[int, ...]) -> float:
-    """Compute an upper bound of the largest ‖gradient‖ of all ranks for a bucket's tensors together."""
+    """Compute an upper bound of the largest ‖gradient‖ of a bucket on any rank."""
     return math.hypot(*(norm_of(workload, step, index) for index in indices))
 
 
 @property_of
 def averages(subject: Subject, workload: Workload) -> float | None:
-    """Every output is the float64 mean of the ranks' gradients.
+    """Every output is the float64 mean of the ranks' gradients, within rounding.
 
-    |output − mean| ≤ 2 · W · (u · magnitude + s), where W addends and their partial sums are rounded to unit
-    roundoff u and subnormal spacing s of the dtype on the wire (Higham, Accuracy and Stability of Numerical
-    Algorithms, 2002, section 4.2); the magnitude is the largest |gradient| of the ranks (see Tolerance). A
-    lossy hook is held to it in its plain steps, and for tensors of its exact shapes.
+    |output − mean| ≤ 2 · W · (u · magnitude + s)
 
-    Roundings cancel in a large number of elements; a wrong factor, as of averages that are all 1 % too large,
-    does not. So all averages together are checked, too (see `Factor`).
+    W addends and their partial sums are rounded to the dtype on the wire, with unit roundoff u and subnormal
+    spacing s (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). The magnitude is
+    the largest |gradient| of the ranks; see Tolerance. A lossy hook is checked in its plain steps, and for
+    tensors of its exact shapes.
 
-    Returns the largest error over its tolerance; None if no average of the workload is claimed.
+    Roundings cancel in a large number of elements, but a wrong factor, for example 1.01, doesn't. So all
+    averages are also checked together; see `Factor`.
+
+    Returns the largest error / tolerance; None if the hook claims no average of the workload.
     """
     claims = subject.claims
     run = subject.run(workload)
@@ -162,9 +165,9 @@ def averages(subject: Subject, workload: Workload) -> float | None:
 def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     """An element that has been 0 on every rank in every step so far is exactly 0 in the average.
 
-    Otherwise pruned weights, whose gradients are masked, come back. If claims.keeps_zeros is "lines", the
-    property is checked in rows and columns that have been 0 altogether, and in every element of plain steps
-    and of tensors of exact shapes.
+    Otherwise pruned weights come back although their gradients are masked. If claims.keeps_zeros is "lines",
+    only rows and columns that have been 0 throughout are checked. In plain steps and in tensors of exact
+    shapes, every element is checked.
     """
     claims = subject.claims
     if claims.keeps_zeros is None:
@@ -189,7 +192,7 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
 
 
 def _lines(zero: Tensor) -> Tensor:
-    """Return the elements of rows and of columns that are zero altogether; none of a vector's."""
+    """Keep only the elements in rows or columns of only zeros; none in a vector."""
     if zero.ndim < 2:
         return torch.zeros_like(zero)
     matrix = zero.flatten(1)
@@ -200,12 +203,13 @@ def _lines(zero: Tensor) -> Tensor:
 def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
     """Every compressed step averages a mean gradient of rank at most r exactly.
 
-    ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F, for a projection on r random directions (Vogels et al.,
-    PowerSGD, NeurIPS 2019, section 3: P = M Q spans the columns of M if rank M ≤ r). c = 1024 allows for the
-    condition number of P; 256 in float16, 64 in bfloat16. The workload's spectra are replaced by low_rank
-    with r.
+    ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F
 
-    Returns the largest error over its tolerance; None without claims.exact_rank.
+    The hook projects on r random directions, and P = M Q spans the columns of M if rank M ≤ r (Vogels et al.,
+    PowerSGD, NeurIPS 2019, section 3). c allows for the condition number of P: 1024, in float16 256, in
+    bfloat16 64. The workload's spectra are replaced by low_rank with rank r.
+
+    Returns the largest error / tolerance; None without claims.exact_rank.
     """
     claims = subject.claims
     if claims.exact_rank is None:
@@ -215,7 +219,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
         spectra=("low_rank",),
         rank=claims.exact_rank,
         steps=max(workload.steps, claims.start + 1),
-        # Entirely new gradients may be almost orthogonal to the last step's Q, on which they are projected.
+        # Gradients are projected on the last step's Q. Entirely new ones may be almost orthogonal to it.
         drift=min(workload.drift, 0.1),
         zero_steps=0,
     )
@@ -235,7 +239,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
 
 
 def underflow(claims: Claims, workload: Workload, index: int) -> float:
-    """Compute the norm of a tensor's loss to the subnormal spacing of the dtype it is rounded to."""
+    """Compute the norm of the error allowed in a tensor for underflow; see Tolerance.rounding."""
     absolute = claims.exact(workload.dtype).absolute
     return 2 * workload.world_size * absolute * math.sqrt(math.prod(workload.shapes[index]))
 
@@ -244,22 +248,25 @@ def underflow(claims: Claims, workload: Workload, index: int) -> float:
 def contraction(subject: Subject, workload: Workload) -> float | None:
     """‖M − C(M)‖² ≤ (1 − δ) ‖M‖² for every bucket M, and C(0) = 0.
 
-    This defines a δ-contraction, which error feedback needs (Karimireddy et al., Error Feedback Fixes
-    SignSGD, ICML 2019, assumption A). All ranks get the same gradients: then M is the mean and C(M) the
-    output, whether a hook compresses every rank's gradient or their sum. The property is checked in every
-    compressed step. With error feedback M is the gradient plus the held-back error (see `BucketSteps`), which
-    is known if the ranks are symmetric; otherwise only the first of these steps is checked. δ is
-    claims.contraction; with 0, an output is no farther from the gradient than zero is, which holds in every
-    step even for random compressors, whose δ is an expectation. The rounding allowed is that of the held-back
-    error plus 4 u ‖M‖.
+    Error feedback needs such a δ-contraction (Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019,
+    assumption A). All ranks get the same gradients. Then M is the mean and C(M) the output, whether a hook
+    compresses every rank's gradient or their sum.
+
+    Every compressed step is checked. With error feedback M is the gradient plus the held-back error; see
+    `BucketSteps`. This error is known only if the ranks are symmetric. Otherwise only the first compressed
+    step is checked.
+
+    δ is claims.contraction. With 0, an output is no farther from the gradient than zero is. Random
+    compressors fulfill that in every step, while a larger δ may be an expectation. The rounding allowed is
+    the held-back error's plus 4 u ‖M‖.
 
     Returns the smallest δ found; None without claims.contraction.
     """
     claims = subject.claims
     if claims.contraction is None:
         return None
-    alone = claims.error_feedback and not claims.rank_symmetric
-    num_steps = claims.start + 1 if alone else max(workload.steps, claims.start + 1)
+    only_first = claims.error_feedback and not claims.rank_symmetric
+    num_steps = claims.start + 1 if only_first else max(workload.steps, claims.start + 1)
     workload = replace(workload, noise=0.0, zero_steps=0, steps=num_steps)
     run = subject.run(workload)
     require_finite("contraction", workload, run)
@@ -290,11 +297,12 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
 class BucketSteps:
     """The means, outputs and held-back errors of a bucket on a rank, from the first compressed step on.
 
-    means, outputs: [step, element], the ranks' mean gradients and the hook's averages.
-    held[i]: Σ means − Σ outputs before that step; the last element is after the last step. With error
-        feedback it is the mean of the ranks' errors.
-    rounding[i]: the rounding error allowed in its norm: in every step 8 u times the norms of the largest
-        gradient and of the held-back errors before and after it.
+    means: [step, element], the ranks' mean gradients.
+    outputs: [step, element], the hook's averages on this rank.
+    held: [steps + 1, element]; held[i] is Σ means − Σ outputs before step i, held[-1] after the last step.
+        With error feedback it is the mean of the ranks' errors.
+    rounding: [steps + 1]; rounding[i] is the rounding error allowed in ‖held[i]‖. Every step adds 8 u times
+        the norms of the largest gradient and of the held-back errors before and after the step.
     """
 
     means: Tensor
@@ -326,7 +334,7 @@ def joined(tensors: list[Tensor], indices: Iterable[int]) -> Tensor:
 
 # The number of compressed steps that `unbiased` runs.
 NUM_STEPS = 512
-# The probability that `unbiased` fails a hook that is unbiased.
+# The probability that `unbiased` fails an unbiased hook.
 FALSE_ALARM = 1e-6
 
 
@@ -334,13 +342,18 @@ FALSE_ALARM = 1e-6
 def unbiased(subject: Subject, workload: Workload) -> float | None:
     """The expectation of the output is the mean.
 
-    Two gradients take turns in 512 steps, so that an output of the step before is a deviation, too. Each pair
-    of steps is an independent draw of a hook that draws anew in every step. One half of the draws, chosen at
-    random, yields the direction d of the outputs' deviation. For the other half, t = mean(⟨output − mean, d⟩)
-    / (their standard deviation / √n) is compared with Student's distribution of n − 1 degrees of freedom,
-    one-sided: an unbiased hook fails with a probability of about 1e-6, as the mean of n such sums is almost
-    normal (the quantile is approximated by Abramowitz and Stegun 26.7.5). A bias within rounding is allowed.
-    The property doesn't apply to hooks with error feedback, whose steps depend on each other.
+    Two gradients take turns in 512 steps. So a hook that outputs the previous step's average deviates, too.
+    Each pair of steps is one draw. Draws are independent if the hook draws new random numbers in every step.
+
+    One half of the draws, chosen at random, yields the direction d of the outputs' deviation from the mean.
+    The other half, n draws, yields
+
+        t = mean(⟨output − mean, d⟩) / (their standard deviation / √n)
+
+    The property fails if t is above a quantile of Student's distribution of n − 1 degrees of freedom
+    (one-sided; the quantile is approximated by Abramowitz and Stegun 26.7.5). An unbiased hook fails with a
+    probability of about 1e-6, as the mean of n such sums is almost normal. A bias within rounding is allowed.
+    The property doesn't apply to hooks with error feedback: their steps depend on each other.
 
     Returns t; None unless claims.unbiased.
     """
@@ -384,7 +397,7 @@ def unbiased(subject: Subject, workload: Workload) -> float | None:
 
 
 def _located(workload: Workload, position: int) -> tuple[int, int, int]:
-    """Return (step, tensor index, element) of a position in all tensors of two steps, one after another."""
+    """Return (step, tensor index, element) of a position in the joined tensors of two steps."""
     step, left = divmod(position, sum(map(math.prod, workload.shapes)))
     for index, shape in enumerate(workload.shapes):
         if left < math.prod(shape):

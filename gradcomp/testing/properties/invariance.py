@@ -1,4 +1,4 @@
-"""Properties of two runs of a hook whose outputs should be the same, or multiples of each other."""
+"""Properties that compare two runs of a hook: their outputs are equal, or multiples of each other."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from gradcomp.testing.properties.subject import (
 )
 from gradcomp.testing.workload import Workload
 
-# Two runs of a lossy hook that differ by rounding only may differ by √u times the gradients' norm, half of
-# the digits. Rounding rotates the space that an ill-conditioned P spans, but only towards directions of small
-# norm.
+# Through rounding alone, outputs of a lossy hook may differ by √u times the gradients' norm, half of the
+# digits: rounding rotates the span of an ill-conditioned P, though only towards directions of small norm.
 HALF_OF_THE_DIGITS = 0.5
 
 
 @property_of
 def deterministic(subject: Subject, workload: Workload) -> None:
-    """A second run, in which the collectives complete at other times, has the same bits.
+    """A second run has the same bits, although its collectives complete at other times.
 
-    Simulated ranks have torch's generator in the same state in both runs.
+    On simulated ranks, torch's generator has the same state in both runs.
     """
     run = subject.run(workload)
     again = subject.run(workload, schedule=1)
@@ -42,11 +41,11 @@ def deterministic(subject: Subject, workload: Workload) -> None:
 def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
     """Multiplying gradients by a power of two multiplies the outputs by it.
 
-    C(2^k M) = 2^k C(M), for 2^4 and 2^-4. The outputs are equal to the bit if claims.scale_equivariant is
-    "bitwise", as floating-point sums are, barring overflow and underflow. Otherwise they are equal within
-    twice the tolerance of averages; for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖.
+    C(2^k M) = 2^k C(M), for 2^4 and 2^-4. If claims.scale_equivariant is "bitwise", both sides have the same
+    bits, like floating-point sums without overflow and underflow. Otherwise they are equal within twice the
+    tolerance of averages; for a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖.
 
-    Returns the largest difference over what is allowed; None unless claimed.
+    Returns the largest difference / allowed difference; None without claims.scale_equivariant.
     """
     claims = subject.claims
     if claims.scale_equivariant is None:
@@ -61,7 +60,7 @@ def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
         for step, rank, index, output in each_output(workload, outputs):
             back = output.double() * 2.0**-power
             expected = run.outputs[step][rank][index].double()
-            whose = f"the output of these gradients, whose 2^{power}-fold was averaged,"
+            whose = f"the output without the factor 2^{power}"
             if claims.scale_equivariant == "bitwise":
                 require_same("scale_equivariant", place(workload, step, rank, index), expected, back, whose)
             else:
@@ -75,11 +74,11 @@ def scale_equivariant(subject: Subject, workload: Workload) -> float | None:
 def rank_permutation(subject: Subject, workload: Workload) -> float | None:
     """The outputs don't depend on which rank has which gradients.
 
-    With the ranks in reverse order they are equal within twice the tolerance of averages (the sums' order
-    differs); for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖, up to its first compressed step: after that
-    rounding errors grow, as in any iteration.
+    With the ranks in reverse order the outputs are equal within twice the tolerance of averages, as the sums
+    have another order. For a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖, and the steps after the first
+    compressed one are not compared: rounding errors grow in them, as in any iteration.
 
-    Returns the largest difference over what is allowed; None unless claims.rank_symmetric.
+    Returns the largest difference / allowed difference; None unless claims.rank_symmetric.
     """
     claims = subject.claims
     if not claims.rank_symmetric:
@@ -93,10 +92,10 @@ def rank_permutation(subject: Subject, workload: Workload) -> float | None:
 def bucket_insensitive(subject: Subject, workload: Workload) -> float | None:
     """The outputs don't depend on the assignment of tensors to buckets.
 
-    With all tensors in one bucket, or each in its own, they are equal within twice the tolerance of averages;
-    for a lossy hook ‖difference‖ ≤ √u · max ‖gradient‖, up to its first compressed step.
+    With all tensors in one bucket, or each in its own, the outputs are equal within twice the tolerance of
+    averages. For a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖, up to its first compressed step.
 
-    Returns the largest difference over what is allowed; None unless claims.bucket_insensitive.
+    Returns the largest difference / allowed difference; None unless claims.bucket_insensitive.
     """
     claims = subject.claims
     if not claims.bucket_insensitive:
@@ -115,7 +114,7 @@ def _until_compressed(workload: Workload, claims: Claims) -> Workload:
 
 
 def _same_outcome(name: str, subject: Subject, workload: Workload, other: Workload) -> float:
-    """Compute the largest difference, over the allowed one, of two workloads with the same averages."""
+    """Compute the largest difference / allowed difference of two runs that should have equal outputs."""
     workload = replace(workload, steps=other.steps, zero_steps=other.zero_steps)
     run = subject.run(workload)
     require_finite(name, workload, run)
@@ -142,9 +141,11 @@ def _difference(
     whose: str,
     underflows: float = 1.0,
 ) -> float:
-    """Compute the difference, over the allowed one, of two outputs that should be the same.
+    """Compute the difference / allowed difference of two outputs that should be equal.
 
-    underflows: multiplies the tolerance's absolute part. Raises PropertyFailure if the result is above 1.
+    underflows: multiplies the tolerance's absolute part.
+
+    Raises PropertyFailure if the result is above 1.
     """
     where = place(workload, step, rank, index)
     if claims.tolerance is not None:

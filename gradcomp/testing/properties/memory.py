@@ -25,7 +25,7 @@ from gradcomp.testing.properties.subject import (
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.workload import Workload
 
-# Bytes per tensor and bucket that a state may hold whatever the size of the gradients.
+# The bytes that a state may hold for each tensor and each bucket, whatever the size of the gradients.
 SMALL_TENSORS = 4096
 
 
@@ -33,11 +33,11 @@ SMALL_TENSORS = 4096
 def error_feedback_identity(subject: Subject, workload: Workload) -> float | None:
     """After every step, Σ outputs + mean of the ranks' errors = Σ mean gradients.
 
-    The check is step by step: output + mean error after = mean gradient + mean error before, within 8 u times
-    the norms of the largest gradient, errors and output (the telescoped algorithm 2 of Karimireddy et al.,
-    ICML 2019; for PowerSGD Vogels et al., NeurIPS 2019, algorithm 2).
+    The check is step by step: output + mean error after = mean gradient + mean error before. The difference
+    may be 8 u times the norms of the largest gradient, the errors and the output. Summed over the steps, this
+    is algorithm 2 of Karimireddy et al., ICML 2019; for PowerSGD, algorithm 2 of Vogels et al., NeurIPS 2019.
 
-    Returns the largest difference over what is allowed; None without claims.errors_of.
+    Returns the largest difference / allowed difference; None without claims.errors_of.
     """
     claims = subject.claims
     if not (claims.error_feedback and claims.errors_of):
@@ -64,21 +64,25 @@ def error_feedback_identity(subject: Subject, workload: Workload) -> float | Non
 
 @property_of
 def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
-    """Errors that are held back are output in later steps with zero gradients.
+    """Held-back errors are output in later steps with zero gradients.
 
     The check looks at outputs, not at the state: held = Σ mean gradients − Σ outputs is the mean of the
-    ranks' errors. In the K zero_steps at the workload's end every error is compressed by itself. So with a
-    δ-contraction ‖held‖² falls to (1 − δ)^K of its value before them if all ranks have the same gradients
-    (noise 0), and otherwise to (1 − δ)^K · 4 (1 − δ) / δ² · max ‖gradient‖² (Karimireddy et al., ICML 2019,
-    lemma 3, for errors). This is checked bucket by bucket, with δ as in `contraction`. For a hook that
-    averages, ‖held‖ falls in every step to a fraction that follows from its tolerance (see
-    `Claims.left_after`).
+    ranks' errors. In the K zero_steps at the workload's end only errors are compressed. So with a
+    δ-contraction ‖held‖² falls at least to
 
-    With the same gradients on every rank the second half of the zero steps is checked by itself, too: a small
-    loss, for example of errors multiplied by 0.999, shows once most of the error is output. The rounding
-    allowed is 8 u (max ‖gradient‖ + ‖held‖) a step.
+        (1 − δ)^K · its value before the zero steps             if all ranks have the same gradients (noise 0)
+        (1 − δ)^K · 4 (1 − δ) / δ² · max ‖gradient‖²            otherwise
 
-    Returns ‖held‖ at the end over ‖held‖ before the zero steps; None unless claims.error_feedback, for a
+    The second bound is lemma 3 of Karimireddy et al., ICML 2019, for errors. Every bucket is checked by
+    itself; for δ see `Claims.delta`. For a hook that averages, ‖held‖ falls in every step to a fraction that
+    follows from its tolerance; see `Claims.left_after`.
+
+    With the same gradients on every rank, the second half of the zero steps is checked by itself, too. Most
+    of the error is output by then, so a small loss shows, for example if errors are multiplied by 0.999.
+
+    The rounding allowed is 8 u (max ‖gradient‖ + ‖held‖) in every step.
+
+    Returns ‖held‖ at the end / ‖held‖ before the zero steps. Returns None unless claims.error_feedback, for a
     workload without zero steps, and if no error is held back.
     """
     claims = subject.claims
@@ -115,10 +119,10 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
 
 @property_of
 def no_error_where_exact(subject: Subject, workload: Workload) -> None:
-    """Tensors that are averaged exactly, those of claims.exact_shapes, have no error on any rank.
+    """Tensors of claims.exact_shapes, which are averaged exactly, have no error on any rank.
 
-    An error of such a tensor would be its rank's gradient minus the mean: the ranks' errors cancel in the
-    average, and each grows as a random walk to √steps times the difference between ranks.
+    An error of such a tensor would be the rank's gradient minus the mean. The ranks' errors would cancel in
+    the average, and each would grow as a random walk, to √steps times the difference between ranks.
     """
     claims = subject.claims
     if claims.errors_of is None or claims.exact_shapes is None:
@@ -138,10 +142,10 @@ def no_error_where_exact(subject: Subject, workload: Workload) -> None:
 
 @property_of
 def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
-    """A run whose state is saved and loaded half way has the same bits as one without the checkpoint.
+    """A run that saves and loads its state half way has the same bits as a run without the checkpoint.
 
-    The state is saved by torch.save and loaded by torch.load, with its safe default (weights_only=True) if
-    claims.checkpoint is "safe"; if it is "any", in any way of `reload`.
+    If claims.checkpoint is "safe", the state must survive torch.save and torch.load with its safe default
+    (weights_only=True). If it is "any", any way of `reload` is enough.
     """
     claims = subject.claims
     if claims.checkpoint is None:
@@ -165,10 +169,10 @@ def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
 def bounded_memory(subject: Subject, workload: Workload) -> float | None:
     """A state's tensors take at most claims.memory times the gradients' bytes, and don't grow in every step.
 
-    Another 4096 bytes per tensor and bucket are allowed. The tensors are those reachable from the state, one
-    per storage. Their bytes after the last step are at most those after the second compressed one.
+    Another 4096 bytes are allowed for each tensor and each bucket. All tensors reachable from the state
+    count, one per storage. After the second compressed step their bytes must not grow.
 
-    Returns their bytes over those of the gradients; None without claims.memory.
+    Returns the state's bytes / the gradients' bytes; None without claims.memory.
     """
     claims = subject.claims
     if claims.memory is None:

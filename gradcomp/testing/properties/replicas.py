@@ -1,4 +1,4 @@
-"""Properties of all ranks together: they finish, with identical and finite outputs, also after inf or NaN."""
+"""Properties of all ranks together: they finish with identical and finite outputs, also after inf or NaN."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def completes(subject: Subject, workload: Workload) -> None:
     No rank raises, no two ranks issue collectives in different orders, and none waits for ever. DDP accepts
     the hook's signature.
 
-    Process groups match collectives by the order of their issue alone (PyTorch DDP design note; c10d), so
-    this order may not depend on the time at which a callback runs. The property runs four schedules of
-    simulated ranks, or once on gloo.
+    Process groups match collectives only by the order in which each rank issues them (PyTorch DDP design
+    note; c10d). So this order must not depend on the time at which a callback runs. The property runs four
+    schedules of simulated ranks, or once on gloo.
     """
     if refused := _refused_signature(subject.hook):
         raise PropertyFailure(f"completes: DDP's register_comm_hook refuses the hook: {refused}")
@@ -53,15 +53,15 @@ def _refused_signature(hook: Hook) -> str:
     """Return the reason why torch's DDP refuses a hook's signature, or "" if it doesn't."""
     signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
-        return f"its second parameter has to be called bucket; its signature is {signature}"
+        return f"its second parameter must be called bucket; its signature is {signature}"
     expected = {
         "its bucket's annotation": (signature.parameters["bucket"].annotation, dist.GradBucket),
         "its result's annotation": (signature.return_annotation, torch.futures.Future[torch.Tensor]),
     }
     for what, (annotation, type_) in expected.items():
         if annotation not in (inspect.Signature.empty, type_):
-            # `from __future__ import annotations` makes it a string.
-            return f"{what} is {annotation!r}, but has to be {type_} or left out"
+            # `from __future__ import annotations` turns an annotation into a string.
+            return f"{what} is {annotation!r}, but must be {type_} or left out"
     return ""
 
 
@@ -76,11 +76,11 @@ def replicas_identical(subject: Subject, workload: Workload) -> None:
 
 @property_of
 def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
-    """Outputs of finite gradients are finite up to claims.max_magnitude.
+    """Outputs of finite gradients are finite while the ranks' mean |gradient| ≤ claims.max_magnitude.
 
-    That bounds the ranks' mean |gradient|. The dtype on the wire has to hold the mean, but not a single
-    rank's gradient. Zero gradients are included. The workload is run unchanged, and for two compressed steps
-    multiplied by the power of two that takes it to the limit.
+    The limit is for the mean because the dtype on the wire must hold the mean, but not a single rank's
+    gradient. Zero gradients are included. The workload is run unchanged. Then it is run for two compressed
+    steps, multiplied by the power of two that takes it to the limit.
 
     Returns the largest mean |gradient| of the second run; None for a workload beyond the limit.
     """
@@ -92,7 +92,7 @@ def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
     edge = replace(workload, steps=min(claims.start + 2, workload.steps), zero_steps=0)
     headroom = min(limit / max(_largest(edge), 1e-300), 2.0**1000)
     edge = replace(edge, log2_factor=workload.log2_factor + math.frexp(headroom)[1] - 1)
-    while not _is_finite(edge):  # a rank may have more than the mean
+    while not _is_finite(edge):  # a rank's gradient may be larger than the mean
         edge = replace(edge, log2_factor=edge.log2_factor - 1)
     try:
         require_finite("finite_in_finite_out", edge, subject.run(edge))
@@ -118,9 +118,11 @@ def _largest(workload: Workload) -> float:
 def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     """An inf or NaN on one rank leads to inf or NaN in its bucket's outputs on every rank, in that step only.
 
-    So a GradScaler skips the step on all ranks or on none (torch.amp; it checks every rank's own gradients),
-    and later steps, and the errors in the state, are finite again. The value is the workload's poison; by
-    default inf in the middle of the first tensor of the last rank, in the first compressed step.
+    So torch.amp's GradScaler, which checks every rank's own gradients, skips the step on all ranks or on
+    none. Outputs of later steps, and errors in the state, are finite again.
+
+    The value is the workload's poison; by default inf in the middle of the last rank's first tensor, in the
+    first compressed step.
     """
     claims = subject.claims
     poison = workload.poison or (claims.start, workload.world_size - 1, 0, math.inf)

@@ -1,4 +1,4 @@
-"""A property's subject, a hook with its state, claims and ranks, and the exceptions if the property fails."""
+"""Subjects of properties (a hook with its state, claims and ranks), and the exceptions of properties."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ Measured = TypeVar("Measured", covariant=True)
 
 @dataclass(frozen=True)
 class Subject:
-    """A hook under test. given: its claims; by default claims_of infers them on this device."""
+    """A hook under test.
+
+    given: the hook's claims; if None, claims_of infers them on this device.
+    """
 
     hook: Hook
     make_state: MakeState
@@ -38,15 +41,16 @@ class Subject:
         return self.given or claims_of(self.hook, self.make_state, self.device, self.ranks)
 
     def run(self, workload: Workload, **options: Any) -> Run:
-        """Run the hook on this workload; the options are those of run_hook."""
+        """Run the hook on this workload; for options see run_hook."""
         return run_hook(self.hook, self.make_state, workload, ranks=self.ranks, **options)
 
     def multiple(self, workload: Workload, mean: Tensor, output: Tensor) -> str:
-        """Return the end of a message about an output that is a multiple of the mean, as a sum is, or "".
+        """Return the end of a failure's message: the factor, if the output is a multiple of the mean, or "".
 
-        The output is a multiple within 5 %, as for hooks that average. Every output of one element is a
-        multiple of the mean, so the sums of all gradients over the steps of another run, on as many ranks,
-        have to be one, too. At its end error feedback has output the held-back errors.
+        For example, a hook that forgets to divide outputs the sum. Multiples within 5 % count, as for hooks
+        that average. An output of one element is always a multiple of the mean. So a second run, on as many
+        ranks, must have the factor, too: its outputs against its means, both summed over the steps. Steps
+        with zero gradients at its end make error feedback output the held-back errors.
         """
         if not _factor(mean, output):
             return ""
@@ -72,7 +76,7 @@ class Subject:
 
     @contextmanager
     def naming_multiples(self, workload: Workload, mean: Tensor, output: Tensor) -> Iterator[None]:
-        """Add to a PropertyFailure in this context which multiple of the mean the output is, if it is one."""
+        """If the output is a multiple of the mean, add the factor to a PropertyFailure of this context."""
         try:
             yield
         except PropertyFailure as failure:
@@ -86,8 +90,8 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def _factor(mean: Tensor, output: Tensor) -> float | None:
     """Find the factor c ≠ 1 with output = c · mean, or None if there is none.
 
-    It is rounded to 2 digits if they are enough, else to 4. The residual is at most 5 % of the output, and a
-    tenth of its difference from the mean.
+    c is rounded to 2 digits if they are enough, else to 4. ‖output − c · mean‖ may be at most 5 % of
+    ‖c · mean‖, and a tenth of ‖(c − 1) · mean‖.
     """
     mean, output = mean.double().flatten(), output.double().flatten()
     square = float(mean.square().sum())
@@ -100,9 +104,10 @@ def _factor(mean: Tensor, output: Tensor) -> float | None:
 
 
 class Property(Protocol[Measured]):
-    """A function that checks a property and returns a measured value, or None if the hook doesn't claim it.
+    """A function that checks a property of a hook.
 
-    It raises PropertyFailure if the property fails.
+    Returns a measured value, or None if the hook doesn't claim the property.
+    Raises PropertyFailure if the property fails.
     """
 
     __name__: str
@@ -119,7 +124,7 @@ class Property(Protocol[Measured]):
 
 
 def property_of(check: Callable[[Subject, Workload], Measured]) -> Property[Measured]:
-    """Turn a function check(subject, workload) into a property, which takes a hook, its state and options."""
+    """Turn check(subject, workload) into a property of (hook, make_state, workload, options)."""
 
     @wraps(check)
     def checked(
@@ -132,7 +137,7 @@ def property_of(check: Callable[[Subject, Workload], Measured]) -> Property[Meas
     ) -> Measured:
         return check(Subject(hook, make_state, claims, ranks, workload.device), workload)
 
-    del checked.__wrapped__  # so that help() shows these arguments
+    del checked.__wrapped__  # so that help() shows checked's arguments
     return checked
 
 
@@ -141,7 +146,7 @@ class PropertyFailure(AssertionError):  # noqa: N818
 
 
 class NonFiniteFailure(PropertyFailure):
-    """The outputs of finite gradients are not finite: no other property can hold then."""
+    """The outputs of finite gradients are not finite, so no other property can hold."""
 
 
 def place(workload: Workload, step: int, rank: int, index: int) -> str:
@@ -150,7 +155,7 @@ def place(workload: Workload, step: int, rank: int, index: int) -> str:
 
 
 def require_finite(name: str, workload: Workload, run: Run, first_step: int = 0) -> None:
-    """Raise NonFiniteFailure if an output from this step on holds inf or NaN."""
+    """Raise NonFiniteFailure if an output from first_step on holds inf or NaN."""
     for step, by_rank in enumerate(run.outputs):
         for rank, tensors in enumerate(by_rank):
             for index, tensor in enumerate(tensors):

@@ -24,19 +24,20 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(rank, process_group, *arguments) on every rank, and return the results by rank.
 
-    In the function process_group is also the default group, and torch's CPU generator is seeded with the
-    rank. Simulated ranks share the arguments; processes get copies.
+    In the function, process_group is also the default group. The rank is the seed of torch's CPU generator.
 
-    ranks: "simulated" ranks are threads of this process, of which one runs at a time (see
-    gradcomp.testing.ranks.simulation); the same schedule repeats the same run, bit for bit. Schedule 0 runs
-    collectives and callbacks as early as possible, any other schedule at random times. "gloo" ranks are
-    processes, kept from call to call; function and arguments have to be picklable, and the operating system
-    is the scheduler.
+    ranks: "simulated" or "gloo". Simulated ranks are threads of this process, which run one at a time; see
+        gradcomp.testing.ranks.simulation. They share the arguments. gloo ranks are processes, kept from call
+        to call, with copies of the arguments: function and arguments must be picklable.
+    schedule: the order in which simulated ranks run; the same schedule repeats a run bit for bit. Schedule 0
+        runs collectives and callbacks as early as possible, any other schedule at random times. On gloo the
+        operating system is the scheduler.
+    timeout_s: the seconds after which the ranks must be done.
 
-    Raises RankError if a rank raises, if the ranks wait for each other, or if they are not done after
-    timeout_s; CollectiveMismatch, a RankError, if simulated ranks disagree on a collective (gloo ranks hang,
-    die or compute nonsense then); ValueError for fewer than one rank or another value of `ranks`; TypeError
-    for what can't be pickled.
+    Raises RankError if a rank raises, if the ranks wait for each other, or if they are not done in time;
+    CollectiveMismatch, a RankError, if simulated ranks disagree on a collective (gloo ranks hang, die or
+    compute nonsense then); ValueError for fewer than one rank or another value of `ranks`; TypeError if
+    function or arguments can't be pickled.
     """
     if world_size < 1:
         raise ValueError(f"world_size is at least 1, got {world_size}")

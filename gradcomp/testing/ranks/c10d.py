@@ -1,9 +1,9 @@
-"""All private names of torch that the simulation relies on are used in this module.
+"""The simulation uses private names of torch in this module only.
 
 tests/testing/ranks/test_simulation.py fails when torch changes one.
 
-Real ranks are processes: each has a default group and a random generator of its own, and waits in C++.
-Simulated ranks share a process, so these three are exchanged while they run.
+Real ranks are processes: each has its own default group and random generator, and waits in C++. Simulated
+ranks share a process, so this module exchanges the group, the generator and the wait while they run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BACKEND = "simulated"
 
 
 def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -> SimpleNamespace:
-    """Make the tables of c10d for one rank, as if it had just initialized `group` as its default group.
+    """Make the tables of c10d for one rank that has just initialized `group` as its default group.
 
-    first_name: the name of its first group, from which names count up. The names are in a registry of the
-    process, so no two ranks may use the same.
+    first_name: the name of the rank's first group; the names of later groups count up. All names are in one
+        registry of the process, so no two ranks may use the same name.
     """
     group._set_group_name(str(first_name))  # type: ignore[arg-type]
     return SimpleNamespace(
@@ -39,12 +39,12 @@ def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -
         pg_coalesce_state={},
         pg_flight_recorder_hooks={},  # since torch 2.15
         comms=[],
-        groups=[group],  # all groups of this rank; c10d doesn't have it
+        groups=[group],  # all groups of this rank; c10d has no such table
     )
 
 
 def register_backend(new_group: Callable[[Sequence[int]], dist.ProcessGroup]) -> None:
-    """Make dist.new_group call `new_group(global_ranks)` on each of these ranks."""
+    """Make dist.new_group call new_group(global_ranks) on each rank of the new group."""
 
     def create(options: Any, _: Any) -> dist.ProcessGroup:
         return new_group(options.global_ranks_in_group)
@@ -53,9 +53,9 @@ def register_backend(new_group: Callable[[Sequence[int]], dist.ProcessGroup]) ->
 
 
 class Identity:
-    """The rank that this process poses as: its default group and the state of torch's CPU generator.
+    """The rank that this process stands for: its default group and the state of torch's CPU generator.
 
-    Inside the context, `become` changes the rank; on leaving, the process's own group and state are restored.
+    Inside the context, `become` changes the rank. Leaving it restores the process's own group and state.
     """
 
     def __init__(self, worlds: Sequence[SimpleNamespace]) -> None:
@@ -79,7 +79,7 @@ class Identity:
         self._rank = rank
 
     def __exit__(self, *_: Any) -> None:
-        self._left = True  # stops threads that could not be ended from changing the rank
+        self._left = True  # threads that could not be ended must not change the rank
         distributed_c10d._world, random = self._caller
         torch.default_generator.set_state(random)
         for world in self._worlds:
@@ -90,7 +90,7 @@ class Identity:
 
 @contextmanager
 def waiting_by(pause: Callable[[torch.futures.Future[Any]], None]) -> Iterator[None]:
-    """Make every future call `pause` before it blocks, also those that `.then` and `collect_all` make."""
+    """Make every future call `pause` before it blocks, also futures made by `.then` and `collect_all`."""
     original = torch._C.Future.wait
 
     def wait(future: Any) -> Any:

@@ -1,15 +1,16 @@
-"""The process group of simulated ranks, which describes each collective as a Call and issues it.
+"""The process group of simulated ranks. It describes each collective as a Call and issues it.
 
-A call accepts and refuses the same arguments as gloo's in torch 2.13, and its future holds the same.
-Differences: `reduce` overwrites the tensors of the other ranks with NaN (integers: 0), where gloo leaves
-partial sums. Tensors have to be contiguous, as with NCCL: gloo takes others, and computes nonsense for those
-with gaps. `all_gather_into_tensor` also takes a stacked output, as NCCL does. `reduce_scatter` has a future,
-as with NCCL.
+A call accepts and refuses the arguments that gloo accepts and refuses in torch 2.13, and its future has the
+same value. Differences from gloo:
+
+- `reduce` sets the tensors of non-root ranks to NaN (integers: 0). gloo leaves partial sums in them.
+- Tensors must be contiguous, as with NCCL. gloo takes others, and computes nonsense for tensors with gaps.
+- `all_gather_into_tensor` also takes a stacked output, as with NCCL.
+- `reduce_scatter` has a future, as with NCCL.
 """
 
 # mypy: disable-error-code="override, assignment"
-# torch overloads these methods with a second form without options, which dist.all_reduce and the like don't
-# use.
+# torch overloads these methods with a form without options. dist.all_reduce and its like don't use that form.
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class Network(Protocol):
 
 
 class SimulatedWork(dist.Work):
-    """The handle of a collective that a rank issued. index: its position in its group's sequence."""
+    """The handle of a collective that a rank issued.
+
+    index: the collective's position in its group's sequence.
+    """
 
     def __init__(
         self, network: Network, rank: int, call: Call, group: SimulatedProcessGroup, index: int
@@ -57,7 +61,7 @@ class SimulatedWork(dist.Work):
         return f"{self.call}, {self.place}"
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait until every rank has issued the collective and its tensors are filled."""
+        """Wait until every rank has issued the collective and the output tensors are filled."""
         self._network.wait(self)
         return True
 
@@ -76,7 +80,7 @@ class SimulatedWork(dist.Work):
         return list(self.call.value)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of the list of output tensors; its callbacks run on a new thread, as this rank."""
+        """Return a future of the list of output tensors. Callbacks run on a new thread, as this rank."""
         if self.future is None:
             self.future = torch.futures.Future(devices=list(self.call.devices))
             if self.done:
@@ -90,10 +94,11 @@ class SimulatedWork(dist.Work):
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
-    """A process group of simulated ranks, as one of them sees it.
+    """One rank's process group in a simulation.
 
-    ranks: the global ranks of its members. index: distinguishes groups of the same ranks. sent_bytes: the
-    bytes of all tensors that this rank has handed to this group's collectives so far.
+    ranks: the global ranks of the members.
+    index: distinguishes groups of the same ranks.
+    sent_bytes: the bytes that this rank has handed to this group's collectives so far.
     """
 
     def __init__(self, network: Network, rank: int, ranks: Sequence[int], index: int) -> None:
@@ -107,7 +112,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"SimulatedProcessGroup(rank={self.rank()}, ranks={list(self.ranks)})"
 
-    def _set_group_name(self, name: str) -> None:  # torch stores it in the backend, but there is none
+    def _set_group_name(self, name: str) -> None:  # torch stores the name in the backend; here is none
         self._name = name
 
     @property
@@ -234,7 +239,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._issue("barrier", {})
 
     def _rows(self, name: str, whole: Tensor, part: Tensor) -> list[Tensor]:
-        """Split `whole`, W tensors like `part` concatenated or stacked, into W views shaped like `part`."""
+        """Split `whole` into W views shaped like `part`; `whole` has them concatenated or stacked."""
         traits(name, [whole])
         if whole.numel() != self.size() * part.numel():
             raise RuntimeError(f"{name}: {list(whole.shape)} is not {self.size()} times {list(part.shape)}")
@@ -255,7 +260,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
 
 def _refuse(method: str) -> Callable[..., NoReturn]:
-    instead = "nor has gloo" if method in _NOT_OF_GLOO else "run with ranks='gloo'"
+    instead = "gloo has none either" if method in _NOT_OF_GLOO else "run with ranks='gloo'"
 
     def refused(self: SimulatedProcessGroup, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"simulated ranks have no {method}: {instead}")

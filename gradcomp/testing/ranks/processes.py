@@ -1,4 +1,4 @@
-"""Run ranks as processes on gloo, which a pool keeps from call to call, as starting one takes seconds."""
+"""Run ranks as processes on gloo. A pool keeps them from call to call, as starting one takes seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gradcomp.testing.ranks.scheduler import RankError
 
 _START_TIMEOUT_S = 120.0
-# The time that the peers of a failed rank, which may wait for it, have to report their own errors.
+# After a rank has failed, its peers may wait for it. This is their time to report their own errors.
 _REPORT_TIMEOUT_S = 5.0
 
 # (succeeded, value or traceback)
@@ -38,7 +38,7 @@ class _Rank:
     def __init__(self, rank: int, folder: Path, context: _Context) -> None:
         self.connection, theirs = context.Pipe()
         self.stack = folder / f"stack-{rank}"
-        # A daemon ends with this process.
+        # daemon: the process ends when this one does.
         self.process = context.Process(target=_serve, args=(theirs, rank, self.stack), daemon=True)
         self.process.start()
         theirs.close()
@@ -51,15 +51,15 @@ class _Rank:
     def dump_stack(self) -> str:
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
-            self.process.join(0.5)  # the process does not end, but has time to write
+            self.process.join(0.5)  # the process doesn't end: this is its time to write
         return self.stack.read_text() if self.stack.exists() else "(it had not started)"
 
 
 class Pool:
-    """A pool holds the processes of ranks 0, 1, ...: as many as the largest world size so far.
+    """The processes of ranks 0, 1, ...: as many as the largest world size so far.
 
-    context: how multiprocessing starts them. By default each is spawned; those of a fork server start sooner,
-    because the server may have imported what they need.
+    context: how multiprocessing starts processes; by default it spawns them. A fork server starts them
+        sooner, because it may have imported their modules already.
     """
 
     def __init__(self, context: _Context | None = None) -> None:
@@ -74,9 +74,9 @@ class Pool:
     ) -> list[Any]:
         """Call `function(rank, process_group, *arguments)` on every rank, and return the results by rank.
 
-        Raises TypeError if the call can't be sent to another process; RankError if a rank raises, dies or
-        isn't done after timeout_s. After the last two all processes are killed, and the next call starts new
-        ones.
+        Raises TypeError if the function or its arguments can't be pickled; RankError if a rank raises, dies
+        or isn't done after timeout_s. If a rank has died or isn't done, all processes are killed, and the
+        next call starts new ones.
         """
         try:
             payload = pickle.dumps((function, arguments))
@@ -113,7 +113,7 @@ class Pool:
         if not _succeeded(started, _collect(started, _START_TIMEOUT_S)):
             raise RankError(
                 "the processes of ranks='gloo' did not start. They import the program's main module: a "
-                "script has to run its own work under `if __name__ == '__main__':`"
+                "script must run its own work under `if __name__ == '__main__':`"
             )
         return self._ranks[:world_size]
 
@@ -128,7 +128,7 @@ class Pool:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> dict[_Rank, _Outcome]:
-    """Collect the ranks' outcomes in the order of arrival; a rank that exceeds timeout_s has none."""
+    """Collect the ranks' outcomes in the order of arrival. A rank that exceeds timeout_s has none."""
     deadline = time.monotonic() + timeout_s
     outcomes: dict[_Rank, _Outcome] = {}
     while len(outcomes) < len(ranks) and (left := deadline - time.monotonic()) > 0:
@@ -150,7 +150,7 @@ def _succeeded(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> bool:
 
 
 def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
-    """Describe every rank's outcome, traceback or stack; the first to fail comes first."""
+    """Describe the ranks: traceback or "returned", in order of arrival; then stacks of the unfinished."""
     reports = [
         f"rank {ranks.index(rank)} {'returned' if succeeded else 'failed: ' + text}"
         for rank, (succeeded, text) in outcomes.items()
@@ -161,7 +161,7 @@ def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
 
 
 def _serve(connection: Connection, rank: int, stack: Path) -> None:
-    """Run functions received over the connection until its other end is closed: a rank's process."""
+    """The main function of a rank's process: run functions received over the connection until it closes."""
     torch.set_num_threads(1)
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
@@ -171,7 +171,7 @@ def _serve(connection: Connection, rank: int, stack: Path) -> None:
                 world_size, path, timeout_s, payload = connection.recv()
             except EOFError:
                 return
-            # An error here ends the process: c10d would keep half a group.
+            # An error here must end the process: c10d would keep half a group.
             _join(rank, world_size, path, timeout_s)
             try:
                 function, arguments = pickle.loads(payload)
@@ -183,10 +183,10 @@ def _serve(connection: Connection, rank: int, stack: Path) -> None:
 
 
 def _join(rank: int, world_size: int, path: str, timeout_s: float) -> None:
-    """Initialize the default group anew, without state of an earlier job."""
+    """Initialize a new default group, without state of an earlier call."""
     if dist.is_initialized():  # no peer needs it any more
         dist.destroy_process_group()
-    # If ranks wait for ever, the time-out of the pool comes first, as it reports the stacks of all ranks.
+    # Longer than the pool's time-out: if ranks wait for ever, the pool reports the stacks of all ranks.
     timeout = timedelta(seconds=timeout_s + 60)
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -1,8 +1,8 @@
-"""A cooperative scheduler of threads, whose run is a function of one integer, the schedule.
+"""A cooperative scheduler of threads: one integer, the schedule, determines the order in which they run.
 
 One thread runs at a time, until it calls `pause`. Then the scheduler chooses a ready task or a pending action
-to run next. Schedule 0 runs the pending actions first, oldest first, and otherwise continues a task until it
-waits. Any other schedule is the seed of a random choice among all of them.
+to run next. Schedule 0 chooses the oldest pending action; without one, the current task until it waits. Any
+other schedule is the seed of a random choice among all ready tasks and pending actions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 
 
 class RankError(AssertionError):
-    """A rank raised, died, or waits for ever; the message has the rank, the line and the traceback."""
+    """A rank raised, died, or waits for ever. The message has the rank, the line and the traceback."""
 
 
 class CollectiveMismatch(RankError):  # noqa: N818 its name says what went wrong
-    """The ranks disagree on a collective; the message holds what each issued, and the line that issued it."""
+    """The ranks disagree on a collective. The message has each rank's call, and the line that made it."""
 
 
 _GRADCOMP, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
@@ -38,7 +38,7 @@ CallSite = tuple[tuple[CodeType, int], ...]
 
 @cache
 def _owner(filename: str) -> str:
-    """Classify a file as "plumbing" (between a collective's caller and this module), "library" or "user"."""
+    """Classify a file as "user", "library" (gradcomp, torch's hooks), or "plumbing" between them and here."""
     path = Path(filename)
     if path.is_relative_to(_GRADCOMP / "testing") or filename == threading.__file__:
         return "plumbing"
@@ -48,7 +48,7 @@ def _owner(filename: str) -> str:
 
 
 def call_site() -> CallSite:
-    """Find the calling line and, if that is in gradcomp or torch's hooks, the user's line that led to it."""
+    """Find the calling line and, if it is in gradcomp or torch's hooks, the user's line that led to it."""
     lines: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -79,10 +79,13 @@ class _Stopped(BaseException):
 
 @dataclass(eq=False)
 class Task:
-    """A thread of control of a rank.
+    """A function that runs on a thread as one rank: the rank's main function, or a callback.
 
-    run: the function to run. worker: the thread that runs it. While it waits, `until` is the condition,
-    `waits_for` the object that messages name, and `site` the line.
+    run: the function.
+    worker: the thread that runs it; None before it begins.
+    until: while the task waits, the condition for which it waits.
+    waits_for: the object for which it waits, as messages name it.
+    site: the line at which it waits.
     """
 
     rank: int
@@ -106,7 +109,7 @@ class _Worker(threading.Thread):
         super().__init__(name="simulated rank", daemon=True)
         self._scheduler = scheduler
         self.task: Task | None = None
-        self.may_run = threading.Lock()  # released by the thread that ran before
+        self.may_run = threading.Lock()  # the thread that ran before releases it
         self.may_run.acquire()
 
     def run(self) -> None:
@@ -126,8 +129,8 @@ def is_scheduled() -> bool:
 class Scheduler:
     """The scheduler of one run.
 
-    become: called with a task's rank before the task runs. unfinished: describes incomplete operations in
-    lines of text.
+    become: called with a task's rank before the task runs.
+    unfinished: describes incomplete operations, in lines of text.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class Scheduler:
         return self._tasks[-1]
 
     def add_pending(self, action: Action) -> None:
-        """Add an action, which the pausing thread may run. A task that it returns runs next."""
+        """Add an action. A pausing thread may run it; if it returns a task, that runs next."""
         self._pending.append(action)
 
     def running(self) -> Task | None:
@@ -174,7 +177,7 @@ class Scheduler:
         return task if task is not None and task is self._running else None
 
     def pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
-        """Let other tasks run, and return when this one is scheduled again, once `until()` holds."""
+        """Let other tasks run. Return when `until()` holds and this task is scheduled again."""
         task = self._running
         assert task is not None
         assert task.worker is not None
@@ -189,7 +192,7 @@ class Scheduler:
             raise _Stopped
 
     def fail(self, failure: BaseException) -> None:
-        """End the run: every task is unwound where it waits. Only the first failure counts."""
+        """End the run with this failure; an earlier one stands. Every task is unwound where it waits."""
         if self._failure is None:
             self._failure = failure
 
@@ -229,7 +232,7 @@ class Scheduler:
             self._pending.remove(chosen)
             if (task := chosen()) is not None:
                 return task
-        # After a failure, tasks that have begun are resumed one by one, to be unwound.
+        # After a failure, resume the tasks that have begun, one by one, to unwind them.
         self._tasks = [task for task in self._tasks if task.worker is not None]
         return current if current in self._tasks else next(iter(self._tasks), None)
 
@@ -253,8 +256,8 @@ class Scheduler:
     def _end(self) -> None:
         """End all threads.
 
-        A thread that does not pause is interrupted, which Python can do unless the thread is blocked in C++:
-        then it stays as a daemon, and so do the threads that wait to be scheduled.
+        A thread that does not pause is interrupted. Python can't interrupt a thread that is blocked in C++:
+        then that thread stays as a daemon, and so do the threads that wait to be scheduled.
         """
         running = self._running
         if not self._over.wait(1) and running is not None and running.worker is not None:

@@ -1,21 +1,22 @@
-"""Simulated ranks are threads of this process, scheduled one at a time: a run is a function of its schedule.
+"""Simulated ranks: threads of this process that run one at a time, in an order that a schedule determines.
 
-Whenever a rank issues a collective or waits, the scheduler chooses one of these to run next:
+Whenever a rank issues a collective or waits, the scheduler chooses the next event:
 
     a rank continues              if it doesn't wait, or its wait is over
     a collective is carried out   if all its ranks have issued it: its tensors are read and written now
     a future is completed         if its collective was carried out: its callbacks run on a new thread
 
-Schedule 0 runs the last two as early as possible; other schedules, at random times. So a tensor in flight is
-read and written at some time between issue and completion, as on real backends, and callbacks run at some
-time after: a hook that relies on more fails under some schedule. The same schedule yields the same bits.
+Schedule 0 runs the second and third kind of event as early as possible, other schedules at random times. So a
+tensor in flight is read and written at some time between issue and completion, as on real backends. Callbacks
+run at some later time. A hook that relies on certain times fails under some schedule. The same schedule
+yields the same bits.
 
 A group's collectives are matched in the order in which each rank issues them. If ranks disagree, or all wait,
 the run ends with an error that names the lines.
 
 With CUDA tensors, each collective synchronizes the device: values are checked, the order of streams is not.
-torch's own DistributedDataParallel waits in C++, where no other rank can be scheduled; gradcomp's waits in
-Python.
+torch's DistributedDataParallel waits in C++, where no other rank can be scheduled. Simulate gradcomp's, which
+waits in Python.
 
 torch's threads with process groups (torch.testing._internal.distributed.multi_threaded_pg) serve another
 purpose. There, every collective blocks until all threads have issued it, so no collective is ever in flight;
@@ -50,7 +51,7 @@ from gradcomp.testing.ranks.scheduler import (
 )
 from gradcomp.testing.ranks.transfer import Call, shape_mismatch, transfer
 
-_one_at_a_time = threading.Lock()  # a simulation replaces the process's default group
+_one_at_a_time = threading.Lock()  # a simulation exchanges the process's default group
 _first_names = count(1_000_000, 1_000_000)
 
 
@@ -64,10 +65,10 @@ class _Issued:
 
 @dataclass(eq=False)
 class _Group:
-    """The state of a group.
+    """The state of a group, for all its ranks.
 
-    num_issued: by member, the number of collectives that it has issued. open: the collectives that not all
-    members have issued, by the collective's index in the group, then by member.
+    num_issued: by member, the number of collectives that the member has issued.
+    open: by index in the group, then by member, the collectives that some members have yet to issue.
     """
 
     num_issued: list[int]
@@ -93,7 +94,7 @@ class Simulation:
     def run(self, timeout_s: float) -> list[Any]:
         """Run the ranks to their end, and return their results by rank. Raises RankError."""
         with ExitStack() as stack:
-            if not is_scheduled():  # a rank that simulates ranks itself runs within another simulation
+            if not is_scheduled():  # else this is a rank of another simulation, which holds the lock
                 stack.enter_context(_one_at_a_time)
             stack.enter_context(self._identity)
             stack.enter_context(c10d.waiting_by(self._pause_for))
@@ -104,7 +105,7 @@ class Simulation:
         self._results[rank] = function(rank, group, *arguments)
 
     def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork:
-        """Issue the running rank's next collective in this group. Other ranks may run before this returns."""
+        """Issue the running rank's next collective in this group. Other ranks may run before it returns."""
         task = self._task(call.name)
         rank = group.rank()
         shared = self._groups.setdefault((group.ranks, group.index), _Group([0] * group.size()))
@@ -131,7 +132,7 @@ class Simulation:
         self._scheduler.pause(work.is_completed, work)
 
     def new_group(self, ranks: Sequence[int]) -> SimulatedProcessGroup:
-        """Make the running rank's view of a new group of these global ranks."""
+        """Make the running rank's process group for a new group of these global ranks."""
         rank = self._task("new_group").rank
         index = 1 + sum(group.ranks == tuple(ranks) for group in self._worlds[rank].groups)
         group = SimulatedProcessGroup(self, rank, ranks, index)
@@ -155,7 +156,7 @@ class Simulation:
     def _task(self, what: str) -> Task:
         task = self._scheduler.running()
         if task is None:
-            raise RuntimeError(f"{what}, on a thread that is no simulated rank's: run it with ranks='gloo'")
+            raise RuntimeError(f"{what}, on a thread that isn't a simulated rank's: run it with ranks='gloo'")
         return task
 
     def _unfinished(self) -> list[str]:

@@ -1,17 +1,17 @@
-"""The data that a collective moves between simulated ranks, and the checks that gloo makes of its tensors.
+"""The data that a collective moves between simulated ranks, and gloo's checks of tensors.
 
-A collective is described by one Call per rank. With W ranks, rank s's call holds the tensors that it sends to
-each rank r, and those that it fills with what comes from each rank or, in a reduction, with the reduced
-value:
+One Call per rank describes a collective. Rank s's call holds the tensors that s sends to each rank r, and the
+tensors that s fills: with tensors from each rank or, in a reduction, with the reduced value. With W ranks:
 
     all_reduce       s sends t to all                  r: t = t_0 + ... + t_(W-1)
     all_gather       s sends t to all                  r: outputs[s] = t_s
     reduce_scatter   s sends inputs[r] to r            r: output = inputs_0[r] + ... + inputs_(W-1)[r]
     all_to_all       s sends inputs[r] to r            r: outputs[s] = inputs_s[r]
-    broadcast, reduce, gather, scatter: the same, with one source or one destination
+    broadcast, reduce, gather, scatter: like these, with one source or one destination
 
-Reductions add up in rank order, in the tensors' dtype: for two ranks they have gloo's bits, for more they are
-equal up to rounding. MIN and MAX drop a NaN of every rank but 0; gloo's drop that of one rank or another.
+Reductions add up in rank order, in the tensors' dtype. With two ranks they have gloo's bits; with more they
+are equal to gloo's up to rounding. MIN and MAX ignore a NaN unless it is rank 0's. gloo's ignore a NaN of one
+rank or another.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class Call:
     """One rank's call of a collective.
 
     name: the collective's name in torch.distributed.
-    agreed: the arguments that have to be the same on every rank, by name.
-    sends: tensors by their destination rank. receives: tensors to fill, by their source rank.
-    op, reduced: the reduction, and the tensors to fill with its result.
-    undefined: tensors whose values are undefined afterwards.
+    agreed: by name, the arguments that must be equal on all ranks.
+    sends: by destination rank, the tensors to send.
+    receives: by source rank, the tensors to fill.
+    op: the reduction's name; "" for none.
+    reduced: the tensors to fill with the reduction's result.
+    undefined: the tensors with undefined values afterwards.
     value: the future's value.
     """
 
@@ -69,12 +71,12 @@ class Call:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes of the tensors sent; one that goes to several ranks counts once."""
+        """The bytes of the tensors to send; a tensor for several ranks counts once."""
         return sum({id(t): t.nbytes for tensors in self.sends.values() for t in tensors}.values())
 
 
 def transfer(calls: Sequence[Call]) -> None:
-    """Carry out a collective, given every rank's call."""
+    """Carry out a collective: one call per rank, in rank order."""
     devices = set().union(*(call.devices for call in calls))
     for device in devices:  # the order of streams is not simulated
         torch.cuda.synchronize(device)
@@ -86,7 +88,7 @@ def transfer(calls: Sequence[Call]) -> None:
                 writes += zip(outputs, calls[source].sends[rank], strict=True)
             if call.op:
                 for output, *terms in zip(call.reduced, *(peer.sends[rank] for peer in calls), strict=True):
-                    key = tuple(map(id, terms))  # an all-reduce is the same sum on every rank
+                    key = tuple(map(id, terms))  # an all-reduce has one sum for all ranks
                     if key not in totals:
                         totals[key] = _reduce(call.op, terms)
                     writes.append((output, totals[key]))
@@ -100,9 +102,9 @@ def transfer(calls: Sequence[Call]) -> None:
 
 
 def shape_mismatch(calls: Sequence[Call]) -> str | None:
-    """Describe the shapes that a rank sends and its receiver does not expect; None if there are none.
+    """Describe the first tensors that have other shapes than their receiver expects; None if all agree.
 
-    The calls agree otherwise.
+    The calls' names and agreed arguments must be equal already.
     """
     for rank, call in enumerate(calls):
         for source, outputs in call.receives.items():
@@ -126,7 +128,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 def traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the dtype and shapes of a call's tensors.
+    """Return the dtype and shapes of a call's tensors, to compare them across ranks.
 
     Raises RuntimeError or ValueError for tensors that gloo or NCCL refuses.
     """
@@ -146,7 +148,7 @@ def traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def reduction_name(name: str, opts: Any, tensors: Sequence[Tensor]) -> str:
-    """Return the name of the reduction in opts. Raises RuntimeError if gloo refuses it on these tensors."""
+    """Return the name of the reduction in opts. Raises RuntimeError if gloo refuses it for these tensors."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     op_name = str(getattr(op, "op", op)).rpartition(".")[2]
     integral = tensors[0].dtype in _INTEGRAL
@@ -160,7 +162,7 @@ def reduction_name(name: str, opts: Any, tensors: Sequence[Tensor]) -> str:
 
 
 def check_alike(name: str, tensors: Sequence[Tensor], like: Tensor, world_size: int) -> None:
-    """Raise RuntimeError unless there is a tensor for every rank, each of the shape and dtype of `like`."""
+    """Raise RuntimeError unless there is one tensor per rank, each with the shape and dtype of `like`."""
     if len(tensors) != world_size:
         raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {world_size}")
     for index, tensor in enumerate(tensors):

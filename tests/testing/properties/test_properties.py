@@ -151,7 +151,7 @@ FAILURES = [
         local(lambda buffer: buffer.clamp(-1, 1)),
         None,
         AVERAGES,
-        r"whose 2\^4-fold was averaged",
+        r"the output without the factor 2\^4",
     ),
     ("finite_in_finite_out", after(lambda m, b: m / m.norm()), None, AVERAGES, r"got nan in 3 of 3 elements"),
     (

@@ -204,4 +204,4 @@ def test_a_thread_that_is_no_rank_s_is_refused() -> None:
         thread.join()
         return errors[0]
 
-    assert "all_reduce, on a thread that is no simulated rank's" in run_ranks(function, 2)[0]
+    assert "all_reduce, on a thread that isn't a simulated rank's" in run_ranks(function, 2)[0]
