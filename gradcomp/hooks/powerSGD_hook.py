@@ -316,7 +316,8 @@ def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     The merged errors are the mean of the ranks' errors. With that mean on every rank, the mean error of the
     new run is unchanged.
 
-    state_dicts: a list, or an iterator that loads one state_dict after another; only one is held at a time.
+    state_dicts: a list, or an iterator that loads one state_dict after another. Each state_dict may be freed
+        when the next one is loaded.
 
     Raises ValueError for an empty list and for state_dicts of different steps or buckets. For any other
     invalid state_dict it raises the errors of load_state_dict.
