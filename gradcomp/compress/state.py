@@ -142,9 +142,9 @@ class CompressorState:
         self._require_start(settings.start_iter, options)
         require_group(type(self).__name__, process_group)
         self._compressor, self._options_class = compressor, type(options)
-        self._begin(process_group, settings, options)
+        self._reset(process_group, settings, options)
 
-    def _begin(self, process_group: Any, settings: Settings, options: Any) -> None:
+    def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
         """Set all attributes to their values before the first step."""
         self._process_group = process_group
         self._settings, self._options = settings, options
@@ -568,7 +568,7 @@ class CompressorState:
         an unknown version, another compressor, or any other value that doesn't fit. After an error the state
         is unchanged.
         """
-        self._take(self.checked(state_dict))
+        self._load_checked(self.checked(state_dict))
         self._warn_of_another_ranks_errors()
 
     def checked(self, state_dict: Any) -> dict[str, Any]:
@@ -577,7 +577,7 @@ class CompressorState:
         self._require_start(checked["start_iter"], self._options_class(**checked["options"]))
         return checked
 
-    def _take(self, checked: dict[str, Any]) -> None:
+    def _load_checked(self, checked: dict[str, Any]) -> None:
         """Continue from a checked state_dict. The next step compares the ranks again."""
         self._options = self._options_class(**checked["options"])
         self._settings = checkpoint.settings_of(checked)
@@ -600,8 +600,8 @@ class CompressorState:
             self._compressor, self._options_class = contents["compressor"], contents["options_class"]
             contents = contents["state_dict"]
         checked = self.checked(contents)
-        self._begin(process_group, checkpoint.settings_of(checked), None)
-        self._take(checked)
+        self._reset(process_group, checkpoint.settings_of(checked), None)
+        self._load_checked(checked)
 
     def __getstate__(self) -> Any:
         return self._contents()

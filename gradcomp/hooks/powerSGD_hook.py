@@ -141,8 +141,8 @@ class PowerSGDState(CompressorState):
         shown = (f"{name} = {getattr(self, name)}" for name in (*_TORCHS_OPTIONS, *_OTHER_OPTIONS))
         logger.info("PowerSGD config: %s", "; ".join(shown))
 
-    def _begin(self, process_group: Any, settings: Settings, options: Any) -> None:
-        super()._begin(process_group, settings, options)
+    def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
+        super()._reset(process_group, settings, options)
         # Errors and factors from torch's hook, by bucket index: torch records nothing else about a bucket.
         self._from_torch: dict[int, dict[str, Any]] = {}
         self._waits_for_buckets = False
@@ -216,8 +216,8 @@ class PowerSGDState(CompressorState):
         contents = checkpoint.checked_contents(state_dict["contents"], "from_torch", theirs)
         return {**checked, "contents": {**checked["contents"], **contents}, "from_torch": theirs}
 
-    def _take(self, checked: dict[str, Any]) -> None:
-        super()._take(checked)
+    def _load_checked(self, checked: dict[str, Any]) -> None:
+        super()._load_checked(checked)
         self._from_torch = checked["from_torch"]
         self._waits_for_buckets = bool(self._from_torch)
 
