@@ -260,7 +260,7 @@ def powerSGD_hook(  # noqa: N802
 
     inf or NaN in a gradient gives inf or NaN on every rank. The matrix starts again in the next step, with a
     zero error and random directions. On CUDA a bucket takes seven kernel launches per step, eleven with int8
-    factors, and nothing waits for the host.
+    factors, and the host never waits for the device.
 
     To read the algorithm first, see `power_sgd` in gradcomp/testing/simple.py: 33 lines of plain torch.
 
