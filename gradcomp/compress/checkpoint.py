@@ -41,9 +41,9 @@ def another_ranks_errors(
         return None
     saved, now = (f"rank {each['rank']} of {each['world_size']}" for each in (errors_of, here))
     return (
-        f"{algorithm}: the errors loaded on {now} are those of {saved}. Given to several ranks, they count "
-        "several times, and what the other ranks hold back is lost. Save one checkpoint per rank; or one for "
-        "all, or for another world size, with consolidated_state_dict(state)."
+        f"{algorithm}: the errors loaded on {now} belong to {saved}. If several ranks load the same "
+        "errors, these count several times, and the other ranks' errors are lost. Save one checkpoint per "
+        "rank; or one for all, or for another world size, with consolidated_state_dict(state)."
     )
 
 

@@ -92,7 +92,7 @@ class Memory:
         seed: the seed for a new compressor's random choices.
         """
         if self.device != device or type(self.compressor) is not kind:
-            self.put_away()
+            self.save_and_drop_compressor()
         if self.compressor is None:
             make: Any = kind  # typed Any, because Compressor itself takes no arguments
             self.compressor = make(self._spec(device, world_size, seed), self.options)
@@ -102,7 +102,7 @@ class Memory:
                 self.compressor.load(saved)
         return self.compressor
 
-    def put_away(self) -> None:
+    def save_and_drop_compressor(self) -> None:
         """Save the compressor's state, and drop the compressor."""
         if self.compressor is not None:
             self.saved, self.compressor = self.compressor.state() or None, None
@@ -183,7 +183,7 @@ class Memory:
                 tensors[name] = {i: each for i, each in pairs if each is not None}
         return elements, tensors
 
-    def take(self, elements: ByParameter, tensors: ByParameter) -> None:
+    def load_by_parameter(self, elements: ByParameter, tensors: ByParameter) -> None:
         """Set the saved state from other memories' by_parameter, merged.
 
         elements: entries with one element per element. Parameters that are missing get zeros.
@@ -281,12 +281,12 @@ class BucketMemories:
             if found is not None and found.compressor_depends_on == memory.compressor_depends_on:
                 found.index, found.parameters, memory = index, memory.parameters, found
             else:
-                parts, lost = self._memories_of(memory)
-                divided = self._divided(memory, parts)
+                sources, lost = self._memories_of(memory)
+                divided = self._divided(memory, sources)
                 if divided and frozenset(indices) not in self._divided_once:
                     self._divided_once.add(frozenset(indices))
                     return divided, lost, num_unidentified
-                self._take_from(memory, parts)
+                self._merge_into(memory, sources)
                 before = self._of_last_step.get(index)
                 if before is not None and self._is_unclaimed(before):
                     lost.append(before)
@@ -356,7 +356,7 @@ class BucketMemories:
         dtype and the shared parameters' shapes are equal. Empty memories are dropped, unless loaded.
         """
         shape_of = dict(zip(memory.parameter_indices, memory.shapes, strict=True))
-        parts: list[Memory] = []
+        sources: list[Memory] = []
         lost: list[Memory] = []
         for key, other in list(self._memories.items()):
             shapes = dict(zip(other.parameter_indices, other.shapes, strict=True))
@@ -369,57 +369,57 @@ class BucketMemories:
                 shapes[i] == shape_of[i] for i in common
             )
             if is_needed and fits:
-                parts.append(other)
+                sources.append(other)
                 continue
             del self._memories[key]
             if not other.is_empty:
                 lost.append(other)
-        return parts, lost
+        return sources, lost
 
-    def _divided(self, memory: Memory, parts: list[Memory]) -> list[BucketPart]:
-        """Return a new memory's bucket divided into parts, one for each of the given memories.
+    def _divided(self, memory: Memory, sources: list[Memory]) -> list[BucketPart]:
+        """Return a new memory's bucket divided into parts, one for each of its source memories.
 
-        parts: memories. Unless they have exactly the bucket's parameters, the result is an empty list.
+        sources: memories. Unless they have exactly the bucket's parameters, the result is an empty list.
         """
-        if sorted(i for part in parts for i in part.parameter_indices) != sorted(memory.parameter_indices):
+        if sorted(i for each in sources for i in each.parameter_indices) != sorted(memory.parameter_indices):
             return []
         offsets = memory.offsets
         refs = dict(zip(memory.parameter_indices, memory.parameters or (), strict=True))
         divided = []
-        for part in sorted(parts, key=lambda part: part.index):
-            part.parameters = [refs[i] for i in part.parameter_indices]
-            pairs = zip(part.parameter_indices, part.numels, strict=True)
+        for source in sorted(sources, key=lambda source: source.index):
+            source.parameters = [refs[i] for i in source.parameter_indices]
+            pairs = zip(source.parameter_indices, source.numels, strict=True)
             slices = [slice(offsets[i], offsets[i] + numel) for i, numel in pairs]
-            divided.append(BucketPart(part, slices))
+            divided.append(BucketPart(source, slices))
         return divided
 
-    def _take_from(self, memory: Memory, parts: list[Memory]) -> None:
+    def _merge_into(self, memory: Memory, sources: list[Memory]) -> None:
         """Move the states of a new memory's parameters into it from other memories, and register it.
 
-        parts: the other memories. Their other parameters get a new memory with the remaining state.
+        sources: the other memories. Their remaining parameters get a new memory with the remaining state.
         """
         elements: ByParameter = {}
         tensors: ByParameter = {}
-        for part in parts:
-            del self._memories[tuple(part.parameter_indices)]
-            entries = part.by_parameter()
+        for source in sources:
+            del self._memories[tuple(source.parameter_indices)]
+            entries = source.by_parameter()
             for merged, given in zip((elements, tensors), entries, strict=True):
                 for name, by_index in given.items():
                     merged.setdefault(name, {}).update(by_index)
-            indices = part.parameter_indices
+            indices = source.parameter_indices
             left = [position for position, i in enumerate(indices) if i not in memory.parameter_indices]
-            if left and not part.is_empty:
+            if left and not source.is_empty:
                 remainder = Memory(
-                    part.options,
-                    part.dtype,
-                    part.index,
-                    [part.shapes[position] for position in left],
+                    source.options,
+                    source.dtype,
+                    source.index,
+                    [source.shapes[position] for position in left],
                     [indices[position] for position in left],
-                    None if part.parameters is None else [part.parameters[position] for position in left],
+                    None if source.parameters is None else [source.parameters[position] for position in left],
                 )
-                remainder.take(*entries)
+                remainder.load_by_parameter(*entries)
                 self._memories[tuple(remainder.parameter_indices)] = remainder
-        memory.take(elements, tensors)
+        memory.load_by_parameter(elements, tensors)
         self._memories[tuple(memory.parameter_indices)] = memory
 
     def common_digest(self) -> str:
@@ -440,10 +440,10 @@ class BucketMemories:
         for memory in self._memories.values():
             memory.scale_errors(factor)
 
-    def put_away(self) -> None:
+    def save_and_drop_compressors(self) -> None:
         """Save the states of all compressors, and drop the compressors, because the group has changed."""
         for memory in self._memories.values():
-            memory.put_away()
+            memory.save_and_drop_compressor()
 
     def saved(self) -> tuple[dict[str, Any], list[Memory]]:
         """Return (the identity of the indexed parameters, copies of all memories in the order of buckets).

@@ -57,7 +57,8 @@ class PowerSGDOptions:
         if self.uncompressed_dtype is not None and not self.is_quantized:
             raise ValueError(
                 f"uncompressed_dtype is {self.uncompressed_dtype}, which goes with factor_dtype=torch.int8 "
-                f"only, but factor_dtype is {self.factor_dtype}: what isn't compressed is sent in that, too"
+                f"only, but factor_dtype is {self.factor_dtype}: uncompressed tensors are sent in the factors' "
+                "dtype"
             )
 
     @property

@@ -440,7 +440,7 @@ class CompressorState:
             self.end_step()
         if self._group is not None and self._group() is not group:
             # Compressors depend on the number of ranks, and on this rank's number.
-            self._memories.put_away()
+            self._memories.save_and_drop_compressors()
             self._is_compared = False
         self._group = weakref.ref(group)
         self._step.add(parameters)
