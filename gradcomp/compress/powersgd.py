@@ -57,8 +57,7 @@ class PowerSGDOptions:
         if self.uncompressed_dtype is not None and not self.is_quantized:
             raise ValueError(
                 f"uncompressed_dtype is {self.uncompressed_dtype}, which goes with factor_dtype=torch.int8 "
-                f"only, but factor_dtype is {self.factor_dtype}: uncompressed tensors are sent in the factors' "
-                "dtype"
+                f"only, but factor_dtype is {self.factor_dtype}: uncompressed tensors have that dtype"
             )
 
     @property
