@@ -1,4 +1,4 @@
-"""Print the versions, devices and backends that gradcomp finds, and what computes on which tensors.
+"""Print versions, devices and backends, and whether kernels or plain torch compute on CPU and CUDA tensors.
 
 python -m gradcomp [info]    print the versions, the devices and the backends
 python -m gradcomp plan      predict which hook is fastest on a network, and when not to compress
@@ -48,7 +48,7 @@ def backends() -> list[str]:
 
 
 def computed_by(device_type: str) -> str:
-    """Say what computes gradcomp's operations on tensors of this device type."""
+    """Return what computes gradcomp's operations on tensors of this device type: kernels or plain torch."""
     if not ops.runs_triton(torch.device(device_type)):
         return "plain torch"
     if triton.knobs.runtime.interpret:

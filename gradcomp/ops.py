@@ -1,7 +1,7 @@
-"""One function per operation, which checks its arguments and chooses between kernel and plain torch.
+"""One function per operation: it checks its arguments and chooses between kernel and plain torch.
 
-CUDA tensors go to the Triton kernels; so do CPU tensors under TRITON_INTERPRET=1, where Triton's
-interpreter runs the kernels. Everything else goes to plain torch (cpu/).
+The Triton kernels compute on CUDA tensors. With TRITON_INTERPRET=1 they also compute on CPU tensors, in
+Triton's interpreter. Plain torch (cpu/) computes on all other tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _tables: weakref.WeakKeyDictionary[FlatLayout, _Tables] = weakref.WeakKeyDiction
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Return whether tensors on this device go to the kernels."""
+    """Return whether the Triton kernels compute on tensors on this device."""
     return has_streams(device) or (_INTERPRETED and device.type == "cpu")
 
 
@@ -64,14 +64,16 @@ def runs_triton(device: torch.device) -> bool:
 def compress_cast(
     buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite: bool = False
 ) -> torch.Tensor:
-    """out = scale · buffer, rounded once to 16 bits, in one pass. Returns out.
+    """Compute out = scale · buffer, rounded once to 16 bits, in one pass. Returns out.
 
-    buffer: contiguous, floating-point. out: contiguous float16 or bfloat16 of as many elements, on
-    the same device. The product is formed in fp32 (fp64 for an fp64 buffer), so a value that fits
-    only after scaling does not overflow. overwrite: buffer is not needed afterwards, and may hold anything;
-    plain torch then scales it in place, in less time.
+    buffer: contiguous, floating-point.
+    out: contiguous, float16 or bfloat16, with as many elements, on the same device.
+    scale: multiplied in fp32 (fp64 for an fp64 buffer), so a value that fits only after scaling doesn't
+        overflow.
+    overwrite: True if buffer's values are not needed afterwards. Plain torch then scales in place, which is
+        faster.
 
-    Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
+    Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
     """
     if out.dtype not in _HALVES:
         raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
@@ -85,12 +87,12 @@ def compress_cast(
 
 @torch.no_grad()
 def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """out = compressed in out's dtype, in one pass. Returns out.
+    """Convert compressed to out's dtype, in one pass. Returns out.
 
-    compressed: contiguous, floating-point. out: contiguous, floating-point, as many elements, on the
-    same device.
+    compressed: contiguous, floating-point.
+    out: contiguous, floating-point, with as many elements, on the same device.
 
-    Raises TypeError for a dtype, ValueError for a size, a device or a layout that doesn't fit.
+    Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
     """
     _check_cast("decompress_cast", compressed, out)
     if runs_triton(out.device):
@@ -109,15 +111,17 @@ def flatten(
     scale: float = 1.0,
     parts: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """out = scale · the tensors one after another, each in its layout's order, in one launch. Returns out.
+    """Write scale · tensors to a flat buffer, one after another, in one launch. Returns out.
 
-    tensors: of the layout's shapes, one dtype, on out's device; strided as they like (each that has other
-    strides than its layout costs a copy). out: contiguous [layout.numel], any floating-point dtype; a value
-    is rounded to it once. Complex tensors, whose out has their dtype, are copied by plain torch. parts: the
-    tensors' views of out, for a caller that keeps them and has checked the tensors; plain torch makes and
-    checks them otherwise.
+    tensors: tensors with the layout's shapes, in one dtype, on out's device. Any strides; a tensor with other
+        strides than the layout's costs a copy.
+    layout: the tensors' positions in the buffer, and the order of each tensor's elements.
+    out: contiguous [layout.numel], any floating-point dtype; each value is rounded once. For complex tensors,
+        out must have the tensors' dtype; plain torch copies them.
+    parts: the tensors' views of out, from a caller that keeps them and has checked the tensors. None: plain
+        torch makes and checks them.
 
-    Raises TypeError for a dtype, ValueError for a shape or a device that doesn't fit.
+    Raises TypeError for a wrong dtype; ValueError for a shape or a device that doesn't fit.
     """
     if parts is None or runs_triton(out.device):
         _check_list("flatten", tensors, layout, out)
@@ -138,10 +142,11 @@ def unflatten(
     scale: float = 1.0,
     parts: Sequence[torch.Tensor] | None = None,
 ) -> Sequence[torch.Tensor]:
-    """The reverse of flatten: each tensor of out = scale · its part of flat. Returns out.
+    """Write scale · each part of a flat buffer to its tensor, the reverse of flatten. Returns out.
 
-    flat: contiguous [layout.numel]. out: tensors of the layout's shapes, one dtype, on flat's device; strided
-    as they like. parts: the tensors' views of flat, as in flatten. Dtypes and errors as in flatten.
+    flat: contiguous [layout.numel].
+    out: tensors with the layout's shapes, in one dtype, on flat's device. Any strides.
+    parts: the tensors' views of flat; see flatten, also for dtypes and errors.
     """
     if parts is None or runs_triton(flat.device):
         _check_list("unflatten", out, layout, flat)
@@ -159,12 +164,16 @@ def unflatten(
 
 
 def scale_(tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """Multiply tensors of one dtype in place, each rounded once. Call it under torch.no_grad()."""
+    """Multiply tensors of one dtype in place. Each element is rounded once. Call it under torch.no_grad()."""
     cpu.scale_(tensors, scale)
 
 
 def _in_order(index: int, tensor: torch.Tensor, layout: FlatLayout, copy: bool = True) -> torch.Tensor:
-    """Return the tensor if it is stored in its layout's order, else a copy that is (empty without `copy`)."""
+    """Return a tensor in the layout's order: the tensor itself, or a copy if its strides differ.
+
+    index: the tensor's position in the layout.
+    copy: False for an uninitialized tensor in place of a copy.
+    """
     strides = layout.strides[index]
     if tensor.stride() == strides or (layout.are_row_major[index] and tensor.is_contiguous()):
         return tensor
@@ -173,15 +182,15 @@ def _in_order(index: int, tensor: torch.Tensor, layout: FlatLayout, copy: bool =
 
 
 def _parts(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-    """Return the tensors of a layout as views of their flat buffer."""
+    """Return the tensors of a layout as views of a flat buffer."""
     start = flat.storage_offset()
     described = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
     return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in described]
 
 
 def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> flatten_kernel.FlattenTables:
-    # One table per direction: a step that flattens some tensors and unflattens to others would otherwise send
-    # both lists of addresses every time.
+    # One table per direction. A shared table would receive new addresses twice in every step that flattens
+    # some tensors and unflattens to other tensors.
     tables = _tables.setdefault(layout, {})
     if (device, to_flat) not in tables:
         tables[device, to_flat] = flatten_kernel.FlattenTables(
@@ -202,30 +211,39 @@ def powersgd_plan(
     wire_dtype: torch.dtype | None = None,
     shares_scratch: bool = False,
 ) -> PowerSGDPlan:
-    """Return PowerSGD's working set for one bucket, built once per layout; every step calls its three stages.
+    """Return PowerSGD's plan for one bucket: its buffers and the three local stages of a step.
 
-    layout: what is compressed. dtype: the bucket's; accumulation is in fp32 (fp64 for fp64). seed: the seed
-    of the first step's random directions, the same on every rank. wire_dtype: that of p_wire and q_wire, the
-    bucket's by default; with another one, their factors are stored column after column.
+    layout: the compressed matrices and uncompressed tensors.
+    dtype: the bucket's dtype. Sums are in fp32 (fp64 for fp64).
+    device: the bucket's device.
+    error_feedback: keep an error, and add it to the next step's gradients.
+    warm_start: project on the last step's Q rather than on random directions.
+    epsilon: added to a column's length before dividing by it.
+    seed: the seed of the first step's random directions, the same on every rank.
+    wire_dtype: the dtype of p_wire and q_wire; None for the bucket's. If given, factors are stored column
+        after column.
+    shares_scratch: let all such plans on the kernels share one buffer for partial sums and wires. Then p_wire
+        and q_wire are undefined before project and after reconstruct, and this thread must call all three
+        stages of one such plan before it calls another plan's, on one stream per device.
 
-    plan.project(buffer, scale): M = gradient + error; plan.p_wire = scale · (all P = M Q, then what isn't
-    compressed). All-reduce p_wire. plan.back_project(buffer, scale): orthonormalize P; plan.q_wire = scale ·
-    all Q = Mᵀ P. All-reduce q_wire. plan.reconstruct(buffer, seed): gradient = P Qᵀ and the averages of what
-    isn't compressed, written to the buffer. With scale = 1 / world size the result is the average.
-    plan.project takes the indices of matrices whose P is sent as zeros, too: left_out.
-    plan.wire_numels: the elements of p_wire's factors, of what isn't compressed, and of q_wire.
+    A step:
 
-    plan.send_in_codes(p, q): instead, project and back_project leave what they would write to the wires in
-    the payloads of two quantized plans: those of the shapes (1, p_wire's factors), (what isn't compressed,)
-    and (1, q_wire's), of the wires' dtype, in 8 bits without error feedback. Average them, and dequantize to
-    p_wire and q_wire.
+    1. plan.project(buffer, scale, left_out): M = gradient + error; plan.p_wire = scale · (all P = M Q, then
+       the uncompressed tensors). left_out: indices of matrices to send zeros for, instead of P.
+    2. All-reduce plan.p_wire.
+    3. plan.back_project(buffer, scale): orthonormalize P; plan.q_wire = scale · all Q = Mᵀ P.
+    4. All-reduce plan.q_wire.
+    5. plan.reconstruct(buffer, seed): write P Qᵀ and the averages of uncompressed tensors to the buffer.
 
-    shares_scratch: plans on the kernels use one memory for partial sums and wires, so p_wire and q_wire hold
-    nothing before project and after reconstruct. This thread has to call all three stages of one such plan
-    before those of another one, on one stream per device.
+    With scale = 1 / world size the result is the average.
 
-    plan.error() and plan.directions() return what has to be kept across a restart; plan.load(error,
-    directions) restores it.
+    plan.wire_numels: the number of elements of p_wire's factors, of the uncompressed tensors, and of q_wire.
+    plan.send_in_codes(p, q): send 8-bit codes instead. p and q are quantized plans of 8 bits without error
+        feedback, in the wires' dtype: p has the shapes (1, elements of p_wire's factors) and (elements of the
+        uncompressed tensors,), q has the shape (1, elements of q_wire). From then on project and back_project
+        write to the payloads of p and q. Average the payloads, then dequantize them to p_wire and q_wire.
+    plan.error(), plan.directions(): the tensors to keep across a restart.
+    plan.load(error, directions): restore these tensors.
     """
     on_kernels = partial(powersgd_kernels.PowerSGDPlan, shares_scratch=shares_scratch)
     plan = on_kernels if runs_triton(device) else cpu_powersgd.PowerSGDPlan
@@ -244,11 +262,13 @@ def powersgd_plan(
 def compile_powersgd(
     layout: PowerSGDLayout, dtype: torch.dtype, device: torch.device, **arithmetic: Any
 ) -> None:
-    """Compile the kernels that a powersgd_plan with these arguments launches, if it launches any.
+    """Compile the kernels that a powersgd_plan with these arguments launches. On a CPU it does nothing.
 
-    arithmetic: powersgd_plan's options that follow the device, but the seed; and codes, (dtype of what is
-    sent exactly, elements with one scale), for a plan that sends codes. Needs seconds per kernel, or
-    milliseconds for what Triton finds in its cache. Allocates nothing on the device but the kernels.
+    arithmetic: powersgd_plan's keyword arguments error_feedback, warm_start, epsilon and wire_dtype. For a
+        plan that sends codes, also codes=(dtype of exact elements, elements that share one scale).
+
+    A kernel takes seconds to compile, or milliseconds if Triton has it in its cache. Nothing except the
+    kernels is allocated on the device.
     """
     if has_streams(device):
         if "codes" in arithmetic:
@@ -266,21 +286,30 @@ def quantized_plan(
     error_feedback: bool,
     exact_dtype: torch.dtype | None = None,
 ) -> QuantizedPlan:
-    """Return the working set of one bucket's quantized all-reduce, built once per layout.
+    """Return the plan of one bucket's quantized all-reduce: its buffers and the three local stages of a step.
 
-    layout: what is quantized, and its shards. dtype: the bucket's; sums and errors are in fp32 (fp64 for
-    fp64). bits: 4 or 8. exact_dtype: what is sent exactly is rounded to it; the bucket's by default.
+    layout: the quantized and the exact tensors, and the shards.
+    dtype: the bucket's dtype. Sums and errors are in fp32 (fp64 for fp64).
+    device: the bucket's device.
+    bits: 4 or 8 bits per element.
+    error_feedback: keep errors, and add them to the next step's gradients and means.
+    exact_dtype: the dtype in which exact tensors are sent; None for the bucket's.
 
-    plan.quantize(flat, rank, unused): M = gradient + error; plan.payload [world size, bytes] = M's codes and
-    scales and the exact elements, a row per shard; error = what is lost. unused: the layout's parts of which
-    nothing is sent, so that their errors stay; the bucket has zeros there. All-to-all from plan.payload to
-    plan.received. plan.average(rank): plan.mean [bytes] = the mean of received, plus what was lost there last
-    time, quantized. All-gather from plan.mean to plan.payload. plan.dequantize(flat): the means, to the
-    bucket.
+    A step:
 
-    plan.error: [world size · shard_numel], what the mean lacks of this rank's gradients, by element of the
-    padded blocks: the sender's error, plus the owner's in its shard. plan.shard_error: [shard_numel], the
-    latter alone. Both None without error_feedback. Padding is zero in both.
+    1. plan.quantize(flat, rank, unused): M = gradient + error; plan.payload [world size, bytes] = M's codes
+       and scales and the exact elements, one row per shard; error = M − quantized M. unused: parts of the
+       layout that this rank's backward has not used: zeros are sent for them, their errors stay, and flat is
+       zero there.
+    2. All-to-all from plan.payload to plan.received.
+    3. plan.average(rank): plan.mean [bytes] = the quantized mean of plan.received plus the owner's error.
+    4. All-gather from plan.mean to plan.payload.
+    5. plan.dequantize(flat): write the means to the bucket.
+
+    plan.error: [world size · shard_numel], the values that the averages still lack from this rank, in the
+        order of the padded blocks: the sender's error everywhere, plus the owner's error in its own shard.
+    plan.shard_error: [shard_numel], the owner's error alone.
+    Both are zero in padding, and None without error_feedback.
     """
     options: dict[str, Any] = {"bits": bits, "error_feedback": error_feedback, "exact_dtype": exact_dtype}
     if runs_triton(device):
@@ -290,7 +319,7 @@ def quantized_plan(
 
 
 def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
-    """Compile the kernels that a quantized_plan with these arguments launches: see compile_powersgd."""
+    """Compile the kernels that a quantized_plan with these arguments launches; see compile_powersgd."""
     if has_streams(device):
         quantizer = cpu_quantize.quantizer(options["bits"], dtype)
         quantize_kernels.compile_kernels(layout, dtype, device, **options, **quantizer)
@@ -342,7 +371,7 @@ def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, 
 def _explain_difference(
     name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, device: torch.device
 ) -> None:
-    """Raise the error of the first tensor that differs from its layout, the first tensor or the device."""
+    """Raise an error for the first tensor with a wrong shape, dtype or device."""
     for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
         if tensor.shape != shape:
             raise ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")

@@ -1,4 +1,4 @@
-"""The rules for values of options and checkpoints: each in words for an error message, and as a test."""
+"""The rules for values in options and checkpoints, each as a test and in words for an error message."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
 
 def plain(value: Any) -> Any:
-    """Convert a numpy scalar, which torch.load refuses, to Python's; return anything else as it is."""
+    """Convert a numpy scalar to a Python scalar, because torch.load refuses numpy's. Keep other values."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -21,7 +21,7 @@ def plain(value: Any) -> Any:
 
 
 def described(value: Any) -> str:
-    """Return what an argument is, for a message: short, and without the values of tensors."""
+    """Describe an argument for a message: short, and without the values of tensors."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     if value is None or isinstance(value, bool | int | float | str | type):
@@ -31,9 +31,11 @@ def described(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A requirement on a value, in words for an error message and as a test of a Python scalar.
+    """A requirement on a value.
 
-    convert: converts the value to the one type in which it is stored.
+    requirement: the requirement in words, for the error message "… must be <requirement>".
+    accepts: the test of a Python scalar.
+    convert: converts an accepted value to the type in which it is stored.
     """
 
     requirement: str
@@ -41,7 +43,7 @@ class Rule:
     convert: Callable[[Any], Any] = lambda value: value
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Return the value as it is stored. Raises ValueError, with the name, for one that isn't accepted."""
+        """Return the value to store. Raises ValueError, with the name, for a value that isn't accepted."""
         value = plain(value)
         if not self.accepts(value):
             raise ValueError(f"{name} is {value!r}, but must be {self.requirement}")
@@ -49,9 +51,9 @@ class Rule:
 
 
 def checked_field(default: Any, rule: Rule, *, is_compared: bool = True) -> Any:
-    """Return a field of a frozen dataclass of options; `check_fields` checks its values by the rule.
+    """Return a field of a frozen dataclass of options. `check_fields` checks the field's value by the rule.
 
-    is_compared: False for an option that may differ between equal options.
+    is_compared: False to ignore the field when options are compared by ==, or between ranks.
     """
     return field(default=default, compare=is_compared, metadata={"rule": rule})
 
@@ -72,7 +74,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is an int or a float without fraction."""
+    """Return whether a value is an int, or a float without a fraction."""
     return type(value) is int or (type(value) is float and value.is_integer())
 
 

@@ -1,6 +1,6 @@
-"""What hooks, the Reducer and the wrapper share, and the interface for your own compressors.
+"""The states and compressors of the hooks, and the interface for your own compressors.
 
-docs/new_compressor.md describes that interface.
+docs/new_compressor.md describes the interface.
 """
 
 from .compressor import BucketSpec, Compressor

@@ -1,4 +1,4 @@
-"""The one line that says that a state has begun to compress, and how many bytes that saves."""
+"""One line that announces that a state has begun to compress, and how many bytes that saves."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ _num_silencers = 0
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Announce nothing in this process: for programs that run states by the hundred."""
+    """Announce nothing in this process, for programs that run hundreds of states."""
     global _num_silencers
     _num_silencers += 1
     try:
@@ -27,9 +27,12 @@ def silenced() -> Iterator[None]:
 def announce_start(
     what: str, step: int, gradient_bytes: int, sent_bytes: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Say on rank 0 that a state has begun to compress, and how many bytes that saves.
+    """Announce on rank 0 that a state has begun to compress, and how many bytes that saves.
 
-    what: the algorithm. step: its first compressed step. gradient_bytes, sent_bytes: of that step.
+    what: the algorithm's name.
+    step: the number of the first compressed step.
+    gradient_bytes: the bytes of that step's gradients.
+    sent_bytes: the bytes that a rank sends in that step.
     """
     if group is None or group.rank() == 0:
         _say(_text(what, step, gradient_bytes, sent_bytes))
@@ -52,7 +55,7 @@ def _shown(num_bytes: int) -> str:
 
 
 def _say(text: str) -> None:
-    """Log the text at level INFO; where logging is as Python starts it, write it to the standard error."""
+    """Log the text at level INFO. If the program has not configured logging, write it to standard error."""
     if _num_silencers or os.environ.get(QUIET, "0") not in ("", "0"):
         return
     logger = logging.getLogger(LOGGER)
@@ -60,5 +63,5 @@ def _say(text: str) -> None:
     if is_configured or logging.root.level != logging.WARNING or logging.root.manager.disable:
         logger.info("%s", text)
     elif not dist.is_initialized() or dist.get_rank() == 0:
-        # Groups of a part of the ranks, such as FSDP2's replicas, have a rank 0 each.
+        # Each group of some of the ranks, such as FSDP2's replicas, has its own rank 0: only one may print.
         print(f"{LOGGER}: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""The content of a checkpoint, the rank whose errors it holds, and the checks that it may be loaded.
+"""The contents of a checkpoint, the rank that its errors belong to, and the checks before loading.
 
-A state_dict is checked as a whole before anything of it is used. It may come from an untrusted file, from
-another version, or from a container that has changed it: torch.distributed.checkpoint makes strings of
-integer keys and fills only the entries that the target has already.
+A state_dict is checked as a whole before any of it is used. It may come from an untrusted file, from another
+version, or from a container that has changed it. For example, torch.distributed.checkpoint turns integer keys
+into strings, and fills only entries that the target already has.
 """
 
 import math
@@ -20,9 +20,10 @@ from .memories import BucketMemories, Memory
 
 
 def owner_of(process_group: Any) -> dict[str, Any] | None:
-    """Return whose errors a state in this process group has, {"rank", "world_size"}; None without a group.
+    """Return the owner of the errors of a state in this process group: {"rank", "world_size"}.
 
-    A rank of None stands for the mean of all ranks' errors.
+    Returns None if this process has no such group. Elsewhere, a "rank" of None marks the mean of all ranks'
+    errors.
     """
     group = joined_group(process_group)
     return None if group is None else {"rank": group.rank(), "world_size": group.size()}
@@ -31,15 +32,18 @@ def owner_of(process_group: Any) -> dict[str, Any] | None:
 def another_ranks_errors(
     algorithm: str, errors_of: dict[str, Any] | None, group: dist.ProcessGroup
 ) -> str | None:
-    """Return a warning if this rank is about to use errors that another rank saved, else None."""
+    """Return a warning if another rank saved the loaded errors, else None.
+
+    errors_of: the owner of the loaded errors; see owner_of.
+    """
     here = owner_of(group)
     if here is None or errors_of is None or errors_of["rank"] is None or errors_of == here:
         return None
     saved, now = (f"rank {each['rank']} of {each['world_size']}" for each in (errors_of, here))
     return (
-        f"{algorithm}: the errors loaded on {now} are those of {saved}. Given to several ranks, they count "
-        "several times, and what the other ranks hold back is lost. Save one checkpoint per rank; or one for "
-        "all, or for another world size, with consolidated_state_dict(state)."
+        f"{algorithm}: the errors loaded on {now} belong to {saved}. If several ranks load the same "
+        "errors, these count several times, and the other ranks' errors are lost. Save one checkpoint per "
+        "rank; or one for all, or for another world size, with consolidated_state_dict(state)."
     )
 
 
@@ -58,13 +62,13 @@ NOT_THROUGH_DCP = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What every state has beside its compressor's options.
+    """The settings that every state has, whatever its compressor.
 
     start_iter: steps of plain all-reduce before compression starts.
     random_seed: the seed for random choices, the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with statistics.
 
-    Raises ValueError for other values.
+    Raises ValueError for an invalid value.
     """
 
     start_iter: int = checked_field(2, WHOLE)
@@ -85,14 +89,17 @@ _BUCKET_KEYS = ("kind", "shapes", "parameters")
 
 
 def progress_of(state: Any) -> dict[str, int]:
-    """Return a state's progress: its step, and its statistics."""
+    """Return a state's progress: the step's number, and the statistics."""
     return {name: getattr(state, name) for name in PROGRESS}
 
 
 def to_state_dict(
     algorithm: str, options: Any, settings: Settings, progress: Mapping[str, int], memories: BucketMemories
 ) -> dict[str, Any]:
-    """Return a state_dict without "errors_of". progress: see progress_of."""
+    """Return a state_dict without the entry "errors_of".
+
+    progress: see progress_of.
+    """
     parameters, saved = memories.saved()
     buckets = {index: _bucket_entry(memory) for index, memory in enumerate(saved)}
     return {
@@ -102,7 +109,7 @@ def to_state_dict(
         **asdict(settings),
         **progress,
         "parameters": parameters,
-        # Shows what is missing: a container that fills only the target's own entries leaves "buckets" empty.
+        # Shows missing buckets: a container that fills only the target's entries leaves "buckets" empty.
         "contents": {"buckets": list(buckets)},
         "buckets": buckets,
     }
@@ -128,11 +135,13 @@ def settings_of(state_dict: dict[str, Any]) -> Settings:
 
 
 def options_from(what: str, given: Any, options_class: type) -> Any:
-    """Return the options made from a dict; what: where the dict is, in messages, or "".
+    """Make a compressor's options from a dict.
 
+    what: the dict's place in the state_dict, for messages; may be "".
     options_class: a dataclass, or NoneType for a compressor without options.
 
-    Raises ValueError for anything but a dict and for invalid options, KeyError unless it has every option.
+    Raises KeyError for missing and unknown options; ValueError for invalid options, or for anything but a
+    dict.
     """
     require_keys(what or "options", given, [each.name for each in _fields(options_class)])
     try:
@@ -152,7 +161,7 @@ def _bucket_entry(memory: Memory) -> dict[str, Any]:
 
 
 def finite(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with zeros where an error isn't finite, as the next step would treat it."""
+    """Replace errors that aren't finite by zeros, in place, because the next step treats them as zeros."""
     for error in errors_in(saved).values():
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return saved
@@ -183,12 +192,13 @@ def has_errors(state_dict: dict[str, Any]) -> bool:
 def checked(
     state_dict: Any, algorithm: str, compressor: type[Compressor], options_class: type
 ) -> dict[str, Any]:
-    """Return the state_dict in plain types, if it is of this version and algorithm.
+    """Check a state_dict, and return it in plain types.
 
+    algorithm, compressor: the state's algorithm and the class of its compressors.
     options_class: see options_from.
 
-    Raises TypeError for anything but a state_dict, KeyError for missing and unknown keys, ValueError for any
-    other misfit.
+    Raises TypeError for anything but a state_dict; KeyError for missing and unknown keys; ValueError for
+    another version, another algorithm, or any other value that doesn't fit.
     """
     require_version(state_dict)
     require_keys("the state_dict", state_dict, _KEYS)
@@ -218,7 +228,7 @@ def checked(
 
 
 def require_version(state_dict: Any) -> None:
-    """Raise TypeError for anything but a state_dict, ValueError for one of another version."""
+    """Raise TypeError for anything but a state_dict, ValueError for another version."""
     if not isinstance(state_dict, dict):
         raise TypeError(f"expected what state_dict() gives, got {type(state_dict).__name__}")
     version = state_dict.get("version", VERSION)
@@ -230,7 +240,10 @@ def require_version(state_dict: Any) -> None:
 
 
 def checked_contents(contents: Any, name: str, memories: dict[int, Any]) -> dict[str, list[int]]:
-    """Return "contents" for one dict of memories, by name. Raises ValueError if it lists other indices."""
+    """Check "contents" for one dict of memories. Raises ValueError if it lists other indices.
+
+    name: the dict's key in the state_dict.
+    """
     found = {name: list(memories)}
     if not isinstance(contents, dict) or contents.get(name) != found[name]:
         raise ValueError(
@@ -240,7 +253,7 @@ def checked_contents(contents: Any, name: str, memories: dict[int, Any]) -> dict
 
 
 def _bucket(what: str, memory: Any, compressor: type[Compressor], options_class: type) -> dict[str, Any]:
-    """Return one bucket's entry, in plain types and copied tensors, if its state fits its shapes."""
+    """Check one bucket's entry, and return it in plain types and copied tensors."""
     if not isinstance(memory, dict):
         raise ValueError(f"{what} is a {type(memory).__name__}, but must be a dict")
     state = {name: value for name, value in memory.items() if name not in _BUCKET_KEYS}
@@ -270,7 +283,7 @@ def _bucket(what: str, memory: Any, compressor: type[Compressor], options_class:
 
 
 def _entry(what: str, given: Any) -> torch.Tensor | None:
-    """Return a copy of a compressor state's tensor, of any shape and dtype, whose floats are finite."""
+    """Check and copy a tensor of a compressor's state: any shape and dtype, but floats must be finite."""
     if given is None:
         return None
     if isinstance(given, torch.Tensor) and not given.is_floating_point():
@@ -281,9 +294,10 @@ def _entry(what: str, given: Any) -> torch.Tensor | None:
 def require_error(
     state: dict[str, Any], known: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> None:
-    """Raise ValueError unless a compressor's state is empty or has an error, and only known entries.
+    """Raise ValueError for a compressor's state with unknown entries, or with entries but no "error".
 
-    shapes, dtype: the bucket's.
+    known: the names of the known entries.
+    shapes, dtype: the tensors' shapes and the dtype of the bucket.
     """
     if unknown := [name for name in state if name not in known]:
         raise ValueError(f"has the unknown {', '.join(map(repr, unknown))}")
@@ -305,7 +319,7 @@ def checked_outline(what: str, memory: dict[str, Any]) -> tuple[list[tuple[int, 
 
 
 def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
-    """Raise ValueError for anything but a dict, KeyError unless it has exactly the expected keys."""
+    """Raise ValueError for anything but a dict, KeyError for missing and unknown keys."""
     if not isinstance(given, dict):
         raise ValueError(f"{what} is a {type(given).__name__}, but must be a dict")
     missing = [name for name in expected if name not in given]
@@ -317,7 +331,10 @@ def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
 
 
 def indexed(name: str, part: Any) -> list[tuple[int, Any]]:
-    """Return the memories of one part of the state_dict with the indices of their buckets."""
+    """Return the (bucket index, memory) pairs of one dict of memories. Raises ValueError for other keys.
+
+    name: the dict's key in the state_dict.
+    """
     if not isinstance(part, dict):
         raise ValueError(f"{name} is a {type(part).__name__}, but must be a dict")
     for index in part:
@@ -329,7 +346,7 @@ def indexed(name: str, part: Any) -> list[tuple[int, Any]]:
 
 
 def checked_owner(errors_of: Any) -> dict[str, Any] | None:
-    """Return "errors_of" in plain types. Raises ValueError for a rank outside its world size."""
+    """Check "errors_of", and return it in plain types. Raises ValueError for a rank ≥ the world size."""
     if errors_of is None:
         return None
     require_keys("errors_of", errors_of, ("rank", "world_size"))
@@ -340,7 +357,7 @@ def checked_owner(errors_of: Any) -> dict[str, Any] | None:
 
 
 def checked_identity(parameters: Any, buckets: Mapping[int, Any]) -> dict[str, Any]:
-    """Return "parameters" in plain types, if it says of every parameter of the buckets which it is."""
+    """Check "parameters", and return it in plain types. It must identify every parameter of the buckets."""
     require_keys("parameters", parameters, ("names", "first_buckets"))
     names = dict(indexed("names", parameters["names"]))
     if not all(isinstance(name, str) for name in names.values()) or len(set(names.values())) < len(names):
@@ -383,10 +400,10 @@ def checked_error(what: str, given: Any, shapes: Sequence[Sequence[int]], dtype:
 def checked_tensor(
     what: str, given: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Return a copy of the tensor if it fits; raise ValueError otherwise.
+    """Check a tensor, and return a copy. Raises ValueError unless it is dense, finite and fits.
 
-    It must be dense and finite, have this shape (None: any flat one) and this dtype (None: any floating-point
-    one).
+    shape: the expected shape; None: any 1-D shape.
+    dtype: the expected dtype; None: any floating-point dtype.
     """
     if not isinstance(given, torch.Tensor):
         raise ValueError(f"{what} is a {type(given).__name__}, but must be a tensor")

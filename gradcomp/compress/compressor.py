@@ -1,4 +1,4 @@
-"""The interface of a compressor: the working set with which one bucket is averaged, step after step."""
+"""The interface of a compressor, which averages one bucket step after step."""
 
 import math
 from abc import ABC, abstractmethod
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A dict by name. A value is a 1-D tensor with one element per element of the bucket, which follows its
-# parameters into other buckets; or a list with a tensor (or None) per tensor of the bucket, which follows
-# them, too; or any other tensor, which is lost when buckets change. 1-D tensors of the first sort are this
-# rank's own, all others are the same on all ranks. Entries named "error" or "…_error" have the scale of
-# gradients.
+# A compressor's state by name. There are three kinds of values:
+#   a 1-D tensor with one element per element of the bucket: each rank has its own; moves with its parameters
+#       to other buckets
+#   a list with a tensor or None per tensor of the bucket: the same on all ranks; moves with its parameters
+#   any other tensor: the same on all ranks; lost when buckets change
+# Entries named "error" or "…_error" have the scale of gradients.
 State = dict[str, Any]
 
-# Collectives that are under way, or None.
+# Yields collectives in progress, or None.
 Works = Generator[dist.Work | None, None, None]
 
 
@@ -24,10 +25,9 @@ Works = Generator[dist.Work | None, None, None]
 class BucketSpec:
     """The bucket that a compressor is made for: tensors stored one after another in a flat buffer.
 
-    shapes: the tensors' shapes, as hooks see them: a complex gradient as a real one with a last dimension of
-    2.
+    shapes: the tensors' shapes in hooks: a complex gradient is a real one with a last dimension of 2.
     dtype, device: the buffer's dtype and device.
-    world_size: the size of the group that averages it.
+    world_size: the number of ranks that average the bucket.
     seed: the seed for random choices, the same on all ranks.
     """
 
@@ -44,13 +44,14 @@ class BucketSpec:
 
 
 class Compressor(ABC):
-    """One bucket's working set, which averages it and keeps its memory from step to step.
+    """Averages one bucket, and keeps the bucket's error from step to step.
 
     A subclass is constructed as subclass(bucket: BucketSpec, options), with its own frozen dataclass of
     options.
+
     sent_numel: the number of elements that a rank sends per step, for statistics.
-    is_same_on_all_processors: True if ranks on unlike processors get the same averages, bit for bit: nothing
-        is summed or multiplied after the last collective that could be rounded in another way.
+    is_same_on_all_processors: True if ranks on different processors get bit-identical averages. Then no sum
+        or product after the last collective depends on the processor's rounding.
     """
 
     sent_numel: int = 0
@@ -58,70 +59,76 @@ class Compressor(ABC):
 
     @classmethod  # noqa: B027 may stay empty
     def warm_up(cls, bucket: BucketSpec, options: Any) -> None:
-        """Do early what a bucket's first step would take long for, such as compiling kernels.
+        """Prepare a bucket's first compressed step, for example by compiling kernels.
 
-        It is called once per bucket, in one of the first steps, which average it otherwise. No collective.
+        It is called once per bucket, in one of the steps before compression starts. It must not start a
+        collective.
         """
 
     @abstractmethod
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Replace the gradients by (an approximation of) their mean over the ranks, in place.
+        """Replace the gradients by their (approximate) mean over the ranks, in place. A collective.
 
-        flat: [numel], the bucket's buffer, undivided. seed: the seed for this step's random choices, the same
-        on all ranks.
+        flat: [numel], the bucket's buffer, undivided.
+        seed: the seed for this step's random choices, the same on all ranks.
 
-        This is a collective. On CUDA it runs on a side stream and must not synchronize with the host; on a
-        CPU it runs to its end before the hook returns, unless there are stages.
+        On CUDA it runs on a side stream and must not synchronize with the host. On a CPU it runs to its end
+        before the hook returns, unless the compressor implements `stages`.
         """
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in steps: yield every collective that was issued with async_op, instead of waiting for it.
+        """Average in stages: yield every collective issued with async_op instead of waiting for it.
 
-        Optional. On a CPU the hook returns while the collective is under way, and a later bucket's hook goes
-        on from here. It may yield None, for a collective that needs no waiting.
+        Optional. On a CPU the hook returns while the collective is in progress, and a later bucket's hook
+        resumes the generator. Yield None for a collective that needs no waiting. Arguments as in `average`.
         """
         self.average(flat, group, seed)
         yield from ()
 
     @abstractmethod
     def state(self) -> State:
-        """Return the tensors to keep across a restart or a change of buckets; nothing else refers to them."""
+        """Return the tensors to keep across a restart or a change of buckets, as copies."""
 
     @abstractmethod
     def load(self, state: State) -> None:
-        """Continue from another compressor's state(). Entries may be missing after a change of buckets."""
+        """Continue from another compressor's state(). After a change of buckets, entries may be missing."""
 
     @classmethod  # noqa: B027 may stay empty
     def check_state(
         cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: Any
     ) -> None:
-        """Raise ValueError for a checkpoint's state that `load` could not take.
+        """Raise ValueError for a checkpoint's state that `load` can't load.
 
-        shapes, dtype: the tensors' shapes and the dtype of the bucket that the state was saved for.
+        shapes: the shapes of the tensors in the bucket that the state was saved for.
+        dtype: that bucket's dtype.
 
-        Entries of one element per element, and lists of one entry per tensor, have been checked to be so.
+        The caller has checked that "error" has one element per element of the bucket, that lists have one
+        entry per tensor, and that floating-point values are finite.
         """
 
     def leave_out(self, unused: Sequence[int]) -> None:  # noqa: B027 may stay empty
-        """Note, before average, the positions of the tensors that this rank's backward has not used.
+        """Set the positions of the tensors that this rank's backward has not used. Called before `average`.
 
-        A hook may not be able to know them all (see BucketPart.unused).
+        The list may be incomplete, because a hook can't always tell; see BucketPart.unused.
         """
 
     def current_error(self) -> torch.Tensor | None:
-        """Return this rank's error, [numel], to be read only; None if none is kept. For recorders."""
+        """Return this rank's error, [numel], for reading only; None without one. Recorders call this."""
         error: torch.Tensor | None = self.state().get("error")
         return error
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        """Add averages that were not used to this rank's error, from this offset in the bucket on."""
+        """Add unused averages to this rank's error.
+
+        offset: the position in the bucket of the first value.
+        """
         state = self.state()
         if "error" in state:
             state["error"][offset : offset + len(values)] += values
             self.load(state)
 
     def scale_errors(self, factor: float) -> None:
-        """Multiply this rank's errors, for gradients that are scaled by factor from the next step on."""
+        """Multiply this rank's errors by factor, because the next steps' gradients are scaled by it, too."""
         self.load(with_scaled_errors(self.state(), factor))
 
 

@@ -1,4 +1,4 @@
-"""A state's memory for a run with another number of ranks, and through torch's distributed checkpoints."""
+"""Checkpoints for another number of ranks, and for torch.distributed.checkpoint."""
 
 import os
 import re
@@ -21,15 +21,17 @@ SAVE_ON_ALL_RANKS = (
 def average_errors(
     state_dicts: Iterable[dict[str, Any]], checked: Callable[[Any], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return one state_dict from those of all ranks of a run, for a run with any number of ranks.
+    """Merge the state_dicts of all ranks of a run into one, which every rank of any new run can load.
 
-    What the training still owes is the mean of the ranks' errors; with that mean on every rank, the new run's
-    mean is the same. state_dicts: a list, or an iterator that loads one after another: each is needed only
-    until the next.
-    checked: of a state, which checks a state_dict.
+    The averages still lack the mean of the ranks' errors. With that mean on every rank, the mean error of the
+    new run is unchanged.
 
-    Raises ValueError for none at all and for state_dicts of different steps or buckets, and what
-    load_state_dict does for something else.
+    state_dicts: a list, or an iterator that loads one state_dict after another. Each state_dict may be freed
+        when the next one is loaded.
+    checked: the method CompressorState.checked of a state, which checks a state_dict.
+
+    Raises ValueError for an empty list and for state_dicts of different steps or buckets. For any other
+    invalid state_dict it raises the errors of load_state_dict.
     """
     merged: dict[str, Any] = {}
     dtypes, num_ranks = [], 0
@@ -52,13 +54,13 @@ def average_errors(
 
 
 def consolidated_state_dict(state: Any) -> dict[str, Any]:
-    """Return a state's state_dict with the mean of all ranks' errors, on the CPU: one file for any run.
+    """Return a state_dict with the mean of all ranks' errors, on the CPU. A run of any size can load it.
 
-    A collective: every rank of the state's process group calls it, after the same step, and gets the same. It
-    averages bucket after bucket, in float64. See average_errors for what the mean means.
+    A collective: every rank of the state's process group must call it, after the same step. All ranks get the
+    same result. It averages one bucket after another, in float64. average_errors explains the mean.
 
-    Raises RuntimeError where there is no process group, and on every rank where the ranks' steps or buckets
-    differ.
+    Raises RuntimeError if there is no process group. Raises RuntimeError on every rank if the ranks' steps or
+    buckets differ.
 
     Example::
 
@@ -85,12 +87,13 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
 
 
 def per_rank_state_dict(state: Any) -> dict[str, Any]:
-    """Return what torch.distributed.checkpoint saves of a state: {"rank 0 of 2": its state_dict, on the CPU}.
+    """Return this rank's state_dict for torch.distributed.checkpoint: {"rank 0 of 2": (the state_dict,)}.
 
-    torch.distributed.checkpoint keeps one of several ranks' entries of one name, so every rank's has a name
-    of its own. It takes dicts and lists apart, makes their keys strings, and loads only what the target has
-    already; what is in a tuple stays whole. Where several process groups have states of their own, give each
-    a key of its own.
+    The state_dict's tensors are on the CPU. Every rank's entry has its own name, because
+    torch.distributed.checkpoint keeps only one rank's entry of each name. The state_dict is in a tuple,
+    because torch.distributed.checkpoint splits dicts and lists, turns their keys into strings, and loads only
+    entries that the target already has. If several process groups have states, save each state under its own
+    key.
 
     Example::
 
@@ -103,16 +106,19 @@ def per_rank_state_dict(state: Any) -> dict[str, Any]:
 def load_from_dcp(
     state: Any, checkpoint_id: str | os.PathLike[str], key: str = "powersgd", *, storage_reader: Any = None
 ) -> None:
-    """Load what per_rank_state_dict gave to torch.distributed.checkpoint into a state.
+    """Load a state that torch.distributed.checkpoint has saved from per_rank_state_dict.
 
-    A collective: every rank calls it. With as many ranks as saved it each gets its own errors, with another
-    number all get the mean of the saved ones, which are read one rank after another.
+    A collective: every rank must call it. If the number of ranks is unchanged, each rank gets its own errors.
+    Otherwise all ranks get the mean of the saved errors, which are read one rank after another.
 
-    checkpoint_id: the checkpoint's folder. key: the entry's, with those around it: "app.powersgd".
-    storage_reader: a reader of that checkpoint, where torch's FileSystemReader is not the one. Only load
-    files you trust: torch.distributed.checkpoint unpickles without torch.load's safe default.
+    state: the state to load into.
+    checkpoint_id: the checkpoint's folder.
+    key: the key of the saved entry, including the keys around it: "app.powersgd", for example.
+    storage_reader: the checkpoint's reader; None for torch's FileSystemReader.
 
-    Raises KeyError where the checkpoint has no such entry, and what load_state_dict raises.
+    Only load files you trust: torch.distributed.checkpoint unpickles without torch.load's safe default.
+
+    Raises KeyError if the checkpoint has no such entry, and the errors of load_state_dict.
     """
     import torch.distributed.checkpoint as dcp  # takes half a second
 
@@ -166,7 +172,7 @@ def _errors(state_dict: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return what has to be the same on all ranks for their errors to be averaged."""
+    """Return the values that must be equal on all ranks before their errors are averaged."""
     return {
         "step": state_dict["iter"],
         "parameters": state_dict["parameters"],
@@ -182,7 +188,7 @@ def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Copy nested dicts and lists, with their tensors on the CPU, where every rank can load them."""
+    """Copy nested dicts and lists, and move their tensors to the CPU, where every rank can load them."""
     if isinstance(value, dict):
         return {key: _on_cpu(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,16 +1,16 @@
-"""The memory of one bucket, and which memory belongs to a bucket after the buckets have changed.
+"""Memories: the compressor or saved state of each bucket, and how they follow a change of buckets.
 
-DDP rearranges its buckets after a model's first step, and a resumed run starts with a new model: all its
-gradients come in one bucket once, and then in the saved run's buckets. So a memory belongs to parameters, by
-their indices (parameter_identity.py says which parameter an index stands for):
+DDP rearranges its buckets after a model's first step. A resumed run starts with a new model, so its first
+step has one bucket, and its later steps have the saved run's buckets. A memory therefore belongs to
+parameters, by their indices (parameter_identity.py says which parameter an index stands for):
 
     first step of a run      bucket 0: 0 1 2 3 4 5 6 7
-    from then on             bucket 0: 7 6 5     bucket 1: 4 3 2     bucket 2: 1 0
+    later steps              bucket 0: 7 6 5     bucket 1: 4 3 2     bucket 2: 1 0
 
-A bucket that consists of the parameters of several memories is averaged memory by memory, as if DDP had
-arranged it so. If it comes once more (the run was resumed with larger buckets), the memories are merged. In
-any other arrangement every parameter takes its error along. Two models that share a state have separate
-memories.
+If a bucket has exactly the parameters of several memories, it is averaged memory by memory, as if each memory
+had its own bucket. If that bucket comes a second time (the run was resumed with larger buckets), the memories
+are merged. In any other arrangement every parameter keeps its own error. Two models that share a state have
+separate memories.
 """
 
 import ctypes
@@ -36,17 +36,23 @@ ByParameter = dict[str, dict[int, torch.Tensor]]
 
 @dataclass
 class Memory:
-    """What a state keeps of one bucket from step to step.
+    """The compressor of one bucket, or the saved state that the bucket's next compressor will load.
 
-    It is empty before its first compressed step; live while a compressor has its state, and saved otherwise.
-    A checkpoint's memory is loaded until a bucket brings its parameters. It is dead once these are deleted.
+    A memory is
+        empty: before its first compressed step
+        live: while it has a compressor
+        saved: while it has a compressor's state instead
+        loaded: if a checkpoint brought it, until a bucket brings its parameters
+        dead: once its parameters have been deleted.
 
-    options, dtype: its compressor's options, and the bucket's dtype.
+    options: the compressor's options.
+    dtype: the bucket's dtype.
     index: the bucket's index; random choices depend on it.
     shapes, parameter_indices, parameters: one entry per parameter, in the bucket's order. parameters is None
         for a loaded memory.
-    compressor, device: a live memory's compressor, and the device that it was made for.
-    saved: the state that the next compressor will load; None for an empty and for a live memory.
+    compressor: a live memory's compressor.
+    saved: the state that the next compressor will load; None for an empty or live memory.
+    device: the device that the compressor was made for.
     """
 
     options: Any
@@ -78,14 +84,17 @@ class Memory:
     def live_compressor(
         self, kind: type[Compressor], device: torch.device, world_size: int, seed: int
     ) -> Compressor:
-        """Return its compressor of this class on this device; a new one, which loads its state, if need be.
+        """Return a compressor of class `kind` on this device: the live one if it fits, else a new one.
 
-        world_size: of the group that will average. seed: for the new compressor's random choices.
+        A new compressor loads the saved state.
+
+        world_size: the number of ranks that average.
+        seed: the seed for a new compressor's random choices.
         """
         if self.device != device or type(self.compressor) is not kind:
-            self.put_away()
+            self.save_and_drop_compressor()
         if self.compressor is None:
-            make: Any = kind  # a subclass takes options, too
+            make: Any = kind  # typed Any, because Compressor itself takes no arguments
             self.compressor = make(self._spec(device, world_size, seed), self.options)
             self.device = device
             saved, self.saved = self.saved, None
@@ -93,13 +102,13 @@ class Memory:
                 self.compressor.load(saved)
         return self.compressor
 
-    def put_away(self) -> None:
+    def save_and_drop_compressor(self) -> None:
         """Save the compressor's state, and drop the compressor."""
         if self.compressor is not None:
             self.saved, self.compressor = self.compressor.state() or None, None
 
     def warm_up(self, kind: type[Compressor], device: torch.device, world_size: int) -> None:
-        """Warm up the class of its later compressor, once."""
+        """Warm up a later compressor's class for this bucket. Does nothing after the first call."""
         if not self._is_warmed_up:
             self._is_warmed_up = True
             kind.warm_up(self._spec(device, world_size, 0), self.options)
@@ -109,15 +118,15 @@ class Memory:
 
     @property
     def state(self) -> State | None:
-        """The state of the compressor, or the one that it will start from."""
+        """The live compressor's state, or the saved state; None if empty."""
         return self.saved if self.compressor is None else self.compressor.state()
 
     def own_state(self) -> State | None:
-        """Return the state in tensors that nothing else refers to."""
+        """Return a copy of the state."""
         return _copied(self.saved) if self.compressor is None else self.compressor.state()
 
     def scale_errors(self, factor: float) -> None:
-        """Multiply the errors, wherever they are."""
+        """Multiply the errors by factor, in the compressor or in the saved state."""
         if self.compressor is not None:
             self.compressor.scale_errors(factor)
         elif self.saved is not None:
@@ -135,11 +144,11 @@ class Memory:
 
     @property
     def compressor_depends_on(self) -> tuple[Any, ...]:
-        """The options, dtype and shapes: a compressor of others can't load its state."""
+        """The options, dtype and shapes. A compressor can load the state only if all three are equal."""
         return self.options, self.dtype, self.shapes
 
     def is_for(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether it belongs to these parameters, in this order."""
+        """Return whether the memory belongs to exactly these parameters, in this order."""
         refs = self.parameters
         return (
             refs is not None
@@ -148,10 +157,10 @@ class Memory:
         )
 
     def is_unchanged_for(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
-        """Return whether it belongs to these parameters, in this order, and nothing has changed."""
+        """Return whether the memory belongs to these parameters, and dtype, options and shapes are equal."""
         if not (self.dtype == dtype and self.is_for(parameters) and self.options == options):
             return False
-        # Real parameters' shapes are the gradients'; those of complex ones take longer to tell.
+        # A real parameter has its gradient's shape. real_shape also handles complex ones, but takes longer.
         shapes: list[Shape] = [parameter.shape for parameter in parameters]
         return shapes == self.shapes or list(map(real_shape, parameters)) == self.shapes
 
@@ -174,8 +183,12 @@ class Memory:
                 tensors[name] = {i: each for i, each in pairs if each is not None}
         return elements, tensors
 
-    def take(self, elements: ByParameter, tensors: ByParameter) -> None:
-        """Continue from other memories' by_parameter. What none of them has becomes zero, or None."""
+    def load_by_parameter(self, elements: ByParameter, tensors: ByParameter) -> None:
+        """Set the saved state from other memories' by_parameter, merged.
+
+        elements: entries with one element per element. Parameters that are missing get zeros.
+        tensors: entries with one tensor per parameter. Parameters that are missing get None.
+        """
         saved: State = {}
         for name, by_index in elements.items():
             known = [by_index[i] for i in self.parameter_indices if i in by_index]
@@ -192,20 +205,21 @@ class Memory:
 
 @dataclass
 class BucketPart:
-    """The part of a bucket that belongs to a memory.
+    """The part of a bucket that belongs to one memory.
 
-    slices: the slices of the bucket that hold its tensors; None if the part is the whole bucket in order.
+    slices: the slices of the bucket that hold the part's tensors, in the memory's order; None if the part is
+        the whole bucket.
     """
 
     memory: Memory
     slices: list[slice] | None = None
 
     def unused(self, bucket: dist.GradBucket) -> list[int]:
-        """Return the positions of its tensors that this rank's backward has not used, if that can be known.
+        """Return the positions of the part's tensors that this rank's backward has not used, as far as known.
 
         torch's DDP calls a hook before it writes averages, so a parameter without a gradient was not used.
-        gradcomp's buckets don't say. The Reducer calls CompressorState.take_back once it knows what no
-        rank has used.
+        gradcomp's buckets don't tell: the list is empty, and the Reducer calls CompressorState.take_back for
+        each parameter that no rank has used.
         """
         if not isinstance(bucket, dist.GradBucket) or all(p.grad is not None for p in bucket.parameters()):
             return []
@@ -217,7 +231,7 @@ class BucketPart:
         return buffer if self.slices is None else torch.cat([buffer[each] for each in self.slices])
 
     def scatter(self, flat: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Write what gather returned back to the buffer."""
+        """Write the part's elements, flat, back to the buffer: the reverse of gather."""
         if self.slices is not None:
             parts = flat.split([each.stop - each.start for each in self.slices])
             for each, part in zip(self.slices, parts, strict=True):
@@ -244,12 +258,15 @@ class BucketMemories:
         # By bucket index, which is a hint only: torch gives 0 to all buckets of a static graph's first step.
         self._of_step: dict[int, Memory] = {}
         self._of_last_step: dict[int, Memory] = {}
-        # Buckets that were averaged memory by memory. If one comes again, its memories are merged.
+        # Buckets that have been averaged memory by memory. If such a bucket comes again, its memories merge.
         self._divided_once: set[frozenset[int]] = set()
 
     def parts_of(self, bucket: dist.GradBucket, options: Any) -> tuple[list[BucketPart], list[Memory], int]:
-        """Return (the bucket's parts by memory, memories dropped because shapes or options have changed, the
-        number of a checkpoint's parameters whose memory was dropped because nobody knows which they are).
+        """Divide a bucket among memories.
+
+        Returns three values: the bucket's parts, one per memory; the memories that were dropped because
+        shapes or options have changed; and the number of unidentified parameters. Those are parameters in a
+        checkpoint that could not be matched with this run's, so that their memories were dropped.
         """
         index, parameters = bucket.index(), bucket.parameters()
         dtype = bucket.buffer().dtype
@@ -264,12 +281,12 @@ class BucketMemories:
             if found is not None and found.compressor_depends_on == memory.compressor_depends_on:
                 found.index, found.parameters, memory = index, memory.parameters, found
             else:
-                parts, lost = self._memories_of(memory)
-                divided = self._divided(memory, parts)
+                sources, lost = self._memories_of(memory)
+                divided = self._divided(memory, sources)
                 if divided and frozenset(indices) not in self._divided_once:
                     self._divided_once.add(frozenset(indices))
                     return divided, lost, num_unidentified
-                self._take_from(memory, parts)
+                self._merge_into(memory, sources)
                 before = self._of_last_step.get(index)
                 if before is not None and self._is_unclaimed(before):
                     lost.append(before)
@@ -277,7 +294,7 @@ class BucketMemories:
         return [BucketPart(memory)], lost, num_unidentified
 
     def end_step(self) -> None:
-        """Forget the memories of deleted parameters, except those of the step that ends."""
+        """Delete the dead memories, except the memories that the ending step has used."""
         self._of_last_step, self._of_step = self._of_step, {}
         of_step = list(map(id, self._of_last_step.values()))
         dead = [key for key, each in self._memories.items() if each.is_dead and id(each) not in of_step]
@@ -285,7 +302,7 @@ class BucketMemories:
             del self._memories[key]
 
     def _is_unclaimed(self, memory: Memory) -> bool:
-        """Return whether a memory still has something to keep, but its parameters have been deleted."""
+        """Return whether a memory's parameters have been deleted, but the memory still has a state."""
         is_current = self._memories.get(tuple(memory.parameter_indices)) is memory
         return is_current and memory.is_dead and not memory.is_empty
 
@@ -300,11 +317,11 @@ class BucketMemories:
     def _indices_of(
         self, parameters: Sequence[torch.Tensor], index: int, shapes: list[tuple[int, ...]]
     ) -> tuple[list[int], int]:
-        """Return (the indices of a bucket's parameters, the number of unidentified ones: see parts_of)."""
+        """Return (indices of a bucket's parameters, number of unidentified parameters); see parts_of."""
         if self.identity.are_new(parameters):
             for memory in self._memories.values():
                 if memory.is_dead and (memory.index, memory.shapes) == (index, shapes):
-                    # New tensors in the positions of deleted ones: the model was made anew.
+                    # New tensors take the positions of deleted tensors: the program has rebuilt its model.
                     self.identity.bind(parameters, memory.parameter_indices)
                     break
         indices, unfit = self.identity.indices_of(parameters, shapes)
@@ -315,15 +332,15 @@ class BucketMemories:
 
     @property
     def have_parameters(self) -> bool:
-        """True if buckets have brought parameters, or somebody has named some that still exist."""
+        """True if buckets have brought parameters, or number_parameters has named some that still exist."""
         return self.identity.knows_any or any(memory.parameters for memory in self._memories.values())
 
     def _loaded(self) -> list[Memory]:
-        """Return the loaded memories that no bucket has brought the parameters of."""
+        """Return the loaded memories."""
         return [memory for memory in self._memories.values() if memory.is_loaded]
 
     def unclaimed(self) -> list[str]:
-        """Return the names (or else shapes) of the parameters whose loaded memory no bucket has claimed."""
+        """Name the parameters whose loaded errors still wait for a bucket, by shape if there is no name."""
         found = []
         for memory in self._loaded():
             if not memory.is_empty:
@@ -333,70 +350,80 @@ class BucketMemories:
         return found
 
     def _memories_of(self, memory: Memory) -> tuple[list[Memory], list[Memory]]:
-        """Return (the memories of its parameters, the memories dropped for other shapes or options)."""
+        """Find the memories that share parameters with a new memory. Drop those that don't fit.
+
+        Returns (the memories that fit, the dropped memories with a state). A memory fits if its options,
+        dtype and the shared parameters' shapes are equal. Empty memories are dropped, unless loaded.
+        """
         shape_of = dict(zip(memory.parameter_indices, memory.shapes, strict=True))
-        parts: list[Memory] = []
+        sources: list[Memory] = []
         lost: list[Memory] = []
         for key, other in list(self._memories.items()):
             shapes = dict(zip(other.parameter_indices, other.shapes, strict=True))
             common = shapes.keys() & shape_of.keys()
             if not common:
                 continue
-            # A loaded memory that is empty still says how the saved run had arranged its buckets.
+            # An empty loaded memory is needed, too: it shows the saved run's arrangement of buckets.
             is_needed = not other.is_empty or other.is_loaded
             fits = (other.options, other.dtype) == (memory.options, memory.dtype) and all(
                 shapes[i] == shape_of[i] for i in common
             )
             if is_needed and fits:
-                parts.append(other)
+                sources.append(other)
                 continue
             del self._memories[key]
             if not other.is_empty:
                 lost.append(other)
-        return parts, lost
+        return sources, lost
 
-    def _divided(self, memory: Memory, parts: list[Memory]) -> list[BucketPart]:
-        """Return the bucket's parts if it consists of exactly these memories, else an empty list."""
-        if sorted(i for part in parts for i in part.parameter_indices) != sorted(memory.parameter_indices):
+    def _divided(self, memory: Memory, sources: list[Memory]) -> list[BucketPart]:
+        """Return a new memory's bucket divided into parts, one for each of its source memories.
+
+        sources: memories. Unless they have exactly the bucket's parameters, the result is an empty list.
+        """
+        if sorted(i for each in sources for i in each.parameter_indices) != sorted(memory.parameter_indices):
             return []
         offsets = memory.offsets
         refs = dict(zip(memory.parameter_indices, memory.parameters or (), strict=True))
         divided = []
-        for part in sorted(parts, key=lambda part: part.index):
-            part.parameters = [refs[i] for i in part.parameter_indices]
-            pairs = zip(part.parameter_indices, part.numels, strict=True)
+        for source in sorted(sources, key=lambda source: source.index):
+            source.parameters = [refs[i] for i in source.parameter_indices]
+            pairs = zip(source.parameter_indices, source.numels, strict=True)
             slices = [slice(offsets[i], offsets[i] + numel) for i, numel in pairs]
-            divided.append(BucketPart(part, slices))
+            divided.append(BucketPart(source, slices))
         return divided
 
-    def _take_from(self, memory: Memory, parts: list[Memory]) -> None:
-        """Make it the memory of its parameters; a part's other parameters keep the remainder of that part."""
+    def _merge_into(self, memory: Memory, sources: list[Memory]) -> None:
+        """Move the states of a new memory's parameters into it from other memories, and register it.
+
+        sources: the other memories. Their remaining parameters get a new memory with the remaining state.
+        """
         elements: ByParameter = {}
         tensors: ByParameter = {}
-        for part in parts:
-            del self._memories[tuple(part.parameter_indices)]
-            entries = part.by_parameter()
+        for source in sources:
+            del self._memories[tuple(source.parameter_indices)]
+            entries = source.by_parameter()
             for merged, given in zip((elements, tensors), entries, strict=True):
                 for name, by_index in given.items():
                     merged.setdefault(name, {}).update(by_index)
-            indices = part.parameter_indices
+            indices = source.parameter_indices
             left = [position for position, i in enumerate(indices) if i not in memory.parameter_indices]
-            if left and not part.is_empty:
+            if left and not source.is_empty:
                 remainder = Memory(
-                    part.options,
-                    part.dtype,
-                    part.index,
-                    [part.shapes[position] for position in left],
+                    source.options,
+                    source.dtype,
+                    source.index,
+                    [source.shapes[position] for position in left],
                     [indices[position] for position in left],
-                    None if part.parameters is None else [part.parameters[position] for position in left],
+                    None if source.parameters is None else [source.parameters[position] for position in left],
                 )
-                remainder.take(*entries)
+                remainder.load_by_parameter(*entries)
                 self._memories[tuple(remainder.parameter_indices)] = remainder
-        memory.take(elements, tensors)
+        memory.load_by_parameter(elements, tensors)
         self._memories[tuple(memory.parameter_indices)] = memory
 
     def common_digest(self) -> str:
-        """Return a digest of the loaded entries that must be the same on every rank."""
+        """Return a digest of the saved entries that must be the same on every rank."""
         digest = hashlib.sha256()
         for memory in self._memories.values():
             for value in (memory.saved or {}).values():
@@ -409,19 +436,19 @@ class BucketMemories:
         return digest.hexdigest()[:16]
 
     def scale_errors(self, factor: float) -> None:
-        """Multiply all errors."""
+        """Multiply the errors of all memories by factor."""
         for memory in self._memories.values():
             memory.scale_errors(factor)
 
-    def put_away(self) -> None:
-        """Take the memories out of their compressors, which were made for another group or device."""
+    def save_and_drop_compressors(self) -> None:
+        """Save the states of all compressors, and drop the compressors, because the group has changed."""
         for memory in self._memories.values():
-            memory.put_away()
+            memory.save_and_drop_compressor()
 
     def saved(self) -> tuple[dict[str, Any], list[Memory]]:
-        """Return (which parameters the indices stand for, all memories in the order of their buckets).
+        """Return (the identity of the indexed parameters, copies of all memories in the order of buckets).
 
-        The memories are without their compressors and parameters.
+        The copies have a saved state, but no compressor and no parameters.
         """
         memories = [
             Memory(m.options, m.dtype, m.index, m.shapes, m.parameter_indices, saved=m.own_state())
@@ -430,7 +457,10 @@ class BucketMemories:
         return self.identity.of(i for memory in memories for i in memory.parameter_indices), memories
 
     def load(self, identity: dict[str, Any], memories: Iterable[Memory]) -> None:
-        """Replace all memories by these."""
+        """Replace all memories.
+
+        identity, memories: as from `saved`.
+        """
         self.identity.load(identity)
         self._of_step, self._of_last_step, self._divided_once = {}, {}, set()
         self._memories = {tuple(memory.parameter_indices): memory for memory in memories}

@@ -1,12 +1,12 @@
-"""How a state knows a parameter, within a run and in a checkpoint.
+"""How a state identifies a parameter, within a run and in a checkpoint.
 
-Within a run a parameter is known by an index. A checkpoint says which parameter an index stands for:
+Within a run a parameter has an index. A checkpoint says which parameter an index stands for:
 
-    by its name           where somebody who knows the model has called number_parameters
+    by its name           if number_parameters has been called
     by its first bucket   otherwise: the n-th bucket that brought new parameters, and their shapes in it
 
-The second is checked: a resumed run whose first buckets have other shapes has another order of parameters,
-and none of the checkpoint's indices is used.
+First buckets are checked: if a resumed run's first bucket has other shapes, the order of parameters has
+changed, and the checkpoint's indices from that bucket on are not used.
 """
 
 import gc
@@ -19,43 +19,45 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 Shape = tuple[int, ...]
-# What wrappers add to a parameter's name. The last one stands at the beginning.
+# Wrappers add these parts to a parameter's name: the first two anywhere, DDP's part at the beginning.
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")
 _DDP = "module."
 
 
 @dataclass
 class FirstBucket:
-    """A bucket that brought parameters without a name for the first time: their indices and shapes."""
+    """The indices and shapes of the unnamed parameters that one bucket was the first to bring."""
 
     indices: list[int]
     shapes: list[Shape]
 
 
 class ParameterIdentity:
-    """The indices of a state's parameters, and what identifies them in another run."""
+    """The indices of a state's parameters, and their names or first buckets, which other runs share."""
 
     def __init__(self) -> None:
         self._index_of: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         self._name_of: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._index_of_name: dict[str, int] = {}
         self._first_buckets: list[FirstBucket] = []
-        self._awaited: list[FirstBucket] = []  # a checkpoint's, which no bucket of this run has matched yet
+        # A checkpoint's first buckets that no bucket of this run has matched yet.
+        self._awaited: list[FirstBucket] = []
         self._next_index = 0
 
     def name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Know parameters by their names. Parts of names that come from wrappers are left out.
+        """Give parameters their names, without the parts that wrappers add.
 
-        A name that another living tensor has already is not given a second time: that tensor's model shares
-        the state. Raises TypeError for anything but pairs of a name and a tensor, ValueError for parameters
-        that buckets have brought before, and that a checkpoint knows by these names.
+        A name is not given twice: if another living tensor has it, that tensor's model shares the state.
+
+        Raises TypeError for anything but pairs of a name and a tensor; ValueError if a checkpoint has these
+        names, but buckets have brought the parameters already.
         """
         pairs = [_pair(each) for each in named_parameters]
         names = [_WRAPPERS.sub("", name) for name, _ in pairs]
         while names and all(name.startswith(_DDP) for name in names):
             names = [_WRAPPERS.sub("", name.removeprefix(_DDP)) for name in names]
         if not set(names).isdisjoint(self._name_of.values()):
-            gc.collect()  # a deleted model may be waiting for it, on some ranks only
+            gc.collect()  # frees a deleted model that still has these names, perhaps on some ranks only
         owners = {name: parameter for parameter, name in self._name_of.items()}
         for name, (_, parameter) in zip(names, pairs, strict=True):
             if owners.setdefault(name, parameter) is not parameter or parameter in self._name_of:
@@ -69,12 +71,12 @@ class ParameterIdentity:
             self._name_of[parameter] = name
 
     def share_names(self, other: "ParameterIdentity") -> None:
-        """Know the living parameters that another one knows by name."""
+        """Copy the names of living parameters from another identity."""
         self._name_of.update(other._name_of.items())
 
     @property
     def knows_any(self) -> bool:
-        """True if there are parameters, which have not been deleted, with an index or a name."""
+        """True if a living parameter has an index or a name."""
         return bool(self._index_of) or bool(self._name_of)
 
     def index(self, parameter: torch.Tensor) -> int | None:
@@ -82,21 +84,21 @@ class ParameterIdentity:
         return self._index_of.get(parameter)
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """Return a parameter's name; None if nobody has named it."""
+        """Return a parameter's name; None without one."""
         return self._name_of.get(parameter)
 
     def are_new(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether no bucket has brought any of these parameters, and none has a name."""
+        """Return whether none of these parameters has an index or a name."""
         return not any(each in self._index_of or each in self._name_of for each in parameters)
 
     def bind(self, parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
-        """Give parameters the indices of deleted ones."""
+        """Give parameters the indices of deleted parameters."""
         self._index_of.update(zip(parameters, indices, strict=True))
 
     def indices_of(
         self, parameters: Sequence[torch.Tensor], shapes: Sequence[Shape]
     ) -> tuple[list[int], set[int]]:
-        """Return (the indices of a bucket's parameters, a checkpoint's indices that are found not to fit)."""
+        """Return (indices of a bucket's parameters, checkpoint's indices that turn out not to fit)."""
         unnamed: list[tuple[torch.Tensor, Shape]] = []
         for parameter, shape in zip(parameters, shapes, strict=True):
             if parameter in self._index_of:
@@ -112,7 +114,7 @@ class ParameterIdentity:
         return [self._index_of[parameter] for parameter in parameters], unfit
 
     def _add_first_bucket(self, unnamed: list[tuple[torch.Tensor, Shape]]) -> set[int]:
-        """Give new parameters without a name their indices. Returns a checkpoint's indices that don't fit."""
+        """Give new unnamed parameters their indices. Returns the checkpoint's indices that don't fit."""
         shapes = [shape for _, shape in unnamed]
         unfit: set[int] = set()
         if self._awaited and self._awaited[0].shapes == shapes:
@@ -127,7 +129,7 @@ class ParameterIdentity:
         return unfit
 
     def of(self, indices: Iterable[int]) -> dict[str, Any]:
-        """Return what a checkpoint says of these indices, in plain types: "names" and "first_buckets"."""
+        """Return the "names" and "first_buckets" of these indices for a checkpoint, in plain types."""
         chosen = set(indices)
         names = {index: name for name, index in self._index_of_name.items() if index in chosen}
         buckets = []
@@ -136,11 +138,15 @@ class ParameterIdentity:
             kept = [pair for pair in pairs if pair[0] in chosen and pair[0] not in names]
             if kept:
                 buckets.append({"parameters": [index for index, _ in kept], "shapes": [s for _, s in kept]})
-        # A tuple: torch.distributed.checkpoint takes lists apart.
+        # A tuple, because torch.distributed.checkpoint splits lists.
         return {"names": dict(sorted(names.items())), "first_buckets": tuple(buckets)}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Take a checkpoint's indices. A model that has trained with this state keeps its own if they fit."""
+        """Replace all indices by a checkpoint's.
+
+        Living parameters without a name get the checkpoint's indices if all first buckets have the
+        checkpoint's shapes. Otherwise they lose their index until a bucket brings them again.
+        """
         loaded = [
             FirstBucket(list(each["parameters"]), list(each["shapes"])) for each in saved["first_buckets"]
         ]

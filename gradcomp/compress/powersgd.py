@@ -1,4 +1,4 @@
-"""PowerSGD as a compressor: two all-reduces of thin factors in place of one of the bucket."""
+"""PowerSGD as a compressor: two all-reduces of thin factors instead of one all-reduce of the bucket."""
 
 import math
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ from .quantized import QuantizedCompressor, QuantizedOptions, average_payload
 
 @dataclass(frozen=True)
 class PowerSGDOptions:
-    """PowerSGD's options, by torch's names where torch has them. PowerSGDState's docstring describes them.
+    """PowerSGD's options, under torch's names where torch has the option; see PowerSGDState.
 
-    square: True if a bucket is compressed as one square matrix, by batched_powerSGD_hook.
+    square: True to compress a bucket as one square matrix, for batched_powerSGD_hook.
 
-    Raises ValueError for other values.
+    Raises ValueError for an invalid value.
     """
 
-    # int8 factors have a scale for so many elements, column after column.
+    # int8 factors have a scale for every 128 elements, column after column.
     BLOCK_SIZE = 128
 
     matrix_approximation_rank: int = checked_field(1, RANK)
@@ -57,20 +57,23 @@ class PowerSGDOptions:
         if self.uncompressed_dtype is not None and not self.is_quantized:
             raise ValueError(
                 f"uncompressed_dtype is {self.uncompressed_dtype}, which goes with factor_dtype=torch.int8 "
-                f"only, but factor_dtype is {self.factor_dtype}: what isn't compressed is sent in that, too"
+                f"only, but factor_dtype is {self.factor_dtype}: uncompressed tensors have that dtype"
             )
 
     @property
     def is_quantized(self) -> bool:
-        """True if factors are sent in 8 bits."""
+        """True if factors are sent in 8 bits per element."""
         return self.factor_dtype == torch.int8
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Return the dtype in which a bucket's plan gives its factors; None for the bucket's, this dtype."""
+        """Return the dtype of the factors in a plan's p_wire and q_wire; None for the bucket's dtype.
+
+        dtype: the bucket's dtype.
+        """
         return torch.promote_types(dtype, torch.float32) if self.is_quantized else self.factor_dtype
 
     def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> PowerSGDLayout:
-        """Return the layout of a bucket with these shapes."""
+        """Return the layout of a bucket with tensors of these shapes, in this dtype."""
         if self.square:
             return PowerSGDLayout.square(sum(map(math.prod, shapes)), self.matrix_approximation_rank)
         rate = self.min_compression_rate
@@ -80,13 +83,13 @@ class PowerSGDOptions:
         return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate)
 
     def arithmetic(self, world_size: int) -> dict[str, Any]:
-        """Return the options of the plan's arithmetic."""
-        # P is averaged here where torch sums it, hence the quotient.
+        """Return the options of ops.powersgd_plan that depend on neither the bucket nor the device."""
+        # gradcomp averages P before orthonormalizing it, but torch sums P: hence the quotient.
         epsilon = self.orthogonalization_epsilon / world_size
         return {"error_feedback": self.use_error_feedback, "warm_start": self.warm_start, "epsilon": epsilon}
 
     def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
-        """Return the position in the bucket of each matrix's tensor; an empty list for a square view."""
+        """Return each matrix's position among the bucket's tensors; an empty list for a square view."""
         if self.square:
             return []
         starts, start = {}, 0
@@ -100,11 +103,13 @@ class PowerSGDOptions:
 class PowerSGDCompressor(Compressor):
     """PowerSGD for one bucket (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2).
 
-    Its state: "error", this rank's error, and "directions", the Q [cols, rank] that the next step projects
-    each matrix on; a single Q for a square view.
+    The state's entries:
 
-    After a quantized start there are errors of tensors that PowerSGD sends exactly. Each is sent with the
-    next gradient of its tensor that is used.
+    "error": [numel], this rank's error.
+    "directions": by tensor, the Q [cols, rank] that the next step projects on; one Q for a square view.
+
+    A quantized start also leaves errors of the tensors that PowerSGD sends exactly. Such an error is added to
+    the tensor's next gradient, and so sent once. The error of an unused tensor waits.
     """
 
     def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
@@ -120,24 +125,25 @@ class PowerSGDCompressor(Compressor):
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
             seed=bucket.seed,
-            # Where a scratch is shared, run_on_side_stream runs all stages of a bucket before another's.
+            # Safe, because run_on_side_stream runs all stages of one bucket before the next bucket's.
             shares_scratch=True,
         )
         self._wires = _QuantizedWires(self.plan, bucket, options) if options.is_quantized else None
-        # The errors of tensors that are sent exactly, by position: (the tensor's slice of the bucket, error).
-        self._owed: dict[int, tuple[slice, torch.Tensor]] = {}
+        # By position, for tensors that are sent exactly: (the tensor's slice of the bucket, the error that a
+        # quantized start left).
+        self._exact_errors: dict[int, tuple[slice, torch.Tensor]] = {}
         if options.start_bits is not None and options.use_error_feedback and not options.square:
             wide = torch.promote_types(bucket.dtype, torch.float32)
             start = 0
             for position, numel in enumerate(bucket.numels):
                 if position not in self._tensors:
-                    owed = torch.zeros(numel, dtype=wide, device=bucket.device)
-                    self._owed[position] = slice(start, start + numel), owed
+                    error = torch.zeros(numel, dtype=wide, device=bucket.device)
+                    self._exact_errors[position] = slice(start, start + numel), error
                 start += numel
         if self._wires is not None:
             sent_bytes = self._wires.num_bytes
         else:
-            # As torch counts: without the kernels' padding of each column to 16 bytes.
+            # Counted without the kernels' padding of each column to 16 bytes, so that it compares with torch.
             numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
             sent_bytes = numel * (options.factor_dtype or bucket.dtype).itemsize
         self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
@@ -174,7 +180,7 @@ class PowerSGDCompressor(Compressor):
             **({"codes": (exact_dtype, options.BLOCK_SIZE)} if options.is_quantized else {}),
         )
         if options.is_quantized:
-            # Its kernels don't depend on shapes.
+            # The quantization kernels don't depend on shapes.
             ops.compile_quantized(
                 BlockLayout([(1, options.BLOCK_SIZE)], options.BLOCK_SIZE, bucket.world_size),
                 torch.promote_types(bucket.dtype, torch.float32),
@@ -185,7 +191,7 @@ class PowerSGDCompressor(Compressor):
             )
 
     def leave_out(self, unused: Sequence[int]) -> None:
-        """Send no P of these tensors' matrices; if no rank does, nothing is taken out of the errors."""
+        """Send zeros as P of these tensors' matrices. If all ranks do so, the matrices' errors stay."""
         self._unused = unused
         if self._is_square:
             is_unused = len(unused) == self._num_tensors
@@ -194,18 +200,21 @@ class PowerSGDCompressor(Compressor):
             self._left_out = [index for index, tensor in enumerate(self._tensors) if tensor in unused]
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Apply the steps of powerSGD_hook to a flat bucket. seed: the seed for the next directions."""
+        """Average a flat bucket in place; powerSGD_hook lists the steps.
+
+        seed: the seed for the next step's random directions.
+        """
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in three stages, or five with quantized factors; yield each collective under way."""
+        """Average in three stages, or five with quantized factors. Yields each collective in progress."""
         plan, wires = self.plan, self._wires
-        # The quantized all-reduce divides by itself.
+        # The quantized all-reduce already divides by the world size.
         scale = 1.0 if wires else 1 / group.size()
-        for position, (part, owed) in self._owed.items():
+        for position, (part, error) in self._exact_errors.items():
             if position not in self._unused:
-                flat[part] += owed
-                owed.zero_()
+                flat[part] += error
+                error.zero_()
         plan.project(flat, scale, self._left_out)
         if wires:
             yield from average_payload(wires.p, plan.p_wire, group)
@@ -229,10 +238,10 @@ class PowerSGDCompressor(Compressor):
         return {"error": self._error(), "directions": by_tensor}
 
     def _error(self) -> torch.Tensor:
-        """Return this rank's error, [numel], in a tensor of its own."""
+        """Return a copy of this rank's error, [numel]."""
         error = self.plan.error()
-        for part, owed in self._owed.values():
-            error[part] = owed
+        for part, exact_error in self._exact_errors.values():
+            error[part] = exact_error
         return error
 
     def load(self, state: State) -> None:
@@ -242,21 +251,21 @@ class PowerSGDCompressor(Compressor):
             pairs = zip(by_matrix, directions, strict=True)
             directions = [own if loaded is None else loaded for loaded, own in pairs]
         self.plan.load(state["error"], directions)
-        for part, owed in self._owed.values():
-            owed.copy_(state["error"][part])
+        for part, exact_error in self._exact_errors.values():
+            exact_error.copy_(state["error"][part])
 
     def current_error(self) -> torch.Tensor | None:
         return self._error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)
-        for part, owed in self._owed.values():
+        for part, exact_error in self._exact_errors.values():
             if part.start == offset:
-                owed += values
+                exact_error += values
 
 
 class _QuantizedWires:
-    """The working sets of the two quantized all-reduces of a plan's wires."""
+    """The plans of the quantized all-reduces of a PowerSGD plan's p_wire and q_wire."""
 
     def __init__(self, plan: ops.PowerSGDPlan, bucket: BucketSpec, options: PowerSGDOptions):
         p_numel, uncompressed_numel, q_numel = plan.wire_numels
@@ -268,7 +277,7 @@ class _QuantizedWires:
                 torch.promote_types(bucket.dtype, torch.float32),
                 bucket.device,
                 bits=8,
-                error_feedback=False,  # PowerSGD's error has what rounding loses, too
+                error_feedback=False,  # PowerSGD's error includes the rounding errors
                 exact_dtype=exact_dtype,
             )
 
@@ -279,7 +288,7 @@ class _QuantizedWires:
 
 
 class QuantizedStart(QuantizedCompressor):
-    """The compressor of PowerSGD's first steps, if these are quantized."""
+    """The compressor of PowerSGD's first steps if these are quantized (start_bits)."""
 
     def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
         super().__init__(bucket, _start_options(options))

@@ -1,11 +1,11 @@
-"""Quantized all-reduce as a compressor: two collectives of codes and scales in place of one of the bucket.
+"""Quantized all-reduce as a compressor: two collectives of codes and scales instead of one all-reduce.
 
     rank r    bucket + error ──quantize──▶ shard 0 │ shard 1 │ … │ shard W−1
-    all-to-all: every rank gets its own shard of all ranks
-    owner     Σ dequantized + its error ──quantize──▶ the shard's mean
-    all-gather: every rank gets all shards, and dequantizes the same bytes
+    all-to-all: every rank gets its own shard from all ranks
+    owner     Σ dequantized + the owner's error ──quantize──▶ the shard's mean
+    all-gather: every rank gets the means of all shards, and dequantizes the same bytes
 
-A rank sends and receives about two buckets of codes, whatever the number of ranks.
+Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,13 @@ from .compressor import BucketSpec, Compressor, State, Works
 class QuantizedOptions:
     """The options of a quantized all-reduce.
 
-    bits: 4 or 8 for an element.
-    block_size: elements that have one scale; even, at most 4096.
+    bits: 4 or 8 bits for each element.
+    block_size: elements that share one scale; even, at most 4096.
     error_feedback: add a step's rounding errors to the next step's gradients.
-    uncompressed_dtype: torch.bfloat16 or torch.float16 for vectors and small tensors; None: exactly.
+    uncompressed_dtype: the dtype in which vectors and small tensors are sent: torch.bfloat16 or
+        torch.float16. None: the bucket's dtype.
 
-    Raises ValueError for other values.
+    Raises ValueError for an invalid value.
     """
 
     bits: int = checked_field(4, BITS)
@@ -46,11 +47,17 @@ class QuantizedOptions:
 
 
 class QuantizedCompressor(Compressor):
-    """The quantized all-reduce of one bucket, with error feedback on the sender and on the owner of a shard.
+    """The quantized all-reduce of one bucket, with error feedback on a shard's senders and on its owner.
 
-    Its state: "error", what the mean still lacks of this rank's gradients: the sender's error, plus the
-    owner's in its shard, times the number of ranks. "shard_error": the owner's, which is part of "error"
-    already. On a new shard, what lies outside it stays in "error", and nothing is lost.
+    A sender keeps the error of quantizing its gradients. An owner keeps the error of quantizing its shard's
+    mean, times the number of ranks. The state's entries:
+
+    "error": [numel], the values that the averages still lack from this rank: the sender's error everywhere,
+        plus the owner's error in this rank's own shard.
+    "shard_error": [numel], the owner's error alone, zero outside the shard. It is already part of "error".
+
+    If a new run gives this rank another shard, the part of "shard_error" outside the new shard counts as the
+    sender's error, so nothing is lost.
     """
 
     is_same_on_all_processors = True
@@ -69,7 +76,7 @@ class QuantizedCompressor(Compressor):
         self._unused: list[Part] = []
         self._own: slice | None = None  # this rank's shard, once its rank is known
         self._loaded_shard_error: torch.Tensor | None = None
-        # An all-reduce of as many bytes would have as many elements.
+        # The number of elements in an all-reduce that sends as many bytes.
         self.sent_numel = -(-self._plan.payload.numel() // bucket.dtype.itemsize)
 
     @classmethod
@@ -91,22 +98,22 @@ class QuantizedCompressor(Compressor):
         )
 
     def leave_out(self, unused: Sequence[int]) -> None:
-        """Send nothing of these tensors, so that their errors stay."""
+        """Send zeros for these tensors, and keep their errors."""
         self._unused = [part for part in self._layout.quantized if part.position in unused]
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Replace the bucket by its mean over the ranks, quantized twice, but for what is sent exactly."""
+        """Replace the bucket by its mean over the ranks: blocks quantized twice, everything else exact."""
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in three stages; yield each collective under way."""
+        """Average in three stages. Yields each collective in progress."""
         self._own = self._layout.shard(group.rank())
         if self._loaded_shard_error is not None and self._plan.shard_error is not None:
             self._plan.shard_error.copy_(self._padded(self._loaded_shard_error)[self._own])
             self._loaded_shard_error = None
         yield from quantized_all_reduce(self._plan, flat, group, self._unused)
 
-    # --- memory ---
+    # --- errors ---
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         for part in self._layout.quantized:
@@ -136,7 +143,7 @@ class QuantizedCompressor(Compressor):
             self._loaded_shard_error = state.get("shard_error")
 
     def _padded(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return values by element of the bucket as the blocks have them."""
+        """Convert values in the bucket's order to the order of the padded blocks."""
         assert self._plan.error is not None
         padded = torch.zeros_like(self._plan.error)
         for run in self._layout.runs:
@@ -144,7 +151,7 @@ class QuantizedCompressor(Compressor):
         return padded
 
     def _unpadded(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the blocks' values by element of the bucket, zeros for what is sent exactly."""
+        """Convert values in the order of the padded blocks to the bucket's order; zeros for exact tensors."""
         flat = blocks.new_zeros(self._layout.numel)
         for run in self._layout.runs:
             flat[run.in_bucket] = blocks[run.stored]
@@ -154,9 +161,9 @@ class QuantizedCompressor(Compressor):
 def quantized_all_reduce(
     plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
 ) -> Works:
-    """Replace a bucket by its mean over the ranks; yield each of the two collectives when it is under way.
+    """Replace a bucket by its mean over the ranks. Yields each of the two collectives in progress.
 
-    unused: see ops.quantized_plan.
+    unused: the layout's parts that this rank's backward has not used; see ops.quantized_plan.
     """
     if plan.payload.numel():
         plan.quantize(flat, group.rank(), unused)
@@ -164,7 +171,7 @@ def quantized_all_reduce(
 
 
 def average_payload(plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
-    """Finish quantized_all_reduce, once plan.payload has this rank's codes."""
+    """Run quantized_all_reduce from the all-to-all on; plan.payload already holds this rank's codes."""
     if plan.payload.numel():
         yield all_to_all(plan.received, plan.payload, group)
         plan.average(group.rank())

@@ -1,18 +1,18 @@
-"""The state of a compressing hook, and the hook that takes any compressor.
+"""The state of a compressing hook, and the hook that works with any compressor.
 
     hook(state, bucket) ──▶ state.average
         phase       how this step's buckets are averaged: plainly, or by a class of compressors
-        memories    which memory belongs to the bucket's parameters, and its live compressor
-        stages      the compressor's work and collectives, on a side stream (CUDA) or in the Pipeline (CPU)
+        memories    the Memory of the bucket's parameters, and its live compressor
+        stages      the compressor's kernels and collectives, on a side stream (CUDA) or in the Pipeline (CPU)
 
-A bucket's index() and is_last() are hints: in a static graph's first step torch gives every bucket the index
-0 and calls none the last, and with skip_all_reduce_unused_params the last bucket may not come at all. So a
-step ends in one of three ways:
+A bucket's index() and is_last() are hints only. In a static graph's first step, torch gives every bucket the
+index 0 and calls no bucket the last. With skip_all_reduce_unused_params the last bucket may not come at all.
+So a step ends in one of three ways:
 
     a bucket says that it is the last
-    backward ends: the step is over, unless its next bucket brings parameters that have not come yet
-        (as in several backwards of one forward, and in reentrant checkpoints, which have their own backwards)
-    a bucket brings a parameter for the second time: the step before has ended, and another one begins
+    backward ends: the step is over, unless the next bucket brings parameters that are new in the step
+        (several backwards of one forward; reentrant checkpoints, which have their own backwards)
+    a bucket brings a parameter for the second time: the previous step has ended, and a new step begins
 """
 
 import logging
@@ -47,7 +47,7 @@ class Phase(NamedTuple):
     name: the algorithm's name in log lines.
     compressor: the class of the buckets' compressors; None for plain averages.
     options: the compressors' options.
-    warms_up: the class of a later phase's compressors, which these steps warm up; None if there is none.
+    warms_up: the class of compressors to warm up in these steps, for a later phase; None for no warm-up.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Phase(NamedTuple):
 
 
 class _Attribute:
-    """A state's attribute that is a field of its options or settings. An assignment checks the value."""
+    """A state's attribute that stands for a field of its options or settings. Assignment checks the value."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -73,34 +73,35 @@ class _Attribute:
 
 
 def option() -> Any:
-    """Return a class attribute that stands for the field of a state's options with its name."""
+    """Return a class attribute that stands for the field of the same name in a state's options."""
     return _Attribute("options")
 
 
 def setting() -> Any:
-    """Return a class attribute that stands for the field of a state's settings with its name."""
+    """Return a class attribute that stands for the field of the same name in a state's settings."""
     return _Attribute("settings")
 
 
 class CompressorState:
-    """The state that compress_hook is registered with: your own compressor, and all that it needs around it.
+    """The state that compress_hook is registered with: makes and keeps a compressor for every bucket.
 
     compressor: a subclass of Compressor, called as compressor(bucket: BucketSpec, options) for every bucket.
-    options: a frozen dataclass of plain values, which raises ValueError for invalid ones; None for a
+    options: a frozen dataclass of plain values, which raises ValueError for invalid values; None for a
         compressor without options.
-    process_group: None for the default one.
+    process_group: the group that averages; None for the default one.
     start_iter: steps of plain all-reduce before compression starts; at least 2, because DDP rebuilds its
         buckets after the first step.
     random_seed: the seed for a compressor's random choices; the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
 
-    recorder: the Recorder of its steps, which sets it; None if there is none.
+    recorder: the Recorder that records the state's steps, set by the Recorder itself; None without one.
 
-    Raises TypeError for arguments of other types, ValueError for an invalid setting. So does an assignment.
+    Raises TypeError for an argument of another type, ValueError for an invalid setting. Assigning to an
+    attribute raises the same errors.
 
-    Checkpoints: state_dict() and load_state_dict(). Every rank has its own errors: save one per rank to
-    continue exactly, or consolidated_state_dict(state) for all ranks; per_rank_state_dict and load_from_dcp
-    for torch.distributed.checkpoint.
+    Checkpoints: use state_dict() and load_state_dict(). Every rank has its own errors: save one checkpoint
+    per rank to continue exactly, or consolidated_state_dict(state) once for all ranks. With
+    torch.distributed.checkpoint, use per_rank_state_dict and load_from_dcp.
 
     Example::
 
@@ -109,7 +110,7 @@ class CompressorState:
     """
 
     min_start_iter = 2
-    # Subclasses with one compressor set both: their saved states are plain types, which name no class.
+    # A subclass with one fixed compressor sets both: its pickled states hold plain types and name no class.
     _compressor: type[Compressor]
     _options_class: type
 
@@ -141,13 +142,13 @@ class CompressorState:
         self._require_start(settings.start_iter, options)
         require_group(type(self).__name__, process_group)
         self._compressor, self._options_class = compressor, type(options)
-        self._begin(process_group, settings, options)
+        self._reset(process_group, settings, options)
 
-    def _begin(self, process_group: Any, settings: Settings, options: Any) -> None:
-        """Set all attributes, as before a first step."""
+    def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
+        """Set all attributes to their values before the first step."""
         self._process_group = process_group
         self._settings, self._options = settings, options
-        # The group of the last step's collectives. None: none yet.
+        # The group of the last step's collectives; None before the first step.
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._num_steps = self.next_stats_report = 0
         self.total_numel_before_compression = self.total_numel_after_compression = 0
@@ -157,7 +158,7 @@ class CompressorState:
         self._memories = BucketMemories()
         self._pipeline = Pipeline()
         self._is_compared = self._was_loaded = self._discards_step = False
-        # The rank whose errors were loaded, until it is known which rank uses them.
+        # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self.recorder: Any = None
 
@@ -175,13 +176,15 @@ class CompressorState:
 
     @property
     def settings(self) -> Settings:
-        """What every state has beside its compressor's options."""
+        """The state's settings, which every kind of state has."""
         return self._settings
 
     def change(self, *, options: Any = None, settings: Settings | None = None) -> None:
-        """Go on with other options or settings. The ranks are compared again in the next step.
+        """Use other options or settings from now on. The next step compares the ranks again.
 
-        Raises ValueError if compression would start too early for these options.
+        options, settings: the new values; None for no change.
+
+        Raises ValueError if compression would start too early for the options.
         """
         options, settings = options or self._options, settings or self._settings
         self._require_start(settings.start_iter, options)
@@ -198,7 +201,7 @@ class CompressorState:
         self._process_group, self._is_compared = group, False
 
     def _require_start(self, start_iter: int, options: Any) -> None:
-        """Raise ValueError if compression would start too early."""
+        """Raise ValueError if start_iter is too early for compression with these options."""
         if start_iter < self.min_start_iter:
             raise ValueError(
                 f"start_iter is {start_iter}, but DDP rebuilds its buckets after the first step: at least "
@@ -223,19 +226,19 @@ class CompressorState:
         self._step.end()
 
     def phase(self, options: Any) -> Phase:
-        """Return how the current step's buckets with these options are averaged."""
+        """Return how the current step averages buckets with these options."""
         if self.iter < self.start_iter:
             return Phase(self.algorithm, None, options, warms_up=self._compressor)
         return Phase(self.algorithm, self._compressor, options)
 
     @property
     def is_compared(self) -> bool:
-        """True if a step has found the ranks alike since options, group or memory were last changed."""
+        """True if a step has compared the ranks since options or group changed or a checkpoint was loaded."""
         return self._is_compared
 
     @property
     def has_model(self) -> bool:
-        """True if the state averages the gradients of a model, or knows the names in one."""
+        """True if buckets have brought a model's parameters, or number_parameters has named them."""
         return self._memories.have_parameters
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -244,16 +247,19 @@ class CompressorState:
         return (before / after if after else 0), before, after
 
     def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Know a model's parameters by their names, in this run and in checkpoints.
+        """Identify a model's parameters by their names, in this run and in checkpoints.
 
-        named_parameters: model.named_parameters(). Call it before the first step. gradcomp's wrapper and
-        Reducer, CommHook and compress_replicas do so; torch's DDP tells a hook no names.
+        named_parameters: model.named_parameters().
 
-        Without names, a checkpoint knows parameters by the first step's buckets: a resumed run whose first
-        step has other buckets (another bucket_cap_mb, say) can't use its memory, and logs a warning.
+        Call it before the first step if you use torch's DDP, which tells a hook no names. gradcomp's wrapper
+        and Reducer, CommHook and compress_replicas call it for you.
 
-        Raises TypeError for anything but pairs of a name and a tensor; ValueError where buckets have brought
-        the parameters of a checkpoint with names.
+        Without names, a checkpoint identifies parameters by the first step's buckets. If the first step of a
+        resumed run has other buckets (another bucket_cap_mb, say), the saved errors can't be used, and a
+        warning is logged.
+
+        Raises TypeError for anything but pairs of a name and a tensor; ValueError if a checkpoint has these
+        names, but buckets have brought the parameters already.
 
         Example::
 
@@ -264,13 +270,13 @@ class CompressorState:
 
     @contextmanager
     def discard_step(self) -> Iterator[None]:
-        """Leave the errors as they are in the backwards of a with block, whose gradients are thrown away.
+        """Keep the errors unchanged during a with block, for backwards whose gradients you throw away.
 
-        A step takes what it sends out of the errors. If the optimizer never gets that average, as in a GAN
-        whose generator trains through the discriminator, that would be lost. The step is averaged and counted
-        as any other. no_sync() sends nothing at all: prefer it where the averages aren't needed.
+        A step subtracts from the errors the part that it sends. That part is lost if the optimizer never gets
+        the average. Example: the discriminator's gradients when a GAN's generator trains through it. The step
+        is still averaged and counted. If you don't need the averages, prefer no_sync(), which sends nothing.
 
-        Every rank uses it for the same steps.
+        Every rank must use it for the same steps.
 
         Example::
 
@@ -290,7 +296,7 @@ class CompressorState:
             self.end_step()
 
     def end_step(self) -> None:
-        """Count the step. Call this yourself, after the last bucket, if no bucket reports is_last()."""
+        """End and count the step. Call this after the last bucket yourself if no bucket reports is_last()."""
         gradient_bytes, sent_bytes = self._step.gradient_bytes, self._step.sent_bytes
         self._step.end()
         self._memories.end_step()
@@ -309,11 +315,12 @@ class CompressorState:
         self._num_steps += 1
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
-        """Add a parameter's average to the error again, because it was not used.
+        """Add a parameter's unused average back to the error.
 
-        average: flat, as in the bucket. Reducers call this if they learn after a step that no rank has used
-        the parameter, and leave its gradient as it is. Otherwise what the average contains of the error would
-        be lost.
+        average: the average, flat, as in the bucket.
+
+        A Reducer calls this if it learns after a step that no rank has used the parameter. The parameter's
+        gradient then stays unchanged, and the errors that the average contains would be lost.
         """
         if self._discards_step:
             return
@@ -324,10 +331,12 @@ class CompressorState:
             compressor.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
     def rescale_errors(self, factor: float) -> None:
-        """Multiply this rank's errors by factor: the new scale of the gradients divided by the old one.
+        """Multiply this rank's errors by factor, after the scale of the gradients has changed.
 
-        AMP's GradScaler multiplies losses, and so gradients and what compression holds back of them, by a
-        scale that it changes now and then. Call this after scaler.update(), on every rank; 1 does nothing.
+        factor: the new scale divided by the old scale. A factor of 1 does nothing.
+
+        AMP's GradScaler multiplies losses by a scale, so gradients and errors have that scale, too. The
+        GradScaler changes its scale now and then. Call this after scaler.update(), on every rank.
 
         Raises ValueError for a factor that is not finite and positive.
 
@@ -347,14 +356,14 @@ class CompressorState:
             self._memories.scale_errors(factor)
 
     def average(self, hook_name: str, bucket: dist.GradBucket, options: Any = None) -> Future:
-        """Average a hook's bucket, plainly in the first steps, then with compressors.
+        """Average a hook's bucket: plainly in the first steps, with compressors in later steps.
 
-        hook_name: the name in messages.
-        options: the bucket's, comparable by ==; when they have changed, its memory starts at zero.
-            None for the state's.
+        hook_name: the hook's name in messages.
+        options: the bucket's options, comparable by ==; None for the state's options. If a bucket's options
+            have changed, its error starts at zero.
 
-        Raises TypeError for anything but a dense floating-point bucket; in a state's first step RuntimeError,
-        on every rank, where the ranks differ.
+        Raises TypeError if the bucket is not a dense floating-point bucket. In the state's first step, raises
+        RuntimeError on every rank if the ranks differ.
         """
         buffer, group = checked_bucket(hook_name, bucket, self.process_group, "state.process_group")
         is_first = self._begin_bucket(bucket, group)
@@ -369,7 +378,7 @@ class CompressorState:
         else:
             self._warn_of_another_ranks_errors(group)
             future = self._average_compressed(hook_name, bucket, group, phase.compressor, parts)
-        if phase.warms_up is not None:  # after this step's work is under way
+        if phase.warms_up is not None:  # warm-up runs while this step's collectives are in progress
             for part in parts:
                 part.memory.warm_up(phase.warms_up, buffer.device, group.size())
         self.maybe_increase_iter(bucket)
@@ -389,10 +398,10 @@ class CompressorState:
         kind: type[Compressor],
         parts: list[BucketPart],
     ) -> Future:
-        """Average a bucket part by part, with compressors of this class."""
+        """Average a bucket part by part, with a compressor of class `kind` for each part."""
         buffer = bucket.buffer()
         compressors = [self._compressor_of(part.memory, kind, buffer.device, group) for part in parts]
-        # A step ends with the choice of the next step's projections, so it takes the next step's seed.
+        # A compressor ends a step by choosing the next step's random projections: hence the next step's seed.
         seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
         unused = [part.unused(bucket) for part in parts]
         keeps_errors = self._discards_step
@@ -425,13 +434,13 @@ class CompressorState:
         return future
 
     def _begin_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> bool:
-        """Note a bucket and its group. Returns whether the bucket is its step's first."""
+        """Register a bucket and its group. Returns whether the bucket is the first one of its step."""
         parameters = bucket.parameters()  # torch makes a list of them in every call
         if self._step.has_any_of(parameters):
             self.end_step()
         if self._group is not None and self._group() is not group:
-            # Compressors were made for the number of ranks, and this rank's place among them.
-            self._memories.put_away()
+            # Compressors depend on the number of ranks, and on this rank's number.
+            self._memories.save_and_drop_compressors()
             self._is_compared = False
         self._group = weakref.ref(group)
         self._step.add(parameters)
@@ -440,7 +449,7 @@ class CompressorState:
     def _compare_once(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
     ) -> None:
-        """Raise RuntimeError on every rank, in the first step, unless all have equal options and buckets."""
+        """In the first step, raise RuntimeError on every rank if options or buckets differ between ranks."""
         if self._is_compared:
             return
         names = map(self._memories.identity.name_of, bucket.parameters())
@@ -476,7 +485,7 @@ class CompressorState:
             )
 
     def _parts_of(self, bucket: dist.GradBucket, options: Any) -> list[BucketPart]:
-        """Return the bucket's parts, and log the memories that were dropped."""
+        """Return the bucket's parts. Logs the memories that were dropped."""
         parts, lost, unidentified = self._memories.parts_of(bucket, options)
         if unidentified:
             _logger_of(self).warning(
@@ -499,14 +508,14 @@ class CompressorState:
         return parts
 
     def _warn_of_unclaimed_memories(self) -> None:
-        """Warn if a loaded memory is of parameters that the first step has not brought."""
+        """Warn if a loaded memory belongs to parameters that the first step has not brought."""
         if names := self._memories.unclaimed():
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             _logger_of(self).warning(
                 "%s: the checkpoint has a memory of parameters that the first step has not brought: %s. It "
-                "waits for them, and the parameters that came without one start afresh. Likely cause: "
-                "another model, or a run whose parameters have names and one whose parameters have none: "
-                "call state.number_parameters(model.named_parameters()) in both.",
+                "waits for them; parameters without a memory start at zero. Likely cause: another model, or "
+                "one run has names of parameters and the other run has none: call "
+                "state.number_parameters(model.named_parameters()) in both runs.",
                 self.algorithm,
                 shown,
             )
@@ -532,13 +541,17 @@ class CompressorState:
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the process group, in plain types and tensors of its own.
+        """Return everything except the process group, in plain types and copied tensors.
 
-        "version": the format's version. "algorithm": the compressor's name. "options": its options. Settings
-        and progress by name. "buckets": maps a bucket's index to its "kind" (dtype and options), "shapes",
-        "parameters" (indices), and the entries of the compressor's state(). "parameters": "names" by index,
-        and "first_buckets", the indices and shapes of parameters without a name. "errors_of": whose errors
-        they are, {"rank", "world_size"}. "contents": the indices in "buckets".
+        "version": the format's version.
+        "algorithm": the compressor's name.
+        "options": the compressor's options by name.
+        Settings and progress: one entry each, by name.
+        "parameters": "names" by index; "first_buckets", the indices and shapes of parameters without a name.
+        "errors_of": the rank that the errors belong to, {"rank", "world_size"}.
+        "contents": the indices in "buckets".
+        "buckets": by index, a bucket's "kind" (dtype and options), "shapes" and "parameters" (indices), and
+            the entries of the compressor's state().
         """
         saved = checkpoint.to_state_dict(
             self.algorithm, self._options, self._settings, progress_of(self), self._memories
@@ -546,27 +559,26 @@ class CompressorState:
         return {**saved, "errors_of": self._errors_of or owner_of(self.process_group)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state_dict, options included; the process group stays.
+        """Continue from a state_dict, including its options. The process group stays.
 
-        The memory goes to the parameters that it was saved for, in whatever buckets a new model's first step
-        has them. Memory that does not fit starts at zero, with a log line. Another rank's errors are
-        logged, too.
+        Saved errors go to the parameters that they were saved for, whatever buckets these parameters are in.
+        Errors that don't fit start at zero, with a warning. Another rank's errors are loaded, with a warning.
 
-        Raises KeyError for a state_dict with missing or unknown keys, ValueError for one of an unknown
-        version, of another compressor, or with anything that doesn't fit, TypeError for anything but a
-        state_dict. The state is unchanged then.
+        Raises TypeError for anything but a state_dict; KeyError for missing or unknown keys; ValueError for
+        an unknown version, another compressor, or any other value that doesn't fit. After an error the state
+        is unchanged.
         """
-        self._take(self.checked(state_dict))
+        self._load_checked(self.checked(state_dict))
         self._warn_of_another_ranks_errors()
 
     def checked(self, state_dict: Any) -> dict[str, Any]:
-        """Return a state_dict that may be loaded, in plain types. Raises what load_state_dict raises."""
+        """Check a state_dict, and return it in plain types. Raises the errors of load_state_dict."""
         checked = checkpoint.checked(state_dict, self.algorithm, self._compressor, self._options_class)
         self._require_start(checked["start_iter"], self._options_class(**checked["options"]))
         return checked
 
-    def _take(self, checked: dict[str, Any]) -> None:
-        """Continue from a checked state_dict; the ranks are compared again in the next step."""
+    def _load_checked(self, checked: dict[str, Any]) -> None:
+        """Continue from a checked state_dict. The next step compares the ranks again."""
         self._options = self._options_class(**checked["options"])
         self._settings = checkpoint.settings_of(checked)
         self._memories.load(checked["parameters"], checkpoint.memories_of(checked, self._options_class))
@@ -576,26 +588,26 @@ class CompressorState:
         self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
 
     def _contents(self) -> Any:
-        """Return what a pickle or a copy holds: all but the process group."""
+        """Return the contents of a pickle or a copy: everything except the process group."""
         if _has_one_compressor(type(self)):
             return self.state_dict()
         classes = {"compressor": self._compressor, "options_class": self._options_class}
         return {**classes, "state_dict": self.state_dict()}
 
     def _restore(self, contents: Any, process_group: Any) -> None:
-        """Become a state with these contents. Raises what load_state_dict raises."""
+        """Set all attributes from _contents(). Raises the errors of load_state_dict."""
         if not _has_one_compressor(type(self)):
             self._compressor, self._options_class = contents["compressor"], contents["options_class"]
             contents = contents["state_dict"]
         checked = self.checked(contents)
-        self._begin(process_group, checkpoint.settings_of(checked), None)
-        self._take(checked)
+        self._reset(process_group, checkpoint.settings_of(checked), None)
+        self._load_checked(checked)
 
     def __getstate__(self) -> Any:
         return self._contents()
 
     def __setstate__(self, contents: Any) -> None:
-        # The group may still change, so the first compressed step checks whose errors these are.
+        # The group may still change, so the first compressed step checks that the errors are this rank's.
         self._restore(contents, joined_group(None) if dist.is_initialized() else None)
         _logger_of(self).warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
@@ -607,14 +619,14 @@ class CompressorState:
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the state with its memory, for the same process group. Its recorder isn't copied."""
+        """Copy the state with its memories, for the same process group, but without its recorder."""
         copied = memo[id(self)] = object.__new__(type(self))
         copied._restore(self._contents(), self.process_group)
         copied._memories.identity.share_names(self._memories.identity)
         return copied
 
     def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:
-        """Warn if the loaded errors are another rank's, as soon as this rank is known."""
+        """Warn if another rank saved the loaded errors. Does nothing while this process's rank is unknown."""
         group = group or joined_group(self.process_group)
         if self._errors_of is None or group is None:
             return
@@ -627,11 +639,10 @@ class CompressorState:
 def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with the state's compressor; plainly in the first state.start_iter steps.
 
-    On the wire: what the compressor sends. On CUDA its work and collectives run on a side stream, in bucket
-    order.
+    On the wire: the bytes that the compressor sends. On CUDA its kernels and collectives run on a side
+    stream, in bucket order.
 
-    Raises TypeError for another state than a CompressorState, for anything but a bucket, and for a bucket
-    that is not floating-point.
+    Raises TypeError if the state is not a CompressorState or the bucket is not a floating-point bucket.
 
     Example::
 
@@ -643,7 +654,7 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
 
 
 def _logger_of(state: CompressorState) -> logging.Logger:
-    """Return the logger of the module that users import the state from."""
+    """Return the logger of the module that defines the state's class."""
     return logging.getLogger(type(state).__module__)
 
 
@@ -658,11 +669,12 @@ def _is_frozen(options: Any) -> bool:
 
 
 class _StepBuckets:
-    """The buckets of the current step, known by their parameters.
+    """The buckets of the current step, identified by their parameters.
 
     is_over: True if backward has ended since the last bucket.
-    num_buckets: buckets so far.
-    gradient_bytes, sent_bytes: of the compressed ones.
+    num_buckets: the number of buckets so far.
+    gradient_bytes: the bytes of the compressed buckets so far.
+    sent_bytes: the bytes that a rank has sent for these buckets.
     """
 
     def __init__(self) -> None:
@@ -674,7 +686,7 @@ class _StepBuckets:
         return not self._parameters.isdisjoint(map(id, parameters))
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note a bucket by its parameters, and when the backward that brings it ends."""
+        """Add a bucket, and set is_over at the end of the backward that brings it."""
         self._parameters.update(map(id, parameters))
         self.is_over = False
         self.num_buckets += 1
@@ -695,10 +707,10 @@ class _StepBuckets:
 
 
 def _is_waited_for_at_once(bucket: dist.GradBucket) -> bool:
-    """Return whether this bucket's average is waited for before another bucket's hook is called.
+    """Return whether torch waits for this bucket's average before it calls another bucket's hook.
 
-    In a static graph's first step, torch's DDP calls all hooks at the end of backward, in a callback of the
-    engine, and waits for their futures there: after it no hook and no callback comes that could complete one.
+    True in a static graph's first step: torch's DDP calls all hooks at the end of backward, in a callback of
+    the autograd engine, and waits for their futures there. No later hook or callback could complete a future.
     """
     is_in_backward = torch._C._current_graph_task_id() != -1
     return isinstance(bucket, dist.GradBucket) and is_in_backward and not torch._C._current_autograd_node()

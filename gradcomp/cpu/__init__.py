@@ -1,1 +1,1 @@
-"""The operations in plain torch: what runs on CPU tensors, and on devices that Triton doesn't serve."""
+"""The operations in plain torch, for CPU tensors and for devices without Triton."""

@@ -6,23 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-# A column depends on the earlier ones if Gram–Schmidt leaves less than this fraction of its squared length.
+# A column depends on earlier columns if Gram–Schmidt leaves less than this fraction of its squared length.
 # Rounding to fp32 leaves about 1e-14 of a dependent column; a condition number of 1e6 leaves 1e-12.
 DEPENDENT = 1e-13
-# One pass leaves ‖PᵀP − I‖ of about 1e-16 / remaining fraction. A second one follows where that may exceed
-# 1e-7.
+# One pass leaves ‖PᵀP − I‖ ≈ 1e-16 / remaining fraction. If that may exceed 1e-7, a second pass follows.
 SECOND_PASS_BELOW = 1e-9
 
 
 def orthonormalize(panels: Sequence[torch.Tensor], epsilon: float, scratch: Sequence[torch.Tensor]) -> None:
-    """Orthonormalize every panel's columns, by Gram–Schmidt in the inner product of the Gram matrix.
+    """Orthonormalize every panel's columns in place, by Gram–Schmidt on the Gram matrix.
 
-    panels: tensors [k, n, r] with the same r, of any floating-point dtype. scratch: an fp64 tensor [2, k, n,
-    r] per panel. With G = PᵀP, P becomes P T for an upper triangular T such that TᵀGT = I. Ill-conditioned
-    panels get a second pass. All arithmetic is in fp64. This keeps ‖PᵀP − I‖ ≤ 1e-5 up to a condition number
-    of 1e6. Columns that are zero or depend on earlier ones become zero. A panel that isn't finite becomes
-    NaN. epsilon > 0 is added to every column's length before dividing by it, as in torch's hook; then there
-    is only one pass.
+    panels: tensors [k, n, r] with the same r, of any floating-point dtype.
+    epsilon: added to every column's length before dividing by it, as in torch's hook. If it is positive,
+        there is only one pass.
+    scratch: an fp64 tensor [2, k, n, r] per panel.
+
+    With G = PᵀP, P becomes P T for an upper triangular T such that TᵀGT = I. If a panel is ill-conditioned, a
+    second pass follows. All arithmetic is in fp64. This keeps ‖PᵀP − I‖ ≤ 1e-5 up to a condition number of
+    1e6. A column that is zero or depends on earlier columns becomes zero. A panel that isn't finite becomes
+    NaN everywhere.
     """
     given, result = zip(*scratch, strict=True)
     for panel, wide in zip(panels, given, strict=True):
@@ -35,8 +37,8 @@ def orthonormalize(panels: Sequence[torch.Tensor], epsilon: float, scratch: Sequ
 
 
 def _one_pass(panels: Sequence[torch.Tensor], epsilon: float, out: Sequence[torch.Tensor]) -> float:
-    """Make one pass. Returns the smallest fraction of a column's squared length that it left."""
-    # The Gram matrices of all panels are factorised at once.
+    """Run one pass. Returns the smallest fraction of a column's squared length that the pass left."""
+    # The Gram matrices of all panels are factorized at once.
     transform, left = _triangle(torch.cat([panel.mT @ panel for panel in panels]), epsilon)
     transforms = transform.split([len(panel) for panel in panels])
     for panel, panel_transform, result in zip(panels, transforms, out, strict=True):
@@ -47,8 +49,8 @@ def _one_pass(panels: Sequence[torch.Tensor], epsilon: float, out: Sequence[torc
 def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:
     """Return (T, smallest fraction left), with T [k, r, r] upper triangular and TᵀGT = I.
 
-    T has zero columns for dependent ones. The fraction is of a column's squared length, and 0 where columns
-    are dependent.
+    A dependent column of P has a zero column in T. The smallest fraction is the least share of a column's
+    squared length that is left after earlier columns are subtracted; 0 if a column is dependent.
     """
     if gram.shape[-1] == 1:
         transform = torch.where(gram == 0, 0.0, 1 / (gram.sqrt() + epsilon))
@@ -65,17 +67,18 @@ def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:
 
 
 def _gram_schmidt(gram: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Compute T column by column, which allows for dependent columns."""
+    """Compute T column by column, so that dependent columns can become zero."""
     transform = torch.zeros_like(gram)
     for i in range(gram.shape[-1]):
         earlier, column = transform[:, :, :i], transform[:, :, i : i + 1]
         column[:, i] = 1.0
-        # Earlier columns are subtracted one after another, as in torch. With epsilon they are shorter than 1:
-        # each leaves a component for the next ones to remove. The coefficients solve a triangular system.
+        # Earlier columns are subtracted one after another, as in torch. With epsilon, columns are shorter
+        # than 1, so each subtraction leaves a component for the next. The coefficients therefore solve a
+        # triangular system.
         overlap, products = earlier.mT @ gram @ earlier, earlier.mT @ gram[:, :, i : i + 1]
         column -= earlier @ torch.linalg.solve_triangular(overlap, products, upper=False, unitriangular=True)
         left = column.mT @ gram @ column
-        # Written so that NaN stays NaN.
+        # A comparison with NaN is False, so NaN stays NaN.
         dependent = left <= DEPENDENT * gram[:, i : i + 1, i : i + 1]
         length = left.clamp(min=0).sqrt() + epsilon
         column.div_(torch.where(dependent, 1.0, length)).masked_fill_(dependent, 0.0)

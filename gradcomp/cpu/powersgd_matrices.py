@@ -1,8 +1,8 @@
 """The matrices of one shape in a bucket, and PowerSGD's arithmetic on them in plain torch.
 
-Paper letters (Vogels et al. 2019, algorithm 1) for k matrices of one shape: M [k, rows, cols] is gradient +
-error, P [k, rows, r] and Qᵀ [k, r, cols] are its factors. Qᵀ rather than Q: with its rows in memory order,
-the products run several times faster on a CPU.
+Letters as in the paper (Vogels et al. 2019, algorithm 1), for k matrices of one shape: M [k, rows, cols] is
+gradient + error, and P [k, rows, r] and Qᵀ [k, r, cols] are M's factors. Qᵀ is stored rather than Q, because
+products are several times faster on a CPU if Qᵀ's rows are contiguous.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ import torch
 if TYPE_CHECKING:
     from gradcomp.layout import Matrix
 
-# Elements of the matrices that go through a stage together: 4 MB in fp32, which an L3 cache holds.
+# The number of matrix elements that a stage processes together: 4 MB in fp32, which an L3 cache holds.
 CHUNK_NUMEL = 1 << 20
-# A product of this many matrices keeps a few threads busy; one product alone does not.
+# A batched product of this many matrices keeps a few threads busy; a single product does not.
 BATCH = 4
-# Up to this rank P Qᵀ is computed term by term, elementwise: matrix multiplication with so short a sum takes
+# Up to this rank P Qᵀ is computed elementwise, term by term. For so short a sum, matrix multiplication takes
 # up to three times as long.
 MAX_TERMS = 4
-# Up to this rank P Qᵀ is taken off M when the next gradient is added, term by term, to save two passes over
-# memory. More terms take longer than the subtraction of the product while that is in a cache.
+# Up to this rank P Qᵀ is subtracted from M only when the next gradient is added, term by term. That saves two
+# passes over main memory. With more terms it is faster to subtract the product while a cache holds it.
 MAX_DEFERRED_TERMS = 2
 ALL = slice(None)
-# Factors are computed of P and Q times this, a power of two that changes no bits: in matrices of up to
-# 65,536 rows and columns no sum of finite products overflows. One that nears the least numbers loses bits.
+# Products multiply P and Q by this power of two, which changes no bits. Then no sum of finite products
+# overflows in matrices of up to 65,536 rows and columns. Results near the smallest fp32 numbers lose bits.
 SHRINK = 2.0**-16
 
 
 def fit_float16(error: torch.Tensor) -> None:
-    """Shorten the error [rows, cols] of a float16 matrix where the next step's factors might overflow.
+    """Scale down the error [rows, cols] of a float16 matrix, in place, if the next factors might overflow.
 
-    No element of M Q or Mᵀ P, with Q and P orthonormal, is larger than the norm of M's longest row or column.
-    Gradients near float16's largest value can leave an error whose rows or columns are that long. Its longest
-    one is scaled down to half of that value, so that the sum with the next gradients fits.
+    With Q and P orthonormal, no element of M Q or Mᵀ P exceeds the norm of M's longest row or column. After
+    gradients near float16's largest value, that norm may not fit float16. If the error's longest row or
+    column exceeds three quarters of the largest value, the error is scaled so that it has half of the largest
+    value. Then its sum with the next gradients fits.
     """
     largest = torch.finfo(error.dtype).max
     low, high = error.aminmax()
@@ -50,14 +51,14 @@ def fit_float16(error: torch.Tensor) -> None:
 
 
 def row_blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """View [k, n, m] as [k · blocks, n / blocks, m], so that a product of few matrices is one of BATCH."""
+    """View [k, n, m] as [k · blocks, n / blocks, m]: a product of few matrices becomes one of up to BATCH."""
     k, rows, cols = tensor.shape
     blocks = next((blocks for blocks in (BATCH, BATCH // 2) if k * blocks <= BATCH and rows % blocks == 0), 1)
     return tensor.view(k * blocks, rows // blocks, cols)
 
 
 def per_block(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Repeat each matrix's factor [k, r, cols] for each of its row_blocks."""
+    """Repeat each matrix's factor, given as [k, r, cols], for each of the matrix's row_blocks."""
     k, rank, cols = tensor.shape
     if k == 1:
         return tensor.expand(num_blocks, rank, cols)
@@ -68,20 +69,26 @@ Term = tuple[torch.Tensor, torch.Tensor]  # a column of P [k, n, 1] and a row of
 
 
 def terms(p: torch.Tensor, qt: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[Term]]]:
-    """Yield (rows of out, the terms that P Qᵀ has there), for as many rows at once as a cache holds."""
+    """Yield (rows of out, P Qᵀ's terms for these rows), for as many rows at once as a cache holds."""
     rows_at_once = max(1, CHUNK_NUMEL * out.shape[1] // out.numel())
     for rows, columns in zip(out.split(rows_at_once, 1), p.split(rows_at_once, 1), strict=True):
         yield rows, list(zip(columns.split(1, 2), qt.split(1, 1), strict=True))
 
 
 class MatrixGroup:
-    """The matrices of one shape: their positions in the bucket, their memory, and their factors.
+    """The matrices of one shape: their positions in the bucket, their errors, and their factors.
 
+    matrices: the matrices' positions in the bucket.
     p [k, rows, r], qt [k, r, cols]: the factors, in the wide dtype (fp32 or fp64), kept from step to step.
-    memory: M = gradient + error from project on, in the bucket's dtype; and between steps M still, of which
-    settle() makes the error, or the error. Where M isn't finite, the error counts as zero. From back_project
-    on p is SHRINK · P; from reconstruct on p and qt are P / shrunk and shrunk · Q. scratch: memory for one
-    matrix in the wide dtype, empty where none is needed (see PowerSGDPlan).
+        back_project sets p to SHRINK · P. reconstruct expects qt = shrunk · Q, and sets p to P / shrunk.
+    scratch: a buffer for one matrix in the wide dtype, empty if none is needed (see PowerSGDPlan).
+    dtype: the bucket's dtype.
+    keep_error: True with error feedback.
+    shrunk: the factor by which P and Q on the wire are multiplied.
+
+    memory: [k, rows, cols] in the bucket's dtype; None without error feedback. From project to reconstruct it
+        holds M = gradient + error. Between steps it holds the error, or still M; settle() then subtracts
+        P Qᵀ. Where M isn't finite, the error counts as zero.
     """
 
     def __init__(
@@ -105,16 +112,16 @@ class MatrixGroup:
             matrix.offset == first.offset + i * rows * cols for i, matrix in enumerate(matrices)
         )
         self.memory = torch.zeros(k, rows, cols, dtype=dtype, device=device) if keep_error else None
-        # Whether P Qᵀ is still in the memory.
+        # True while memory still holds M, from which P Qᵀ must be subtracted.
         self._is_unsettled = False
         # The rows of length 1 that the next step projects on.
         self.direction = torch.zeros(k, rank, cols, dtype=wide, device=device)
-        # Holds one matrix in the wide dtype where the bucket has no view of it.
+        # Holds one matrix in the wide dtype if the bucket has no such view.
         self._matrix = scratch[: rows * cols].view(1, rows, cols) if len(scratch) else scratch
         self.scratch = torch.empty(2, *p.shape, dtype=torch.float64, device=device)
-        # The partial Qᵀ of row_blocks.
+        # One partial sum of Qᵀ for each of row_blocks.
         self._partial = torch.empty(BATCH, rank, cols, dtype=wide, device=device)
-        # With so many matrices at once, what a stage has written is still in a cache when it reads it again.
+        # A chunk is small enough that a cache still holds its results when the stage reads them again.
         step = max(1, CHUNK_NUMEL // (rows * cols))
         self._chunks = [slice(i, min(i + step, k)) for i in range(0, k, step)]
 
@@ -124,7 +131,7 @@ class MatrixGroup:
             yield buffer[matrix.offset : matrix.offset + matrix.numel]
 
     def project(self, buffer: torch.Tensor) -> None:
-        """Compute M = gradient + error, in the error's place, and SHRINK · P = SHRINK · M Q."""
+        """Compute M = gradient + error, in place of the error, and p = SHRINK · M Q."""
         for chunk in self._chunks:
             if self._is_unsettled:
                 self._subtract_product(chunk)
@@ -138,18 +145,17 @@ class MatrixGroup:
             self._multiply(buffer, ALL)
 
     def _multiply(self, buffer: torch.Tensor, chunk: slice) -> None:
-        """Compute SHRINK · M Q of some of the matrices."""
+        """Compute p = SHRINK · M Q for the matrices of a chunk."""
         for which, matrix in self._matrices(buffer, chunk):
             blocks = row_blocks(matrix)
             direction = per_block(self.direction[which] * SHRINK, len(blocks))
             torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
 
     def back_project(self, buffer: torch.Tensor) -> None:
-        """Compute SHRINK · Qᵀ = SHRINK · Pᵀ M."""
+        """Set p to SHRINK · P, and compute qt = SHRINK · Pᵀ M."""
         self.p.mul_(SHRINK)
         self._is_p_shrunk = True
-        # Backwards: project read the last chunk last, so it is still in a cache; so will the first be in
-        # reconstruct.
+        # In reverse: a cache still holds project's last chunk, and will hold the first chunk in reconstruct.
         for chunk in reversed(self._chunks):
             for which, matrix in self._matrices(buffer, chunk):
                 blocks, qt = row_blocks(matrix), self.qt[which]
@@ -161,8 +167,8 @@ class MatrixGroup:
                     torch.sum(partial.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
-        """Compute gradient = P Qᵀ, and error = M − P Qᵀ in M's place, now or when it is needed."""
-        if self._is_p_shrunk:  # no longer where the stage is repeated, as benchmarks do
+        """Compute gradient = P Qᵀ, and error = M − P Qᵀ in place of M, now or later in settle or project."""
+        if self._is_p_shrunk:  # False if the stage is repeated, as in benchmarks
             self.p.mul_(1 / (SHRINK * self.shrunk))
             self._is_p_shrunk = False
         if self.is_wide and self.is_complete:
@@ -179,7 +185,7 @@ class MatrixGroup:
             if self.memory is not None:
                 error = self.memory[i].view(-1)[: part.numel()].sub_(part)
                 if not self.is_wide:
-                    # What 16 bits can't hold is lost; otherwise it would stay infinite in all later steps.
+                    # An error that overflows 16 bits is lost; it would stay infinite in all later steps.
                     error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
                     if not part.isfinite().all():
                         error.zero_()  # a GradScaler skips such a step
@@ -187,7 +193,7 @@ class MatrixGroup:
                     fit_float16(self.memory[i])
 
     def settle(self) -> torch.Tensor | None:
-        """Return the error [k, rows, cols], None if none is kept."""
+        """Return the error [k, rows, cols]; None without error feedback."""
         if self._is_unsettled:
             for chunk in self._chunks:
                 self._subtract_product(chunk)
@@ -195,26 +201,27 @@ class MatrixGroup:
         return self.memory
 
     def normalize_directions(self) -> torch.Tensor:
-        """Scale the rows of Qᵀ to length 1, as the next directions. Returns their lengths before, [k · r]."""
+        """Set the next directions to qt's rows, scaled to length 1. Returns the rows' lengths, [k · r]."""
         length: torch.Tensor = torch.linalg.vector_norm(self.qt, dim=-1, dtype=torch.float64)
         torch.div(self.qt, length.to(self.qt.dtype)[:, :, None], out=self.direction)
         return length.view(-1)
 
     def replace(self, lost: torch.Tensor, random: torch.Tensor) -> None:
-        """Put random directions in place of the lost ones.
+        """Replace lost directions by random directions.
 
-        lost: a mask, [k · r]. random: the random directions, [k, r, cols].
+        lost: [k · r], True for a direction to replace.
+        random: [k, r, cols], the random directions.
         """
         torch.where(lost.view(*random.shape[:2], 1), random, self.direction, out=self.direction)
 
     def clear_error(self) -> None:
-        """Put zeros where the error isn't finite."""
+        """Set the error to zero where it isn't finite."""
         error = self.settle()
         if error is not None:
             error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _add(self, buffer: torch.Tensor, which: slice) -> None:
-        """Compute M = gradient + error, in the error's place."""
+        """Compute M = gradient + error, in place of the error."""
         if self.memory is None:
             return
         if self.is_contiguous:
@@ -224,12 +231,12 @@ class MatrixGroup:
             matrix[: part.numel()].add_(part)
 
     def _contiguous_view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return all matrices as one view of the bucket, which has them one after another."""
+        """Return all matrices as one view of the bucket. They must be contiguous there."""
         offset, numel = self.matrices[0].offset, len(self.matrices) * self.matrices[0].numel
         return buffer[offset : offset + numel].view(self.shape)
 
     def _views(self, buffer: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (which, a view [n, rows, cols] of the bucket) of complete matrices, as many as possible."""
+        """Yield (which, view [n, rows, cols] of the bucket), for as many matrices at once as possible."""
         if self.is_contiguous:
             matrices = self._contiguous_view(buffer)
             yield from ((chunk, matrices[chunk]) for chunk in self._chunks)
@@ -250,13 +257,13 @@ class MatrixGroup:
                 elif self.is_wide and self.is_complete:
                     matrix = part.view(1, *self.shape[1:])
                 else:
-                    # Behind the end of a square view, scratch still holds P Qᵀ of the last step.
+                    # A square view's padding in scratch still holds the last step's P Qᵀ.
                     matrix = self._matrix.zero_() if not self.is_complete else self._matrix
                     matrix.view(-1)[: part.numel()].copy_(part)
                 yield slice(i, i + 1), matrix
 
     def _product(self, which: slice, out: torch.Tensor) -> None:
-        """Compute P Qᵀ of some of the matrices."""
+        """Compute P Qᵀ for some of the matrices."""
         p, qt = self.p[which], self.qt[which]
         if p.shape[-1] > MAX_TERMS:
             blocks = row_blocks(out)
@@ -268,7 +275,7 @@ class MatrixGroup:
                 rows.addcmul_(column, row)
 
     def _subtract_product(self, which: slice) -> None:
-        """Compute M − P Qᵀ in M's place, for some of the matrices."""
+        """Compute M − P Qᵀ in place of M, for some of the matrices."""
         assert self.memory is not None
         for rows, each in terms(self.p[which], self.qt[which], self.memory[which]):
             for column, row in each:

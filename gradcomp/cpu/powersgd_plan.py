@@ -1,6 +1,6 @@
-"""PowerSGD's local arithmetic in plain torch: the reference, and what runs on CPU tensors.
+"""PowerSGD's local arithmetic in plain torch, for CPU tensors and as the kernels' reference.
 
-A plan is the working set of one bucket. It consists of matrix groups (powersgd_matrices.py), one per shape.
+A plan has the buffers of one bucket. It consists of matrix groups (powersgd_matrices.py), one per shape.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from .quantize_plan import QuantizedPlan
 if TYPE_CHECKING:
     from gradcomp.layout import PowerSGDLayout
 
-# Columns of Q that are shorter are replaced: the inverse of their length nears the end of fp32.
+# Columns of Q shorter than this are replaced, because the inverse of their length might overflow fp32.
 MIN_LENGTH = 1e-30
 
 
 class PowerSGDPlan:
-    """One bucket's working set for PowerSGD, and the local stages between its two all-reduces.
+    """One bucket's PowerSGD plan in plain torch: its buffers and local stages; see ops.powersgd_plan.
 
-    p_wire: all P, then the uncompressed tensors. q_wire: all Qᵀ. Both are flat, in the bucket's dtype, or in
-    wire_dtype with all Pᵀ in place of P. But in float16, which has few small numbers, they hold P and Q times
-    SHRINK.
+    p_wire: all P, then the uncompressed tensors, flat. With wire_dtype, all Pᵀ instead of P.
+    q_wire: all Qᵀ, flat.
+
+    Both are in wire_dtype, or in the bucket's dtype. They hold P and Q times SHRINK, but in float16, which
+    has few small numbers, P and Q themselves.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class PowerSGDPlan:
         # The wires hold P and Q times this.
         self._shrunk = 1.0 if self.p_wire.dtype == torch.float16 else SHRINK
         self.wire_numels = (layout.p_numel, layout.wire_numel - layout.p_numel, layout.q_numel)
-        # The factors are in the wide dtype: on the wire itself where it has them so, else copied there.
+        # Factors are in the wide dtype. They share the wire's tensor if it has that dtype and order.
         wide = torch.promote_types(dtype, torch.float32)
         self._p_part = self.p_wire[: layout.p_numel]
         is_alike = self.p_wire.dtype == wide
@@ -57,7 +59,7 @@ class PowerSGDPlan:
             self._p_part if is_alike and not self._by_column else torch.empty_like(self._p_part, dtype=wide)
         )
         self._q = self.q_wire if is_alike else torch.empty_like(self.q_wire, dtype=wide)
-        # For one matrix at a time: a 16-bit one, or a square view's, some of whose elements the bucket lacks.
+        # Scratch for one matrix at a time: a 16-bit matrix, or a square view with padding.
         sizes = [m.rows * m.cols for m in layout.matrices if dtype != wide or m.numel < m.rows * m.cols]
         scratch = torch.zeros(max(sizes, default=0), dtype=wide, device=device)
         self.groups = []
@@ -77,7 +79,10 @@ class PowerSGDPlan:
             group.direction.copy_(direction)
 
     def send_in_codes(self, p: Any, q: Any) -> None:
-        """Leave P and Q in these QuantizedPlans' payloads, too, from the next step on."""
+        """From the next step on, also quantize p_wire and q_wire.
+
+        p, q: the QuantizedPlans; their payloads receive the codes.
+        """
         self._quantized = (p, q)
 
     def sent_p(self, index: int) -> torch.Tensor:
@@ -87,7 +92,7 @@ class PowerSGDPlan:
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
         """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors).
 
-        left_out: indices of the matrices whose P is zero on the wire.
+        left_out: indices of matrices to send zeros for, instead of P.
         """
         for group in self.groups:
             group.project(buffer)
@@ -104,7 +109,7 @@ class PowerSGDPlan:
             self._quantized[0].quantize(self.p_wire, 0)
 
     def orthonormalize(self) -> None:
-        """Set P to orthonormal bases of the panels in p_wire."""
+        """Copy the averaged P from p_wire, and orthonormalize its columns."""
         if self._by_column:
             for group, sent in self._sent_groups():
                 group.p.copy_(sent.mT)
@@ -116,7 +121,7 @@ class PowerSGDPlan:
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """Orthonormalize P, and compute q_wire = scale · (all Qᵀ = Pᵀ M)."""
         self.orthonormalize()
-        for group in reversed(self.groups):  # as each group does with its chunks
+        for group in reversed(self.groups):  # in reverse for the caches' sake; see MatrixGroup.back_project
             group.back_project(buffer)
         cast(self._q, out=self.q_wire, scale=scale * self._shrunk / SHRINK)
         if self._quantized and self.q_wire.numel():
@@ -125,7 +130,10 @@ class PowerSGDPlan:
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; choose the next step's directions.
 
-        A matrix whose factors aren't finite becomes NaN in this step, and starts at zero in the next.
+        seed: the seed for random directions.
+
+        A matrix with factors that aren't finite becomes NaN in this step. In the next step it starts again,
+        with a zero error and random directions.
         """
         self._q.copy_(self.q_wire)
         for group in self.groups:
@@ -157,11 +165,14 @@ class PowerSGDPlan:
             if errors is not None:
                 for error, part in zip(errors.flatten(1), group.parts(flat), strict=True):
                     part.copy_(error[: part.numel()])
-        # As the next step does: an error that isn't finite counts as zero.
+        # The next step also counts an error that isn't finite as zero.
         return flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        """Add values to this rank's error, if one is kept, from this offset in the bucket on."""
+        """Add values to this rank's error. Does nothing without error feedback.
+
+        offset: the position in the bucket of the first value.
+        """
         for group in self.groups:
             errors = group.settle()
             if errors is None:
@@ -172,11 +183,16 @@ class PowerSGDPlan:
                     error[start : start + len(values)].add_(values)
 
     def directions(self) -> list[torch.Tensor]:
-        """Return what the next step projects on: Q [cols, rank] of every matrix, in the layout's order."""
+        """Return copies of the directions that the next step projects on: Q [cols, rank] for every matrix."""
         return [qt.mT.clone() for group in self.groups for qt in group.direction]
 
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
-        """Continue from another plan's error and directions, which may be any basis."""
+        """Continue from another plan's error and directions.
+
+        error: [numel]; ignored without error feedback.
+        directions: Q [cols, rank] for every matrix, in the layout's order: any basis. Its columns are scaled
+            to length 1.
+        """
         remaining = iter(directions)
         for group in self.groups:
             errors = group.settle()
@@ -185,7 +201,7 @@ class PowerSGDPlan:
                     memory[: part.numel()].copy_(part)
             given = torch.stack([next(remaining) for _ in group.matrices]).mT.to(group.qt)
             length = torch.linalg.vector_norm(given, dim=-1, keepdim=True)
-            # Directions of this plan are loaded bit for bit.
+            # Directions that have length 1 already are loaded bit for bit.
             is_normal = bool(((length - 1).abs() < 1e-5).all())
             kept = (length > MIN_LENGTH) & (length < torch.inf)
             normal = given if is_normal else given / length
@@ -200,11 +216,11 @@ class PowerSGDPlan:
             yield panel.mT
 
     def _sent_groups(self) -> Iterator[tuple[MatrixGroup, torch.Tensor]]:
-        """Return (a matrix group, its Pᵀ [k, r, rows] as a view of the wire) for each group."""
+        """Return (matrix group, view [k, r, rows] of its Pᵀ on the wire) for each group."""
         parts = self._p_part.split([group.p.numel() for group in self.groups])
         return ((group, part.view(group.p.mT.shape)) for group, part in zip(self.groups, parts, strict=True))
 
     def _uncompressed(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-        """Return ((offset, numel) in the bucket, view of the wire) for each uncompressed tensor."""
+        """Return ((offset, numel) in the bucket, view of p_wire) for each uncompressed tensor."""
         wires = self.p_wire[self.layout.p_numel :].split([numel for _, numel in self.layout.uncompressed])
         return zip(self.layout.uncompressed, wires, strict=True)

@@ -1,14 +1,17 @@
-"""Quantization of blocks in plain torch, to 8 or 4 bits, with one scale in bf16 for each block.
+"""Quantization of blocks in plain torch, to 8 or 4 bits, with one bf16 scale for each block.
 
-8 bits: code = round(value / scale), scale = largest absolute value / 127. 4 bits: code = the nearest of 15
-levels for value / root mean square, levels that are optimal among those with a zero for a normal distribution
-(Lloyd 1982, Max 1960); scale = the one for which Σ (value − scale · level)² is least. The quotient is rounded
-to fp16 before its level is looked up, so one within 2⁻¹¹ of halfway between two levels may get either. In
-both, a zero stays exactly zero.
+8 bits: scale = largest absolute value / 127; code = round(value / scale).
 
-No scale is larger than largest_scale, with which every code stands for a finite number of the bucket's dtype.
-At 4 bits the root mean square counts as at most 2 / 3 of it, for which levels reach 4 of them. A block has
-the scale NaN, and becomes NaN, if it has anything not finite, or of fp64 more than REACH.
+4 bits: code = the nearest of 15 levels for value / root mean square; scale = the number that minimizes
+Σ (value − scale · level)². The levels are optimal for a normal distribution, among levels that include zero
+(Lloyd 1982, Max 1960). The quotient is rounded to fp16 before its level is looked up, so a quotient within
+2⁻¹¹ of halfway between two levels may get either level.
+
+With both, a zero stays exactly zero.
+
+No scale exceeds largest_scale, so that every code stands for a finite number of the bucket's dtype. At 4 bits
+the root mean square is capped at 2/3 of largest_scale; the levels then reach 4 root mean squares. A block
+gets the scale NaN, and so becomes NaN, if it has a value that isn't finite, or an fp64 value beyond REACH.
 """
 
 from __future__ import annotations
@@ -22,28 +25,28 @@ from typing import Any
 
 import torch
 
-# The positive half of the levels of the 15-level Lloyd–Max quantizer of the standard normal distribution.
+# The positive levels of the 15-level Lloyd–Max quantizer for the standard normal distribution.
 HALF_LEVELS = (0.273857, 0.554764, 0.851134, 1.174879, 1.546057, 2.006474, 2.680866)
 SORTED_LEVELS = (*(-level for level in reversed(HALF_LEVELS)), 0.0, *HALF_LEVELS)
 # Halfway between neighboring levels: a value is nearest to the level between its thresholds.
 THRESHOLDS = tuple((low + high) / 2 for low, high in pairwise(SORTED_LEVELS))
 
-LARGEST_CODE = 127  # of 8 bits
+LARGEST_CODE = 127  # at 8 bits
 SCALE_DTYPE = torch.bfloat16
 LARGEST_IN_BF16 = torch.finfo(SCALE_DTYPE).max
-# By bits, the largest value that codes reach.
+# By bits, the largest value that a code and a bf16 scale can represent.
 REACH = {4: 2.5 * LARGEST_IN_BF16, 8: LARGEST_CODE * LARGEST_IN_BF16}
-CHUNK_NUMEL = 1 << 19  # elements that are quantized at a time: more leave the caches, fewer cost calls
-# Neither squares nor inverses overflow or vanish in fp32 where a block's largest value or norm is above this.
+CHUNK_NUMEL = 1 << 19  # elements to quantize at a time: more don't fit the caches, fewer need more calls
+# If a block's largest value or norm exceeds this, neither squares nor inverses overflow or vanish in fp32.
 SMALLEST = 1e-15
 
 
 @cache
 def levels() -> torch.Tensor:
-    """Return the level of each code: fp32, the last four bits zero, which leaves room for the code.
+    """Return the level of each code: fp32 [16], with the last four bits zero to leave room for the code.
 
-    Code 8 is zero, 8 ± k the k-th level on either side. Code 0 is reserved: nothing sends it, and it stands
-    for zero, too, as it does in 8 bits, so that bytes of zeros are zeros.
+    Code 8 is zero, and 8 ± k is the k-th level on either side. Code 0 is reserved: no encoder writes it. It
+    decodes to zero, too, like code 0 at 8 bits, so that zero bytes decode to zeros.
     """
     values = torch.tensor([0.0, *SORTED_LEVELS])
     return (values.view(torch.int32) & ~15).view(torch.float32)
@@ -51,9 +54,9 @@ def levels() -> torch.Tensor:
 
 @cache
 def _level_by_half() -> torch.Tensor:
-    """Return the nearest level with its code in the last four bits, by the bits of an fp16 number.
+    """Return a table from an fp16 number's bits to the nearest level, with its code in the last four bits.
 
-    Numbers that aren't finite have any level.
+    The level of a number that isn't finite is arbitrary.
     """
     halves = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).double()
     thresholds = torch.tensor(THRESHOLDS, dtype=torch.float64)
@@ -63,7 +66,7 @@ def _level_by_half() -> torch.Tensor:
 
 @cache
 def _levels_by_byte() -> torch.Tensor:
-    """Return two levels, as the bits of a float64, by the byte that holds their codes."""
+    """Return a table from a byte with two codes to their two fp32 levels, stored as one float64."""
     codes = torch.arange(256)
     pairs = torch.stack([levels()[codes & 15], levels()[codes >> 4]], 1)
     return pairs.view(torch.float64).view(-1)
@@ -71,7 +74,7 @@ def _levels_by_byte() -> torch.Tensor:
 
 @cache
 def largest_scale(bits: int, dtype: torch.dtype) -> float:
-    """Return the largest scale, a number of bf16, at which all codes are in the range of a bucket's dtype."""
+    """Return the largest scale, a bf16 number, with which every code is finite in the bucket's dtype."""
     largest_level = LARGEST_CODE if bits == 8 else HALF_LEVELS[-1]
     exact = min(torch.finfo(dtype).max / largest_level, LARGEST_IN_BF16)
     fraction, exponent = math.frexp(exact)
@@ -79,17 +82,17 @@ def largest_scale(bits: int, dtype: torch.dtype) -> float:
 
 
 def quantizer(bits: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what the kernels have from here: levels, thresholds, the largest scale of a bucket's blocks."""
+    """Return the kernels' constants: levels, thresholds, and the largest scale of a bucket's blocks."""
     return {"levels": levels(), "thresholds": THRESHOLDS, "largest_scale": largest_scale(bits, dtype)}
 
 
 def rows_at_a_time(block_size: int) -> int:
-    """Return the number of blocks that the processor's caches hold."""
+    """Return the number of blocks to quantize at a time: as many as the processor's caches hold."""
     return max(1, CHUNK_NUMEL // block_size)
 
 
 class _Buffers(threading.local):
-    """This thread's buffers by dtype and name, which grow to the largest chunk."""
+    """This thread's scratch buffers, by name and dtype. They grow to the size of the largest chunk."""
 
     def __init__(self) -> None:
         self.by_name: dict[tuple[str, torch.dtype], torch.Tensor] = {}
@@ -103,8 +106,8 @@ class _Buffers(threading.local):
 
 _buffers = _Buffers()
 
-# (values, the blocks' largest values or norms [blocks, 1], codes): writes the codes; returns what they stand
-# for without the scales, and the scales [blocks, 1].
+# Called with (values, largest value or norm of each block [blocks, 1], codes), writes the codes. Returns (the
+# decoded codes without scales, the scales [blocks, 1]).
 Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -117,12 +120,15 @@ def quantize(
     cap: float | None = None,
     gradients: Callable[[], torch.Tensor] | None = None,
 ) -> None:
-    """Quantize blocks. values −= dequantized values: what is lost is left, zeros where a block isn't finite.
+    """Quantize blocks, and leave the quantization errors in values.
 
-    values: [blocks, size], fp32 or fp64, contiguous; rows_at_a_time(size) blocks are quantized fastest.
-    codes: uint8 [blocks, size · bits / 8]. scales: bf16 [blocks], NaN for a block that isn't finite. cap: the
-    largest_scale of the bucket; of the values' dtype by default. gradients: returns what errors were added
-    to, [blocks, size]; where a sum isn't finite, the error counts as zero.
+    values: [blocks, size], fp32 or fp64, contiguous. Afterwards values − dequantized values, or zeros if a
+        block isn't finite. rows_at_a_time(size) blocks are quantized fastest.
+    codes: uint8 [blocks, size · bits / 8], written.
+    scales: bf16 [blocks], written; NaN for a block that isn't finite.
+    cap: the bucket's largest_scale; None for the largest_scale of values' dtype.
+    gradients: returns the gradients without errors, [blocks, size]. They replace sums of gradients and errors
+        that aren't finite.
     """
     if not len(values):
         return
@@ -131,7 +137,7 @@ def quantize(
     careful = _careful_blocks(values, sizes, _bound(values, bits, cap))
     kept = values.index_select(0, careful)
     if len(careful):
-        # They are few: quantized by themselves, with zeros in their place.
+        # Careful blocks are few. They are quantized separately; here zeros replace them.
         values.index_fill_(0, careful, 0.0)
         sizes.index_fill_(0, careful, 0.0)
     _quantize(values, sizes, codes, scales, _encode_8 if bits == 8 else _encode_4)
@@ -147,10 +153,10 @@ def quantize(
 
 
 def _bound(values: torch.Tensor, bits: int, cap: float) -> float:
-    """Return the largest value, or norm, of blocks that don't meet the cap.
+    """Return a bound on a block's largest value (8 bits) or norm (4 bits) that keeps its scale below the cap.
 
-    At 8 bits a scale is within 2⁻⁸ of largest / 127. At 4 bits it is at most 1.52 root mean squares, as a
-    value is of its level, or the largest value over the largest level.
+    At 8 bits a scale is within 2⁻⁸ of largest / 127. At 4 bits a scale is at most 1.52 root mean squares (the
+    greatest ratio of a value to its level), or the largest value over the largest level.
     """
     bound = 0.99 * LARGEST_CODE * cap if bits == 8 else cap * min(0.6 * values.shape[1] ** 0.5, 2.6)
     return min(bound, torch.finfo(values.dtype).max)
@@ -159,7 +165,7 @@ def _bound(values: torch.Tensor, bits: int, cap: float) -> float:
 def _quantize(
     values: torch.Tensor, sizes: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, encode: Encode
 ) -> None:
-    """Do what quantize does, by encode."""
+    """Quantize blocks with one encode function, and leave the quantization errors in values."""
     decoded, scale = encode(values, sizes, codes)
     scales.copy_(scale[:, 0])
     values.addcmul_(decoded, scales.to(values.dtype)[:, None], value=-1)
@@ -174,9 +180,12 @@ def dequantize(
     factor: float = 1.0,
     add: bool = False,
 ) -> None:
-    """out = factor · scale · code's value; with add, out += that. Shapes and dtypes as in quantize.
+    """Compute out = factor · scale · decoded code.
 
+    codes, scales: with the shapes and dtypes of quantize.
+    out: [blocks, size], fp32 or fp64.
     factor: a power of two.
+    add: True to add to out instead.
     """
     scale = scales.to(out.dtype)[:, None]
     if factor != 1.0:
@@ -192,17 +201,17 @@ def dequantize(
 
 
 def _careful_blocks(values: torch.Tensor, sizes: torch.Tensor, bound: float) -> torch.Tensor:
-    """Return the indices of blocks so large, small or not finite that their arithmetic needs more care.
+    """Return the indices of blocks too large, too small or not finite for the fast arithmetic.
 
-    Zeros need none. Blocks of zeros are common, those of embeddings and of units that are inactive; if they
-    once had other values, their errors become smaller from step to step.
+    Blocks of zeros are excluded. They are common, in embeddings and inactive units. If such a block once had
+    other values, its error becomes smaller from step to step.
     """
-    # Small tensors cost as much time as large ones, so the host looks first.
+    # A test on the host comes first, because operations on small tensors take as long as on large ones.
     least, largest = sizes.aminmax()
     if bool(least > SMALLEST) and bool(largest < bound):
         return torch.empty(0, dtype=torch.long)
     found = ((sizes > SMALLEST) & (sizes < bound))[:, 0].logical_not_().nonzero()[:, 0]
-    # Not all whose norm is zero: tiny squares vanish.
+    # A zero norm may be underflow of tiny squares: exclude only blocks of zeros.
     return found[_largest(values.index_select(0, found))[:, 0] != 0]
 
 
@@ -221,7 +230,7 @@ def _encode_8_carefully(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scale = _scale_or_nan(largest / LARGEST_CODE, largest, 8, cap).to(SCALE_DTYPE)
     decoded = (values * _finite_or_zero(scale.to(values.dtype).reciprocal_())).round_()
-    # A scale that is not subnormal is within 2⁻⁷ of largest / 127.
+    # Clamp, because a scale may be up to 2⁻⁷ from largest / 127, and a subnormal scale farther.
     decoded.clamp_(-LARGEST_CODE, LARGEST_CODE).nan_to_num_(0.0)
     codes.view(torch.int8).copy_(decoded)
     return decoded, scale
@@ -231,7 +240,7 @@ def _encode_4_carefully(
     values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     has_values = largest.isfinite() & (largest > 0)
-    # A power of two changes no bits. Half of it at a time neither overflows nor vanishes.
+    # Division by a power of two changes no bits. In two halves, it neither overflows nor vanishes.
     exponent = torch.frexp(torch.where(has_values, largest, 1.0)).exponent
     halves = [torch.exp2(half.to(values.dtype)) for half in (exponent // 2, exponent - exponent // 2)]
     unit = torch.where(has_values, values / halves[0] / halves[1], 0.0)
@@ -242,7 +251,7 @@ def _encode_4_carefully(
 
 
 def _scale_or_nan(scale: torch.Tensor, largest: torch.Tensor, bits: int, cap: float) -> torch.Tensor:
-    """Return scales up to cap, NaN for blocks with values that bf16's scales don't reach."""
+    """Return scales, at most cap; NaN for a block with values that isn't finite or exceeds REACH."""
     is_reached = largest.isfinite() & (largest.double() <= REACH[bits])
     return torch.where(is_reached, scale.clamp(max=cap), torch.nan)
 
@@ -261,12 +270,13 @@ def _encode_4(
     low = _buffers.take("low", shape, torch.uint8).copy_(bits).bitwise_and_(15)
     pairs = low.view(torch.int16)  # the lower byte has the first of two codes
     codes.copy_(torch.bitwise_right_shift(pairs, 4).bitwise_or_(pairs))
-    # Without codes, levels of opposite signs cancel.
+    # Remove the codes, so that levels of opposite signs cancel exactly.
     bits.bitwise_and_(~15)
     decoded = level
     if values.dtype != torch.float32:
         decoded = _buffers.take("decoded", shape, values.dtype).copy_(level)
-    # The norm takes a third of another vecdot's time. It is zero for zeros alone, else at least 0.8.
+    # Σ level² as a squared norm takes a third of a second vecdot's time. It is zero for blocks of zeros, else
+    # at least 0.8.
     scale = torch.linalg.vecdot(values, decoded)[:, None] / _norm(decoded).square_().clamp_min_(0.5)
     return decoded, scale
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a quantized all-reduce in plain torch: the reference, and what runs on CPU tensors."""
+"""A quantized all-reduce's local arithmetic in plain torch, for CPU tensors and as the kernels' reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradcomp.layout.blocks import BlockLayout, Part
 
 
-# Sums of codes at scales up to this, and of errors, are far from the end of fp32.
+# With scales up to this, sums of dequantized values and errors are far from overflow in fp32.
 SMALL_SCALE = 1e30
 
 
@@ -23,8 +23,9 @@ SMALL_SCALE = 1e30
 class Chunk:
     """Blocks of a shard that are quantized together.
 
-    rows: which of the shard's. codes [blocks, bytes], scales [blocks]: where they are in a payload. copies:
-    (elements of the chunk, where they are in the bucket).
+    rows: the slice of the shard's blocks.
+    codes, scales: [blocks, bytes] and [blocks], views of a payload.
+    copies: (slice of the chunk's elements, the same elements' slice in the bucket) pairs.
     """
 
     rows: slice
@@ -37,7 +38,7 @@ class Chunk:
         return len(self.scales)
 
     def adjacent(self, flat: torch.Tensor, block_size: int) -> torch.Tensor | None:
-        """Return its blocks in the bucket [blocks, size], if they are there without padding or gaps."""
+        """Return a view [blocks, size] of the bucket; None if the bucket has padding or gaps there."""
         if len(self.copies) != 1:
             return None
         stored, in_bucket = self.copies[0]
@@ -46,10 +47,10 @@ class Chunk:
 
 
 class QuantizedPlan:
-    """The plan that ops.quantized_plan describes, in plain torch.
+    """One bucket's plan in plain torch; see ops.quantized_plan.
 
-    Blocks are quantized in chunks, so that each stage reads and writes memory once; all other passes are in
-    the processor's caches.
+    Blocks are quantized in chunks, so that each stage reads and writes main memory once. All other passes are
+    in the processor's caches.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class QuantizedPlan:
         self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
         self._cap = largest_scale(bits, dtype)
-        # Sums are formed of values times this, a power of two that changes no bits: they can't overflow. Over
-        # the divisor they are means.
+        # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
+        # changes no bits. A shrunk sum / divisor is the mean.
         self._shrink = 0.5 ** (layout.world_size - 1).bit_length()
         self._divisor = layout.world_size * self._shrink
         self._sections, num_bytes = layout.sections(bits, self._exact_dtype.itemsize)
@@ -96,7 +97,7 @@ class QuantizedPlan:
             self.shard_error = torch.zeros(layout.shard_numel, dtype=wide)
 
     def _copies(self, shard: int, rows: slice) -> list[tuple[slice, slice]]:
-        """Return where a chunk's elements are in the bucket."""
+        """Return a chunk's copies: (slice of its elements, slice of the bucket) pairs."""
         first, size = shard * self.layout.num_blocks, self.layout.block_size
         start, stop = (first + rows.start) * size, (first + rows.stop) * size
         copies = []
@@ -107,7 +108,7 @@ class QuantizedPlan:
         return copies
 
     def quantize(self, flat: torch.Tensor, rank: int, unused: Sequence[Part] = ()) -> None:
-        """Quantize gradients plus errors into payload; what is lost becomes this rank's error."""
+        """Quantize gradients plus errors into payload. The quantization errors become this rank's error."""
         error, owners, kept = self.error, self.shard_error, []
         if error is not None and owners is not None and unused:
             error[self.layout.shard(rank)] -= owners
@@ -131,9 +132,10 @@ class QuantizedPlan:
     def _values_of(
         self, chunk: Chunk, shard: int, owners: torch.Tensor | None, flat: torch.Tensor
     ) -> torch.Tensor:
-        """Return a chunk's gradients plus its sender's errors, in the memory of these.
+        """Return a chunk's gradients plus the sender's errors, as a view of self.error if errors are kept.
 
-        owners: the owner's error in the shard, where the sender's error is still to be freed of it.
+        owners: the owner's error in the shard, to be subtracted from self.error first; None to subtract
+            nothing.
         """
         size = self.layout.block_size
         if self.error is not None:
@@ -151,7 +153,7 @@ class QuantizedPlan:
         return values
 
     def _gradients_of(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
-        """Return a chunk's gradients alone."""
+        """Return a chunk's gradients without errors."""
         gradients = torch.zeros(chunk.num_blocks * self.layout.block_size, dtype=self._wide)
         for stored, in_bucket in chunk.copies:
             gradients[stored] = flat[in_bucket].to(self._wide)
@@ -164,20 +166,20 @@ class QuantizedPlan:
         quantize(values, codes=codes, scales=scales, bits=self._bits, cap=cap, gradients=gradients)
 
     def average(self, rank: int) -> None:
-        """Average this rank's shard from received into mean; what is lost becomes the owner's error."""
+        """Average this rank's shard from received into mean. The quantization errors become the owner's."""
         if not self.mean.numel():
             return
         scales = self.received[:, self._sections[1]].contiguous().view(torch.bfloat16)
         unsent = (scales == 0).all(0)
         size, own = self.layout.block_size, self.layout.shard(rank)
         for index, mean in enumerate(self._mean):
-            # Not if one is NaN.
+            # False if a scale is NaN.
             is_small = bool(scales[:, mean.rows].amax() <= SMALL_SCALE)
             if self.error is None or self.shard_error is None:
                 self._quantize_mean(self._sum_of_ranks(index), mean, is_small)
                 continue
             error = self.shard_error.view(-1, size)[mean.rows]
-            # Where no rank has sent anything, a layer that all of them skip, the error stays.
+            # If all ranks sent zeros for a block, as for a layer that all ranks skip, its error stays.
             left_out = unsent[mean.rows].nonzero()[:, 0]
             kept = error.index_select(0, left_out)
             error.index_fill_(0, left_out, 0.0)
@@ -186,7 +188,7 @@ class QuantizedPlan:
             if self.layout.world_size > 1:
                 error *= self.layout.world_size
             if not is_small:
-                # The sender's error, a quarter of the range at most, is added to it.
+                # Leave room for the sender's error, at most a quarter of the range, which is added next.
                 half = torch.finfo(error.dtype).max / 2
                 error.clamp_(-half, half)
             error.index_copy_(0, left_out, kept)
@@ -196,7 +198,7 @@ class QuantizedPlan:
         self._exact_of(self.mean).copy_(mean_of_exact.to(self._exact_dtype).view(torch.uint8))
 
     def _sum_of_ranks(self, index: int) -> torch.Tensor:
-        """Return the shrunk sum of what all ranks have sent of a chunk, in their order."""
+        """Return the shrunk sum of a chunk over all ranks' received codes, in the order of ranks."""
         total = self._scratch[: self._mean[index].num_blocks]
         for sender, chunks in enumerate(self._received):
             codes, scales = chunks[index].codes, chunks[index].scales
@@ -204,7 +206,7 @@ class QuantizedPlan:
         return total
 
     def _add_sum_of_ranks(self, index: int, error: torch.Tensor) -> None:
-        """Shrink a chunk of the owner's error, and add the shrunk sum of what all ranks have sent of it."""
+        """Shrink a chunk of the owner's error, and add the shrunk sum of the chunk over all ranks' codes."""
         if self.layout.world_size > 1:
             torch.add(self._sum_of_ranks(index), error, alpha=self._shrink, out=error)
         else:
@@ -212,7 +214,7 @@ class QuantizedPlan:
             dequantize(codes, scales, out=error, bits=self._bits, add=True)
 
     def _quantize_mean(self, total: torch.Tensor, mean: Chunk, is_small: bool) -> None:
-        """Quantize a chunk of a shrunk sum over the ranks as their mean; leave what is lost of the mean."""
+        """Quantize a chunk's mean from its shrunk sum over the ranks. Leaves the mean's errors in total."""
         if not is_small:
             largest = torch.finfo(total.dtype).max * self._divisor
             total.clamp_(-largest, largest)

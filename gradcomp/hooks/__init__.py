@@ -1,7 +1,7 @@
 """DDP communication hooks under the names of ``torch.distributed.algorithms.ddp_comm_hooks``.
 
-Replace that package's name in an import of default_hooks, powerSGD_hook, quantization_hooks or
-debugging_hooks by ``gradcomp.hooks``; nothing else changes. Its other modules are not here.
+Replace torch's package name by ``gradcomp.hooks`` in an import of default_hooks, powerSGD_hook,
+quantization_hooks or debugging_hooks; nothing else changes. Torch's other hook modules are not included.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Registration:
-    """Registers one hook on a model: a DDPCommHookType's value, called as torch's is."""
+    """A DDPCommHookType's value: a call registers one hook on a model. Arguments are torch's."""
 
     hook: Callable[..., Any]
 
@@ -36,7 +36,7 @@ class _Registration:
 
 @dataclass(frozen=True)
 class _PowerSGDRegistration(_Registration):
-    """Registers a hook with a PowerSGDState, which is made from the process group given as state."""
+    """A DDPCommHookType's value for PowerSGD: makes a PowerSGDState from the process group given as state."""
 
     rank: int
 
@@ -70,10 +70,11 @@ class DDPCommHookType(Enum):
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
-    """Register one of the hooks above on a DDP model.
+    """Register one of DDPCommHookType's hooks on a DDP model.
 
-    model: anything with DDP's ``register_comm_hook``. state: the hook's process group, or None for the
-    default one.
+    comm_hook_type: the hook.
+    model: any object with DDP's ``register_comm_hook``.
+    state: the hook's process group, or None for the default one.
 
     Example::
 
@@ -82,7 +83,7 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
     comm_hook_type.value(model=model, state=state)
 
 
-# So that torch.load's safe default takes a checkpoint that names them.
+# torch.load's safe default accepts a checkpoint that names these states and hooks.
 torch.serialization.add_safe_globals(
     [
         powerSGD_hook.PowerSGDState,

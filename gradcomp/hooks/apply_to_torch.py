@@ -1,4 +1,4 @@
-"""gradcomp's hooks under torch's names, for code that takes them from torch by itself."""
+"""gradcomp's hooks under torch's names, for code that looks up torch's hooks by name."""
 
 import importlib
 import logging
@@ -15,16 +15,16 @@ _logger = logging.getLogger("gradcomp.hooks")
 
 @contextmanager
 def apply_to_torch() -> Iterator[None]:
-    """Put gradcomp's hooks in the place of those in torch.distributed.algorithms.ddp_comm_hooks, for a while.
+    """Replace the hooks in torch.distributed.algorithms.ddp_comm_hooks by gradcomp's, during a with block.
 
-    For code that looks hooks up there by name when it needs them, such as Accelerate's
+    Use it with code that looks up torch's hooks by name when it needs them, such as Accelerate's
     ``DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)``. Every public name that
-    both have is replaced, and DDPCommHookType and register_ddp_comm_hook with them; names that were imported
-    before are not. What has been registered stays.
+    torch's and gradcomp's modules share is replaced, and so are DDPCommHookType and register_ddp_comm_hook.
+    Names imported before the block keep torch's hooks. A hook that is registered on a model stays there.
 
-    It changes torch for the whole process. Blocks may be nested, and may overlap in several threads: the
-    names are replaced when the first block begins, and put back when the last one ends. Both are logged. A
-    name that other code has changed meanwhile keeps the value of that code, and a warning is logged.
+    The names change for the whole process. Blocks may be nested, and may overlap in several threads: the
+    names are replaced when the first block begins, and restored when the last block ends. Both are logged. If
+    other code changes a name during a block, that code's value stays, and a warning is logged.
 
     Example::
 
@@ -39,7 +39,7 @@ def apply_to_torch() -> Iterator[None]:
 
 
 class _Name(NamedTuple):
-    """A name that is replaced in a module of torch's."""
+    """A public name of one of torch's modules, with torch's value and gradcomp's."""
 
     module: ModuleType
     name: str
@@ -54,7 +54,7 @@ class _Name(NamedTuple):
         return f"{self.module.__name__}.{self.name}"
 
 
-# Reentrant: a block's generator may be collected, and the block ended, in the middle of _begin_block.
+# Reentrant: garbage collection may end a block, with its generator, in the middle of _begin_block.
 _lock = threading.RLock()
 _num_blocks = 0
 _replaced: list[_Name] = []
@@ -84,7 +84,7 @@ def _end_block() -> None:
 
 
 def _replace() -> None:
-    """Replace every name, or none: an error puts back what has been replaced before it."""
+    """Replace all names, or none: after an error, the names replaced so far get torch's values back."""
     names = list(_names())
     try:
         for name in names:
@@ -97,7 +97,7 @@ def _replace() -> None:
 
 
 def _put_back() -> None:
-    """Put back the values of torch's names, except where other code has put another value."""
+    """Restore torch's values, except for names that other code has changed."""
     while _replaced:
         name = _replaced.pop()
         value = getattr(name.module, name.name, None)
@@ -112,7 +112,7 @@ def _put_back() -> None:
 
 
 def _names() -> Iterator[_Name]:
-    """Yield the public names that a module of torch's and one of ours both have."""
+    """Yield the public names that a torch module shares with gradcomp's module of the same name."""
     for module in _MODULES:
         torchs = importlib.import_module(f"{TORCHS_PACKAGE}.{module}")
         ours = importlib.import_module(f"gradcomp.hooks.{module}")

@@ -1,4 +1,4 @@
-"""Hooks for measuring where time is spent; their gradients are not averages."""
+"""Hooks for measuring where time is spent. They don't average gradients."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ __all__ = ["noop_hook"]
 
 
 def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the bucket as it is: no communication, so every rank keeps its own gradients.
+    """Return the bucket unchanged: no communication, so every rank keeps its own gradients.
 
-    A step with this hook costs what a step would cost if communication were free: the most that any
-    compression can save. Replicas drift apart; don't train with it.
+    A step with this hook takes the time of a step with free communication. No compression can save more.
+    Don't train with this hook: replicas drift apart.
 
-    Raises TypeError for anything but a bucket.
+    Raises TypeError if the argument is not a bucket.
 
     Example::
 

@@ -1,10 +1,11 @@
-"""All-reduce hooks that send gradients as they are, or rounded to 16 bits.
+"""All-reduce hooks that send gradients unchanged, or rounded to 16 bits.
 
 Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``: same names, signatures and
-results (the 16-bit hooks round once, after dividing, where torch rounds twice and overflows first).
+results. One difference: the 16-bit hooks round once, after dividing. torch's hooks round twice, before and
+after dividing, and so overflow earlier.
 
-The hooks also run in torch's python_reducer, which calls them while compiled autograd traces a backward.
-There is no bucket then: torch's DDP gives a hook (gradient, parameter), and does not look at the result.
+The hooks also run in torch's python_reducer, which calls them while compiled autograd traces a backward. In
+that case there is no bucket: torch's DDP passes (gradient, parameter) instead, and ignores the hook's result.
 Inductor combines the collectives of several gradients.
 """
 
@@ -35,16 +36,20 @@ __all__ = [
 
 
 def is_traced_gradient(bucket: Any) -> bool:
-    """Return whether a hook is being traced with a gradient and its parameter in a bucket's place.
+    """Return whether a hook is being traced with (gradient, parameter) instead of a bucket.
 
-    Only then: a file that torch.load reads may call hooks with tuples of its choice.
+    Outside tracing a tuple doesn't count: a file read by torch.load may call hooks with tuples of its choice.
     """
     return isinstance(bucket, tuple) and torch.compiler.is_compiling()
 
 
 def average_traced(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Any:
-    """Average the gradient in place, on the wire in this dtype or its own; of traceable operations alone."""
-    # Imported late, as torch does: it takes long.
+    """Average a traced hook's gradient in place, in operations that can be traced.
+
+    bucket: (gradient, parameter).
+    dtype: the dtype on the wire; None for the gradient's own.
+    """
+    # Imported late, because the import takes long.
     from torch.distributed._functional_collectives import all_reduce
 
     gradient: torch.Tensor = bucket[0]
@@ -55,13 +60,15 @@ def average_traced(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype | N
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in its own dtype: what DDP does without a hook.
+    """Average the bucket in its own dtype. DDP without a hook does the same.
 
-    1. Divide the bucket by the world size, in place. 2. All-reduce it (sum).
+    1. Divide the bucket by the world size, in place.
+    2. All-reduce the bucket (sum).
 
-    On the wire: the bucket. State: the process group, or None for the default one.
+    On the wire: the bucket.
+    State: the process group, or None for the default one.
 
-    Raises TypeError for anything but a bucket, and for one that is neither floating-point nor complex.
+    Raises TypeError if the argument is not a bucket, or the bucket is neither floating-point nor complex.
 
     Example::
 
@@ -82,13 +89,16 @@ def fp16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in float16.
 
-    1. Divide by the world size and round to float16, in one pass. 2. All-reduce (sum), in float16.
-    3. Write the result back to the bucket in its own dtype, in one pass.
+    1. Divide the bucket by the world size and round it to float16, in one pass.
+    2. All-reduce (sum), in float16.
+    3. Write the result back to the bucket in the bucket's dtype, in one pass.
 
-    Only the average has to fit float16 (±65504), not the gradient before division. On the wire: 2 bytes
-    per element. State: the process group, or None for the default one.
+    Only the average must fit float16 (±65504), not the gradient before division.
 
-    Raises TypeError for anything but a bucket, and for one that is not floating-point.
+    On the wire: 2 bytes per element.
+    State: the process group, or None for the default one.
+
+    Raises TypeError if the bucket is not a floating-point bucket.
 
     Example::
 
@@ -102,11 +112,14 @@ def bf16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average the bucket in bfloat16: float32's range, 8 bits of precision.
 
-    The steps of fp16_compress_hook with bfloat16 in float16's place. Runs on every backend that
-    all-reduces bfloat16: NCCL, and gloo too.
+    fp16_compress_hook lists the steps; here the 16-bit dtype is bfloat16. The hook works on every backend
+    that all-reduces bfloat16, including NCCL and gloo.
 
-    Raises TypeError for anything but a bucket, and for one that is not floating-point, RuntimeError when the
-    backend does not all-reduce bfloat16.
+    On the wire: 2 bytes per element.
+    State: the process group, or None for the default one.
+
+    Raises TypeError if the bucket is not a floating-point bucket; RuntimeError if the backend does not
+    all-reduce bfloat16.
 
     Example::
 
@@ -115,14 +128,18 @@ def bf16_compress_hook(
     return _compress_hook("bf16_compress_hook", torch.bfloat16, process_group, bucket)
 
 
-# torch's DDP refuses a hook of this very name unless it was built with NCCL. Pickle goes by __qualname__.
+# Unless torch was built with NCCL, its DDP refuses a hook whose __name__ is bf16_compress_hook. Pickle finds
+# the hook by __qualname__, which stays.
 bf16_compress_hook.__name__ = "gradcomp_bf16_compress_hook"
 
 
 def _compress_hook(
     name: str, dtype: torch.dtype, process_group: Any, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in this 16-bit dtype; name: the hook's name in messages."""
+    """Average the bucket in a 16-bit dtype.
+
+    name: the hook's name in messages.
+    """
     if is_traced_gradient(bucket):
         return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)  # type: ignore[no-any-return]
     buffer, group = checked_bucket(name, bucket, process_group)
@@ -143,17 +160,20 @@ def _compress_hook(
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Run a hook on the bucket rounded to float16; return its result in the bucket's own dtype.
+    """Return a hook that runs the given hook on the bucket rounded to float16.
 
-    1. Round the bucket to float16 (undivided: the hook divides, so the gradient itself has to fit ±65504)
-    and put it in the bucket's place. 2. Run the hook. 3. Write its result to the original buffer, which
-    takes its place again.
+    1. Replace the bucket's buffer by a copy rounded to float16. The copy is undivided, because the given hook
+       divides: the gradient itself must fit float16 (±65504).
+    2. Run the given hook.
+    3. Write its result to the original buffer, in the original dtype, and give that buffer back to the
+       bucket.
 
-    On the wire: what the hook sends for a float16 bucket. State: the hook's own.
+    On the wire: the bytes that the given hook sends for a float16 bucket.
+    State: the given hook's state.
     ``fp16_compress_wrapper(allreduce_hook)`` is fp16_compress_hook.
 
-    Raises TypeError if the hook is not callable or, in backward, for anything but a floating-point
-    bucket.
+    Raises TypeError if the given hook is not callable. In backward, the returned hook raises TypeError if the
+    bucket is not a floating-point bucket.
 
     Example::
 
@@ -166,9 +186,10 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Run a hook on the bucket rounded to bfloat16; return its result in the bucket's own dtype.
+    """Return a hook that runs the given hook on the bucket rounded to bfloat16.
 
-    The steps of fp16_compress_wrapper with bfloat16 in float16's place.
+    fp16_compress_wrapper lists the steps and errors; here the 16-bit dtype is bfloat16, and
+    ``bf16_compress_wrapper(allreduce_hook)`` is bf16_compress_hook.
 
     Example::
 
@@ -181,7 +202,10 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
-    """Return the hook that runs another one on buckets in this 16-bit dtype."""
+    """Return a hook that runs the given hook on buckets rounded to a 16-bit dtype.
+
+    name: the wrapper's name in messages.
+    """
     if not callable(hook):
         raise TypeError(f"{name} wraps a communication hook, got {hook!r}")
 

@@ -1,7 +1,7 @@
 """PowerSGD: all-reduce two thin factors of every gradient matrix instead of the matrix.
 
-Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. docs/powersgd.md has the algorithm
-as implemented, and how it differs from torch's.
+Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. docs/powersgd.md describes the
+algorithm as implemented, and its differences from torch's.
 """
 
 import logging
@@ -53,39 +53,40 @@ logger = logging.getLogger(__name__)
 
 
 class PowerSGDState(CompressorState):
-    """PowerSGD's hyperparameters and its memory of every bucket. Arguments and meanings are torch's.
+    """PowerSGD's hyperparameters, and every bucket's error and factors. Arguments and meanings are torch's.
 
-    process_group: None for the default one.
+    process_group: the group that averages; None for the default one.
     matrix_approximation_rank: the factors' columns; the compression is rows · cols / ((rows + cols) · rank).
     start_powerSGD_iter: steps of plain all-reduce before compression starts; at least 2 with error feedback
         or warm start, because DDP rebuilds its buckets after the first step.
-    min_compression_rate: matrices that would save less are averaged as they are.
-    use_error_feedback: add what compression lost to the next step's gradient. Needs as much memory again as
-        the compressed gradients.
+    min_compression_rate: a matrix whose compression would be lower is averaged uncompressed.
+    use_error_feedback: add the compression error of a step to the next step's gradient. The errors take as
+        much device memory as the compressed gradients.
     warm_start: project on the last step's factors rather than on random ones.
     orthogonalization_epsilon: added to a column's length before dividing by it. Not needed here: zero columns
         stay zero.
-    random_seed: the seed for the first (without warm start, every) projection; the same on all ranks.
+    random_seed: the seed for the first projection (for every projection without warm start); the same on all
+        ranks.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
-    batch_tensors_with_same_shape: accepted without effect: all matrices are always compressed together.
+    batch_tensors_with_same_shape: no effect, because all matrices are always compressed together.
 
-    Not torch's:
+    Options that torch doesn't have:
 
-    factor_dtype: what factors are sent in. torch.bfloat16, torch.float16: so is everything else. torch.int8:
-        with a scale for every 128 elements, in two collectives per factor (a quantized all-reduce).
-        min_compression_rate is one of bytes then. The error is what the averages really lack, so error
-        feedback makes up for the rounding.
-    uncompressed_dtype: with int8 factors, what vectors and other uncompressed tensors are sent in:
-        torch.bfloat16 or torch.float16. None: exactly.
-    start_bits: 4 or 8: the first start_powerSGD_iter steps are quantized to so many bits, as by
-        quantization_hook, and PowerSGD goes on from their errors. None: they are exact.
+    factor_dtype: the dtype in which factors are sent. With torch.bfloat16 or torch.float16, uncompressed
+        tensors are sent in that dtype, too. With torch.int8, a factor has a scale for every 128 elements and
+        takes two collectives (a quantized all-reduce). With any factor_dtype, min_compression_rate compares
+        bytes, not elements, and error feedback makes up for the rounding. None: the bucket's dtype.
+    uncompressed_dtype: with int8 factors, the dtype in which vectors and other uncompressed tensors are sent:
+        torch.bfloat16 or torch.float16. None: the bucket's dtype.
+    start_bits: 4 or 8: quantize the first start_powerSGD_iter steps to 4 or 8 bits, see quantization_hook;
+        PowerSGD continues from their errors. None: the first steps are exact.
 
-    Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError for
-    anything but a process group. So does an assignment to the attribute.
+    Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError if
+    process_group is not a process group. Assigning to an attribute raises the same errors.
 
-    Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
-        load_state_dict(). Every rank has its own errors: save one per rank to continue exactly, or
-        consolidated_state_dict(state) for all ranks.
+    Checkpoints: use ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
+        load_state_dict(). Every rank has its own errors: save one checkpoint per rank to continue exactly, or
+        consolidated_state_dict(state) once for all ranks.
     """
 
     _compressor, _options_class = PowerSGDCompressor, PowerSGDOptions
@@ -140,15 +141,15 @@ class PowerSGDState(CompressorState):
         shown = (f"{name} = {getattr(self, name)}" for name in (*_TORCHS_OPTIONS, *_OTHER_OPTIONS))
         logger.info("PowerSGD config: %s", "; ".join(shown))
 
-    def _begin(self, process_group: Any, settings: Settings, options: Any) -> None:
-        super()._begin(process_group, settings, options)
-        # Memories from torch's hook, by bucket index, which is all that torch knows about them.
+    def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
+        super()._reset(process_group, settings, options)
+        # Errors and factors from torch's hook, by bucket index: torch records nothing else about a bucket.
         self._from_torch: dict[int, dict[str, Any]] = {}
         self._waits_for_buckets = False
 
     @property
     def start_powerSGD_iter(self) -> int:  # noqa: N802
-        """Torch's name of start_iter."""
+        """start_iter under torch's name."""
         return self.start_iter
 
     @start_powerSGD_iter.setter
@@ -188,11 +189,16 @@ class PowerSGDState(CompressorState):
                 memory["error"] = memory["error"] * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything but the process group, as CompressorState's state_dict.
+        """Return everything except the process group, in the format of CompressorState.state_dict.
 
-        A bucket has, once compressed, "error" (this rank's, flat), "shard_error" (after a quantized start:
-        see QuantizedCompressor) and "directions": by tensor, the Q [cols, rank] that the next step projects
-        on, the same on all ranks. "from_torch": torch's memories, until their buckets come.
+        A bucket that has been compressed has these entries:
+
+        "error": [numel], this rank's error.
+        "shard_error": only after a quantized start; see QuantizedCompressor.
+        "directions": by tensor, the Q [cols, rank] that the next step projects on; the same on all ranks.
+
+        The state_dict also has "from_torch": errors and factors from torch's hook whose buckets have not
+        come yet.
         """
         saved, theirs = super().state_dict(), dict(self._from_torch)
         contents = {**saved["contents"], "from_torch": list(theirs)}
@@ -210,8 +216,8 @@ class PowerSGDState(CompressorState):
         contents = checkpoint.checked_contents(state_dict["contents"], "from_torch", theirs)
         return {**checked, "contents": {**checked["contents"], **contents}, "from_torch": theirs}
 
-    def _take(self, checked: dict[str, Any]) -> None:
-        super()._take(checked)
+    def _load_checked(self, checked: dict[str, Any]) -> None:
+        super()._load_checked(checked)
         self._from_torch = checked["from_torch"]
         self._waits_for_buckets = bool(self._from_torch)
 
@@ -235,26 +241,30 @@ class PowerSGDState(CompressorState):
 def powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket's matrices through factors of low rank, everything else exactly.
+    """Average the bucket's matrices through low-rank factors, and everything else exactly.
 
-    For the first ``state.start_powerSGD_iter`` steps, allreduce_hook. Then, with M [n, m] a gradient seen as
-    a matrix (its first dimension against the others), r the rank and W the world size:
+    The first ``state.start_powerSGD_iter`` steps are plain, see allreduce_hook. In later steps, M [n, m] is a
+    gradient seen as a matrix (its first dimension against the others), and r is the rank:
 
-    1. M ← gradient + error. 2. P ← M Q. 3. All-reduce P and, in the same collective, the tensors that are
-    vectors or not worth compressing. 4. Orthonormalize P. 5. Q ← Mᵀ P. 6. All-reduce Q. 7. gradient ← P Qᵀ;
-    error ← M − P Qᵀ.
+    1. M ← gradient + error.
+    2. P ← M Q.
+    3. All-reduce P and, in the same collective, the vectors and the tensors not worth compressing.
+    4. Orthonormalize P.
+    5. Q ← Mᵀ P.
+    6. All-reduce Q.
+    7. gradient ← P Qᵀ; error ← M − P Qᵀ.
 
-    On the wire: two collectives, (n + m) · r elements per matrix, in the bucket's dtype. State: the error (as
-    much memory as the compressed gradients) and the factors, per bucket. Source: Vogels, Karimireddy and
-    Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
+    On the wire: two collectives, (n + m) · r elements per matrix, in the bucket's dtype.
+    State: per bucket, the error (as much device memory as the compressed gradients) and the factors.
+    Source: Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
 
-    A step with inf or NaN gives inf or NaN on every rank; the matrices it touched start afresh in the next.
-    On CUDA there are seven kernel launches per bucket and step, eleven with int8 factors, and nothing waits
-    for the host.
+    inf or NaN in a gradient gives inf or NaN on every rank. The matrix starts again in the next step, with a
+    zero error and random directions. On CUDA a bucket takes seven kernel launches per step, eleven with int8
+    factors, and the host never waits for the device.
 
     To read the algorithm first, see `power_sgd` in gradcomp/testing/simple.py: 33 lines of plain torch.
 
-    Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.
+    Raises TypeError if the state is not a PowerSGDState or the bucket is not floating-point.
 
     Example::
 
@@ -267,13 +277,13 @@ def powerSGD_hook(  # noqa: N802
 def batched_powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the whole bucket through factors of low rank, as one square matrix padded with zeros.
+    """Average the whole bucket through low-rank factors, as one square matrix padded with zeros.
 
-    The steps of powerSGD_hook with one matrix per bucket, biases included. It sends less than powerSGD_hook
-    and loses more: a bucket cut into rows of equal length has little of its layers' structure. Prefer
-    powerSGD_hook, which costs no more here.
+    The bucket, biases included, is one matrix; powerSGD_hook lists the steps. This hook sends less than
+    powerSGD_hook and loses more: a bucket cut into rows of equal length has little of its layers' structure.
+    Prefer powerSGD_hook, which takes no more time here.
 
-    Raises TypeError for any state but a PowerSGDState, and for any bucket but a floating-point one.
+    Raises TypeError if the state is not a PowerSGDState or the bucket is not floating-point.
 
     Example::
 
@@ -301,13 +311,16 @@ def _squared(options: PowerSGDOptions) -> PowerSGDOptions:
 
 
 def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the state_dicts of all ranks of a run into one, for every rank of a run with any number of ranks.
+    """Merge the state_dicts of all ranks of a run into one, which every rank of any new run can load.
 
-    Its errors are the mean of the ranks' errors, so the mean in the new run is the same. state_dicts: a list,
-    or an iterator that loads one after another; each is needed only until the next.
+    The merged errors are the mean of the ranks' errors. With that mean on every rank, the mean error of the
+    new run is unchanged.
 
-    Raises ValueError for an empty list and for state_dicts of different steps or buckets, and what
-    load_state_dict raises for any other misfit.
+    state_dicts: a list, or an iterator that loads one state_dict after another. Each state_dict may be freed
+        when the next one is loaded.
+
+    Raises ValueError for an empty list and for state_dicts of different steps or buckets. For any other
+    invalid state_dict it raises the errors of load_state_dict.
     """
     return consolidation.average_errors(state_dicts, PowerSGDState.__new__(PowerSGDState).checked)
 
@@ -316,14 +329,13 @@ def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
     """Make a PowerSGDState that continues from torch's: hyperparameters, progress, errors and factors.
 
     state: a torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState, as loaded by
-    ``torch.load(..., weights_only=False)``. Its errors of uncompressed tensors are dropped, because those
-    tensors are averaged exactly here.
-    wait_for_buckets: torch identifies its memories by bucket index only, and DDP arranges a new model's
-    buckets after its first step. So that step is a plain all-reduce, and the memories go to the buckets of
-    the next one.
-    False: the first step's buckets are torch's already, as in your own training loop.
+        ``torch.load(..., weights_only=False)``. Its errors of uncompressed tensors are dropped, because
+        gradcomp averages these tensors exactly.
+    wait_for_buckets: True: the first step is a plain all-reduce, and the errors and factors go to the second
+        step's buckets. torch knows a bucket by its index only, and DDP rearranges a new model's buckets after
+        the first step. False: the first step has torch's buckets already, as in your own training loop.
 
-    Raises TypeError for anything else.
+    Raises TypeError if the state is not torch's PowerSGDState.
     """
     if not hasattr(state, "q_memory_dict"):
         raise TypeError(f"from_torch takes a PowerSGDState of torch's, got {type(state).__name__}")

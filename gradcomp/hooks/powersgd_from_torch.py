@@ -1,4 +1,4 @@
-"""Conversion of the memory that torch's PowerSGD hook keeps."""
+"""Conversion of the errors and factors that torch's PowerSGD hook keeps."""
 
 import math
 from typing import Any
@@ -11,9 +11,10 @@ from gradcomp.layout.matrices import is_compressed
 
 
 def memories_of(state: Any) -> dict[int, dict[str, Any]]:
-    """Return {bucket index: {"error", "directions"}} of torch's PowerSGDState, flat as there, or None.
+    """Return {bucket index: {"error": tensor, "directions": tensor}} of torch's PowerSGDState.
 
-    They are copies, because torch goes on writing to its own. Values that aren't finite become zero.
+    The tensors are 1-D like torch's. They are copies, because torch continues to write to its own. An entry
+    that torch lacks is None. Values that aren't finite become zero.
     """
     theirs = {"error": state.error_dict, "directions": state.q_memory_dict}
     return {
@@ -26,9 +27,11 @@ def memories_of(state: Any) -> dict[int, dict[str, Any]]:
 
 
 def checked(what: str, memory: Any) -> dict[str, Any]:
-    """Return an entry of memories_of that a checkpoint has, copied. Sizes are checked when its bucket comes.
+    """Check and copy one entry of memories_of from a checkpoint. Its sizes are checked when its bucket comes.
 
-    Raises ValueError and KeyError for a misfit; what: the entry, in messages.
+    what: the entry's name in messages.
+
+    Raises KeyError for missing and unknown keys, ValueError for any other invalid entry.
     """
     require_keys(what, memory, ("error", "directions"))
     return {
@@ -38,7 +41,12 @@ def checked(what: str, memory: Any) -> dict[str, Any]:
 
 
 def load(compressor: Any, memory: Memory, theirs: dict[str, Any]) -> bool:
-    """Load a bucket's entry of memories_of into its compressor. Returns False if it doesn't fit."""
+    """Load a bucket's entry of memories_of into the bucket's compressor.
+
+    theirs: the entry.
+
+    Returns False, and loads nothing, if the sizes don't fit.
+    """
     plan = compressor.plan
     error = plan.error() if theirs["error"] is None else theirs["error"]
     directions = plan.directions()
@@ -52,9 +60,10 @@ def load(compressor: Any, memory: Memory, theirs: dict[str, Any]) -> bool:
 
 
 def _split(flat: torch.Tensor, memory: Memory) -> list[torch.Tensor]:
-    """Convert torch's q_memory_dict of a bucket to directions; an empty list if it is another bucket's.
+    """Split a bucket's entry of torch's q_memory_dict into one Q [cols, rank] per matrix.
 
-    It also holds vectors, as matrices of one column, where min_compression_rate allows.
+    torch also compresses vectors, as matrices of one column, where min_compression_rate allows; their Q are
+    left out. Returns an empty list if the entry's size doesn't fit the bucket.
     """
     groups: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
     max_rank = memory.options.matrix_approximation_rank

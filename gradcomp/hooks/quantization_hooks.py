@@ -1,7 +1,7 @@
 """Hooks that send gradients in 4 or 8 bits, in two collectives per bucket.
 
-quantization_hook, with error feedback, is gradcomp's own. The others are drop-in for
-``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``: same names and signatures, without state.
+quantization_hook, with error feedback, is gradcomp's own. The other hooks keep no state between steps. They
+are drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``: same names and signatures.
 """
 
 from collections.abc import Callable
@@ -29,25 +29,27 @@ __all__ = [
     "quantization_pertensor_hook",
 ]
 
-LARGEST_BLOCK = 1024  # of quantization_pertensor_hook
-_BlockSize = Callable[[int, int], int]  # (the bucket's number of elements, world size) → a block's
-ALIGNMENT = 16  # elements of which its blocks are multiples
+LARGEST_BLOCK = 1024  # elements in quantization_pertensor_hook's longest blocks
+_BlockSize = Callable[[int, int], int]  # (elements of the bucket, world size) → elements of a block
+ALIGNMENT = 16  # quantization_pertensor_hook's block sizes are multiples of 16 elements
 
 
 class QuantizationState(CompressorState):
     """The state that quantization_hook is registered with: options, errors, statistics.
 
-    process_group: None for the default one.
-    bits: 4 or 8 for each element of a matrix; vectors, and tensors smaller than a block, are sent exactly.
-    block_size: elements with a scale of their own, even, at most 4096.
-    use_error_feedback: add what rounding loses to the next step's gradients.
+    process_group: the group that averages; None for the default one.
+    bits: 4 or 8 bits for each element of a matrix. Vectors, and tensors smaller than a block, are sent
+        exactly.
+    block_size: elements that share one scale; even, at most 4096.
+    use_error_feedback: add a step's rounding errors to the next step's gradients.
     start_iter: steps of plain all-reduce before quantization starts.
-    uncompressed_dtype: torch.bfloat16 or torch.float16 to send vectors and small tensors in; None: exactly.
+    uncompressed_dtype: the dtype in which vectors and small tensors are sent: torch.bfloat16 or
+        torch.float16. None: the bucket's dtype.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
 
-    Raises ValueError for an invalid option, TypeError for anything but a process group.
+    Raises ValueError for an invalid option, TypeError if process_group is not a process group.
 
-    Checkpoints as of any CompressorState: state_dict(), load_state_dict(), torch.save.
+    Checkpoints: use state_dict() and load_state_dict(), or torch.save; see CompressorState.
     """
 
     min_start_iter = 0
@@ -78,18 +80,20 @@ def quantization_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in state.options.bits bits per element; plainly in the first state.start_iter steps.
 
-    1. M ← gradient + error, cut into blocks. 2. Quantize M in one shard per rank. 3. All-to-all: every rank
-    gets its shard of all ranks. 4. It sums them in fp32, adds its own error, and quantizes the mean. 5.
-    All-gather. 6. All ranks dequantize the same bytes.
+    1. M ← gradient + error, cut into blocks.
+    2. Quantize M in one shard per rank.
+    3. All-to-all: every rank gets its own shard from all ranks.
+    4. The rank sums these shards in fp32, adds the shard's own error, and quantizes the mean.
+    5. All-gather: every rank gets all means.
+    6. All ranks dequantize the same bytes.
 
-    On the wire: codes, a scale in bf16 per block, and vectors exactly: at 4 bits and blocks of 128 a 7.8th of
-    fp32's bytes, whatever the number of ranks. inf and NaN make their block NaN on every rank, and leave no
-    error.
+    On the wire: codes, one bf16 scale per block, and vectors exactly. 4 bits in blocks of 128 elements take
+    1/7.8 of fp32's bytes, whatever the number of ranks. inf or NaN makes the whole block NaN on every rank,
+    and the block's error becomes zero.
 
     To read the algorithm first, see `quantized_all_reduce` in gradcomp/testing/simple.py: 30 lines.
 
-    Raises TypeError for another state, for anything but a bucket, and for a bucket that is not
-    floating-point.
+    Raises TypeError if the state is not a QuantizationState or the bucket is not a floating-point bucket.
 
     Example::
 
@@ -104,18 +108,20 @@ def quantization_hook(
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in 8 bits per element, in blocks of up to 1024 elements that have one scale each.
+    """Average the bucket in 8 bits per element, in blocks of up to 1024 elements with one scale each.
 
-    The steps are quantization_hook's, but without errors, and with the whole bucket quantized, vectors too.
-    torch's rounds once, to one scale for the bucket, which its largest element sets; this rounds twice, to
-    scales of blocks so long that longer ones would save less than 0.4 % of the bytes. docs/hooks.md compares.
+    The hook quantizes the whole bucket, including vectors, and keeps no errors; quantization_hook lists the
+    steps. torch's hook rounds once, to one scale for the bucket, set by the largest element. This hook rounds
+    twice, to one scale per block; blocks longer than 1024 would save less than 0.4 % of the bytes.
+    docs/hooks.md compares the two.
 
-    On the wire: 1 byte per element and 2 per block. A rank sends 2 (W − 1) / W buckets of codes, where in
-    torch's all-gather it sends W − 1 of them. What rounding loses is lost: quantization_hook with bits=8
-    sends about as much, and adds that to the next step. inf and NaN make their block NaN on every rank.
+    On the wire: 1 byte per element and 2 bytes per block. With W ranks, a rank sends 2 (W − 1) / W buckets of
+    codes; in torch's all-gather it sends W − 1 buckets. Rounding errors are lost. quantization_hook with
+    bits=8 sends about as much, and adds the errors to the next step. inf or NaN makes the whole block NaN on
+    every rank.
     State: the process group, or None for the default one.
 
-    Raises TypeError for anything but a bucket, and for one that is not floating-point.
+    Raises TypeError if the bucket is not a floating-point bucket.
 
     Example::
 
@@ -128,14 +134,14 @@ def quantization_pertensor_hook(
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: dist.GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in 8 bits per element, in blocks of bucket_size elements that have one scale each.
+    """Average the bucket in 8 bits per element, in blocks of bucket_size elements with one scale each.
 
-    What quantization_pertensor_hook does, in shorter blocks: more accurate, for 2 more bytes per block. A
-    bucket of fewer than bucket_size elements is sent exactly. DDP calls hooks with two arguments: for another
-    bucket_size register a function of yours that calls this one.
+    The blocks are shorter than quantization_pertensor_hook's: more accurate, but 2 more bytes for each
+    additional block. A bucket of fewer than bucket_size elements is sent exactly. DDP calls hooks with two
+    arguments: to change bucket_size, register your own function that calls this hook.
 
-    Raises ValueError for a bucket_size that is odd, less than 2 or more than 4096, TypeError for anything but
-    a bucket, and for one that is not floating-point.
+    Raises ValueError for a bucket_size that is odd, less than 2 or more than 4096; TypeError if the bucket is
+    not a floating-point bucket.
 
     Example::
 
@@ -147,7 +153,7 @@ def quantization_perchannel_hook(
 
 
 def _largest_blocks(numel: int, world_size: int) -> int:
-    """Return the size of the longest blocks, up to LARGEST_BLOCK, that fill a shard with little padding."""
+    """Return the longest block size, up to LARGEST_BLOCK, that fills a shard with little padding."""
     shard = max(1, -(-numel // world_size))
     num_blocks = -(-shard // LARGEST_BLOCK)
     return -(-shard // (num_blocks * ALIGNMENT)) * ALIGNMENT
@@ -155,7 +161,7 @@ def _largest_blocks(numel: int, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class _PlanKey:
-    """What a plan depends on."""
+    """Everything that a quantized all-reduce's plan depends on."""
 
     numel: int
     block_size: int
@@ -164,7 +170,7 @@ class _PlanKey:
     world_size: int
 
 
-# Plans of quantized all-reduces without error feedback.
+# Plans of quantized all-reduces without error feedback, kept from step to step.
 _plans: KeptBuffers[ops.QuantizedPlan] = KeptBuffers()
 
 
@@ -173,11 +179,12 @@ def _average_in_8_bits(
 ) -> Future:
     """Average the whole bucket, cut into blocks without regard to its tensors, in 8 bits per element.
 
-    hook_name: the name under which the plan is kept.
-    block_size_of(numel, world_size): the size of a block. A bucket smaller than a block is sent exactly.
+    hook_name: the hook's name, in messages and among the kept plans.
+    block_size_of: called with (numel, world_size), returns the size of a block. A bucket smaller than a block
+        is sent exactly.
 
-    A plan holds no gradients between steps. It is kept because it takes long to make; it is as large as two
-    buckets of codes.
+    The bucket's plan is kept for the next step, because making one takes long. It holds no gradients between
+    steps, and takes as much device memory as two buckets of codes.
     """
     buffer = bucket.buffer()
     numel, size = buffer.numel(), group.size()
@@ -193,7 +200,7 @@ def _average_in_8_bits(
             _plans.keep(parameters[0], hook_name, key, plan)
         return buffer
 
-    # A plan is made in the sequence, so that on CUDA its memory is the side stream's.
+    # stages() makes the plan, so that on CUDA the plan's tensors belong to the side stream.
     operation = Operation.averaging(bucket.index(), hook_name, group)
     return run_on_side_stream(buffer.device, lambda: run_through(explained(stages(), operation)))
 

@@ -1,4 +1,4 @@
-"""The positions of tensors in a bucket and of factors on the wire: arithmetic on shapes."""
+"""The positions of tensors in a bucket and of factors on the wire, computed from shapes."""
 
 from .blocks import BlockLayout
 from .flat import FlatLayout

@@ -1,4 +1,4 @@
-"""The blocks in which a bucket is quantized, and the shards that the ranks own: arithmetic on shapes."""
+"""The blocks in which a bucket is quantized, and the shards that the ranks own, computed from shapes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from .flat import FlatLayout
 
-ALIGNMENT_BYTES = 16  # of each section of a payload
+ALIGNMENT_BYTES = 16  # each section of a payload starts at a multiple
 SCALE_BYTES = 2
-MAX_BLOCK_SIZE = 4096  # elements; a program of the kernels holds a block in its registers
+MAX_BLOCK_SIZE = 4096  # elements; a kernel's program holds a whole block in registers
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a bucket, and where it is stored.
+    """A tensor's positions in the bucket and in a BlockLayout.
 
-    position: its position among the bucket's tensors. in_bucket: its elements there. stored: its elements
-    among the padded blocks for a quantized tensor, among the exact elements for another.
+    position: the tensor's position among the bucket's tensors.
+    in_bucket: the tensor's elements in the bucket.
+    stored: a quantized tensor's elements in the padded blocks, or an exact tensor's among the exact elements.
     """
 
     position: int
@@ -29,13 +30,19 @@ class Part:
 class BlockLayout:
     """The blocks of a bucket's tensors, divided among world_size shards.
 
-    A tensor of two or more dimensions with at least block_size elements is quantized: it is cut into blocks,
-    the last of which is padded with zeros, so no block has elements of two tensors. The other tensors are
-    sent exactly.
+    A tensor of two or more dimensions with at least block_size elements is quantized. It is cut into blocks,
+    and its last block is padded with zeros, so no block has elements of two tensors. All other tensors are
+    exact: they are sent without quantization.
 
-    shapes: the tensors' shapes. quantized, exact: the tensors of either sort. runs: the quantized ones, those
-    that follow one another without padding as one.
-    num_blocks, exact_numel: of a shard; shards are of one size, so the last ones may be padded.
+    shapes: the tensors' shapes.
+    block_size: the number of elements in a block.
+    world_size: the number of shards, one per rank.
+
+    numel: the number of elements in the bucket.
+    quantized, exact: a Part for each quantized tensor and for each exact tensor.
+    runs: the quantized parts, with adjacent parts merged if there is no padding between them.
+    num_blocks: the number of blocks in a shard. All shards have equal size, so the last ones may be padded.
+    exact_numel: the number of exact elements in a shard, padded in the same way.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], block_size: int, world_size: int):
@@ -65,11 +72,11 @@ class BlockLayout:
         return self.num_blocks * self.block_size
 
     def shard(self, rank: int) -> slice:
-        """Return the elements of the padded blocks that a rank owns."""
+        """Return the slice of the padded blocks that a rank owns."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def runs_between(self, start: int, stop: int) -> Iterator[Part]:
-        """Yield the runs that have elements in this range of the padded blocks."""
+        """Yield the runs with elements between start and stop in the padded blocks."""
         for run in self.runs[max(0, bisect_right(self._run_starts, start) - 1) :]:
             if run.stored.start >= stop:
                 return
@@ -78,19 +85,20 @@ class BlockLayout:
 
     @property
     def padding(self) -> list[slice]:
-        """The elements of the padded blocks that no tensor has."""
+        """The slices of the padded blocks that belong to no tensor."""
         ends = [0, *(run.stored.stop for run in self.runs)]
         starts = [*self._run_starts, self.world_size * self.shard_numel]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def code_bytes(self, bits: int) -> int:
-        """Return the bytes that the codes of a block have."""
+        """Return the number of bytes of a block's codes."""
         return self.block_size * bits // 8
 
     def sections(self, bits: int, exact_bytes: int) -> tuple[list[slice], int]:
-        """Return where a shard's payload has its codes, scales and exact elements, and its length in bytes.
+        """Return (slices of the codes, scales and exact elements in a shard's payload, payload's bytes).
 
-        bits: of a code. exact_bytes: of an exact element.
+        bits: the bits of a code.
+        exact_bytes: the bytes of an exact element.
         """
         sizes = [
             self.num_blocks * self.code_bytes(bits),
@@ -105,7 +113,7 @@ class BlockLayout:
 
 
 def _merged(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield parts, those that follow one another both in the bucket and in the blocks as one."""
+    """Yield parts. Parts that are adjacent both in the bucket and in the blocks are merged."""
     run: Part | None = None
     for part in parts:
         if run and run.stored.stop == part.stored.start and run.in_bucket.stop == part.in_bucket.start:

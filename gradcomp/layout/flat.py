@@ -1,4 +1,4 @@
-"""The layout of tensors in a flat buffer, and how the buffer is cut into tiles: arithmetic on shapes."""
+"""The layout of tensors in a flat buffer, and its division into tiles, computed from shapes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from itertools import accumulate
 class FlatLayout:
     """The layout of a list of tensors in one flat buffer, one after another without padding.
 
-    shapes: the tensors' shapes. strides: in which order each tensor's elements are stored in the buffer, as
-    strides that leave no gaps (those of a channels-last tensor, say); None for row-major order. Tensor i
-    occupies the elements offsets[i] .. offsets[i] + numels[i] of a buffer of numel elements.
+    shapes: the tensors' shapes.
+    strides: the order of each tensor's elements in the buffer, as strides without gaps (a channels-last
+        tensor's, for example); None for row-major order.
 
-    A layout stands for one list of tensors: ops keeps its tables for as long as the layout lives.
+    Tensor i has the elements offsets[i] .. offsets[i] + numels[i] of the buffer's numel elements.
+
+    Use one layout for one list of tensors: ops keeps the tensors' addresses while the layout lives.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], strides: Iterable[Sequence[int]] | None = None):
@@ -36,8 +38,8 @@ class FlatLayout:
     def tiles(self, block: int) -> Iterator[tuple[int, int, int, int]]:
         """Cut every tensor into tiles of at most `block` elements.
 
-        Yields (tensor index, first element within the tensor, first element within the buffer,
-        number of elements). Empty tensors have no tile.
+        Yields (tensor's index, first element in the tensor, first element in the buffer, number of elements).
+        Empty tensors have no tile.
         """
         for index, (numel, offset) in enumerate(zip(self.numels, self.offsets, strict=True)):
             for start in range(0, numel, block):
@@ -51,6 +53,6 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether strides without gaps are row-major, but for those of dimensions of length 1."""
+    """Return whether strides without gaps are row-major; strides of dimensions of length 1 don't matter."""
     pairs = zip(shape, strides, _row_major(shape), strict=True)
     return all(length == 1 or stride == expected for length, stride, expected in pairs)

@@ -1,4 +1,4 @@
-"""The matrices of a bucket that PowerSGD compresses, and their factors on the wire: arithmetic on shapes."""
+"""The matrices of a bucket that PowerSGD compresses, and their factors' positions, computed from shapes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from .flat import FlatLayout
 
 @dataclass(frozen=True)
 class Matrix:
-    """A compressed tensor's position in the bucket, as a matrix M [rows, cols], and the rank of its factors.
+    """A compressed tensor, seen as a matrix M [rows, cols].
 
-    numel: the number of its elements in the bucket. The square view of a whole bucket is padded with zeros,
-    which are not in the bucket.
+    offset: the matrix's first element in the bucket.
+    numel: the number of the matrix's elements in the bucket. For the square view of a whole bucket this is
+        less than rows · cols, because the padding is not in the bucket.
+    rank: the rank of its factors P [rows, rank] and Q [cols, rank].
     """
 
     offset: int
@@ -28,8 +30,9 @@ class Matrix:
 def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) -> bool:
     """Return whether PowerSGD compresses a tensor of this shape.
 
-    A tensor of two or more dimensions is a matrix, its first dimension against the others. It is compressed
-    if that saves enough: (rows + cols) · min(rows, cols, rank) · min_compression_rate < rows · cols.
+    A tensor of two or more dimensions is a matrix: rows = its first dimension, cols = the product of the
+    others. It is compressed if that saves enough elements:
+    (rows + cols) · min(rows, cols, rank) · min_compression_rate < rows · cols.
     """
     if len(shape) < 2:
         return False
@@ -38,16 +41,20 @@ def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) 
 
 
 class PowerSGDLayout:
-    """The tensors of a bucket that PowerSGD compresses, and where their factors are on the wire.
+    """The tensors of a bucket that PowerSGD compresses, and the positions of their factors on the wire.
 
-    shapes: the shapes of the bucket's tensors, which are stored one after another. Those for which
-    is_compressed holds are compressed. The other tensors are averaged uncompressed.
+    shapes: the shapes of the bucket's tensors, which are stored one after another. is_compressed decides
+        which tensors are compressed. All other tensors are averaged uncompressed.
+    rank: the largest rank of a matrix's factors.
+    min_compression_rate: see is_compressed.
 
-    groups: the compressed matrices, grouped by shape. matrices: the same in one tuple.
-    uncompressed: (offset, numel) of every other tensor.
+    numel: the number of elements in the bucket.
+    groups: the compressed matrices, grouped by shape.
+    matrices: all compressed matrices, in the order of groups.
+    uncompressed: (offset, numel) of every uncompressed tensor.
     p_numel, q_numel: the number of elements of all P and of all Q, in the order of `matrices`.
-    wire_numel: the number of elements of all P and the uncompressed tensors, which cross the wire together.
-    The kernels' wires hold padding besides (kernels/powersgd/work.py).
+    wire_numel: the number of elements of all P and the uncompressed tensors, which are sent together. The
+        kernels' wires also hold padding (kernels/powersgd/work.py).
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]], rank: int, min_compression_rate: float):
@@ -83,7 +90,7 @@ class PowerSGDLayout:
         self.wire_numel = self.p_numel + sum(numel for _, numel in uncompressed)
 
     def p_slice(self, index: int) -> slice:
-        """Return the slice of a wire without padding that holds P of the matrix with this index."""
+        """Return the slice of p_wire, without padding, that holds P of the matrix with this index."""
         ends = list(accumulate(matrix.rows * matrix.rank for matrix in self.matrices[: index + 1]))
         return slice(ends[-2] if index else 0, ends[-1])
 

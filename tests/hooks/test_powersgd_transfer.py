@@ -165,7 +165,7 @@ def test_one_ranks_errors_on_another_rank_are_noticed(run_ranks):
                 (line,) = when_loaded
                 assert line.startswith(
                     f"WARNING PowerSGD: the errors loaded on rank {rank} of {world_size} "
-                    "are those of rank 0 of 2."
+                    "belong to rank 0 of 2."
                 )
                 assert "consolidated_state_dict(state)" in line
             assert silent == []

@@ -1,7 +1,7 @@
-"""A recorder's rows in a file: JSON lines, of which a header says whose they are.
+"""A recorder's rows in a file: JSON lines after a header with the algorithm, the options and the rank.
 
-The header comes again wherever a run was started anew. Numbers that aren't finite, which JSON has not, are
-the strings "nan", "inf" and "-inf".
+Each recorder that appends to the file writes its own header first. Numbers that aren't finite are the strings
+"nan", "inf" and "-inf", because JSON has no such numbers.
 """
 
 import json
@@ -22,7 +22,7 @@ _NUMBERS = (
 
 @dataclass
 class Recording:
-    """What one rank has recorded with one state: the header's entries, and the rows."""
+    """The rows that one rank has recorded with one state, and the header's entries."""
 
     algorithm: str
     options: dict[str, Any]
@@ -32,7 +32,7 @@ class Recording:
 
 
 def header(algorithm: str, options: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Return the line before a recorder's rows."""
+    """Return the header that precedes a recorder's rows."""
     shown = {name: _plain(value) for name, value in options.items()}
     return {
         "format": FORMAT,
@@ -45,7 +45,10 @@ def header(algorithm: str, options: Mapping[str, Any], rank: int, world_size: in
 
 
 def append(path: Path, first: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append a header, if one is given, and rows to a file. Raises OSError."""
+    """Append rows to a file, after a header. Raises OSError if the file can't be written.
+
+    first: the header; None if the file has it already.
+    """
     lines = [*([first] if first is not None else []), *rows]
     texts = [json.dumps({name: _written(value) for name, value in line.items()}) for line in lines]
     if texts:
@@ -56,8 +59,8 @@ def append(path: Path, first: Mapping[str, Any] | None, rows: Sequence[Mapping[s
 def read(path: Path) -> list[Recording]:
     """Return the recordings in a file, one per header.
 
-    Raises OSError for a file that can't be read, ValueError, with the file and the line, for anything but
-    what append has written.
+    Raises OSError if the file can't be read. Raises ValueError, naming the file and the line, for anything
+    that `append` didn't write.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -129,5 +132,5 @@ def _written(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return an option as JSON has it: a dtype, say, by its name."""
+    """Convert an option to a JSON value: a dtype to its name, for example."""
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,7 +1,7 @@
-"""Record what compression does, bucket by bucket and step by step, without a wait for the host.
+"""Record what compression does, bucket by bucket and step by step. The host doesn't wait for the device.
 
-Norms and sketches (row.py) are computed where the bucket is, in the order of the hook's own work, and are
-read when rows are asked for. docs/recording.md has the formulas.
+Norms and sketches (row.py) are computed on the bucket's device, in stream order with the hook's kernels. The
+host reads them when you ask for rows. docs/recording.md has the formulas.
 """
 
 from collections import deque
@@ -23,23 +23,23 @@ from . import file as recording_file
 from .row import NUM_VALUES, RecordedBucket, Stopwatch, measure, relative_errors, step_values
 
 Log = Callable[[int, dict[str, float]], Any]
-# Rows that share a tensor, so that a device's memory isn't cut into small blocks.
+# This many rows share one tensor, so that the device's memory isn't split into small allocations.
 _BLOCK_ROWS = 64
 
 
 class Recorder:
     """Records the steps of a compressing hook's state, from now on.
 
-    state: a PowerSGDState, QuantizationState or CompressorState; on DDP, the Reducer, the wrapper, with
-    compress_replicas or average_. It has one recorder at most, which its checkpoints don't contain.
-    every: record the steps whose number is a multiple of this; 1 for all steps.
-    max_rows: rows that are kept, one per bucket and step; the oldest are dropped then. A row takes about 4
-    kB, 3 kB of which are on the bucket's device.
+    state: a PowerSGDState, QuantizationState or CompressorState, used with DDP, the Reducer, the wrapper,
+        compress_replicas or average_. A state has at most one recorder. Its checkpoints don't contain it.
+    every: record the steps whose number is a multiple of `every`; 1 for all steps.
+    max_rows: the number of rows to keep, one per bucket and step; then the oldest rows are dropped. A row
+        takes about 4 kB, 3 kB of them on the bucket's device.
 
-    What is averaged is the same, to the bit, with and without it. docs/recording.md says what it costs.
+    Averages are bit-identical with and without a recorder. docs/recording.md has the cost of recording.
 
-    Raises TypeError for another state, ValueError for one that has a recorder, and for an every or a max_rows
-    that is no whole number of at least 1.
+    Raises TypeError for another state; ValueError if the state has a recorder, or if every or max_rows is not
+    a whole number of at least 1.
 
     Example::
 
@@ -69,7 +69,7 @@ class Recorder:
         state.recorder = self
 
     def detach(self) -> None:
-        """Record nothing more. The rows so far stay."""
+        """Stop recording. The rows so far stay."""
         if self._state.recorder is self:
             self._state.recorder = None
 
@@ -91,9 +91,9 @@ class Recorder:
         compressors: Sequence[Compressor],
         group: dist.ProcessGroup,
     ) -> Stages:
-        """Run a compressed bucket's stages, and record them; what the stages yield and return stays the same.
+        """Run a compressed bucket's stages, and record the bucket. Yields and returns what the stages do.
 
-        buffer: has this rank's gradients before the stages, and the averages after them.
+        buffer: the bucket's buffer: this rank's gradients before the stages, the averages after them.
         """
         if step % self._every:
             return (yield from stages)
@@ -122,7 +122,7 @@ class Recorder:
         return result
 
     def _next_values(self, device: torch.device) -> torch.Tensor:
-        """Return memory for a row's values, [3, NUM_VALUES]."""
+        """Allocate a row's values, [3, NUM_VALUES]."""
         if self._block is None or self._num_used == _BLOCK_ROWS or self._block.device != device:
             self._block = torch.empty(_BLOCK_ROWS, 3, NUM_VALUES, device=device)
             self._num_used = 0
@@ -134,7 +134,7 @@ class Recorder:
         self._rows.append(row)
         if row.stopwatch is not None:
             self._under_way.append(row.stopwatch)
-        # A device's events aren't kept for long; whether one is over is asked without a wait.
+        # Read finished stopwatches now, without waiting, so that the device's events are soon released.
         while self._under_way and self._under_way[0].read_if_over():
             self._under_way.popleft()
 
@@ -142,13 +142,13 @@ class Recorder:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Find out the relative errors of all rows so far: those of the average, which no rank knows alone.
+        """Compute the average's relative error for all rows so far. No rank can compute it alone.
 
-        Every rank of the state's group calls it, in the same place among its collectives and with the same
-        rows; it averages 1 kB per row. Waits for the host. Without it, relative_error and energy_kept are
-        None.
+        A collective: every rank of the state's group must call it after the same step, with the same rows. It
+        averages 1 kB per row, and the host waits for the device. Without it, the rows' relative_error,
+        energy_kept and mean_norm stay None.
 
-        Raises RuntimeError on every rank where the rows differ.
+        Raises RuntimeError on every rank if the ranks' rows differ.
         """
         rows = [row for row in self._rows if row.values is not None]
         values = [row.values for row in rows if row.values is not None]
@@ -175,31 +175,41 @@ class Recorder:
             row.values = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what was recorded, oldest first, as a dict per bucket and step. Waits for the host.
+        """Return one dict per bucket and step, oldest first. The host waits for the device.
 
-        step, bucket: the step's number and the bucket's index. rank: this rank. compressed: False in plain
-        steps. numel: the bucket's elements. gradient_bytes, sent_bytes: of the bucket, and of what an
-        all-reduce of as many bytes would send. rate: their ratio. time_ms: from the hook's start until the
-        bucket is averaged. gradient_norm, average_norm, error_norm: of this rank's gradients, of their
-        average, and of this rank's new error. relative_error, energy_kept, mean_norm: the average's error
-        against the mean of gradients plus errors, 1 − its square, and that mean's norm, once complete() was
-        called.
+        step: the step's number.
+        bucket: the bucket's index.
+        rank: this rank.
+        compressed: False in plain steps.
+        numel: the number of elements in the bucket.
+        gradient_bytes: the bytes of the bucket.
+        sent_bytes: the bytes of an all-reduce that sends as much as the compressor.
+        rate: gradient_bytes / sent_bytes.
+        time_ms: the time from the hook's start until the bucket is averaged.
+        gradient_norm: the norm of this rank's gradients.
+        average_norm: the norm of the average.
+        error_norm: the norm of this rank's new error.
+        relative_error: ‖M − average‖ / ‖M‖, with M the mean of the ranks' gradients plus errors; 0 in plain
+            steps.
+        energy_kept: 1 − relative_error².
+        mean_norm: ‖M‖.
 
-        A value that isn't known is None: norms and times of plain steps, error_norm without error feedback.
+        Unknown values are None: norms and times of plain steps, error_norm without error feedback, and the
+        last three values of compressed steps before complete().
         """
         return [row.as_dict() for row in list(self._rows)]
 
     def drain(self) -> list[dict[str, Any]]:
-        """Return rows() and forget them."""
+        """Return rows(), and delete them."""
         rows = self.rows()
         self._forget(len(rows))
         return rows
 
     def flush(self, log: Log) -> None:
-        """Call log(step, {name: value}) for every recorded step, oldest first, and forget the rows.
+        """Call log(step, {name: value}) for every recorded step, oldest first, and delete the rows.
 
-        The names: "gradcomp/rate", "gradcomp/relative_error" and others for the step as a whole, and
-        "gradcomp/bucket 0/rate" and so on for its buckets. Values that aren't known are left out.
+        The step as a whole has the names "gradcomp/rate", "gradcomp/relative_error" and others. Its buckets
+        have "gradcomp/bucket 0/rate" and so on. Unknown values are left out.
         """
         rows = self.rows()
         for step, values in step_values(rows):
@@ -207,10 +217,11 @@ class Recorder:
         self._forget(len(rows))
 
     def save(self, path: str | Path) -> None:
-        """Append the rows to a file of JSON lines, and forget them; `python -m gradcomp report` shows it.
+        """Append the rows to a file of JSON lines, and delete them from the recorder.
 
-        Every rank that saves needs a file of its own. Raises OSError for a file that can't be written; the
-        rows stay then.
+        `python -m gradcomp report` shows the file. Every rank that saves needs its own file.
+
+        Raises OSError if the file can't be written; the rows are kept then.
         """
         rows = self.rows()
         group = resolve_group("Recorder.save", self._state.process_group)
@@ -229,6 +240,6 @@ class Recorder:
 
 
 def _gathered(parts: Sequence[BucketPart], buffer: torch.Tensor) -> torch.Tensor:
-    """Return the parts' elements one after another; the buffer itself if there is one part, the whole."""
+    """Return the parts' elements one after another. For one part that is the whole bucket: the buffer."""
     gathered = [part.gather(buffer) for part in parts]
     return gathered[0] if len(gathered) == 1 else torch.cat(gathered)

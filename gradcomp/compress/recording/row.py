@@ -1,11 +1,11 @@
-"""The row of a bucket in one step, parts of which may still be on a device; and the values of a step.
+"""The row that is recorded for a bucket in one step, and the values of a whole step.
 
-The norm of the mean of the ranks' errors can't be told from the norms of the errors, but from a sketch, a
-short summary of a long vector. A sketch is linear: the mean of the ranks' sketches is the sketch of the mean.
-Elements get signs that are random but the same on every rank, and are summed in LENGTH places (Charikar, Chen
-and Farach-Colton, "Finding frequent items in data streams", ICALP 2002). The norm of a sketch is the norm of
-the vector up to a relative standard deviation of about 1 / sqrt(2 · LENGTH), 4.5 %, where the vector's energy
-is spread over many elements.
+The ranks' error norms don't determine the norm of their mean error. Sketches do: a sketch is a short summary
+of a long vector. It is linear, so the mean of the ranks' sketches is the sketch of the mean. To make one,
+multiply the elements by random signs, the same on every rank, and sum them in LENGTH places (Charikar, Chen
+and Farach-Colton, "Finding frequent items in data streams", ICALP 2002). The norm of a sketch estimates the
+norm of the vector, with a relative standard deviation of about 1 / sqrt(2 · LENGTH) = 4.5 % if the vector's
+energy is spread over many elements.
 """
 
 import math
@@ -23,15 +23,15 @@ from gradcomp import ops
 
 from ...comm.process_group import Operation
 
-# A prime, so that neither the rows nor the columns of a matrix all fall into a few of the places.
+# A prime, so that a matrix's rows or columns don't all fall into a few of the places.
 LENGTH = 251
 _NUM_SHIFTS = 1 << 16
 
 
 def chunk_numel(device: torch.device) -> int:
-    """Return how many elements are summed at a time: 1 MB in fp32, which a processor's cache holds.
+    """Return the number of elements to sum at a time.
 
-    On CUDA 16 MB: few launches matter more there.
+    On a CPU: 1 MB in fp32, which fits the processor's cache. On CUDA: 16 MB, for fewer kernel launches.
     """
     return LENGTH << (14 if ops.has_streams(device) else 10)
 
@@ -47,10 +47,12 @@ def _signs(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def measure(values: torch.Tensor, shift: int, *, out: torch.Tensor) -> None:
-    """Write a vector's Euclidean norm and its sketch to out, without a wait for the host.
+    """Write a vector's Euclidean norm and sketch to out. The host doesn't wait for the device.
 
-    values: [numel], floating-point. shift: chooses the signs; the same for all vectors that are added. out:
-    fp32 [1 + LENGTH] on the same device; inf or NaN where the values are, or where their squares don't fit.
+    values: [numel], floating-point.
+    shift: selects the signs; must be the same for sketches that are added.
+    out: fp32 [1 + LENGTH] on the same device. Holds inf or NaN if a value isn't finite or its square
+        overflows.
     """
     wide = torch.promote_types(values.dtype, torch.float32)
     square = torch.zeros((), dtype=torch.float64, device=values.device)
@@ -70,14 +72,14 @@ def measure(values: torch.Tensor, shift: int, *, out: torch.Tensor) -> None:
     out[1:] = sketch
 
 
-# A norm, and a sketch.
+# One norm, and a sketch.
 NUM_VALUES = 1 + LENGTH
 
 
 class Stopwatch:
-    """Measures a bucket's time: on CUDA by events on the stream that runs the hook's work, else by the clock.
+    """Measures a bucket's time, from construction on.
 
-    It starts when it is made.
+    On CUDA it records events on the stream of the hook's kernels; otherwise it reads the clock.
     """
 
     def __init__(self, device: torch.device):
@@ -93,11 +95,11 @@ class Stopwatch:
         return event
 
     def stop(self) -> None:
-        """Note that the bucket is averaged."""
+        """Mark the end of averaging."""
         self._marks.append(self._mark())
 
     def end_of_measuring(self) -> None:
-        """Note that the row's values have been computed, too."""
+        """Mark the end of computing the row's values, after stop()."""
         self._marks.append(self._mark())
 
     @property
@@ -106,7 +108,7 @@ class Stopwatch:
         return self._elapsed_ms is not None
 
     def read_if_over(self) -> bool:
-        """Read the time if everything is over; return whether it is. Doesn't wait."""
+        """Read the time if the device has passed all marks. Returns whether it has; never waits."""
         if not self.is_read and (not self._on_stream or self._marks[-1].query()):
             self._read()
         return self.is_read
@@ -125,7 +127,7 @@ class Stopwatch:
 
     @property
     def elapsed_ms(self) -> float:
-        """The time in ms. Waits for it."""
+        """The time in ms. Waits until the bucket is averaged and measured."""
         self.wait()
         assert self._elapsed_ms is not None
         return self._elapsed_ms
@@ -135,9 +137,11 @@ class Stopwatch:
 class RecordedBucket:
     """One row of a recorder.
 
-    values: norms and sketches [3, NUM_VALUES] of this rank's gradients, of their average, and of this rank's
-    error, which has none without error feedback. None in a plain step, as is stopwatch, and once all ranks
-    have exchanged their sketches, from when on relative_error and mean_norm are known.
+    values: [3, NUM_VALUES], norms and sketches of this rank's gradients, of the average, and of this rank's
+        error (undefined unless has_error). None in a plain step. None again after Recorder.complete(), which
+        sets relative_error and mean_norm instead.
+    has_error: True with error feedback.
+    stopwatch: None in a plain step.
     """
 
     step: int
@@ -155,18 +159,18 @@ class RecordedBucket:
     _norms: list[float] | None = None
 
     def wait(self) -> None:
-        """Wait until its values are there."""
+        """Wait until the row's values are computed."""
         if self.stopwatch is not None:
             self.stopwatch.wait()
 
     def read_norms(self) -> None:
-        """Bring the norms to the host. Waits for them."""
+        """Copy the norms to the host. Waits until they are computed."""
         self.wait()
         if self._norms is None and self.values is not None:
             self._norms = self.values[:, 0].tolist()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as Recorder.rows() describes it. Waits for its values."""
+        """Return the row as a dict; see Recorder.rows(). Waits until its values are computed."""
         self.read_norms()
         gradient, average, error = self._norms or (None, None, None)
         relative_error = self.relative_error if self.is_compressed else 0.0
@@ -193,13 +197,16 @@ class RecordedBucket:
 def relative_errors(
     values: torch.Tensor, has_error: Sequence[bool], group: dist.ProcessGroup
 ) -> Iterator[tuple[float, float]]:
-    """Yield (relative error of the average, norm of the mean of gradients plus errors) of every row.
+    """Yield (relative error of the average, norm of the mean of gradients plus errors) for every row.
 
-    values: [rows, 3, NUM_VALUES], as RecordedBucket has them. A collective.
+    A collective.
 
-    The mean of gradients plus errors, M, is the average C and the mean E of the new errors, because that is
-    what error feedback keeps; without it, M is the mean of the gradients, and E = M − C. So the sketches of
-    each rank's errors are averaged, and the ratio is ‖E‖ / ‖C + E‖.
+    values: [rows, 3, NUM_VALUES], the values of RecordedBuckets.
+    has_error: for each row, whether errors are kept.
+
+    The relative error is ‖E‖ / ‖M‖. C is the average, E the mean of the ranks' new errors, and M the mean of
+    gradients plus errors. Error feedback keeps M = C + E. Without error feedback, M is the mean of the
+    gradients, and E = M − C. The ranks' sketches of errors are averaged to estimate E.
     """
     gradients, averages, errors = values[:, :, 1:].unbind(1)
     keeps = torch.tensor(has_error, device=values.device).view(-1, 1)
@@ -221,7 +228,10 @@ _OF_STEP = ("gradient_norm", "average_norm", "error_norm")
 
 
 def step_values(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, values by name) of every step in the rows, which are in order."""
+    """Yield (step, values by name) for every step.
+
+    rows: in the order of steps.
+    """
     for step, of_step in groupby(rows, key=lambda row: int(row["step"])):
         buckets = list(of_step)
         values = {f"{PREFIX}/{name}": value for name, value in whole_step(buckets).items()}
@@ -231,7 +241,7 @@ def step_values(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str,
 
 
 def whole_step(buckets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a step's bytes, rate, norms and relative error, all of its buckets taken as one vector."""
+    """Return a step's bytes, rate, norms and relative error, with all its buckets as one vector."""
     gradient_bytes = sum(row["gradient_bytes"] for row in buckets)
     sent_bytes = sum(row["sent_bytes"] for row in buckets)
     relative_error = _of_all_buckets(buckets)
@@ -246,7 +256,7 @@ def whole_step(buckets: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _of_all_buckets(buckets: Sequence[dict[str, Any]]) -> float | None:
-    """Return the relative error of all buckets as one vector; None if one of them isn't known."""
+    """Return the relative error of all buckets as one vector; None if a bucket's value is unknown."""
     if not any(row["compressed"] for row in buckets):
         return 0.0
     whole = _length([row["mean_norm"] for row in buckets])
@@ -257,6 +267,6 @@ def _of_all_buckets(buckets: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _length(norms: Sequence[float | None]) -> float | None:
-    """Return the norm of a vector whose parts have these norms; None if one isn't known."""
+    """Return the norm of a vector from the norms of its parts; None if a norm is unknown."""
     known = [norm for norm in norms if norm is not None]
     return math.hypot(*known) if len(known) == len(norms) else None
