@@ -25,7 +25,7 @@ def shard_shapes(shapes: Sequence[Shape], num_shards: int) -> list[Shape]:
 def bytes_sent(hook: str, shapes: Sequence[Shape], num_shards: int, num_replicas: int) -> float:
     """Return the bytes that all ranks of a replica send to other replicas in a step, for fp32 gradients."""
     payload = CANDIDATES[hook].payload(shard_shapes(shapes, num_shards), torch.float32, num_replicas)
-    return num_shards * payload.handed_bytes * 2 * (num_replicas - 1) / num_replicas
+    return num_shards * payload.collective_bytes * 2 * (num_replicas - 1) / num_replicas
 
 
 def table(model: str, shards: Sequence[int], num_replicas: int) -> list[list[str]]:

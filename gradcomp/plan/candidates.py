@@ -53,7 +53,7 @@ class Payload:
     num_launches: int = 0
 
     @property
-    def handed_bytes(self) -> float:
+    def collective_bytes(self) -> float:
         """The bytes handed to collectives. An all-to-all or all-gather counts half: it sends half of an
         all-reduce's bytes.
         """

@@ -90,7 +90,7 @@ class Compute:
 class StepPrediction:
     """The prediction for a step with a hook.
 
-    handed_bytes: bytes that a rank hands to collectives, counted as in docs/accuracy.md; see Payload.
+    collective_bytes: bytes that a rank hands to collectives, counted as in docs/accuracy.md; see Payload.
     sent_bytes: bytes that a rank sends, in a ring or to every other rank.
     local_s: the hook's own work.
     communication_s: the hook's collectives.
@@ -100,7 +100,7 @@ class StepPrediction:
 
     hook: str
     world_size: int
-    handed_bytes: float
+    collective_bytes: float
     sent_bytes: float
     local_s: float
     communication_s: float
@@ -124,8 +124,8 @@ class StepWork:
     is_inline: bool
 
     @cached_property
-    def handed_bytes(self) -> float:
-        return sum(payload.handed_bytes for payload in self.payloads)
+    def collective_bytes(self) -> float:
+        return sum(payload.collective_bytes for payload in self.payloads)
 
     @cached_property
     def sent_bytes(self) -> float:
@@ -156,7 +156,7 @@ class StepWork:
         return StepPrediction(
             self.hook,
             self.world_size,
-            handed_bytes=self.handed_bytes,
+            collective_bytes=self.collective_bytes,
             sent_bytes=self.sent_bytes,
             local_s=sum(self.local_s),
             communication_s=sum(communication),

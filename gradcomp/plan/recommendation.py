@@ -147,8 +147,8 @@ def _fastest(predictions: Mapping[str, StepPrediction], allowed: Sequence[Candid
 
 def is_extrapolated(hook: Candidate, predictions: Mapping[str, StepPrediction]) -> bool:
     """Return whether the hook saves far more bytes here than in the measurement of its cost."""
-    cost, handed = accuracy_cost(hook), predictions[hook.name].handed_bytes
-    return cost is None or predictions["none"].handed_bytes > RATE_MARGIN * cost.rate * handed
+    cost, own_bytes = accuracy_cost(hook), predictions[hook.name].collective_bytes
+    return cost is None or predictions["none"].collective_bytes > RATE_MARGIN * cost.rate * own_bytes
 
 
 def sentences(
@@ -175,7 +175,7 @@ def sentences(
         return text
     cost = accuracy_cost(next(each for each in hooks if each.name == found.untested))
     assert cost is not None
-    rate = predictions["none"].handed_bytes / predictions[found.untested].handed_bytes
+    rate = predictions["none"].collective_bytes / predictions[found.untested].collective_bytes
     return (
         f"{text} {found.untested} would be {times(found.untested_speedup)} as fast, but it sends "
         f"{times(rate)} fewer bytes here, and its cost in accuracy was measured at {times(cost.rate)} fewer: "

@@ -81,7 +81,7 @@ def table(
         row = [
             hook.name,
             with_prefix(found.sent_bytes, "B"),
-            factor(none.handed_bytes / found.handed_bytes) if found.handed_bytes else "",
+            factor(none.collective_bytes / found.collective_bytes) if found.collective_bytes else "",
             seconds(found.local_s),
             seconds(found.communication_s),
             seconds(found.hidden_s),

@@ -20,7 +20,7 @@ SHAPES = ((300, 200), (200,), (64, 3, 7, 7), (5, 4), ())
 
 
 def sent(name, shapes, world_size=2, dtype=FP32):
-    return CANDIDATES[name].payload(shapes, dtype, world_size).handed_bytes
+    return CANDIDATES[name].payload(shapes, dtype, world_size).collective_bytes
 
 
 def test_powersgds_rate_for_one_matrix():
@@ -82,7 +82,7 @@ def count_bytes(rank):
         buckets = buckets_of(shapes, cap_bytes=0.3 * 2**20)
         assert len(buckets) > 1
         payloads = [candidate.payload(bucket.shapes, FP32, dist.get_world_size()) for bucket in buckets]
-        predicted[name] = sum(payload.handed_bytes for payload in payloads)
+        predicted[name] = sum(payload.collective_bytes for payload in payloads)
     return counted, predicted
 
 
@@ -149,7 +149,7 @@ def test_bert_is_compressed_as_documented():
     """docs/choosing.md: 16 bits half, int4 7.8 times fewer at most, PowerSGD hundreds of times."""
     buckets = buckets_of(built_in_model("bert-large").parameters)
     total = {
-        name: sum(candidate.payload(bucket.shapes, FP32, 64).handed_bytes for bucket in buckets)
+        name: sum(candidate.payload(bucket.shapes, FP32, 64).collective_bytes for bucket in buckets)
         for name, candidate in CANDIDATES.items()
     }
     assert total["none"] == 2 * total["bf16"] == 4 * 335_141_888

@@ -205,7 +205,7 @@ def test_half_the_bytes_take_half_the_time():
     link = Link(GIGABIT, 0.0)
     none, fp16 = step("none", link), step("fp16", link)
     assert fp16.communication_s == pytest.approx(none.communication_s / 2)
-    assert fp16.sent_bytes == none.sent_bytes / 2 == 1.5 * fp16.handed_bytes
+    assert fp16.sent_bytes == none.sent_bytes / 2 == 1.5 * fp16.collective_bytes
     bf16_gradients = step("none", link, dtype=torch.bfloat16)
     assert bf16_gradients.sent_bytes == fp16.sent_bytes
 

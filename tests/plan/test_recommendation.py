@@ -17,7 +17,7 @@ def recommended(noop_s=1.0, max_loss=0.02, rates=RATES, **steps):
     step_s = {hook.name: steps.get(hook.name.replace(":", "_"), steps["none"]) for hook in HOOKS}
     plain = StepPrediction("none", 4, 1e9, 1e9, 0.0, 1.0, 0.0, 1.0)
     predictions = {
-        name: replace(plain, hook=name, handed_bytes=1e9 / rates[name], step_s=step_s[name])
+        name: replace(plain, hook=name, collective_bytes=1e9 / rates[name], step_s=step_s[name])
         for name in step_s
     }
     found = recommend(predictions, noop_s, HOOKS, max_loss)
