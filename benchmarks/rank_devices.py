@@ -32,7 +32,7 @@ def chosen_world_size(args: argparse.Namespace) -> int:
     default = num_gpus if args.backend == "nccl" else GLOO_RANKS
     world_size: int = default if args.world_size is None else args.world_size
     if world_size < 1:
-        raise ValueError(f"--world-size is {world_size}, but has to be 1 or more")
+        raise ValueError(f"--world-size is {world_size}, but must be 1 or more")
     if args.backend == "nccl" and world_size > num_gpus:
         raise ValueError(
             f"--world-size is {world_size}, but nccl takes a GPU per rank, and this machine has {num_gpus}"

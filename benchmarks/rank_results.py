@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# What a result has to be: the float64 mean of the ranks' references; its rank's own reference; rank 0's.
+# What a result must be: the float64 mean of the ranks' references; its rank's own reference; rank 0's.
 Expected = Literal["mean", "own", "rank 0"]
 
 
@@ -158,13 +158,13 @@ def _compare(result: Result, of_ranks: list[Result]) -> tuple[float, str | None]
     if expected is None or result.result is None:
         is_right = expected is None and result.result is None
         have, should = ("None" if each is None else "a tensor" for each in (result.result, expected))
-        return 0.0, None if is_right else f"is {have}, but has to be {should}"
+        return 0.0, None if is_right else f"is {have}, but must be {should}"
     if result.result.shape != expected.shape:
-        return 0.0, f"has shape {list(result.result.shape)}, but has to have {list(expected.shape)}"
+        return 0.0, f"has shape {list(result.result.shape)}, but must have {list(expected.shape)}"
     if result.reference is not None and result.result.dtype != result.reference.dtype:
-        return 0.0, f"is {result.result.dtype}, but has to be {result.reference.dtype}"
+        return 0.0, f"is {result.result.dtype}, but must be {result.reference.dtype}"
     if not result.max_error:
-        return 0.0, None if torch.equal(result.result, expected) else "is not exactly what it has to be"
+        return 0.0, None if torch.equal(result.result, expected) else "is not exactly what it must be"
     if not expected.numel():
         return 0.0, None
     references = [each.reference for each in of_ranks if each.reference is not None]

@@ -59,7 +59,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 def _bytes_per_element(bits: int, itemsize: int) -> dict[str, float]:
-    """Return what each stage has to move per element of the bucket. Errors are in fp32."""
+    """Return what each stage must move per element of the bucket. Errors are in fp32."""
     encoded = bits / 8 + 2 / BLOCK_SIZE
     return {
         # The owner's error is read in one of the shards.

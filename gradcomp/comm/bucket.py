@@ -133,7 +133,7 @@ def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]
     """Return the result of a hook. Raises RuntimeError if it isn't a Future."""
     if not isinstance(future, torch._C.Future):  # a collective's future is one, too
         raise ExplainedError(
-            f"the communication hook {name_of(hook)} returned {type(future).__name__}, but has to return a "
+            f"the communication hook {name_of(hook)} returned {type(future).__name__}, but must return a "
             "torch.futures.Future that holds the averaged bucket"
         )
     return future  # type: ignore[return-value]
@@ -151,7 +151,7 @@ def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
         found = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
         raise ExplainedError(
             f"the future of the communication hook {name_of(hook)} holds {found}, but a bucket of "
-            f"{buffer.numel()} elements has to come back"
+            f"{buffer.numel()} elements must come back"
         )
     return result.view(-1)
 

@@ -29,7 +29,7 @@ _num_meetings: MutableMapping[dist.ProcessGroup, Counter[str]] = WeakIdKeyDictio
 def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: str) -> None:
     """Raise ExplainedError unless every rank of the group comes here within the group's time-out.
 
-    call: the function that all ranks have to call.
+    call: the function that all ranks must call.
     what: the purpose of the call, in words that follow "could not".
     advice: the message's last sentence.
 
@@ -39,7 +39,7 @@ def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: st
         return
     store, ranks = found
     with Operation.of(what, group):
-        missing = missing_ranks(call, f"{call}, which all ranks have to call. {advice}", store, ranks, group)
+        missing = missing_ranks(call, f"{call}, which all ranks must call. {advice}", store, ranks, group)
     if missing:
         raise ExplainedError(
             f"rank {group.rank()} of {group.size()} could not {what}: {_named(missing)} not come to {call} "

@@ -131,7 +131,7 @@ class Operation(NamedTuple):
 
 def _message(operation: Operation, text: str, who_waits: str) -> str:
     others = who_waits or (
-        "another rank has ended, raised an error, left this step out, or is alone in what all ranks have to "
+        "another rank has ended, raised an error, left this step out, or is alone in what all ranks must "
         "call, such as a save: accelerator.save_state, CommHook.state_dict and consolidated_state_dict "
         "belong on every rank, not under `if is_main_process`"
     )

@@ -208,7 +208,7 @@ def _check_ranks(name: str, shard_group: dist.ProcessGroup, replicate_group: dis
     if len(common := set(shards) & set(replicas)) > 1:
         raise ValueError(
             f"replicate_group has ranks {replicas}, of which {sorted(common)} hold different shards of "
-            f"{name} (sharded over ranks {shards}), but has to have one rank of every replica: "
+            f"{name} (sharded over ranks {shards}), but must have one rank of every replica: "
             'mesh["replicate"].get_group() of the 2-D mesh'
         )
 

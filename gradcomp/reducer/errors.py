@@ -20,7 +20,7 @@ def marked_twice(name: str) -> str:
 def graph_changed(name: str, num_uses: int) -> str:
     return (
         f"Your training graph has changed in this iteration: parameter {name} was used {num_uses} times in "
-        "the first one. With static_graph=True every iteration has to use the same parameters as often"
+        "the first one. With static_graph=True every iteration must use the same parameters as often"
     )
 
 

@@ -1,4 +1,4 @@
-"""What all ranks have to call, called on one rank: the error names it on every rank, within the time-out."""
+"""What all ranks must call, called on one rank: the error names it on every rank, within the time-out."""
 
 from datetime import timedelta
 
@@ -71,7 +71,7 @@ def test_every_rank_is_told(run_ranks, call, tmp_path):
         f"rank 0 of 2 could not {what}: rank 1 has not come to {name} within the time-out."
     )
     assert other.startswith("rank 1 of 2 could not average bucket 0 with allreduce_hook: [")
-    assert f"rank 0 has come to {name}, which all ranks have to call." in other
+    assert f"rank 0 has come to {name}, which all ranks must call." in other
     if "state_dict" in name:
         for message in (alone, other):
             assert (

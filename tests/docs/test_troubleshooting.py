@@ -87,7 +87,7 @@ def test_every_message_is_quoted():
     ("quotation", "is_quoted"),
     [
         ("bits is …; choose 4 or 8", True),
-        ("bits is …; it has to be 2", False),
+        ("bits is …; it must be 2", False),
         ("to be 4 … bits", False),
     ],
 )

@@ -122,4 +122,4 @@ def test_a_wrapper_puts_the_bucket_back(run_ranks):
     inside, (message, is_back), result = run_ranks(wrap_faulty_hooks, 1)[0]
     assert (inside, result) == (("inside the hook", True), ([1.0] * 4, True))
     assert is_back
-    assert "lambda> returned int, but has to return a torch.futures.Future" in message
+    assert "lambda> returned int, but must return a torch.futures.Future" in message

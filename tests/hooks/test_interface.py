@@ -140,7 +140,7 @@ def test_power_sgd_types_make_their_state(name):
 
 
 def test_wrapping_the_plain_hook_is_the_compress_hook():
-    """The wrapper divides before it rounds then, so that only the average has to fit."""
+    """The wrapper divides before it rounds then, so that only the average must fit."""
     wrap = default_hooks.fp16_compress_wrapper
     assert wrap(default_hooks.allreduce_hook) is default_hooks.fp16_compress_hook
     wrap = default_hooks.bf16_compress_wrapper

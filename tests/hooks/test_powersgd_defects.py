@@ -214,7 +214,7 @@ def test_no_host_synchronization():
     """Torch waits for the whole device in every bucket, which nothing in the library may do.
 
     Plain torch for CPU tensors may read a tensor's value on the host. So may the Reducer and the wrapper,
-    where the host has to know what other ranks did, and the comparison of options in a state's first step.
+    where the host must know what other ranks did, and the comparison of options in a state's first step.
     """
     device_wide = re.compile(r"cuda\.synchronize|[eE]vent\w*\.synchronize|stream\w*\.synchronize")
     waits = re.compile(r"\.item\(\)|\.tolist\(\)|\.nonzero\(\)")

@@ -219,7 +219,7 @@ def test_a_state_dict_loads_what_it_saves(saved):
 
 
 def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
-    """The next step counts it as zero as well, and what is saved has to load again."""
+    """The next step counts it as zero as well, and what is saved must load again."""
     state, expected = new_state(), copy.deepcopy(saved)
     state.load_state_dict(copy.deepcopy(saved))
     _, (memory,) = broken = state._memories.saved()

@@ -121,7 +121,7 @@ def load_raw(opcodes):
 
 
 def test_what_is_safe():
-    """Only these globals are safe: whatever is added has to be looked at here first."""
+    """Only these globals are safe: whatever is added must be looked at here first."""
     safe = (STATE, QuantizationState, *HOOKS)
     importable = {f"{each.__module__}.{each.__qualname__}" for each in safe}
     assert _safe_globals() == importable

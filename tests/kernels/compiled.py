@@ -5,7 +5,7 @@ its kernels, compiles them so for sm_90, and prints the worst of each kernel: re
 memory, programs that fit a multiprocessor. With `--json` it prints all variants, and their memory
 instructions. With `--every`, for each dtype and rank rather than for those that the tests have time for: five
 minutes. It runs in a process of its own because the test process holds interpreted kernels. A new kernel's
-launcher has to be called in launches() or quantized_launches(): test_compiled.py says so if it is missing.
+launcher must be called in launches() or quantized_launches(): test_compiled.py says so if it is missing.
 """
 
 import importlib

@@ -76,7 +76,7 @@ def check_nothing_spills(report):
 
 
 def check_twelve_warps_fit_a_multiprocessor(report):
-    """Check copies and small ranks, whose limit is memory: warps in flight have to hide its latency."""
+    """Check copies and small ranks, whose limit is memory: warps in flight must hide its latency."""
     checked = {
         name: facts
         for name, facts in report.items()

@@ -226,4 +226,4 @@ def test_partial_hooks(run_ranks):
     assert calls == 2
     for one, other in zip(first[:2], second[:2], strict=True):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-    assert "returned NoneType, but has to return a torch.futures.Future" in first[2]
+    assert "returned NoneType, but must return a torch.futures.Future" in first[2]

@@ -1,4 +1,4 @@
-"""The model of links, timelines and steps: limits, cases by hand, and what has to rise or fall."""
+"""The model of links, timelines and steps: limits, cases by hand, and what must rise or fall."""
 
 import math
 from itertools import pairwise

@@ -86,7 +86,7 @@ def wrong_arguments(rank):
         gradcomp.average_(
             [torch.ones(2)], debugging_hooks.noop_hook, process_group=torch.distributed.group.WORLD
         )
-    with pytest.raises(RuntimeError, match="returned Tensor, but has to return"):
+    with pytest.raises(RuntimeError, match="returned Tensor, but must return"):
         gradcomp.average_([torch.ones(2)], lambda state, bucket: bucket.buffer())
     kept = torch.nn.Parameter(torch.ones(2))
     gradcomp.average_([kept])

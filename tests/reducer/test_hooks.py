@@ -86,7 +86,7 @@ def bad_hooks(rank):
 
 def test_hooks_that_are_wrong(run_ranks):
     ((no_future, text, short, raised),) = run_ranks(bad_hooks, 1)
-    assert "returned Tensor, but has to return a torch.futures.Future" in no_future
-    assert "holds str, but a bucket of 4355 elements has to come back" in text
-    assert "elements has to come back" in short
+    assert "returned Tensor, but must return a torch.futures.Future" in no_future
+    assert "holds str, but a bucket of 4355 elements must come back" in text
+    assert "elements must come back" in short
     assert raised == "ZeroDivisionError: in the hook"

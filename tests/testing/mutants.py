@@ -1,4 +1,4 @@
-"""Compressors with planted bugs: each differs from its base class in one way that a property has to find."""
+"""Compressors with planted bugs: each differs from its base class in one way that a property must find."""
 
 from itertools import count
 

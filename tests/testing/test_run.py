@@ -71,7 +71,7 @@ def test_all_buckets_are_in_flight_before_one_is_waited_for():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda buffer: buffer, "returned Tensor, but has to return a torch.futures.Future"),
+        (lambda buffer: buffer, "returned Tensor, but must return a torch.futures.Future"),
         (lambda buffer: done(buffer[1:]), r"holds \[2\], but a bucket of 3 elements"),
         (lambda buffer: done(None), "holds NoneType, but a bucket of 3"),
     ],

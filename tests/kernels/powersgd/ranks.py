@@ -28,7 +28,7 @@ def plans_of(
     world_size: int = 1,
     **options: Any,
 ) -> list[PowerSGDPlan]:
-    """Return one plan per simulated rank, with NaN in all that a step has to write before it reads."""
+    """Return one plan per simulated rank, with NaN in all that a step must write before it reads."""
     layout = shapes if isinstance(shapes, PowerSGDLayout) else PowerSGDLayout(shapes, rank, COMPRESS_ALL)
     chosen = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0} | options
     plans = [PowerSGDPlan(layout, dtype, device, **chosen) for _ in range(world_size)]

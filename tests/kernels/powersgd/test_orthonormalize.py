@@ -55,7 +55,7 @@ def orthonormalized(
         rows = -(-len(panel) // work.block_rows) * work.block_rows
         whole = out[start : start + work.rank * rows].view(work.rank, rows).T
         start += work.rank * rows
-        assert not whole[len(panel) :].any(), "padding has to be zero even beside NaN"
+        assert not whole[len(panel) :].any(), "padding must be zero even beside NaN"
         result.append(whole[: len(panel), : panel.shape[1]])
     return result
 

@@ -1,4 +1,4 @@
-"""Quantized all-reduces of simulated ranks, and what quantized blocks have to be, for the kernels' tests."""
+"""Quantized all-reduces of simulated ranks, and what quantized blocks must be, for the kernels' tests."""
 
 from __future__ import annotations
 
