@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, PowerSGDLayout
 
 __all__ = [
+    "PartsCopy",
     "PowerSGDPlan",
     "QuantizedPlan",
     "compile_powersgd",
@@ -163,6 +164,33 @@ def unflatten(
     return out
 
 
+class PartsCopy:
+    """Copies parts of one flat buffer to places in another one, in one launch.
+
+    parts: (a slice of the source, the slice of the target that it goes to) pairs.
+    device: the buffers' device.
+    """
+
+    def __init__(self, parts: Sequence[tuple[slice, slice]], device: torch.device):
+        self._parts, self._tables = parts, None
+        if runs_triton(device):
+            step = flatten_kernel.BLOCK
+            tiles = [
+                (0, source.start + start, target.start + start, min(step, source.stop - source.start - start))
+                for source, target in parts
+                for start in range(0, source.stop - source.start, step)
+            ]
+            self._tables = flatten_kernel.FlattenTables(tiles, 1, device)
+
+    def __call__(self, source: torch.Tensor, target: torch.Tensor, scale: float) -> None:
+        """Write scale · each part to its place, rounded once to the target's dtype. Both are 1-D."""
+        if self._tables is not None:
+            flatten_kernel.flatten([source], self._tables, out=target, scale=scale)
+        else:
+            pairs = [(source[own], target[place]) for own, place in self._parts]
+            cpu.copy([own for own, _ in pairs], out=[place for _, place in pairs], scale=scale)
+
+
 def scale_(tensors: Sequence[torch.Tensor], scale: float) -> None:
     """Multiply tensors of one dtype in place. Each element is rounded once. Call it under torch.no_grad()."""
     cpu.scale_(tensors, scale)
@@ -285,6 +313,9 @@ def quantized_plan(
     bits: int,
     error_feedback: bool,
     exact_dtype: torch.dtype | None = None,
+    divisor: float | None = None,
+    averages_dtype: torch.dtype | None = None,
+    only_dequantizes: bool = False,
 ) -> QuantizedPlan:
     """Return the plan of one bucket's quantized all-reduce: its buffers and the three local stages of a step.
 
@@ -294,13 +325,19 @@ def quantized_plan(
     bits: 4 or 8 bits per element.
     error_feedback: keep errors, and add them to the next step's gradients and means.
     exact_dtype: the dtype in which exact tensors are sent; None for the bucket's.
+    divisor: the number that sums over a shard's senders are divided by; None for their number. Between nodes
+        it is the number of all ranks, times the factor that gradients were multiplied by before.
+    averages_dtype: the dtype that averages must fit when they are dequantized; None for the bucket's.
+    only_dequantizes: True if only plan.payload and plan.dequantize are used. Nothing else is allocated.
 
     A step:
 
-    1. plan.quantize(flat, rank, unused): M = gradient + error; plan.payload [world size, bytes] = M's codes
-       and scales and the exact elements, one row per shard; error = M − quantized M. unused: parts of the
-       layout that this rank's backward has not used: zeros are sent for them, their errors stay, and flat is
-       zero there.
+    1. plan.quantize(flat, rank, unused, stays): M = gradient + error; plan.payload [world size, bytes] = M's
+       codes and scales and the exact elements, one row per shard; error = M − quantized M.
+       unused: parts of the layout that this rank's backward has not used. Zeros are sent for them, their
+       errors stay, and flat is zero there.
+       stays: for each unused part a mask of the elements whose errors stay; None for all. With masks flat is
+       sent as it is.
     2. All-to-all from plan.payload to plan.received.
     3. plan.average(rank): plan.mean [bytes] = the quantized mean of plan.received plus the owner's error.
     4. All-gather from plan.mean to plan.payload.
@@ -311,17 +348,24 @@ def quantized_plan(
     plan.shard_error: [shard_numel], the owner's error alone.
     Both are zero in padding, and None without error_feedback.
     """
-    options: dict[str, Any] = {"bits": bits, "error_feedback": error_feedback, "exact_dtype": exact_dtype}
+    options: dict[str, Any] = {
+        "bits": bits,
+        "error_feedback": error_feedback,
+        "exact_dtype": exact_dtype,
+        "divisor": divisor,
+        "only_dequantizes": only_dequantizes,
+    }
     if runs_triton(device):
-        quantizer = cpu_quantize.quantizer(bits, dtype)
+        quantizer = cpu_quantize.quantizer(bits, averages_dtype or dtype)
         return quantize_kernels.QuantizedPlan(layout, dtype, device, **options, **quantizer)
-    return cpu_quantized_plan.QuantizedPlan(layout, dtype, **options)
+    return cpu_quantized_plan.QuantizedPlan(layout, dtype, averages_dtype=averages_dtype, **options)
 
 
 def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
     """Compile the kernels that a quantized_plan with these arguments launches; see compile_powersgd."""
     if has_streams(device):
-        quantizer = cpu_quantize.quantizer(options["bits"], dtype)
+        averages_dtype = options.pop("averages_dtype", None) or dtype
+        quantizer = cpu_quantize.quantizer(options["bits"], averages_dtype)
         quantize_kernels.compile_kernels(layout, dtype, device, **options, **quantizer)
 
 

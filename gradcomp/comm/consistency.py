@@ -118,7 +118,7 @@ def require_same_on_all_ranks(
     device: torch.device,
     advice: str,
     notes: Mapping[str, Any] | None = None,
-) -> str:
+) -> dict[str, str]:
     """Raise RuntimeError on every rank of the group unless all ranks give equal values.
 
     whose: the owner of the values, the message's subject.
@@ -126,19 +126,19 @@ def require_same_on_all_ranks(
         a dtype.
     device: a device whose tensors the group's backend takes.
     advice: the message's last sentence.
-    notes: values that may differ. Returns their differences, "" if there are none.
+    notes: values that may differ. Returns how they differ, by name, for those that do.
 
     Every rank of the group must call this in the same place among its collectives. The host waits. Uses
     neither pickle nor numpy.
     """
     if group.size() == 1:
-        return ""
+        return {}
     mine = json.dumps([dict(values), dict(notes or {})], default=repr).encode()
     header = hashlib.sha256(mine).digest() + len(mine).to_bytes(_LENGTH_BYTES, "little")
     with Operation.of(f"compare {whose}", group):
         messages = _all_gather(header + mine[:_INLINE_BYTES], MESSAGE_BYTES, group, device)
     if all(message[:_DIGEST_BYTES] == messages[0][:_DIGEST_BYTES] for message in messages):
-        return ""
+        return {}
     end = _DIGEST_BYTES + _LENGTH_BYTES
     lengths = [int.from_bytes(message[_DIGEST_BYTES:end], "little") for message in messages]
     texts = [message[end:] for message in messages]
@@ -149,7 +149,8 @@ def require_same_on_all_ranks(
     values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
     ranks = _global_ranks(group)
     if differences := _differences(values_of_ranks, ranks):
-        raise ExplainedError(f"{whose} differs between the ranks: {differences}. {advice}")
+        shown = "; ".join(differences.values())
+        raise ExplainedError(f"{whose} differs between the ranks: {shown}. {advice}")
     return _differences(notes_of_ranks, ranks)
 
 
@@ -201,11 +202,11 @@ def _all_gather(
     return [bytes(each.tolist()) for each in torch.stack(gathered).cpu()]
 
 
-def _differences(by_rank: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
-    """Say how the ranks' values differ, name by name; "" if they don't."""
-    names = list(dict.fromkeys(name for values in by_rank for name in values))
-    found = [_difference(name, [values.get(name) for values in by_rank], ranks) for name in names]
-    return "; ".join(text for text in found if text)
+def _differences(by_rank: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> dict[str, str]:
+    """Say how the ranks' values differ, by name, for those that do."""
+    names = dict.fromkeys(name for values in by_rank for name in values)
+    found = {name: _difference(name, [values.get(name) for values in by_rank], ranks) for name in names}
+    return {name: text for name, text in found.items() if text}
 
 
 def _difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:

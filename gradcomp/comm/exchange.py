@@ -1,5 +1,7 @@
 """The collectives of a quantized all-reduce: each rank's shard to its owner, and the owners' means to all.
 
+Between nodes, an exact reduce-scatter and an all-gather of codes within each node come before and after.
+
 gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
 sends first. So the rank that starts later, with its peer ready, hands its whole message to the connection
 before it says that it is ready itself. The two directions of a link take turns, and on a slow link the
@@ -7,7 +9,7 @@ collective takes up to twice as long. On gloo's CPU tensors, therefore, each ran
 others at once, and posts every receive before any send.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +18,9 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+
+# Collectives that are under way, or None.
+Works = Generator[dist.Work | None, None, None]
 
 # all_gather_single is torch 2.13's name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,6 +53,20 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
         received.view(-1), sent, group=group, async_op=not ops.has_streams(sent.device)
     )
     return work
+
+
+def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Sum row r of every rank's ``sent`` [ranks, n] into rank r's ``own`` [n]. Yields the collective.
+
+    On NCCL the sum is NCCL's; elsewhere it is in the order of the ranks.
+    """
+    if dist.get_backend(group) == "nccl":
+        dist.reduce_scatter_tensor(own, sent.view(-1), group=group)
+        yield None
+    else:
+        received = torch.empty_like(sent)
+        yield all_to_all(received, sent, group)
+        torch.sum(received, 0, out=own)
 
 
 def _takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

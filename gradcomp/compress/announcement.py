@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from ..comm.nodes import Nodes
+
 LOGGER = "gradcomp"
 QUIET = "GRADCOMP_QUIET"
 _num_silencers = 0
@@ -25,25 +27,32 @@ def silenced() -> Iterator[None]:
 
 
 def announce_start(
-    what: str, step: int, gradient_bytes: int, sent_bytes: int, group: dist.ProcessGroup | None
+    what: str,
+    step: int,
+    gradient_bytes: int,
+    sent_bytes: int,
+    group: dist.ProcessGroup | None,
+    nodes: Nodes | None,
 ) -> None:
     """Announce on rank 0 that a state has begun to compress, and how many bytes that saves.
 
     what: the algorithm's name.
     step: the number of the first compressed step.
     gradient_bytes: the bytes of that step's gradients.
-    sent_bytes: the bytes that a rank sends in that step.
+    sent_bytes: the bytes that a rank sends in that step; with nodes, a node.
+    nodes: None if the state averages without nodes.
     """
     if group is None or group.rank() == 0:
-        _say(_text(what, step, gradient_bytes, sent_bytes))
+        _say(_text(what, step, gradient_bytes, sent_bytes, nodes))
 
 
-def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int) -> str:
+def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int, nodes: Nodes | None) -> str:
     if sent_bytes < gradient_bytes:
         rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
     else:
         rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
-    sizes = f"{_shown(sent_bytes)} of {_shown(gradient_bytes)} per step and rank"
+    per = "rank" if nodes is None else f"node, between {nodes}"
+    sizes = f"{_shown(sent_bytes)} of {_shown(gradient_bytes)} per step and {per}"
     return f"{what} compresses from step {step} on: {rate}, {sizes}"
 
 

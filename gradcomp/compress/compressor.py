@@ -2,12 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ..comm.exchange import Works
 
 # A compressor's state by name. There are three kinds of values:
 #   a 1-D tensor with one element per element of the bucket: each rank has its own; moves with its parameters
@@ -16,9 +18,6 @@ import torch.distributed as dist
 #   any other tensor: the same on all ranks; lost when buckets change
 # Entries named "error" or "…_error" have the scale of gradients.
 State = dict[str, Any]
-
-# Yields collectives in progress, or None.
-Works = Generator[dist.Work | None, None, None]
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class BucketSpec:
     dtype, device: the buffer's dtype and device.
     world_size: the number of ranks that average the bucket.
     seed: the seed for random choices, the same on all ranks.
+    ranks_per_node: the number of ranks on each node, for compressors that average by nodes; 1 if the group is
+        averaged without nodes. comm.nodes.nodes_of returns the groups.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -36,6 +37,7 @@ class BucketSpec:
     device: torch.device
     world_size: int
     seed: int
+    ranks_per_node: int = 1
 
     @property
     def numels(self) -> list[int]:

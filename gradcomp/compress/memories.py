@@ -82,7 +82,12 @@ class Memory:
         return self.parameters is not None and all(ref() is None for ref in self.parameters)
 
     def live_compressor(
-        self, kind: type[Compressor], device: torch.device, world_size: int, seed: int
+        self,
+        kind: type[Compressor],
+        device: torch.device,
+        world_size: int,
+        seed: int,
+        ranks_per_node: int = 1,
     ) -> Compressor:
         """Return a compressor of class `kind` on this device: the live one if it fits, else a new one.
 
@@ -90,12 +95,13 @@ class Memory:
 
         world_size: the number of ranks that average.
         seed: the seed for a new compressor's random choices.
+        ranks_per_node: see BucketSpec.
         """
         if self.device != device or type(self.compressor) is not kind:
             self.save_and_drop_compressor()
         if self.compressor is None:
             make: Any = kind  # typed Any, because Compressor itself takes no arguments
-            self.compressor = make(self._spec(device, world_size, seed), self.options)
+            self.compressor = make(self._spec(device, world_size, seed, ranks_per_node), self.options)
             self.device = device
             saved, self.saved = self.saved, None
             if saved is not None:
@@ -107,14 +113,16 @@ class Memory:
         if self.compressor is not None:
             self.saved, self.compressor = self.compressor.state() or None, None
 
-    def warm_up(self, kind: type[Compressor], device: torch.device, world_size: int) -> None:
+    def warm_up(
+        self, kind: type[Compressor], device: torch.device, world_size: int, ranks_per_node: int = 1
+    ) -> None:
         """Warm up a later compressor's class for this bucket. Does nothing after the first call."""
         if not self._is_warmed_up:
             self._is_warmed_up = True
-            kind.warm_up(self._spec(device, world_size, 0), self.options)
+            kind.warm_up(self._spec(device, world_size, 0, ranks_per_node), self.options)
 
-    def _spec(self, device: torch.device, world_size: int, seed: int) -> BucketSpec:
-        return BucketSpec(tuple(self.shapes), self.dtype, device, world_size, seed)
+    def _spec(self, device: torch.device, world_size: int, seed: int, ranks_per_node: int) -> BucketSpec:
+        return BucketSpec(tuple(self.shapes), self.dtype, device, world_size, seed, ranks_per_node)
 
     @property
     def state(self) -> State | None:

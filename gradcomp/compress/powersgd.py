@@ -12,6 +12,8 @@ from gradcomp import ops
 from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
+from ..comm.exchange import Works
+from ..comm.nodes import nodes_of
 from ..comm.pipeline import run_through
 from ..rules import (
     EPSILON,
@@ -25,8 +27,9 @@ from ..rules import (
     checked_field,
 )
 from .checkpoint import as_list, checked_tensor, require_error
-from .compressor import BucketSpec, Compressor, State, Works
+from .compressor import BucketSpec, Compressor, State
 from .quantized import QuantizedCompressor, QuantizedOptions, average_payload
+from .quantized_nodes import NodesAllReduce
 
 
 @dataclass(frozen=True)
@@ -217,9 +220,9 @@ class PowerSGDCompressor(Compressor):
                 error.zero_()
         plan.project(flat, scale, self._left_out)
         if wires:
-            yield from average_payload(wires.p, plan.p_wire, group)
+            yield from wires.average_p(plan.p_wire, group)
             plan.back_project(flat, scale)
-            yield from average_payload(wires.q, plan.q_wire, group)
+            yield from wires.average_q(plan.q_wire, group)
         else:
             is_async = not ops.has_streams(flat.device)
             yield dist.all_reduce(plan.p_wire, group=group, async_op=is_async)
@@ -265,26 +268,49 @@ class PowerSGDCompressor(Compressor):
 
 
 class _QuantizedWires:
-    """The plans of the quantized all-reduces of a PowerSGD plan's p_wire and q_wire."""
+    """The quantized all-reduces of a PowerSGD plan's p_wire and q_wire, flat or by nodes.
+
+    Flat, the PowerSGD plan writes codes, not wires. By nodes it writes wires, which are summed within nodes.
+    """
 
     def __init__(self, plan: ops.PowerSGDPlan, bucket: BucketSpec, options: PowerSGDOptions):
         p_numel, uncompressed_numel, q_numel = plan.wire_numels
-        exact_dtype = options.uncompressed_dtype or bucket.dtype
+        self._ranks_per_node = bucket.ranks_per_node
+        dtype = torch.promote_types(bucket.dtype, torch.float32)
+        quantized: dict[str, Any] = {
+            "bits": 8,
+            "error_feedback": False,  # PowerSGD's error includes the rounding errors
+            "exact_dtype": options.uncompressed_dtype or bucket.dtype,
+        }
+        layouts = [
+            BlockLayout(shapes, options.BLOCK_SIZE, bucket.world_size)
+            for shapes in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
+        ]
+        self._by_nodes: list[NodesAllReduce] = []
+        self._plans: list[ops.QuantizedPlan] = []
+        if bucket.ranks_per_node > 1:
+            arguments: tuple[Any, ...] = (dtype, bucket.device, bucket.ranks_per_node)
+            self._by_nodes = [NodesAllReduce(layout, *arguments, **quantized) for layout in layouts]
+            self.num_bytes = sum(each.num_bytes for each in self._by_nodes)
+        else:
+            self._plans = [
+                ops.quantized_plan(layout, dtype, bucket.device, **quantized) for layout in layouts
+            ]
+            self.num_bytes = sum(each.payload.numel() for each in self._plans)
+            plan.send_in_codes(*self._plans)
 
-        def quantized(*shapes: tuple[int, ...]) -> ops.QuantizedPlan:
-            return ops.quantized_plan(
-                BlockLayout(shapes, options.BLOCK_SIZE, bucket.world_size),
-                torch.promote_types(bucket.dtype, torch.float32),
-                bucket.device,
-                bits=8,
-                error_feedback=False,  # PowerSGD's error includes the rounding errors
-                exact_dtype=exact_dtype,
-            )
+    def average_p(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
+        """Average p_wire over all ranks. Yields each collective in progress."""
+        return self._average(0, wire, group)
 
-        self.p = quantized((1, p_numel), (uncompressed_numel,))
-        self.q = quantized((1, q_numel))
-        self.num_bytes = self.p.payload.numel() + self.q.payload.numel()
-        plan.send_in_codes(self.p, self.q)
+    def average_q(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
+        """Average q_wire over all ranks. Yields each collective in progress."""
+        return self._average(1, wire, group)
+
+    def _average(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
+        if self._by_nodes:
+            return self._by_nodes[index].average(wire, nodes_of(group, self._ranks_per_node))
+        return average_payload(self._plans[index], wire, group)
 
 
 class QuantizedStart(QuantizedCompressor):

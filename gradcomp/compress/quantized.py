@@ -5,11 +5,13 @@
     owner     Σ dequantized + the owner's error ──quantize──▶ the shard's mean
     all-gather: every rank gets the means of all shards, and dequantizes the same bytes
 
-Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks.
+Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks. If
+several ranks share a network card, quantized_nodes.py sends these through the card once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,13 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
 
-from ..comm.exchange import all_gather, all_to_all
+from ..comm.exchange import Works, all_gather, all_to_all
+from ..comm.nodes import nodes_of
 from ..comm.pipeline import run_through
 from ..rules import BITS, BLOCK_SIZE, FLAG, UNCOMPRESSED_DTYPE, check_fields, checked_field
 from .checkpoint import require_error
-from .compressor import BucketSpec, Compressor, State, Works
+from .compressor import BucketSpec, Compressor, State
+from .quantized_nodes import NodesAllReduce
 
 
 @dataclass(frozen=True)
@@ -63,21 +67,24 @@ class QuantizedCompressor(Compressor):
     is_same_on_all_processors = True
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
-        layout = BlockLayout(bucket.shapes, options.block_size, bucket.world_size)
-        self._plan = ops.quantized_plan(
-            layout,
-            bucket.dtype,
-            bucket.device,
-            bits=options.bits,
-            error_feedback=options.error_feedback,
-            exact_dtype=options.uncompressed_dtype,
-        )
-        self._layout = layout
+        self._layout = layout = BlockLayout(bucket.shapes, options.block_size, bucket.world_size)
+        arguments: tuple[Any, ...] = (layout, bucket.dtype, bucket.device)
+        self._ranks_per_node = bucket.ranks_per_node
+        self._by_nodes: NodesAllReduce | None = None
+        if bucket.ranks_per_node > 1:
+            arguments = (*arguments, bucket.ranks_per_node)
+            self._by_nodes = NodesAllReduce(*arguments, **_plan_options(options))
+            self._plan, num_bytes = self._by_nodes.plan, self._by_nodes.num_bytes
+        else:
+            self._plan = ops.quantized_plan(*arguments, **_plan_options(options))
+            num_bytes = self._plan.payload.numel()
         self._unused: list[Part] = []
-        self._own: slice | None = None  # this rank's shard, once its rank is known
-        self._loaded_shard_error: torch.Tensor | None = None
+        # The blocks that the plan has errors of, and this rank's shard: known from the first step on.
+        self._kept: slice | None = None
+        self._own: slice | None = None
+        self._loaded: State | None = None  # until the next step
         # The number of elements in an all-reduce that sends as many bytes.
-        self.sent_numel = -(-self._plan.payload.numel() // bucket.dtype.itemsize)
+        self.sent_numel = -(-num_bytes // bucket.dtype.itemsize)
 
     @classmethod
     def check_state(
@@ -88,14 +95,12 @@ class QuantizedCompressor(Compressor):
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
-        ops.compile_quantized(
-            BlockLayout(bucket.shapes, options.block_size, bucket.world_size),
-            bucket.dtype,
-            bucket.device,
-            bits=options.bits,
-            error_feedback=options.error_feedback,
-            exact_dtype=options.uncompressed_dtype,
-        )
+        layout = BlockLayout(bucket.shapes, options.block_size, bucket.world_size)
+        if bucket.ranks_per_node > 1:
+            arguments = (layout, bucket.dtype, bucket.device, bucket.ranks_per_node)
+            NodesAllReduce.compile(*arguments, **_plan_options(options))
+        else:
+            ops.compile_quantized(layout, bucket.dtype, bucket.device, **_plan_options(options))
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send zeros for these tensors, and keep their errors."""
@@ -106,46 +111,86 @@ class QuantizedCompressor(Compressor):
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in three stages. Yields each collective in progress."""
-        self._own = self._layout.shard(group.rank())
-        if self._loaded_shard_error is not None and self._plan.shard_error is not None:
-            self._plan.shard_error.copy_(self._padded(self._loaded_shard_error)[self._own])
-            self._loaded_shard_error = None
-        yield from quantized_all_reduce(self._plan, flat, group, self._unused)
+        """Average in three stages; by nodes, in five. Yields each collective in progress."""
+        if self._by_nodes is None:
+            self._kept, self._own = slice(0, None), self._layout.shard(group.rank())
+            self._take_loaded()
+            yield from quantized_all_reduce(self._plan, flat, group, self._unused)
+        else:
+            nodes = nodes_of(group, self._ranks_per_node)
+            self._kept, self._own = self._by_nodes.piece(nodes), self._by_nodes.shard(nodes)
+            yield from self._by_nodes.average(flat, nodes, self._unused, self._take_loaded())
 
     # --- errors ---
 
+    @property
+    def _unit(self) -> float:
+        """What gradients, and so the plan's errors, are multiplied by."""
+        return 1.0 if self._by_nodes is None else self._by_nodes.unit
+
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+        error, kept = self._plan.error, self._kept
+        if error is None:
+            return
+        if self._loaded is not None or kept is None:
+            super().add_to_error(offset, values)
+            return
+        # By nodes, one of a node's ranks_per_node ranks has the element's error for all of them.
+        values = values * (self._unit * self._ranks_per_node)
         for part in self._layout.quantized:
-            start = offset - part.in_bucket.start
-            if self._plan.error is not None and 0 <= start < part.in_bucket.stop - part.in_bucket.start:
-                self._plan.error[part.stored][start : start + len(values)] += values
+            if part.in_bucket.start <= offset < part.in_bucket.stop:
+                first = part.stored.start + offset - part.in_bucket.start - kept.start
+                start, stop = max(first, 0), min(first + len(values), len(error))
+                if start < stop:
+                    error[start:stop] += values[start - first : stop - first]
 
     def current_error(self) -> torch.Tensor | None:
-        return None if self._plan.error is None else self._unpadded(self._plan.error)
+        return (
+            None
+            if self._plan.error is None
+            else self._unpadded(self._all_blocks(self._plan.error, self._kept))
+        )
 
     def state(self) -> State:
-        error, own, shard_error = self._plan.error, self._own, self._plan.shard_error
+        error, shard_error = self._plan.error, self._plan.shard_error
         if error is None or shard_error is None:
             return {}
-        if self._loaded_shard_error is not None:
-            return {"error": self._unpadded(error), "shard_error": self._loaded_shard_error.clone()}
-        padded = torch.zeros_like(error)
-        if own is not None:
-            padded[own] = shard_error
-        return {"error": self._unpadded(error), "shard_error": self._unpadded(padded)}
+        if self._loaded is not None:
+            return {name: value.clone() for name, value in self._loaded.items()}
+        return {
+            "error": self._unpadded(self._all_blocks(error, self._kept)),
+            "shard_error": self._unpadded(self._all_blocks(shard_error, self._own)),
+        }
 
     def load(self, state: State) -> None:
+        if self._plan.error is not None and "error" in state:
+            self._loaded = {name: state[name].clone() for name in ("error", "shard_error") if name in state}
+
+    def _take_loaded(self) -> torch.Tensor | None:
+        """Continue from the loaded errors. Returns those of other ranks' pieces, to be added to gradients."""
+        loaded, self._loaded = self._loaded, None
         error, shard_error = self._plan.error, self._plan.shard_error
-        if error is not None and shard_error is not None and "error" in state:
-            error.copy_(self._padded(state["error"]))
-            shard_error.zero_()
-            self._loaded_shard_error = state.get("shard_error")
+        if loaded is None or error is None or shard_error is None:
+            return None
+        rest = self._padded(loaded["error"])
+        error.copy_(rest[self._kept] * self._unit)
+        shard_error.zero_()
+        if "shard_error" in loaded:
+            shard_error.copy_(self._padded(loaded["shard_error"])[self._own] * self._unit)
+        rest[self._kept] = 0.0
+        return rest
+
+    def _all_blocks(self, part: torch.Tensor, where: slice | None) -> torch.Tensor:
+        """Return a part's errors among all padded blocks, zero elsewhere. where: the part's slice of them."""
+        blocks = part.new_zeros(self._layout.world_size * self._layout.shard_numel)
+        if where is not None:
+            blocks[where] = part / self._unit
+        return blocks
 
     def _padded(self, flat: torch.Tensor) -> torch.Tensor:
         """Convert values in the bucket's order to the order of the padded blocks."""
         assert self._plan.error is not None
-        padded = torch.zeros_like(self._plan.error)
+        padded = self._plan.error.new_zeros(self._layout.world_size * self._layout.shard_numel)
         for run in self._layout.runs:
             padded[run.stored] = flat[run.in_bucket]
         return padded
@@ -156,6 +201,15 @@ class QuantizedCompressor(Compressor):
         for run in self._layout.runs:
             flat[run.in_bucket] = blocks[run.stored]
         return flat
+
+
+def _plan_options(options: QuantizedOptions) -> dict[str, Any]:
+    """Return a plan's options."""
+    return {
+        "bits": options.bits,
+        "error_feedback": options.error_feedback,
+        "exact_dtype": options.uncompressed_dtype,
+    }
 
 
 def quantized_all_reduce(

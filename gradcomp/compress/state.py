@@ -25,11 +25,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradcomp import ops
 
 from ..comm.bucket import checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
+from ..comm.nodes import (
+    CONSECUTIVE,
+    Launched,
+    Nodes,
+    groups_of_mesh,
+    nodes_of,
+    require_ranks_per_node,
+)
 from ..comm.pipeline import Pipeline, Stages, explained, run_through
 from ..comm.process_group import Operation, joined_group, require_group
 from ..comm.streams import Future, average_in_place, run_on_side_stream
@@ -88,11 +97,15 @@ class CompressorState:
     compressor: a subclass of Compressor, called as compressor(bucket: BucketSpec, options) for every bucket.
     options: a frozen dataclass of plain values, which raises ValueError for invalid values; None for a
         compressor without options.
-    process_group: the group that averages; None for the default one.
+    process_group: the group that averages; None for the default one. A DeviceMesh of two dimensions, (between
+        nodes, within nodes), also sets ranks_per_node.
     start_iter: steps of plain all-reduce before compression starts; at least 2, because DDP rebuilds its
         buckets after the first step.
     random_seed: the seed for a compressor's random choices; the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
+    ranks_per_node: the number of ranks that share a network card, for compressors that average by nodes; 1 to
+        average without nodes. "auto": torchrun's LOCAL_WORLD_SIZE if the group is the default one, there are
+        several nodes, and a node's ranks follow one another; otherwise 1.
 
     recorder: the Recorder that records the state's steps, set by the Recorder itself; None without one.
 
@@ -110,6 +123,7 @@ class CompressorState:
     """
 
     min_start_iter = 2
+    _default_ranks_per_node: int | str = 1
     # A subclass with one fixed compressor sets both: its pickled states hold plain types and name no class.
     _compressor: type[Compressor]
     _options_class: type
@@ -131,6 +145,7 @@ class CompressorState:
         start_iter: int = 2,
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
+        ranks_per_node: int | str | None = None,
     ):
         if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
             raise TypeError(f"CompressorState takes a subclass of Compressor, got {compressor!r}")
@@ -140,13 +155,17 @@ class CompressorState:
             )
         settings = Settings(start_iter, random_seed, compression_stats_logging_frequency)
         self._require_start(settings.start_iter, options)
-        require_group(type(self).__name__, process_group)
         self._compressor, self._options_class = compressor, type(options)
-        self._reset(process_group, settings, options)
+        self._reset(None, settings, options)
+        if ranks_per_node is not None:
+            self.ranks_per_node = ranks_per_node
+        self.process_group = process_group
 
     def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
         """Set all attributes to their values before the first step."""
         self._process_group = process_group
+        self._ranks_per_node = self._default_ranks_per_node
+        self._nodes: Nodes | None = None  # in the last step; None without nodes
         self._settings, self._options = settings, options
         # The group of the last step's collectives; None before the first step.
         self._group: weakref.ref[dist.ProcessGroup] | None = None
@@ -197,8 +216,19 @@ class CompressorState:
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
+        if isinstance(group, DeviceMesh):
+            group, self._ranks_per_node = groups_of_mesh(group)
         require_group(type(self).__name__, group)
         self._process_group, self._is_compared = group, False
+
+    @property
+    def ranks_per_node(self) -> int | str:
+        """The number of ranks that share a network card, or "auto". Assign to change it."""
+        return self._ranks_per_node
+
+    @ranks_per_node.setter
+    def ranks_per_node(self, value: int | str) -> None:
+        self._ranks_per_node, self._is_compared = require_ranks_per_node(value), False
 
     def _require_start(self, start_iter: int, options: Any) -> None:
         """Raise ValueError if start_iter is too early for compression with these options."""
@@ -308,9 +338,8 @@ class CompressorState:
             self._report_stats()
         if gradient_bytes and phase.name not in self._announced:
             self._announced.add(phase.name)
-            announce_start(
-                phase.name, self.iter, gradient_bytes, sent_bytes, joined_group(self.process_group)
-            )
+            group = joined_group(self.process_group)
+            announce_start(phase.name, self.iter, gradient_bytes, sent_bytes, group, self._nodes)
         self._is_compared = True
         self._num_steps += 1
 
@@ -380,7 +409,7 @@ class CompressorState:
             future = self._average_compressed(hook_name, bucket, group, phase.compressor, parts)
         if phase.warms_up is not None:  # warm-up runs while this step's collectives are in progress
             for part in parts:
-                part.memory.warm_up(phase.warms_up, buffer.device, group.size())
+                part.memory.warm_up(phase.warms_up, buffer.device, group.size(), self._num_ranks_per_node)
         self.maybe_increase_iter(bucket)
         return future
 
@@ -467,6 +496,14 @@ class CompressorState:
         if is_first:
             require_same_group(f"{hook_name}'s state", group)
         device = bucket.buffer().device
+        if isinstance(self._ranks_per_node, int):
+            launched = Launched(self._ranks_per_node, are_consecutive=True)
+        else:
+            launched = Launched.of(group)
+        notes: dict[str, Any] = {CONSECUTIVE: launched.are_consecutive}
+        if not self._compressor.is_same_on_all_processors:
+            notes |= ops.processor(device)
+        values["ranks per node (ranks_per_node=1 averages without nodes)"] = launched.ranks_per_node
         unlike = require_same_on_all_ranks(
             f"{hook_name}'s state",
             values,
@@ -474,14 +511,20 @@ class CompressorState:
             device,
             "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
             "the same step",
-            notes={} if self._compressor.is_same_on_all_processors else ops.processor(device),
+            notes=notes,
         )
+        are_nodes = launched.ranks_per_node > 1 and launched.are_consecutive and CONSECUTIVE not in unlike
+        unlike.pop(CONSECUTIVE, None)
+        nodes = nodes_of(group, launched.ranks_per_node) if are_nodes else None
+        if nodes is not self._nodes:
+            self._memories.save_and_drop_compressors()
+            self._nodes = nodes
         if unlike:
             _logger_of(self).warning(
                 "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
                 "will drift apart by rounding errors; see docs/powersgd.md.",
                 self.algorithm,
-                unlike,
+                "; ".join(unlike.values()),
             )
 
     def _parts_of(self, bucket: dist.GradBucket, options: Any) -> list[BucketPart]:
@@ -523,7 +566,12 @@ class CompressorState:
     def _compressor_of(
         self, memory: Memory, kind: type[Compressor], device: torch.device, group: dist.ProcessGroup
     ) -> Compressor:
-        return memory.live_compressor(kind, device, group.size(), self._seed(memory.index, self.iter))
+        seed = self._seed(memory.index, self.iter)
+        return memory.live_compressor(kind, device, group.size(), seed, self._num_ranks_per_node)
+
+    @property
+    def _num_ranks_per_node(self) -> int:
+        return 1 if self._nodes is None else self._nodes.ranks_per_node
 
     def _seed(self, index: int, step: int) -> int:
         """Return the seed for a bucket's random choices in a step, the same on every rank."""
@@ -589,19 +637,19 @@ class CompressorState:
 
     def _contents(self) -> Any:
         """Return the contents of a pickle or a copy: everything except the process group."""
-        if _has_one_compressor(type(self)):
-            return self.state_dict()
-        classes = {"compressor": self._compressor, "options_class": self._options_class}
-        return {**classes, "state_dict": self.state_dict()}
+        contents = {"state_dict": self.state_dict(), "ranks_per_node": self._ranks_per_node}
+        if not _has_one_compressor(type(self)):
+            contents |= {"compressor": self._compressor, "options_class": self._options_class}
+        return contents
 
     def _restore(self, contents: Any, process_group: Any) -> None:
         """Set all attributes from _contents(). Raises the errors of load_state_dict."""
         if not _has_one_compressor(type(self)):
             self._compressor, self._options_class = contents["compressor"], contents["options_class"]
-            contents = contents["state_dict"]
-        checked = self.checked(contents)
+        checked = self.checked(contents["state_dict"])
         self._reset(process_group, checkpoint.settings_of(checked), None)
         self._load_checked(checked)
+        self._ranks_per_node = require_ranks_per_node(contents["ranks_per_node"])
 
     def __getstate__(self) -> Any:
         return self._contents()

@@ -61,18 +61,22 @@ class QuantizedPlan:
         bits: int,
         error_feedback: bool,
         exact_dtype: torch.dtype | None = None,
+        divisor: float | None = None,
+        averages_dtype: torch.dtype | None = None,
+        only_dequantizes: bool = False,
     ):
         self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
-        self._cap = largest_scale(bits, dtype)
+        self._cap = largest_scale(bits, averages_dtype or dtype)
         # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
-        # changes no bits. A shrunk sum / divisor is the mean.
+        # changes no bits.
         self._shrink = 0.5 ** (layout.world_size - 1).bit_length()
-        self._divisor = layout.world_size * self._shrink
+        self._num_ranks = layout.world_size if divisor is None else divisor
+        self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
         self._sections, num_bytes = layout.sections(bits, self._exact_dtype.itemsize)
         self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
-        self.received = torch.empty_like(self.payload)
-        self.mean = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.received = torch.empty_like(self.payload[:0] if only_dequantizes else self.payload)
+        self.mean = torch.zeros(0 if only_dequantizes else num_bytes, dtype=torch.uint8)
 
         def chunks(payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
             if not self._rows:
@@ -88,7 +92,7 @@ class QuantizedPlan:
         self._rows = [slice(i, min(i + step, layout.num_blocks)) for i in range(0, layout.num_blocks, step)]
         self._sent = [chunks(row, shard) for shard, row in enumerate(self.payload)]
         self._received = [chunks(row) for row in self.received]
-        self._mean = chunks(self.mean)
+        self._mean = chunks(self.mean) if len(self.mean) else []
         self._scratch = torch.zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
         self.error: torch.Tensor | None = None
         self.shard_error: torch.Tensor | None = None
@@ -107,23 +111,33 @@ class QuantizedPlan:
             copies.append((slice(low - start, high - start), slice(low + offset, high + offset)))
         return copies
 
-    def quantize(self, flat: torch.Tensor, rank: int, unused: Sequence[Part] = ()) -> None:
+    def quantize(
+        self,
+        flat: torch.Tensor,
+        rank: int,
+        unused: Sequence[Part] = (),
+        stays: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Quantize gradients plus errors into payload. The quantization errors become this rank's error."""
         error, owners, kept = self.error, self.shard_error, []
         if error is not None and owners is not None and unused:
             error[self.layout.shard(rank)] -= owners
             owners = None
             kept = [error[part.stored].clone() for part in unused]
-            for part in unused:
-                error[part.stored] = flat[part.in_bucket] = 0.0
+            for index, part in enumerate(unused):
+                if stays is None:
+                    error[part.stored] = flat[part.in_bucket] = 0.0
+                else:
+                    error[part.stored].masked_fill_(stays[index], 0.0)
         for shard, chunks in enumerate(self._sent):
             for chunk in chunks:
                 values = self._values_of(chunk, shard, owners if shard == rank else None, flat)
                 gradients = None if error is None else partial(self._gradients_of, chunk, flat)
                 self._quantize(values, chunk, gradients)
         if error is not None:
-            for part, before in zip(unused, kept, strict=True):
-                error[part.stored] = before
+            for index, (part, before) in enumerate(zip(unused, kept, strict=True)):
+                mask = slice(None) if stays is None else stays[index]
+                error[part.stored][mask] = before[mask]
         exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._exact_dtype)
         for each in self.layout.exact:
             exact[each.stored] = flat[each.in_bucket]
@@ -185,8 +199,8 @@ class QuantizedPlan:
             error.index_fill_(0, left_out, 0.0)
             self._add_sum_of_ranks(index, error)
             self._quantize_mean(error, mean, is_small)
-            if self.layout.world_size > 1:
-                error *= self.layout.world_size
+            if self._num_ranks != 1:
+                error *= self._num_ranks
             if not is_small:
                 # Leave room for the sender's error, at most a quarter of the range, which is added next.
                 half = torch.finfo(error.dtype).max / 2

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.bucket import require_bucket
+from gradcomp.comm.nodes import AUTO
 from gradcomp.compress import checkpoint, consolidation
 from gradcomp.compress.checkpoint import PROGRESS, Settings
 from gradcomp.compress.compressor import Compressor
@@ -80,6 +81,8 @@ class PowerSGDState(CompressorState):
         torch.bfloat16 or torch.float16. None: the bucket's dtype.
     start_bits: 4 or 8: quantize the first start_powerSGD_iter steps to 4 or 8 bits, see quantization_hook;
         PowerSGD continues from their errors. None: the first steps are exact.
+    ranks_per_node: the number of ranks that share a network card. int8 factors and a quantized start are then
+        averaged by nodes, see quantization_hook. "auto": see QuantizationState. 1: without nodes.
 
     Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError if
     process_group is not a process group. Assigning to an attribute raises the same errors.
@@ -89,6 +92,7 @@ class PowerSGDState(CompressorState):
         consolidated_state_dict(state) once for all ranks.
     """
 
+    _default_ranks_per_node = AUTO
     _compressor, _options_class = PowerSGDCompressor, PowerSGDOptions
     algorithm = "PowerSGD"
 
@@ -118,6 +122,7 @@ class PowerSGDState(CompressorState):
         factor_dtype: torch.dtype | None = None,
         uncompressed_dtype: torch.dtype | None = None,
         start_bits: int | None = None,
+        ranks_per_node: int | str = AUTO,
     ):
         options = PowerSGDOptions(
             matrix_approximation_rank,
@@ -137,6 +142,7 @@ class PowerSGDState(CompressorState):
             start_iter=WHOLE("start_powerSGD_iter", start_powerSGD_iter),
             random_seed=random_seed,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
+            ranks_per_node=ranks_per_node,
         )
         shown = (f"{name} = {getattr(self, name)}" for name in (*_TORCHS_OPTIONS, *_OTHER_OPTIONS))
         logger.info("PowerSGD config: %s", "; ".join(shown))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.comm.bucket import checked_bucket, require_bucket
 from gradcomp.comm.kept_buffers import KeptBuffers
+from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.pipeline import Stages, explained, run_through
 from gradcomp.comm.process_group import Operation
 from gradcomp.comm.streams import Future, completed, run_on_side_stream
@@ -46,6 +47,12 @@ class QuantizationState(CompressorState):
     uncompressed_dtype: the dtype in which vectors and small tensors are sent: torch.bfloat16 or
         torch.float16. None: the bucket's dtype.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
+    ranks_per_node: the number of ranks that share a network card. Buckets are then averaged by nodes: exactly
+        within a node, in codes between nodes. "auto": torchrun's LOCAL_WORLD_SIZE if process_group is the
+        default one, there are several nodes, and a node's ranks follow one another; otherwise 1. 1: without
+        nodes.
+
+    A DeviceMesh of two dimensions, (between nodes, within nodes), as process_group also sets ranks_per_node.
 
     Raises ValueError for an invalid option, TypeError if process_group is not a process group.
 
@@ -53,6 +60,7 @@ class QuantizationState(CompressorState):
     """
 
     min_start_iter = 0
+    _default_ranks_per_node = AUTO
     _compressor, _options_class = QuantizedCompressor, QuantizedOptions
 
     def __init__(
@@ -65,6 +73,7 @@ class QuantizationState(CompressorState):
         *,
         uncompressed_dtype: torch.dtype | None = None,
         compression_stats_logging_frequency: int = 10_000,
+        ranks_per_node: int | str = AUTO,
     ):
         super().__init__(
             QuantizedCompressor,
@@ -72,6 +81,7 @@ class QuantizationState(CompressorState):
             process_group,
             start_iter=start_iter,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
+            ranks_per_node=ranks_per_node,
         )
 
 

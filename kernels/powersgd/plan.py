@@ -1,4 +1,4 @@
-"""PowerSGD's working set for one bucket on the kernels: tables, memory and wires; seven launches a step."""
+"""PowerSGD's plan of one bucket on the kernels: tables, error and wires; seven launches per step."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ SCALE, SEED = Slot("scale", 1000.0), Slot("seed", 1000)
 
 @dataclass(frozen=True)
 class PowerSGDArithmetic:
-    """What a plan's kernels depend on beside the bucket: ops.powersgd_plan's options."""
+    """The options of ops.powersgd_plan that kernels are compiled for."""
 
     error_feedback: bool
     warm_start: bool
     epsilon: float
-    in_pairs: bool  # whether the device's fp64 is so slow that pairs of fp32 take its place
+    in_pairs: bool  # True if pairs of fp32 take the place of the device's slow fp64
 
 
 def wire_factor(dtype: torch.dtype) -> float:
-    """Return what P and Q are multiplied by on a wire of this dtype: see tile.SHRINK."""
+    """Return the factor of P and Q on a wire of this dtype; see tile.SHRINK."""
     return 1.0 if dtype == torch.float16 else SHRINK.value
 
 
 class PowerSGDTensors:
-    """The tensors of a plan that last from step to step.
+    """The tensors of a plan that are kept from step to step.
 
-    Zero lengths of Q's columns make the first step project on the random Q.
+    The columns of Q have length zero at first, so the first step projects on the random Q.
     """
 
     def __init__(self, work: PowerSGDWork, dtype: torch.dtype, device: torch.device, error_feedback: bool):
@@ -78,10 +78,12 @@ class PowerSGDTensors:
 
 
 class PowerSGDStages:
-    """The launches of a plan's stages, on given tensors.
+    """A plan's stages on given tensors.
 
-    codes: where P and Q are packed in 8 bits instead of on the wires; None for the wires. pack_p: the last
-    launch of project, for codes.
+    scratch: the tensors of scratch_parts, in that order.
+    codes: the payloads for P and Q if they are packed in 8 bits; None if they are packed on the wires.
+
+    pack_p: the last launch of project alone.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class PowerSGDStages:
     def scratch_parts(
         work: PowerSGDWork, dtype: torch.dtype, wire_dtype: torch.dtype
     ) -> list[tuple[int, torch.dtype]]:
-        """Return the (elements, dtype) of partial sums, wires and Gram matrices, not kept for long."""
+        """Return (elements, dtype) of the partial sums, both wires and the Gram matrices."""
         wide = torch.promote_types(dtype, torch.float32)
         return [
             (work.partial_numel, wide),
@@ -201,10 +203,9 @@ def compile_kernels(
     wire_dtype: torch.dtype | None = None,
     codes: tuple[torch.dtype, int, float] | None = None,
 ) -> None:
-    """Compile every kernel that a PowerSGDPlan with these arguments launches. Its tensors are "meta" here.
+    """Compile every kernel that a PowerSGDPlan with these arguments launches, on "meta" tensors.
 
-    codes: for a plan that sends codes, the dtype of what is sent exactly, the elements with one scale, and
-    the largest scale.
+    codes: for a plan that sends codes: (dtype of uncompressed elements, elements per scale, largest scale).
     """
     wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
     work = PowerSGDWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
@@ -222,11 +223,13 @@ def compile_kernels(
 
 
 class PowerSGDPlan:
-    """The plan that ops.powersgd_plan describes, on a device that runs Triton.
+    """One bucket's plan on a device that runs Triton; see ops.powersgd_plan.
 
-    layout: a PowerSGDLayout. Everything is allocated here: the memory of M (as large as the compressed
-    gradients, in their dtype), the factors, partial sums and wires. A step allocates nothing. shares_scratch:
-    partial sums and wires are the thread's shared_scratch instead, from the first step on.
+    layout: a PowerSGDLayout.
+    shares_scratch: True to keep partial sums and wires in the thread's shared_scratch.
+
+    Everything else is allocated here: M (as large as the compressed gradients, in their dtype) and the
+    factors. A step allocates nothing.
     """
 
     def __init__(
@@ -262,7 +265,7 @@ class PowerSGDPlan:
             self._use(Scratch(device))
 
     def _use(self, scratch: Scratch) -> None:
-        """Take partial sums and wires from a scratch, and prepare the launches on them."""
+        """Place partial sums and wires in a scratch, and make the stages on them."""
         scratch.reserve(num_bytes_of(self._scratch_parts))
         self._scratch, self._scratch_memory = scratch, scratch.memory
         parts = parts_of_scratch(scratch.memory, self._scratch_parts)
@@ -275,7 +278,7 @@ class PowerSGDPlan:
                 self._stages.compile()
 
     def send_in_codes(self, p: Any, q: Any) -> None:
-        """Leave P and Q in these QuantizedPlans' payloads, instead of on the wires, from the next step on."""
+        """Write P and Q to the payloads of two QuantizedPlans instead of the wires, from the next step on."""
         self._quantized = (p, q)
         if is_packed_as_codes(self._work, p.layout.block_size):
             itemsize = torch.promote_types(self._dtype, torch.float32).itemsize
@@ -287,14 +290,14 @@ class PowerSGDPlan:
             self._use(self._scratch)
 
     def sent_p(self, index: int) -> torch.Tensor:
-        """Return the part of p_wire that holds P of the matrix with this index."""
+        """Return the part of p_wire with P of the matrix with this index."""
         matrix, start = self.layout.matrices[index], self._field(index, "p_wire")
         return self.p_wire[start : start + matrix.rank * wire_stride(matrix.rows, self.p_wire.itemsize)]
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
-        """Compute M = gradient + error, p_wire = scale · (all M Q, then the uncompressed). Two launches.
+        """Compute M = gradient + error, p_wire = scale · (all M Q, then uncompressed tensors). Two launches.
 
-        left_out: indices of the matrices whose P is zero on the wire.
+        left_out: indices of matrices. Zeros are sent as their P.
         """
         if self._shares_scratch:
             scratch = shared_scratch(self._device)
@@ -315,7 +318,7 @@ class PowerSGDPlan:
     def orthonormalize(self, pairs: bool | None = None) -> None:
         """Set P to orthonormal bases of the panels in p_wire. Two launches.
 
-        pairs: compute in pairs of fp32 rather than in fp64; None where the device's fp64 is slow.
+        pairs: compute in pairs of fp32 rather than in fp64; None if the device's fp64 is slow.
         """
         with launching_on(self._device):
             if pairs is None:
@@ -332,11 +335,11 @@ class PowerSGDPlan:
             self._quantized[1].quantize(self.q_wire, 0)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
-        """Write P Qᵀ and the uncompressed averages to the buffer; keep Q for the next step. One launch."""
+        """Write P Qᵀ and the averages of uncompressed tensors to the buffer, and keep Q. One launch."""
         with launching_on(self._device):
             self._stages.reconstruct(buffer=buffer, seed=seed)
 
-    # For checkpoints, where time doesn't matter: plain torch, matrix after matrix.
+    # For checkpoints, in plain torch, one matrix at a time: their time doesn't matter.
 
     def error(self) -> torch.Tensor:
         """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
@@ -344,16 +347,16 @@ class PowerSGDPlan:
         if self._feedback:
             for index, matrix in enumerate(self.layout.matrices):
                 p, q = self._panel(self._p, index, "p"), self._panel(self._q, index, "q")
-                # In fp64, which no setting of the user (TF32, autocast) makes less precise.
+                # In fp64: no user's setting, such as TF32 or autocast, makes it less precise.
                 product = (p.double() @ q.double().mT / SHRINK.value).to(flat.dtype)
                 error = (self._matrix(index).to(p.dtype) - product.to(p.dtype)).to(flat.dtype)
-                # As project does: an error that isn't finite counts as zero.
+                # An error that isn't finite counts as zero, as in project.
                 error = torch.where(error.isfinite(), error, 0.0).flatten()
                 flat[matrix.offset : matrix.offset + matrix.numel] = error[: matrix.numel]
         return flat
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        """Add values to this rank's error, if one is kept, from this offset in the bucket on."""
+        """Add values to this rank's error, if one is kept, from an offset in the bucket on."""
         for index, matrix in enumerate(self.layout.matrices if self._feedback else ()):
             start = offset - matrix.offset
             if 0 <= start < matrix.numel:
@@ -362,7 +365,7 @@ class PowerSGDPlan:
                 self._matrix(index).add_(added.view(matrix.rows, matrix.cols))
 
     def directions(self) -> list[torch.Tensor]:
-        """Return what the next step projects on: Q [cols, rank] of every matrix, in the layout's order."""
+        """Return every matrix's Q [cols, rank] that the next step projects on, in the layout's order."""
         directions = []
         for index in range(len(self.layout.matrices)):
             q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
@@ -372,7 +375,7 @@ class PowerSGDPlan:
         return directions
 
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
-        """Continue from another plan's error and directions, which may be any basis."""
+        """Continue from another plan's error and directions. Directions may be any basis."""
         self._p.zero_()
         for index, (matrix, direction) in enumerate(zip(self.layout.matrices, directions, strict=True)):
             if self._feedback:
@@ -382,8 +385,8 @@ class PowerSGDPlan:
             q, random = self._panel(self._q, index, "q"), self._panel(self._q, index, "random")
             q.copy_(direction)
             squared = q.double().square().sum(0)
-            # What directions() returned isn't scaled again, so that the next step computes the same bits: Q's
-            # scaled columns, whose lengths lie between these up to rounding, and random ones.
+            # The results of directions() aren't scaled again, so that the next step computes the same bits:
+            # scaled columns of Q, with lengths in these limits up to rounding, and random columns.
             is_unit = self._arithmetic.epsilon > 0 and self._arithmetic.warm_start
             shortest, longest = (1.0 - 1e-6, 1.0 + 1e-6) if is_unit else (0.25 - 1e-6, 4.0)
             squared[(squared > shortest) & (squared < longest)] = 1.0

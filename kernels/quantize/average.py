@@ -37,12 +37,12 @@ def shrinking(world_size: int) -> float:
 
 
 @triton.jit
-def _mean_of(total, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr):
+def _mean_of(total, RANKS: tl.constexpr, SHRINK: tl.constexpr):
     """Return the mean of the ranks, rounded once.
 
     total: the ranks' sum, times SHRINK.
     """
-    DIVISOR: tl.constexpr = WORLD_SIZE * SHRINK
+    DIVISOR: tl.constexpr = RANKS * SHRINK
     if DIVISOR == 1:
         mean = total
     elif total.dtype == tl.float64:
@@ -121,6 +121,7 @@ def _average_exact(
     at,
     ACC: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
     SHRINK: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
@@ -141,7 +142,7 @@ def _average_exact(
         sent = (received + index * payload_bytes).to(tl.pointer_type(TYPE))
         total += tl.load(sent + offs, mask=mask, other=0.0).to(ACC) * SHRINK
     mean = (mean_ptr.to(tl.pointer_type(tl.uint8)) + at).to(tl.pointer_type(TYPE))
-    tl.store(mean + offs, round_to(_mean_of(total, WORLD_SIZE, SHRINK), TYPE), mask=mask)
+    tl.store(mean + offs, round_to(_mean_of(total, RANKS, SHRINK), TYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -154,6 +155,7 @@ def _average_kernel(
     work_ptr,
     rank: tl.int64,
     WORLD_SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
     SHRINK: tl.constexpr,
     FEEDBACK: tl.constexpr,
     BITS: tl.constexpr,
@@ -164,10 +166,11 @@ def _average_kernel(
     BLOCKS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """Compute mean = quantized((Σ dequantized + E) / W), E = W · (the mean's quantization error), error += E.
+    """Compute mean = quantized((Σ dequantized + E) / RANKS), E = RANKS · (the mean's error), error += E.
 
     E is shard_error. In a block for which every rank sent the scale 0, E doesn't change and the mean is zero.
-    The sum is in the order of the W ranks. It doesn't overflow, because its addends are multiplied by SHRINK.
+    The sum is in the order of the WORLD_SIZE payloads. It doesn't overflow, because its addends are
+    multiplied by SHRINK. RANKS is WORLD_SIZE, unless payloads hold sums over the ranks of a node.
     The mean is limited to LARGEST, the largest finite number of error's dtype, and E to half of LARGEST.
 
     received_ptr: the payloads of all ranks, one after another, as elements of the dtype of exact elements.
@@ -216,16 +219,16 @@ def _average_kernel(
             if LATE:
                 kept = tl.load(own + offs, mask=mask, other=0.0)
             total = tl.where(is_sent[:, None], total + kept * SHRINK, 0.0)
-            total = saturated(total, LARGEST * (WORLD_SIZE * SHRINK))
+            total = saturated(total, LARGEST * (RANKS * SHRINK))
             if ACC != tl.float64:
                 senders = tl.load(error + offs, mask=mask, other=0.0)
-        mean = _mean_of(total, WORLD_SIZE, SHRINK)
+        mean = _mean_of(total, RANKS, SHRINK)
         codes, scale, lost = encode(mean, quantizer_ptr, SIZE, BITS, CAP)
         payload = mean_ptr.to(tl.pointer_type(tl.uint8))
         store_codes(codes_at(payload, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
         store_scales(payload, scale_at, scale, third, BLOCKS)
         if FEEDBACK:
-            kept = tl.where(is_sent[:, None], saturated(lost * WORLD_SIZE, LARGEST / 2), kept)
+            kept = tl.where(is_sent[:, None], saturated(lost * RANKS, LARGEST / 2), kept)
             tl.store(own + offs, kept, mask=mask)
             if ACC == tl.float64:
                 # Loaded only now: the 16 warps of a block of 4096 have no registers for it earlier.
@@ -233,7 +236,7 @@ def _average_kernel(
             tl.store(error + offs, senders + kept, mask=mask)
     else:
         _average_exact(
-            received_ptr, mean_ptr, payload_bytes, second, third, ACC, WORLD_SIZE, SHRINK, COPY_BLOCK
+            received_ptr, mean_ptr, payload_bytes, second, third, ACC, WORLD_SIZE, RANKS, SHRINK, COPY_BLOCK
         )
 
 
@@ -247,6 +250,7 @@ def average(
     shard_error: torch.Tensor,
     out: torch.Tensor,
     world_size: int,
+    divisor: float,
     feedback: bool,
     bits: int,
     cap: float,
@@ -265,6 +269,8 @@ def average(
     error, shard_error: see ops.quantized_plan. Without feedback they are neither read nor written, but their
         dtype is the arithmetic's.
     out: one payload, for the mean, in received's dtype.
+    world_size: the number of payloads.
+    divisor: see ops.quantized_plan.
     bits, cap, block_size: see quantize.
     """
     columns = padded_size(block_size)
@@ -280,6 +286,7 @@ def average(
         work,
         rank,
         WORLD_SIZE=world_size,
+        RANKS=divisor,
         SHRINK=shrinking(world_size),
         FEEDBACK=feedback,
         BITS=bits,

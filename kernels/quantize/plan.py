@@ -1,4 +1,4 @@
-"""The quantized all-reduce's working set for one bucket on the kernels: three launches a step."""
+"""The quantized all-reduce's plan of one bucket on the kernels: three launches per step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from .work import QuantizedWork
 
 
 class QuantizedPlan:
-    """The plan that ops.quantized_plan describes, on a device that runs Triton.
+    """One bucket's plan on a device that runs Triton; see ops.quantized_plan.
 
-    layout: a BlockLayout. levels: [16], what the codes of 4 bits stand for; thresholds: the 14 numbers
-    between the 15 that are sent. largest_scale: of a block. Everything is allocated here, payloads included:
-    a step allocates nothing, unless it leaves tensors out.
+    layout: a BlockLayout.
+    levels: [16], the values of the 4-bit codes.
+    thresholds: the 14 numbers between the 15 codes that are sent.
+    largest_scale: the largest scale of a block.
+
+    Everything is allocated here, payloads included. A step allocates nothing, unless tensors are unused.
     """
 
     def __init__(
@@ -31,6 +34,8 @@ class QuantizedPlan:
         bits: int,
         error_feedback: bool,
         exact_dtype: torch.dtype | None = None,
+        divisor: float | None = None,
+        only_dequantizes: bool = False,
         levels: torch.Tensor,
         thresholds: Sequence[float],
         largest_scale: float,
@@ -44,8 +49,9 @@ class QuantizedPlan:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.payload = zeros(layout.world_size, work.payload_bytes)
-        self.received = zeros(layout.world_size, work.payload_bytes)
-        self.mean = zeros(work.payload_bytes)
+        self.received = zeros(0 if only_dequantizes else layout.world_size, work.payload_bytes)
+        self.mean = zeros(0 if only_dequantizes else work.payload_bytes)
+        self._divisor = layout.world_size if divisor is None else divisor
         kept = layout.shard_numel if error_feedback else 0
         self._error, self._shard_error = zeros(layout.world_size * kept, dtype=wide), zeros(kept, dtype=wide)
         self._bucket_work = _table(work.bucket_work, device)
@@ -59,37 +65,55 @@ class QuantizedPlan:
         }
         self.largest_scale = largest_scale
         self._quantizing, self._averaging, self._dequantizing = self._stages(dtype)
+        self._used = [self._quantizing, self._averaging, self._dequantizing][2 * only_dequantizes :]
         if has_streams(device):
             with launching_on(device):
                 self.compile()
 
     @property
     def error(self) -> torch.Tensor | None:
-        """What the mean lacks of this rank's gradients, by element of the padded blocks."""
+        """The values that the averages still lack from this rank, in the order of the padded blocks."""
         return self._error if self._feedback else None
 
     @property
     def shard_error(self) -> torch.Tensor | None:
-        """The part of error that is the owner's of this rank's shard."""
+        """The owner's error of this rank's shard, which is part of error."""
         return self._shard_error if self._feedback else None
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
-        for stage in (self._quantizing, self._averaging, self._dequantizing):
+        for stage in self._used:
             stage.compile()
 
-    def quantize(self, flat: torch.Tensor, rank: int, unused: Sequence[Any] = ()) -> None:
-        """Quantize gradients plus errors into payload; what is lost becomes this rank's error. One launch."""
-        kept = [(part.stored, self._take_error(part.stored, rank)) for part in unused if self._feedback]
-        for part in unused:
-            flat[part.in_bucket] = 0.0
+    def quantize(
+        self,
+        flat: torch.Tensor,
+        rank: int,
+        unused: Sequence[Any] = (),
+        stays: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Quantize gradients plus errors into payload. One launch, unless tensors are unused.
+
+        The quantization errors become this rank's error.
+        """
+        kept = []
+        for index, part in enumerate(unused):
+            if self._feedback:
+                before = self._error[part.stored].clone()
+                error = self._take_error(part.stored, rank)
+                if stays is not None:
+                    self._error[part.stored] = torch.where(stays[index], self._error[part.stored], before)
+                kept.append(error)
+            if stays is None:
+                flat[part.in_bucket] = 0.0
         with launching_on(self._device):
             self._quantizing(buffer=flat, rank=rank)
-        for stored, error in kept:
-            self._error[stored] = error
+        for index, (part, error) in enumerate(zip(unused, kept, strict=False)):
+            lost = self._error[part.stored]
+            self._error[part.stored] = error if stays is None else torch.where(stays[index], error, lost)
 
     def average(self, rank: int) -> None:
-        """Average this rank's shard from received into mean; what is lost becomes the owner's error.
+        """Average this rank's shard from received into mean. The quantization errors become the owner's.
 
         One launch.
         """
@@ -102,20 +126,23 @@ class QuantizedPlan:
             self._dequantizing(buffer=flat)
 
     def _take_error(self, part: slice, rank: int) -> torch.Tensor:
-        """Return the sender's error in a part of the blocks, and make quantize find zero there."""
+        """Return the sender's error in a part of the blocks, and change error so that quantize adds zero."""
         own = self.layout.shard(rank)
         error = self._error[part].clone()
         self._error[part] = 0.0
         start, stop = max(part.start, own.start), min(part.stop, own.stop)
         if start < stop:
-            # quantize takes the owner's error off.
+            # quantize subtracts the owner's error.
             owners = self._shard_error[start - own.start : stop - own.start]
             error[start - part.start : stop - part.start] -= owners
             self._error[start:stop] = owners
         return error
 
     def _stages(self, dtype: torch.dtype) -> tuple[Stage, Stage, Stage]:
-        """Return the launches that quantize, average and dequantize. dtype: the bucket's."""
+        """Return the stages that quantize, average and dequantize.
+
+        dtype: the bucket's dtype.
+        """
         buffer, rank, sizes = Slot.buffer(dtype), Slot("rank", 1000), self._sizes
         quantizing = quantize(
             buffer,
@@ -139,6 +166,7 @@ class QuantizedPlan:
             shard_error=self._shard_error,
             out=self.mean.view(self.exact_dtype),
             world_size=self.layout.world_size,
+            divisor=self._divisor,
             feedback=self._feedback,
             cap=self.largest_scale,
             **sizes,

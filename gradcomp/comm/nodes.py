@@ -1,0 +1,154 @@
+"""Nodes: ranks that share a network card, and their groups within a node and between nodes.
+
+    node 0: ranks 0 1 2 3      node 1: ranks 4 5 6 7      within: [0 1 2 3], [4 5 6 7]
+                                                          between: [0 4], [1 5], [2 6], [3 7]
+
+A collective between ranks of equal place sends each byte through a node's network card once. A flat
+all-to-all of all ranks sends up to g times more bytes, for g ranks per node.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..rules import described
+from .process_group import joined_group
+
+AUTO = "auto"
+# The name of Launched.are_consecutive where the ranks compare it.
+CONSECUTIVE = "whether the ranks of a node follow one another"
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """This rank's groups in a group of nodes.
+
+    within: the ranks of this rank's node.
+    between: the ranks of equal place, one on each node.
+    """
+
+    within: dist.ProcessGroup
+    between: dist.ProcessGroup
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.within.size()
+
+    @property
+    def num_nodes(self) -> int:
+        return self.between.size()
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes} nodes of {self.ranks_per_node} ranks"
+
+
+# Each group's nodes, by the number of ranks per node.
+_of_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, Nodes]] = WeakKeyDictionary()
+
+
+def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
+    """Return this rank's nodes in a group whose nodes are runs of ranks_per_node ranks.
+
+    The first call with a number makes the groups. Every rank of the group must come to it in the same place
+    among its collectives. If the group is the default one, every rank makes all groups, as torch asks for.
+
+    Raises ValueError if the ranks don't fill the last node.
+    """
+    made = _of_groups.setdefault(group, {})
+    if ranks_per_node not in made:
+        require_full_nodes(ranks_per_node, group.size())
+        made[ranks_per_node] = _make_nodes(group, ranks_per_node)
+    return made[ranks_per_node]
+
+
+def require_full_nodes(ranks_per_node: int, world_size: int) -> None:
+    """Raise ValueError if world_size ranks don't fill nodes of ranks_per_node ranks."""
+    if world_size % ranks_per_node:
+        raise ValueError(
+            f"ranks_per_node is {ranks_per_node}, but {world_size} ranks don't fill such nodes: node "
+            f"{world_size // ranks_per_node} would have {world_size % ranks_per_node}. Give a number that "
+            "divides every node's ranks, or ranks_per_node=1 to average without nodes"
+        )
+
+
+def _make_nodes(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
+    ranks = dist.get_process_group_ranks(group)
+    nodes = [ranks[start : start + ranks_per_node] for start in range(0, len(ranks), ranks_per_node)]
+    places = [list(place) for place in zip(*nodes, strict=True)]
+    within, between = (_own_group(group, lists) for lists in (nodes, places))
+    return Nodes(within, between)
+
+
+def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> dist.ProcessGroup:
+    """Make a process group of each list of ranks. Return this rank's."""
+    own: dist.ProcessGroup | None = None
+    for ranks in lists:
+        is_own = dist.get_rank() in ranks
+        if group is dist.group.WORLD:
+            made = dist.new_group(ranks)
+        elif is_own:  # the ranks outside the group don't come here
+            made = dist.new_group(ranks, use_local_synchronization=True)
+        if is_own:
+            own = made
+    assert own is not None
+    return own
+
+
+def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
+    """Return (the group of all ranks of a mesh (between, within), its ranks per node).
+
+    Raises TypeError for a mesh without two dimensions. If the mesh lacks ranks of the default group, this
+    makes a group: every rank of the mesh must call it.
+    """
+    if mesh.ndim != 2:
+        raise TypeError(
+            f"process_group takes a DeviceMesh of two dimensions, (between nodes, within nodes), got {mesh}"
+        )
+    nodes = Nodes(within=mesh.get_group(1), between=mesh.get_group(0))
+    group = joined_group(None)
+    if mesh.size() != dist.get_world_size():
+        group = dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
+    assert group is not None
+    _of_groups.setdefault(group, {})[nodes.ranks_per_node] = nodes
+    return group, nodes.ranks_per_node
+
+
+def require_ranks_per_node(value: Any) -> int | str:
+    """Return a state's ranks_per_node. Raises ValueError unless it is "auto" or a number from 1 on."""
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ValueError(
+        f"ranks_per_node is {described(value)}; it must be 'auto' or a whole number of 1 or more"
+    )
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How torchrun launched this rank of a group.
+
+    ranks_per_node: torchrun's LOCAL_WORLD_SIZE if the group is the default one and has several nodes, else 1.
+    are_consecutive: True if this rank has the place in its node that it would have if the ranks of a node
+        followed one another.
+    """
+
+    ranks_per_node: int
+    are_consecutive: bool
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Launched:
+        """Return it for this process. Reads the environment only."""
+        size, place = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+        if group is not dist.group.WORLD or not (size.isdigit() and place.isdigit()):
+            return cls(1, True)
+        ranks_per_node = int(size)
+        if not 1 < ranks_per_node < group.size():
+            return cls(1, True)
+        return cls(ranks_per_node, group.rank() % ranks_per_node == int(place))

@@ -1,0 +1,192 @@
+"""The quantized all-reduce by nodes: exact within each node, in codes between nodes.
+
+    node i, place j    bucket ──copy──▶ piece 0 │ piece 1 │ … │ piece g−1
+    reduce-scatter within the node: the rank of place j gets the node's sum of piece j
+    quantized all-reduce of piece j between the n ranks of place j: a shard of the piece per node
+    all-gather within the node: every rank gets the codes of all pieces, and dequantizes the same bytes
+
+There are W = n · g ranks and W shards, as in the flat form. Place j has shards j · n … j · n + n − 1, and
+its rank on node i owns shard j · n + i. A node sends about two buckets of codes, as one rank does in the flat
+form. A rank quantizes, and keeps errors for, one piece: a g-th of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradcomp import ops
+from gradcomp.layout.blocks import BlockLayout, Part
+
+from ..comm.exchange import Works, all_gather, all_to_all, reduce_scatter
+
+if TYPE_CHECKING:
+    from ..comm.nodes import Nodes
+
+
+class NodesAllReduce:
+    """A bucket's quantized all-reduce by nodes.
+
+    layout: the bucket's blocks, in one shard per rank.
+    dtype: the bucket's dtype.
+    device: the bucket's device.
+    ranks_per_node: g; it divides the layout's number of shards.
+    bits, error_feedback, exact_dtype: see ops.quantized_plan.
+
+    plan: the plan of this rank's piece. Its errors are those of the node's sum of the piece, times unit.
+    unit: a power of two, 1 / g or less. Gradients are multiplied by it before they are summed within the
+        node, so that no sum overflows.
+
+    Allocates the whole bucket, padded, in fp32 (fp64 for fp64), and a g-th of it twice.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks_per_node: int,
+        *,
+        bits: int,
+        error_feedback: bool,
+        exact_dtype: torch.dtype | None = None,
+    ):
+        self.layout = layout
+        self.unit = 0.5 ** (ranks_per_node - 1).bit_length()
+        wide = torch.promote_types(dtype, torch.float32)
+        piece_layout, piece_options, whole_options = _plans(
+            layout,
+            dtype,
+            ranks_per_node,
+            self.unit,
+            bits=bits,
+            error_feedback=error_feedback,
+            exact_dtype=exact_dtype,
+        )
+        self.plan = ops.quantized_plan(piece_layout, wide, device, **piece_options)
+        self._whole = ops.quantized_plan(layout, dtype, device, **whole_options)
+        self._pieces = torch.zeros(ranks_per_node, piece_layout.numel, dtype=wide, device=device)
+        self._piece = torch.zeros(piece_layout.numel, dtype=wide, device=device)
+        self._copy = ops.PartsCopy(list(self._copies()), device)
+
+    @staticmethod
+    def compile(
+        layout: BlockLayout, dtype: torch.dtype, device: torch.device, ranks_per_node: int, **options: Any
+    ) -> None:
+        """Compile the kernels that a NodesAllReduce with these arguments launches."""
+        unit = 0.5 ** (ranks_per_node - 1).bit_length()
+        piece_layout, piece_options, whole_options = _plans(layout, dtype, ranks_per_node, unit, **options)
+        wide = torch.promote_types(dtype, torch.float32)
+        ops.compile_quantized(piece_layout, wide, device, **piece_options)
+        ops.compile_quantized(layout, dtype, device, **whole_options)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all shards' payloads."""
+        return self._whole.payload.numel()
+
+    def piece(self, nodes: Nodes) -> slice:
+        """Return the slice of the layout's padded blocks that this rank's piece has."""
+        numel = nodes.num_nodes * self.layout.shard_numel
+        return slice(nodes.within.rank() * numel, (nodes.within.rank() + 1) * numel)
+
+    def shard(self, nodes: Nodes) -> slice:
+        """Return the slice of the layout's padded blocks that this rank owns."""
+        return self.layout.shard(nodes.within.rank() * nodes.num_nodes + nodes.between.rank())
+
+    def average(
+        self, flat: torch.Tensor, nodes: Nodes, unused: Sequence[Part] = (), extra: torch.Tensor | None = None
+    ) -> Works:
+        """Replace a bucket by its mean over all ranks. Yields each of the four collectives in progress.
+
+        unused: the layout's parts that this rank's backward has not used.
+        extra: values to add to this rank's gradients, in the order of the padded blocks.
+        """
+        if not self.num_bytes:
+            return
+        for part in unused:
+            flat[part.in_bucket] = 0.0
+        self._copy(flat, self._pieces.view(-1), self.unit)
+        if extra is not None:
+            blocks = self._pieces[:, : extra.numel() // len(self._pieces)]
+            blocks += extra.view(len(self._pieces), -1) * self.unit
+        yield from reduce_scatter(self._piece, self._pieces, nodes.within)
+        plan, node = self.plan, nodes.between.rank()
+        # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
+        parts = self._parts_of_piece(unused, nodes)
+        stays = [_is_in_zero_block(self._piece[part.in_bucket], self.layout.block_size) for part in parts]
+        plan.quantize(self._piece, node, parts, stays)
+        yield all_to_all(plan.received, plan.payload, nodes.between)
+        plan.average(node)
+        yield all_gather(plan.payload, plan.mean, nodes.between)
+        codes = self._whole.payload.view(nodes.ranks_per_node, -1)
+        yield all_gather(codes, plan.payload.view(-1), nodes.within)
+        self._whole.dequantize(flat)
+
+    def _parts_of_piece(self, parts: Sequence[Part], nodes: Nodes) -> list[Part]:
+        """Return what this rank's piece has of the layout's parts, by element of the piece."""
+        piece, found = self.piece(nodes), []
+        for part in parts:
+            start, stop = max(part.stored.start, piece.start), min(part.stored.stop, piece.stop)
+            if start < stop:
+                own = slice(start - piece.start, stop - piece.start)
+                found.append(Part(part.position, own, own))
+        return found
+
+    def _copies(self) -> Iterator[tuple[slice, slice]]:
+        """Yield (a slice of the bucket, its slice of the pieces): all tensors, cut between the pieces."""
+        num_pieces, piece_numel = self._pieces.shape
+        block_numel = self.layout.world_size * self.layout.shard_numel // num_pieces
+        exact_numel = piece_numel - block_numel
+        for parts, numel, offset in (
+            (self.layout.runs, block_numel, 0),
+            (self.layout.exact, exact_numel, block_numel),
+        ):
+            for part in parts:
+                start = part.stored.start
+                while start < part.stored.stop:
+                    piece, within = divmod(start, numel)
+                    length = min(part.stored.stop - start, numel - within)
+                    source = part.in_bucket.start + start - part.stored.start
+                    target = piece * piece_numel + offset + within
+                    yield slice(source, source + length), slice(target, target + length)
+                    start += length
+
+
+def _is_in_zero_block(gradients: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return for each element whether its block's gradients are all zero.
+
+    gradients: [numel], from the first element of a block on.
+    """
+    numel = len(gradients)
+    blocks = torch.nn.functional.pad(gradients, (0, -numel % block_size)).view(-1, block_size)
+    return (blocks == 0).all(1).repeat_interleave(block_size)[:numel]
+
+
+def _plans(
+    layout: BlockLayout,
+    dtype: torch.dtype,
+    ranks_per_node: int,
+    unit: float,
+    *,
+    bits: int,
+    error_feedback: bool,
+    exact_dtype: torch.dtype | None,
+) -> tuple[BlockLayout, dict[str, Any], dict[str, Any]]:
+    """Return the layout of a piece, and the options of the plans of the piece and of the whole bucket."""
+    num_nodes = layout.world_size // ranks_per_node
+    # The same blocks and exact elements per shard as in the bucket, without padding between them.
+    blocks, exact = (num_nodes * layout.num_blocks, layout.block_size), (num_nodes * layout.exact_numel,)
+    # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
+    wide = torch.promote_types(dtype, torch.float32)
+    shared = {"bits": bits, "exact_dtype": exact_dtype or wide}
+    piece = {
+        **shared,
+        "error_feedback": error_feedback,
+        "divisor": layout.world_size * unit,
+        "averages_dtype": dtype,
+    }
+    whole = {**shared, "error_feedback": False, "only_dequantizes": True}
+    return BlockLayout([blocks, exact], layout.block_size, num_nodes), piece, whole

@@ -1,0 +1,359 @@
+"""The quantized all-reduce by nodes: the mean, errors, left-out tensors, checkpoints, bytes between nodes."""
+
+import io
+import os
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from gradcomp import testing
+from gradcomp.comm.nodes import nodes_of
+from gradcomp.compress import BucketSpec
+from gradcomp.compress.consolidation import average_errors
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.testing import RankError, check_hook, claims_of
+from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
+from tests.hooks.powersgd_runs import reload
+from tests.tolerances import QUANTIZED_IDENTITY
+
+SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2), (7, 9)]
+# Of 16 elements, so that blocks are cut by pieces and shards, and the last ones are padded.
+EXACT = [slice(1200, 1217), slice(1337, 1344)]
+LOSS = {4: 0.2, 8: 0.02}
+BITS = pytest.mark.parametrize("bits", [4, 8])
+# (world size, ranks per node)
+NODES = [(4, 2), (6, 3), (6, 2), (4, 4), (3, 1)]
+
+pytestmark = pytest.mark.usefixtures("plain_torch")
+
+
+def state_of(bits, ranks_per_node, **options):
+    return QuantizationState(bits=bits, block_size=16, ranks_per_node=ranks_per_node, **options)
+
+
+def take_step(state, rank, step, dtype=torch.float32, hook=quantization_hook):
+    gradient = random_gradient(SHAPES, rank, step, dtype)
+    output = hook(state, Bucket(gradient.clone(), SHAPES)).wait()
+    return gradient, output
+
+
+def steps_of(rank, group, bits, ranks_per_node, dtype, num_steps=1):
+    state = state_of(bits, ranks_per_node)
+    return [take_step(state, rank, step, dtype) for step in range(num_steps)], state.state_dict()
+
+
+@BITS
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_mean(bits, world_size, ranks_per_node, dtype):
+    results = testing.run_ranks(steps_of, world_size, bits, ranks_per_node, dtype)
+    gradients = torch.stack([steps[0][0].double() for steps, _ in results])
+    mean, outputs = gradients.mean(0), [steps[0][1] for steps, _ in results]
+    for output in outputs:
+        assert output.dtype == dtype
+        assert torch.equal(output, outputs[0])
+    assert relative(outputs[0], mean) < LOSS[bits]
+    for part in EXACT:
+        assert torch.allclose(
+            outputs[0][part].double(), mean[part], rtol=2 * torch.finfo(dtype).eps, atol=1e-7
+        )
+
+
+def error_in(state_dict):
+    return state_dict["buckets"][0]["error"].double()
+
+
+def continued(rank, group, bits, ranks_per_node, saved, num_steps=6):
+    """Return the sums of inputs and outputs over steps, and the state."""
+    state = state_of(bits, ranks_per_node)
+    if saved is not None:
+        state.load_state_dict(reload(saved[rank] if isinstance(saved, list) else saved))
+    steps = [take_step(state, rank, step) for step in range(state.iter, state.iter + num_steps)]
+    inputs, outputs = (sum(each.double() for each in column) for column in zip(*steps, strict=True))
+    return inputs, outputs, state.state_dict()
+
+
+def means(runs):
+    inputs, errors = (
+        torch.stack(each).mean(0) for each in zip(*[(run[0], error_in(run[2])) for run in runs], strict=True)
+    )
+    return inputs, errors
+
+
+@BITS
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES[:4])
+def test_what_is_lost_comes_back(bits, world_size, ranks_per_node):
+    runs = testing.run_ranks(continued, world_size, bits, ranks_per_node, None)
+    inputs, errors = means(runs)
+    assert relative(runs[0][1] + errors, inputs) < 1e-6
+    assert errors.norm() > 0
+    for run in runs:
+        # A rank keeps the errors of its piece: of 88 blocks, whole shards.
+        assert (error_in(run[2]) != 0).sum() <= -(-88 // world_size) * (world_size // ranks_per_node) * 16
+
+
+@BITS
+@pytest.mark.parametrize("before", [(4, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("after", [(4, 1), (4, 4), (6, 2)])
+def test_errors_go_on_with_other_nodes(bits, before, after):
+    """From a merged checkpoint; with as many ranks, from every rank's own."""
+    runs = testing.run_ranks(continued, before[0], bits, before[1], None)
+    _, errors = means(runs)
+    merged = average_errors([run[2] for run in runs], state_of(bits, 1).checked)
+    assert relative(error_in(merged), errors) < 1e-6
+    for saved in [merged, *([[run[2] for run in runs]] if before[0] == after[0] else [])]:
+        resumed = testing.run_ranks(continued, after[0], bits, after[1], saved)
+        inputs, after_errors = means(resumed)
+        assert relative(resumed[0][1] + after_errors, inputs + errors) < 1e-6
+
+
+def broken_off(rank, group, bits, ranks_per_node):
+    whole, first = state_of(bits, ranks_per_node), state_of(bits, ranks_per_node)
+    expected = [take_step(whole, rank, step)[1] for step in range(6)]
+    for step in range(3):
+        take_step(first, rank, step)
+    second = state_of(bits, ranks_per_node)
+    second.load_state_dict(reload(first.state_dict()))
+    saved_again = second.state_dict()["buckets"][0]
+    assert all(
+        torch.equal(value, first.state_dict()["buckets"][0][name])
+        for name, value in saved_again.items()
+        if "error" in name
+    )
+    return expected[3:], [take_step(second, rank, step)[1] for step in range(3, 6)]
+
+
+@BITS
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES[:4])
+def test_a_resumed_run_has_the_same_bits(bits, world_size, ranks_per_node):
+    for expected, resumed in testing.run_ranks(broken_off, world_size, bits, ranks_per_node):
+        assert all(torch.equal(one, other) for one, other in zip(expected, resumed, strict=True))
+
+
+@BITS
+def test_every_property_of_the_kit(bits):
+    flat = claims_of(quantization_hook, lambda group: QuantizationState(group, bits, block_size=16))
+    report = check_hook(
+        quantization_hook,
+        lambda group: QuantizationState(group, bits, block_size=16, ranks_per_node=2),
+        world_size=4,
+        max_examples=4,
+        claims=flat,
+    )
+    report.raise_if_failed()
+    held = {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"}
+    assert held >= {
+        "error_feedback_identity",
+        "held_back_comes_out",
+        "checkpoint_round_trip",
+        "bounded_memory",
+    }
+
+
+def powersgd_state(group):
+    return PowerSGDState(group, 2, 2, 1, factor_dtype=torch.int8, start_bits=8, ranks_per_node=2)
+
+
+def test_every_property_of_the_kit_with_powersgds_int8_factors():
+    check_hook(powerSGD_hook, powersgd_state, world_size=4, max_examples=3).raise_if_failed()
+
+
+LARGE = [(300, 400), (17,)]
+
+
+def sent_between_nodes(rank, group, ranks_per_node, factors):
+    """Return the bytes that a rank's groups sent in a step: (within the node, between nodes)."""
+    if factors:
+        state, hook = (
+            PowerSGDState(group, 16, 2, 1, factor_dtype=torch.int8, ranks_per_node=ranks_per_node),
+            powerSGD_hook,
+        )
+    else:
+        state, hook = state_of(4, ranks_per_node), quantization_hook
+    for step in range(3):
+        hook(state, Bucket(random_gradient(LARGE, rank, step), LARGE)).wait()
+    groups = [group]
+    if ranks_per_node > 1:
+        nodes = nodes_of(group, ranks_per_node)
+        groups = [nodes.within, nodes.between]
+    before = [each.sent_bytes for each in groups]
+    hook(state, Bucket(random_gradient(LARGE, rank, 3), LARGE)).wait()
+    return [each.sent_bytes - already for each, already in zip(groups, before, strict=True)]
+
+
+@pytest.mark.parametrize("factors", [False, True], ids=["int4", "int8 factors"])
+def test_a_node_sends_what_one_rank_would(factors):
+    one_per_node = sum(sent[0] for sent in testing.run_ranks(sent_between_nodes, 2, 1, factors))
+    for ranks_per_node in (2, 3):
+        sent = testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, factors)
+        between = sum(each[1] for each in sent)
+        assert between <= 1.25 * one_per_node  # shards of few blocks are padded
+
+
+def skip_a_layer(rank, group, users):
+    """Take two steps, then one in which only `users` use the first tensor; return its errors around that."""
+    nodes_of(group, 2)
+    spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), group.size(), 0, ranks_per_node=2)
+    compressor = QuantizedCompressor(spec, QuantizedOptions(4, 16))
+    for step in range(2):
+        compressor.average(random_gradient(SHAPES, rank, step), group, step)
+    before = compressor.state()
+    flat = random_gradient(SHAPES, rank, 3)
+    if rank not in users:
+        flat[:1200] = 0
+        compressor.leave_out([0])
+    gradient = flat.clone()
+    compressor.average(flat, group, 3)
+    return before["error"], gradient, flat, compressor.state()["error"]
+
+
+@pytest.mark.parametrize("users", [[], [0], [1, 2], [0, 1, 2, 3]])
+def test_a_layer_that_some_ranks_skip(users):
+    """Its errors stay if no rank uses it. In any case the average and the mean error lose nothing."""
+    befores, gradients, outputs, afters = (
+        torch.stack(each).double() for each in zip(*testing.run_ranks(skip_a_layer, 4, users), strict=True)
+    )
+    first, second = slice(0, 1200), slice(1217, 1337)
+    if not users:
+        assert not outputs[:, first].any()
+        assert torch.allclose(afters[:, first], befores[:, first], rtol=1e-5, atol=1e-7)
+    whole = outputs[0] + afters.mean(0)
+    assert relative(whole[:1200], gradients.mean(0)[:1200] + befores.mean(0)[:1200]) < 1e-6
+    assert not torch.equal(afters[:, second], befores[:, second])
+
+
+def trained(rank, hook):
+    """Return the loss before and after training with torch's DDP, and the parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 1))
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    if hook == "int4":
+        ddp.register_comm_hook(state_of(4, 2), quantization_hook)
+    elif hook == "int8 factors":
+        state = PowerSGDState(None, 2, 2, 1, factor_dtype=torch.int8, start_bits=8, ranks_per_node=2)
+        ddp.register_comm_hook(state, powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    x = torch.randn(32, 20, generator=torch.Generator().manual_seed(rank))
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (ddp(x) - x[:, :4].sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    del ddp
+    return losses[0], losses[-1], torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
+def test_it_trains_on_gloo(run_ranks, interpret):
+    """On processes, in which collectives of the three groups may overtake one another."""
+    (first, uncompressed, _), *_ = run_ranks(trained, 4, "none")
+    assert uncompressed < 0.5 * first
+    for hook in ("int4", "int8 factors"):
+        results = run_ranks(trained, 4, hook, interpret=interpret)
+        assert abs(results[0][1] - uncompressed) < 0.03 * first
+        assert all(torch.equal(parameters, results[0][2]) for *_, parameters in results)
+
+
+def steps_on_kernels(rank, bits):
+    return steps_of(rank, None, bits, 2, torch.float32, num_steps=3)
+
+
+@BITS
+def test_kernels_by_nodes(run_ranks, bits):
+    ranks = run_ranks(steps_on_kernels, 4, bits, interpret=True)
+    inputs = torch.stack([torch.stack([step[0] for step in steps]) for steps, _ in ranks]).double().mean(0)
+    outputs = torch.stack([step[1] for step in ranks[0][0]]).double()
+    for steps, _ in ranks:
+        assert torch.equal(torch.stack([step[1] for step in steps]).double(), outputs)
+    assert relative(outputs[0], inputs[0]) < LOSS[bits]
+    error = torch.stack([error_in(saved) for _, saved in ranks]).mean(0)
+    assert relative(outputs.sum(0) + error, inputs.sum(0)) < QUANTIZED_IDENTITY[torch.float32]
+
+
+def launched_by_torchrun(rank, local_world_size, place):
+    os.environ |= {"LOCAL_WORLD_SIZE": str(local_world_size), "LOCAL_RANK": str(place(rank))}
+    state = QuantizationState(bits=4, block_size=16)
+    output = take_step(state, rank, 0)[1]
+    return output, str(state._nodes)
+
+
+def in_order(rank):
+    return rank % 2
+
+
+def alternating(rank):
+    return rank // 2
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "place", "expected"),
+    [(2, in_order, "2 nodes of 2 ranks"), (2, alternating, "None"), (4, int, "None"), (1, in_order, "None")],
+)
+def test_auto_takes_torchruns_nodes(run_ranks, local_world_size, place, expected):
+    results = run_ranks(launched_by_torchrun, 4, local_world_size, place)
+    assert [nodes for _, nodes in results] == [expected] * 4
+    assert all(torch.equal(output, results[0][0]) for output, _ in results)
+
+
+def uneven(rank):
+    os.environ |= {"LOCAL_WORLD_SIZE": "2" if rank < 2 else "1", "LOCAL_RANK": str(rank % 2)}
+    take_step(QuantizationState(bits=4), rank, 0)
+
+
+def test_uneven_nodes_are_named(run_ranks):
+    with pytest.raises(
+        RankError,
+        match=r"ranks per node \(ranks_per_node=1 .*\) is 2 on ranks 0, 1 and 1 on rank 2",
+    ):
+        run_ranks(uneven, 3)
+
+
+def test_ranks_that_do_not_fill_the_last_node():
+    with pytest.raises(
+        RankError, match="ranks_per_node is 2, but 3 ranks don't fill such nodes: node 1 would have 1"
+    ):
+        testing.run_ranks(steps_of, 3, 4, 2, torch.float32)
+
+
+def on_a_mesh(rank, group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+    state = QuantizationState(mesh, bits=4, block_size=16)
+    by_number = state_of(4, 2)
+    return [take_step(each, rank, 0)[1] for each in (state, by_number)], state.ranks_per_node
+
+
+def on_a_mesh_of_processes(rank):
+    return on_a_mesh(rank, None)
+
+
+def test_a_mesh_as_process_group(run_ranks):
+    for (by_mesh, by_number), ranks_per_node in run_ranks(on_a_mesh_of_processes, 4):
+        assert ranks_per_node == 2
+        assert torch.equal(by_mesh, by_number)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "all", None])
+def test_a_number_of_ranks_that_makes_no_sense(value):
+    state = QuantizationState()
+    with pytest.raises(ValueError, match="it must be 'auto' or a whole number of 1 or more"):
+        state.ranks_per_node = value
+    assert state.ranks_per_node == "auto"
+
+
+def announced(rank):
+    with redirect_stderr(io.StringIO()) as text:
+        steps_of(rank, None, 4, 2, torch.float32)
+    return text.getvalue()
+
+
+def test_the_log_line_says_so(run_ranks):
+    on_rank_0, *others = run_ranks(announced, 4)
+    assert "per step and node, between 2 nodes of 2 ranks" in on_rank_0
+    assert others == [""] * 3
