@@ -1,4 +1,4 @@
-"""Time hooks over throttled links: hosts as network namespaces of this machine, one rank on each.
+"""Time hooks over throttled links: hosts as network namespaces of this machine, with one or more ranks each.
 
     python -m benchmarks.network --links 200,1000 --models mlp --hosts 2
 
@@ -34,6 +34,8 @@ from benchmarks.network.hosts import Network, NoPrivilegeError, burst_bytes, iso
 MODELS = ("mlp", "gpt")
 OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
+# With several ranks per host, quantized averages go by nodes; these don't.
+FLAT = ("int8:flat", "int4:flat", "powersgd:8:int8:flat")
 # Trained to a validation loss on torch's DDP: (whose, hook).
 TO_LOSS = (
     *(
@@ -64,6 +66,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--links", type=numbers, default=[200, 50, 1000, 10_000], help=text)
     text = "numbers of hosts; 1 is without a network (default 2,1,4)"
     parser.add_argument("--hosts", type=numbers, default=[2, 1, 4], help=text)
+    text = "numbers of ranks on each host, comma-separated (default 1)"
+    parser.add_argument("--ranks-per-host", type=numbers, default=[1], help=text)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default %(default)s)")
     text = "only hooks whose name starts so, comma-separated (default: every hook)"
     parser.add_argument("--hooks", default="", help=text)
@@ -93,11 +97,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def jobs(options: argparse.Namespace, hosts: int) -> Iterator[tuple[int | None, Job]]:
-    """Yield (link, job) for a number of hosts; the link of one host is None."""
+def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterator[tuple[int | None, Job]]:
+    """Yield (link, job) for a number of hosts and of ranks on each; the link of one host is None."""
     wanted = tuple(options.hooks.split(","))
     hooks = [("gradcomp", hook, "torch") for hook in OURS]
-    if hosts > 1:
+    if ranks_per_host > 1:
+        hooks += [("gradcomp", hook, "torch") for hook in FLAT]
+        hooks += [("torch", "powersgd:4", "torch")]
+    elif hosts > 1:
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
     for mbit_per_s in options.links if hosts > 1 else [None]:
@@ -109,7 +116,7 @@ def jobs(options: argparse.Namespace, hosts: int) -> Iterator[tuple[int | None, 
                     names = {"model": model, "hooks": whose, "hook": hook, "wrapper": wrapper}
                     yield mbit_per_s, {"job": "steps", **names, "seconds": options.seconds}
     trained = product(range(options.loss_seeds), options.loss_links, options.models, TO_LOSS)
-    for seed, mbit_per_s, model, (whose, hook) in trained if hosts == 2 else ():
+    for seed, mbit_per_s, model, (whose, hook) in trained if (hosts, ranks_per_host) == (2, 1) else ():
         if hook.startswith(wanted):
             names = {"model": model, "hooks": whose, "hook": hook, "wrapper": "torch", "seed": seed}
             limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
@@ -121,10 +128,11 @@ class RankFailedError(Exception):
 
 
 class Ranks:
-    """A process per host of a network, started when the first job comes and again after one has failed."""
+    """The processes on a network's hosts, started when the first job comes and again after one has failed."""
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network: Network, ranks_per_host: int, folder: Path) -> None:
         self._network, self._folder, self._number = network, folder, 0
+        self._ranks_per_host = ranks_per_host
         self._processes: list[Any] = []
 
     def do(self, job: Job) -> Any:
@@ -149,13 +157,17 @@ class Ranks:
         self._processes = []
 
     def _start(self) -> None:
-        hosts = self._network.hosts
+        places = list(product(self._network.hosts, range(self._ranks_per_host)))
         self._number += 1
         store = (self._folder / f"store{self._number}").as_uri()
-        for rank, host in enumerate(hosts):
-            command = [sys.executable, "-m", "benchmarks.network.rank", str(rank), str(len(hosts)), store]
+        for rank, (host, place) in enumerate(places):
+            command = [sys.executable, "-m", "benchmarks.network.rank", str(rank), str(len(places)), store]
             # One thread each, so that a step computes as long on one host as on two.
-            environment = {"OMP_NUM_THREADS": "1"}
+            environment = {
+                "OMP_NUM_THREADS": "1",
+                "LOCAL_RANK": str(place),  # as torchrun sets them
+                "LOCAL_WORLD_SIZE": str(self._ranks_per_host),
+            }
             self._processes.append(host.start(command, environment, self._folder / f"errors{rank}"))
         self._answer(SPARE_S)
 
@@ -192,14 +204,15 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
     """Do every job, append a row for each to a file, and return those that there was no time for."""
     environment = describe(torch.device("cpu"))
     deadline = time.monotonic() + 60 * options.minutes
-    todo = {hosts: list(jobs(options, hosts)) for hosts in options.hosts}
+    todo = {places: list(jobs(options, *places)) for places in product(options.hosts, options.ranks_per_host)}
     count, number, late = sum(map(len, todo.values())), 0, []
-    for hosts, found in todo.items():
+    for (hosts, ranks_per_host), found in todo.items():
         with Network(hosts) as network, tempfile.TemporaryDirectory() as folder:
-            ranks = Ranks(network, Path(folder))
+            ranks = Ranks(network, ranks_per_host, Path(folder))
             for link, job in found:
                 number += 1
-                label = report.label({"hosts": hosts, "mbit_per_s": link, **job})
+                places = {"hosts": hosts, "ranks_per_host": ranks_per_host}
+                label = report.label({**places, "mbit_per_s": link, **job})
                 if time.monotonic() > deadline:
                     late.append(label)
                     continue
@@ -210,7 +223,7 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                 except RankFailedError as error:
                     result = {"failed": str(error)}
                 throttle = {"mbit_per_s": link, "burst_bytes": None if link is None else burst_bytes(link)}
-                row = {**environment, "hosts": hosts, **throttle, **job, **result}
+                row = {**environment, **places, **throttle, **job, **result}
                 with rows.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"[{number}/{count}] {label}: {report.summary(row)}", flush=True)

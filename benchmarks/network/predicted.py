@@ -47,8 +47,8 @@ class Compared:
 
 
 def compare(rows: Sequence[Row]) -> list[Compared]:
-    """Predict every step of a hook of gradcomp's on torch's DDP for which the rows have what it takes."""
-    sound = [row for row in rows if "failed" not in row]
+    """Predict the steps of gradcomp's hooks on torch's DDP, with one rank per host, that rows allow for."""
+    sound = [row for row in rows if "failed" not in row and row.get("ranks_per_host", 1) == 1]
     stepped = of(sound, job="steps", hooks="gradcomp", wrapper="torch")
     found = []
     for row in stepped:

@@ -1,4 +1,4 @@
-"""One host's rank: does the jobs that come on stdin, a JSON object a line; rank 0 answers on stdout.
+"""One rank: does the jobs that come on stdin, a JSON object a line; rank 0 answers on stdout.
 
 A job is {"job": "steps", ...}, timing steps, {"job": "loss", ...}, training to a validation loss, or
 {"job": "link"}, timing all-reduces; see the functions of these names.
@@ -38,6 +38,7 @@ WARM_UP_STEPS = 5  # torch's DDP arranges its buckets anew after the first; comp
 START_ITER = 3
 MIN_STEPS, MAX_STEPS = 5, 40
 VALIDATE_EVERY = 5
+RANKS_PER_HOST = os.environ.get("LOCAL_WORLD_SIZE", "1")
 LINK_BYTES = (1_000, 100_000, 1_000_000, 4_000_000)
 
 
@@ -61,6 +62,10 @@ def register_torchs(hook: str, model: Any, start_iter: int) -> None:
 
 
 def register_ours(hook: str, model: Any, start_iter: int) -> None:
+    """Register a hook of gradcomp's. With ":flat" at the end of its name, it doesn't average by nodes."""
+    # A state reads the number in its first step, as torchrun sets it.
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if hook.endswith(":flat") else RANKS_PER_HOST
+    hook = hook.removesuffix(":flat")
     if hook == "noop":
         model.register_comm_hook(None, gradcomp.hooks.debugging_hooks.noop_hook)
     else:

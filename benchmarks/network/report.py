@@ -17,12 +17,19 @@ DRAWN = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8"
 def label(row: Row) -> str:
     """Name what a row measures."""
     network = "no network" if row["mbit_per_s"] is None else f"{row['mbit_per_s']} Mbit/s"
-    parts = [f"{row['hosts']} hosts" if row["hosts"] > 1 else "1 host", network]
+    parts = [places(row), network]
     if row["job"] != "link":
         parts += [row["model"], name(row)]
     if "seed" in row:
         parts.append(f"seed {row['seed']}")
     return ", ".join([*parts, row["job"]])
+
+
+def places(row: Row) -> str:
+    """Name the hosts, and the ranks on each if there are several. Rows before 2026-11-25 have one."""
+    hosts = f"{row['hosts']} hosts" if row["hosts"] > 1 else "1 host"
+    ranks = row.get("ranks_per_host", 1)
+    return hosts if ranks == 1 else f"{hosts} of {ranks} ranks"
 
 
 def name(row: Row) -> str:
@@ -56,8 +63,8 @@ def tables(rows: Sequence[Row]) -> str:
     """Format ms per step, a table per number of hosts and model, and the times to a loss, as Markdown."""
     stepped, trained = of(rows, job="steps"), of(rows, job="loss")
     found = [
-        _step_table(of(stepped, hosts=hosts, model=model))
-        for hosts, model in dict.fromkeys((row["hosts"], row["model"]) for row in stepped)
+        _step_table([row for row in stepped if (places(row), row["model"]) == (hosts, model)])
+        for hosts, model in dict.fromkeys((places(row), row["model"]) for row in stepped)
     ] + [
         _loss_table(of(trained, model=model, mbit_per_s=link))
         for model, link in dict.fromkeys((row["model"], row["mbit_per_s"]) for row in trained)
@@ -67,9 +74,8 @@ def tables(rows: Sequence[Row]) -> str:
 
 def _step_table(rows: Sequence[Row]) -> list[str]:
     """Format the times per step of a model on a number of hosts: a line per hook, a column per link."""
-    hosts, model = rows[0]["hosts"], rows[0]["model"]
+    model, count = rows[0]["model"], places(rows[0])
     links = sorted({row["mbit_per_s"] or 0 for row in rows})
-    count = "1 host" if hosts == 1 else f"{hosts} hosts"
     titles = ["no network" if link == 0 else f"{link:,} Mbit/s" for link in links]
     lines = [f"{model}, {count}, ms per step, and how many times as fast as without a hook", ""]
     lines += ["| | bytes sent | " + " | ".join(titles) + " |", "|" + "---|" * (len(links) + 2)]
@@ -134,7 +140,9 @@ def failure(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: ms per step against bandwidth on two hosts, a panel per model, a line per hook.
+    """Write a PNG: ms per step against bandwidth on two hosts, a line per hook.
+
+    There is a panel for each model and number of ranks per host.
 
     Raises ImportError without matplotlib.
     """
@@ -144,22 +152,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = [row for row in of(rows, job="steps", hosts=2, wrapper="torch") if "failed" not in row]
-    models = list(dict.fromkeys(row["model"] for row in shown)) or ["nothing measured on two hosts"]
+    titles = list(dict.fromkeys(map(_panel, shown))) or ["nothing measured on two hosts"]
     figure, panels = pyplot.subplots(
-        1, len(models), figsize=(5.2 * len(models), 4.4), layout="constrained", squeeze=False
+        1, len(titles), figsize=(5.2 * len(titles), 4.4), layout="constrained", squeeze=False
     )
-    for axes, model in zip(panels[0], models, strict=True):
+    for axes, title in zip(panels[0], titles, strict=True):
+        in_panel = [row for row in shown if _panel(row) == title]
         for color, hook in zip(COLORS, DRAWN, strict=False):
-            of_hook = sorted(
-                of(shown, model=model, hook=hook, hooks="gradcomp"), key=lambda row: row["mbit_per_s"]
-            )
+            of_hook = sorted(of(in_panel, hook=hook, hooks="gradcomp"), key=lambda row: row["mbit_per_s"])
             if of_hook:
                 links, times = zip(*((row["mbit_per_s"], row["step_ms"]) for row in of_hook), strict=True)
                 style = ":" if hook == "noop" else "-"
                 axes.plot(links, times, style, marker="o", markersize=4, color=color, label=hook)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_title(f"{model}, two hosts", loc="left")
+        axes.set_title(title, loc="left")
         axes.set_xlabel("Mbit/s")
         axes.set_ylabel("ms per step")
         axes.grid(which="major", alpha=0.3)
@@ -168,3 +175,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         panels[0][-1].legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _panel(row: Row) -> str:
+    return f"{row['model']}, {places(row)}"

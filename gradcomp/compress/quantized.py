@@ -129,20 +129,24 @@ class QuantizedCompressor(Compressor):
         return 1.0 if self._by_nodes is None else self._by_nodes.unit
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        error, kept = self._plan.error, self._kept
+        error = self._plan.error
         if error is None:
             return
-        if self._loaded is not None or kept is None:
-            super().add_to_error(offset, values)
-            return
-        # By nodes, one of a node's ranks_per_node ranks has the element's error for all of them.
-        values = values * (self._unit * self._ranks_per_node)
+        if self._kept is None and self._loaded is None:
+            self._loaded = self.state()
         for part in self._layout.quantized:
-            if part.in_bucket.start <= offset < part.in_bucket.stop:
-                first = part.stored.start + offset - part.in_bucket.start - kept.start
-                start, stop = max(first, 0), min(first + len(values), len(error))
-                if start < stop:
-                    error[start:stop] += values[start - first : stop - first]
+            if not part.in_bucket.start <= offset < part.in_bucket.stop:
+                continue
+            if self._loaded is not None:
+                self._loaded["error"][offset : offset + len(values)] += values
+                continue
+            assert self._kept is not None
+            first = part.stored.start + offset - part.in_bucket.start - self._kept.start
+            start, stop = max(first, 0), min(first + len(values), len(error))
+            if start < stop:
+                # By nodes, one of a node's ranks_per_node ranks has the element's error for all of them.
+                factor = self._unit * self._ranks_per_node
+                error[start:stop] += values[start - first : stop - first] * factor
 
     def current_error(self) -> torch.Tensor | None:
         return (

@@ -637,7 +637,7 @@ class CompressorState:
 
     def _contents(self) -> Any:
         """Return the contents of a pickle or a copy: everything except the process group."""
-        contents = {"state_dict": self.state_dict(), "ranks_per_node": self._ranks_per_node}
+        contents: dict[str, Any] = {"state_dict": self.state_dict(), "ranks_per_node": self._ranks_per_node}
         if not _has_one_compressor(type(self)):
             contents |= {"compressor": self._compressor, "options_class": self._options_class}
         return contents
