@@ -35,8 +35,8 @@ BY_NODES = " by nodes"  # the end of a name
 class Collective:
     """One collective of a hook.
 
-    num_bytes: the size of the whole buffer, all ranks' parts together. If group is "between": of the buffers of
-        a node's ranks together.
+    num_bytes: the size of the whole buffer, all ranks' parts together. If group is "between": the sum over a
+        node's ranks.
     group: the ranks that take part: "all"; "within", the ranks of a node; "between", one rank of every node.
         Every rank of a node is in a "between" of its own.
     """
@@ -96,6 +96,10 @@ class Candidate:
         return self.bits is not None or self.wire_dtype == torch.int8
 
     @property
+    def is_16_bit(self) -> bool:
+        return self.rank is None and self.wire_dtype in (torch.bfloat16, torch.float16)
+
+    @property
     def flat_name(self) -> str:
         """The name of this hook's flat form, by which times and costs in accuracy are known."""
         return self.name.removesuffix(BY_NODES)
@@ -107,6 +111,16 @@ class Candidate:
                 f"{self.name} exchanges no codes, so it can't be by nodes; int4 can, for example"
             )
         return replace(self, name=self.flat_name + BY_NODES, is_by_nodes=True)
+
+    def state(self, ranks_per_node: int) -> str:
+        """Return the Python expression of a quantizing hook's state, for nodes of ranks_per_node ranks."""
+        nodes = f"ranks_per_node={ranks_per_node if self.is_by_nodes else 1}"
+        if self.rank is None:
+            return f"QuantizationState(bits={self.bits}, {nodes})"
+        return (
+            f"PowerSGDState(None, matrix_approximation_rank={self.rank}, factor_dtype=torch.int8, "
+            f"uncompressed_dtype=torch.bfloat16, {nodes})"
+        )
 
     @property
     def powersgd_options(self) -> PowerSGDOptions:
@@ -154,8 +168,8 @@ def _by_nodes(
 ) -> Payload:
     """Return a payload by nodes.
 
-    relative_work is the ratio of the bytes moved, without the copy to the fp32 wire: on a CPU that copy takes far
-    less time per byte than quantizing.
+    relative_work is the ratio of the bytes moved, without the copy to the fp32 wire: on a CPU that copy takes
+    far less time per byte than quantizing.
     """
     flat = _payload(hook, shapes, dtype, world_size, 1)
     if hook.rank is not None:

@@ -208,6 +208,9 @@ class Gpu:
     is_inline: bool = False
     within_bytes_per_s: float | None = None
 
+    def has_time_of(self, hook: Candidate) -> bool:
+        return True
+
     def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
         """Return the time of the hook's own kernels on one bucket, from bytes moved and launches."""
         moved_s = payload.moved_bytes / (BANDWIDTH_UTILIZATION * self.memory_bytes_per_s)
@@ -237,17 +240,18 @@ class MeasuredDevice:
     flops: float = 0.0
     optimizer_ns: float = 0.0
 
+    def has_time_of(self, hook: Candidate) -> bool:
+        return hook.flat_name in self.local_ns
+
     def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
         """Return the time of the hook's own work on one bucket.
 
         Raises ValueError for a hook without a measured time.
         """
-        name = hook.flat_name
-        if name not in self.local_ns:
-            raise ValueError(
-                f"hook {name} has not been timed on {self.name}; there are {', '.join(self.local_ns)}"
-            )
-        return self.local_ns[name] * payload.relative_work * numel / 1e9
+        if not self.has_time_of(hook):
+            known = ", ".join(self.local_ns)
+            raise ValueError(f"hook {hook.flat_name} has not been timed on {self.name}; there are {known}")
+        return self.local_ns[hook.flat_name] * payload.relative_work * numel / 1e9
 
     def compute_s(self, flops: float, utilization: float) -> float:
         """Return the time of this number of operations. The measured rate includes the utilization."""
