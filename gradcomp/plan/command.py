@@ -75,7 +75,7 @@ def plan_parser() -> OneLineParser:
     model.add_argument("--from", dest="file", type=Path, metavar="FILE", help=text)
     network = parser.add_argument_group("the network")
     network.add_argument(
-        "--ranks", type=positive_int, metavar="N", help="default: 64 or whole nodes below, or FILE's"
+        "--ranks", type=positive_int, metavar="N", help="default: 64, rounded to whole nodes, or FILE's"
     )
     text = "of each network card, such as 200Mbit or 10Gbit (default: 10Gbit, or FILE's)"
     network.add_argument("--bandwidth", type=bits_per_s, metavar="RATE", help=text)
@@ -84,7 +84,7 @@ def plan_parser() -> OneLineParser:
     network.add_argument("--cards-per-node", type=positive_int, default=1, metavar="N", help="default: 1")
     text = (
         "of each rank's links within its node, in one direction, such as 450GB/s (default: 80%% of the GPU's "
-        "data sheet; on a CPU and with FILE there is none)"
+        "data sheet on nccl; on gloo and with FILE there is none)"
     )
     network.add_argument("--bandwidth-within", type=bits_per_s, metavar="RATE", help=text)
     text = "per message between two ranks (default: 10 for nccl, 50 for gloo, or FILE's)"
@@ -134,13 +134,13 @@ def _from_options(
         bits / 8,
         latency_us / 1e6,
         has_tree=backend == "nccl",
-        nodes=_nodes(options, world_size, device),
+        nodes=_nodes(options, world_size, device, backend),
         gathers_by_messages=backend == "gloo",
     )
     return scenario, link, world_size, None
 
 
-def _nodes(options: argparse.Namespace, world_size: int, device: Device) -> Nodes:
+def _nodes(options: argparse.Namespace, world_size: int, device: Device, backend: str) -> Nodes:
     """Return the nodes.
 
     Raises ValueError for ranks that aren't whole nodes, and for an unknown bandwidth within.
@@ -154,9 +154,10 @@ def _nodes(options: argparse.Namespace, world_size: int, device: Device) -> Node
         return Nodes(1, ONE_RANK_NODES.within_bytes_per_s, cards)
     if bits is not None:
         return Nodes(per_node, bits / 8, cards)
-    if not isinstance(device, Gpu) or device.within_bytes_per_s is None:
+    # gloo sends a GPU's gradients through the host's memory, not over NVLink.
+    if not isinstance(device, Gpu) or device.within_bytes_per_s is None or backend != "nccl":
         raise ValueError(
-            f"nothing is known of the links within a node of {device.name}: give --bandwidth-within"
+            f"nothing is known of {backend}'s links within a node of {device.name}: give --bandwidth-within"
         )
     return Nodes(per_node, BANDWIDTH_UTILIZATION * device.within_bytes_per_s, cards)
 
@@ -232,7 +233,7 @@ def _from_file(
     fitted = read.fitted_link()
     link = fitted
     world_size = options.ranks or read.world_size
-    nodes = _nodes(options, world_size, device)
+    nodes = _nodes(options, world_size, device, read.backend)
     if nodes != ONE_RANK_NODES and options.bandwidth is None:
         raise ValueError("--ranks-per-node needs --bandwidth: the file has the rate of a rank, not of a card")
     if options.bandwidth is not None or options.latency_us is not None:
