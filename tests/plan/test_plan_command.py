@@ -1,6 +1,7 @@
 """`python -m gradcomp plan`: what it prints, and what it refuses with one line and status 2."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from gradcomp.__main__ import main
 from gradcomp.plan.show import seconds, with_prefix
 from tests.plan.measured import as_written
-from tests.programs import run_python
+from tests.programs import ROOT, run_python
 
 QUICK = ["plan", "--model", "resnet50", "--hook", "bf16,int4,powersgd:16:int8"]
 
@@ -148,6 +149,22 @@ def test_a_plan_for_another_network_than_the_measured_one(capsys, file):
     assert "measured" not in next(line for line in output.splitlines() if line.startswith("hook "))
 
 
+def documented():
+    """Return (command, output) for each plan in docs/plan.md that needs no file of measurements."""
+    page = (ROOT / "docs" / "plan.md").read_text()
+    blocks = re.findall(r"```\npython -m gradcomp plan ([^\n]*)\n```\n\n```\n(.*?)\n```\n", page, re.DOTALL)
+    return [(command, output) for command, output in blocks if "--from" not in command]
+
+
+@pytest.mark.parametrize(("command", "output"), documented(), ids=lambda text: text.split("\n")[0][:40])
+def test_the_page_shows_what_is_printed(capsys, command, output):
+    assert plan(capsys, *command.split()).rstrip() == output
+
+
+def test_the_page_shows_plans():
+    assert len(documented()) == 4
+
+
 # --- nodes ---
 
 NODES = ["--model", "gpt2-medium", "--ranks", "32", "--ranks-per-node", "8", "--bandwidth", "12.5Gbit"]
@@ -189,6 +206,24 @@ def test_either_form_in_json(capsys):
     )
     assert hooks["none"]["times_16_bits"] == pytest.approx(1 / 1.96, rel=0.01)
     assert found["recommendation"]["hook"] == "int4 by nodes"
+
+
+def test_the_bytes_of_choosing_are_these(capsys):
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    printed = {row.split("  ")[0]: row.split() for row in plan(capsys, *NODES).splitlines()}
+    for name, hook in (
+        ("no compression", "none"),
+        ("16 bits", "bf16"),
+        ("8 bits, flat", "int8"),
+        ("8 bits, by nodes", "int8 by nodes"),
+        ("4 bits, flat", "int4"),
+        ("4 bits, by nodes", "int4 by nodes"),
+        ("PowerSGD r = 16, bf16 factors", "powersgd:16:bf16"),
+        ("PowerSGD r = 16, int8 factors, flat", "powersgd:16:int8"),
+        ("PowerSGD r = 16, int8 factors, by nodes", "powersgd:16:int8 by nodes"),
+    ):
+        number, unit, *ratios = printed[hook][len(hook.split()) :][:4]
+        assert f"| {name} | {number} {unit} | {' | '.join(ratios)} |" in page
 
 
 def test_one_rank_per_node_changes_nothing(capsys):
@@ -255,8 +290,9 @@ def test_a_map_of_nodes_has_whole_nodes(capsys, tmp_path):
         (["--ranks-per-node", "8", "--bandwidth-within", "10Gb"], "'10Gb' is not a bandwidth"),
         (
             ["--device", "cpu", "--ranks-per-node", "2"],
-            "nothing is known of the links within a node of cpu: give --bandwidth-within",
+            "nothing is known of gloo's links within a node of cpu: give --bandwidth-within",
         ),
+        (["--backend", "gloo", "--ranks-per-node", "2"], "gloo's links within a node of H200"),
     ],
 )
 def test_nodes_that_can_not_be_are_refused(capsys, arguments, message):
