@@ -60,7 +60,7 @@ ON_2_RANKS = {
 def accuracy_cost(hook: Candidate) -> AccuracyCost | None:
     """Return the hook's cost; None if neither the hook nor a similar one was measured.
 
-    By nodes a hook costs what it costs flat, at most: fewer codes are summed.
+    A hook by nodes, which was not measured, is assumed to cost as much as flat. It sums fewer codes.
 
     Similar to PowerSGD is PowerSGD of equal rank with int8 factors, the coarsest, or else with fp32 factors.
     """
