@@ -1,7 +1,7 @@
 """Predict from constants which hook is fastest for a model on a network, and when not to compress."""
 
 from .candidates import CANDIDATES, Candidate, candidate_named
-from .hardware import CPU, GPUS, Gpu, Link, MeasuredDevice, Rate, fitted_rate
+from .hardware import CPU, GPUS, Gpu, Link, MeasuredDevice, Nodes, Rate, fitted_rate
 from .measurements import Measurements
 from .models import Bucket, buckets_of, built_in_model
 from .prediction import Compute, StepPrediction, predict_step
@@ -17,6 +17,7 @@ __all__ = [
     "Link",
     "MeasuredDevice",
     "Measurements",
+    "Nodes",
     "Rate",
     "StepPrediction",
     "buckets_of",

@@ -6,7 +6,7 @@ Hooks are named as in docs/accuracy.md: int4, powersgd:8 (rank 8), powersgd:8:in
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -20,6 +20,7 @@ from gradcomp.layout.blocks import SCALE_BYTES
 from .models import Shape
 
 CollectiveKind = Literal["all-reduce", "all-to-all", "all-gather"]
+Group = Literal["all", "within", "between"]
 
 RANKS = (1, 4, 8, 16)
 FACTOR_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
@@ -27,17 +28,22 @@ WIDE_BYTES = 4  # an element of errors, factors and sums
 # Every element of P and Q is written as a partial sum and read, goes to the wire and back, through
 # Gram–Schmidt, and into two matrix products.
 FACTOR_ACCESSES = 8
+BY_NODES = " by nodes"  # the end of a name
 
 
 @dataclass(frozen=True)
 class Collective:
     """One collective of a hook.
 
-    num_bytes: the size of the buffer that every rank has in the end.
+    num_bytes: the size of the whole buffer, all ranks' parts together. If group is "between": the sum over a
+        node's ranks.
+    group: the ranks that take part: "all"; "within", the ranks of a node; "between", one rank of every node.
+        Every rank of a node is in a "between" of its own.
     """
 
-    kind: CollectiveKind
+    kind: CollectiveKind | Literal["reduce-scatter"]
     num_bytes: int
+    group: Group = "all"
 
 
 @dataclass(frozen=True)
@@ -46,18 +52,21 @@ class Payload:
 
     moved_bytes: bytes of device memory that the hook's kernels read and write.
     num_launches: launches of the hook's kernels.
+    relative_work: the work as a part of the same hook's flat work, for devices with a measured flat time.
     """
 
     collectives: tuple[Collective, ...]
     moved_bytes: float = 0.0
     num_launches: int = 0
+    relative_work: float = 1.0
 
     @property
     def collective_bytes(self) -> float:
         """The bytes handed to collectives. An all-to-all or all-gather counts half: it sends half of an
-        all-reduce's bytes.
+        all-reduce's bytes. Collectives within a node don't count, so flat and by nodes have equal bytes.
         """
-        return sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in self.collectives)
+        counted = (each for each in self.collectives if each.group != "within")
+        return sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in counted)
 
 
 @dataclass(frozen=True)
@@ -67,16 +76,51 @@ class Candidate:
     bits: the bits of a quantized all-reduce; None for other hooks.
     rank: PowerSGD's rank; None for other hooks.
     wire_dtype: dtype of a 16-bit all-reduce, or of PowerSGD's factors; None for the gradients' dtype.
+    is_by_nodes: whether a quantized all-reduce sums exactly within a node, and quantizes between nodes.
+        Otherwise it is flat: every rank exchanges codes with every other rank.
     """
 
     name: str
     bits: int | None = None
     rank: int | None = None
     wire_dtype: torch.dtype | None = None
+    is_by_nodes: bool = False
 
     @property
     def is_compressing(self) -> bool:
         return (self.bits, self.rank, self.wire_dtype) != (None, None, None)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the hook exchanges codes: int8, int4, and PowerSGD's int8 factors."""
+        return self.bits is not None or self.wire_dtype == torch.int8
+
+    @property
+    def is_16_bit(self) -> bool:
+        return self.rank is None and self.wire_dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def flat_name(self) -> str:
+        """The name of this hook's flat form, by which times and costs in accuracy are known."""
+        return self.name.removesuffix(BY_NODES)
+
+    def by_nodes(self) -> Candidate:
+        """Return this hook with a quantized all-reduce by nodes. Raises ValueError if it doesn't quantize."""
+        if not self.is_quantized:
+            raise ValueError(
+                f"{self.name} exchanges no codes, so it can't be by nodes; int4 can, for example"
+            )
+        return replace(self, name=self.flat_name + BY_NODES, is_by_nodes=True)
+
+    def state(self, ranks_per_node: int) -> str:
+        """Return the Python expression of a quantizing hook's state, for nodes of ranks_per_node ranks."""
+        nodes = f"ranks_per_node={ranks_per_node if self.is_by_nodes else 1}"
+        if self.rank is None:
+            return f"QuantizationState(bits={self.bits}, {nodes})"
+        return (
+            f"PowerSGDState(None, matrix_approximation_rank={self.rank}, factor_dtype=torch.int8, "
+            f"uncompressed_dtype=torch.bfloat16, {nodes})"
+        )
 
     @property
     def powersgd_options(self) -> PowerSGDOptions:
@@ -88,15 +132,24 @@ class Candidate:
             uncompressed_dtype=torch.bfloat16 if self.wire_dtype == torch.int8 else None,
         )
 
-    def payload(self, shapes: Sequence[Shape], dtype: torch.dtype, world_size: int) -> Payload:
-        """Return the hook's work on a bucket with these shapes, in a step that compresses."""
+    def payload(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, world_size: int, ranks_per_node: int = 1
+    ) -> Payload:
+        """Return the hook's work on a bucket with these shapes, in a step that compresses.
+
+        ranks_per_node: only matters by nodes; must divide world_size.
+        """
         # Other layouts don't depend on the world size: one cached payload serves all world sizes.
-        depends = self.bits is not None or self.wire_dtype == torch.int8
-        return _payload(self, tuple(shapes), dtype, world_size if depends else 1)
+        per_node = ranks_per_node if self.is_by_nodes else 1
+        return _payload(self, tuple(shapes), dtype, world_size if self.is_quantized else 1, per_node)
 
 
 @cache
-def _payload(hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int) -> Payload:
+def _payload(
+    hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int, ranks_per_node: int
+) -> Payload:
+    if ranks_per_node > 1:
+        return _by_nodes(hook, shapes, dtype, world_size, ranks_per_node)
     if hook.rank is not None:
         return _powersgd(hook.powersgd_options, shapes, dtype, world_size)
     if hook.bits is not None:
@@ -110,36 +163,101 @@ def _payload(hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, wor
     return Payload((Collective("all-reduce", numel * hook.wire_dtype.itemsize),), moved, num_launches=2)
 
 
-def _quantized(
-    layout: BlockLayout, bits: int, itemsize: int, exact_itemsize: int, *, error_feedback: bool
+def _by_nodes(
+    hook: Candidate, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int, ranks_per_node: int
 ) -> Payload:
-    """Return a quantized all-reduce's payload.
+    """Return a payload by nodes.
+
+    relative_work is the ratio of the bytes moved, without the copy to the fp32 wire: on a CPU that copy takes
+    far less time per byte than quantizing.
+    """
+    flat = _payload(hook, shapes, dtype, world_size, 1)
+    if hook.rank is not None:
+        found = _powersgd(hook.powersgd_options, shapes, dtype, world_size, ranks_per_node)
+        return replace(found, relative_work=_ratio(found, flat))
+    assert hook.bits is not None
+    layout = BlockLayout(shapes, QuantizedOptions(hook.bits).block_size, world_size)
+    found = _quantized(
+        layout,
+        hook.bits,
+        dtype.itemsize,
+        dtype.itemsize,
+        error_feedback=True,
+        ranks_per_node=ranks_per_node,
+    )
+    if not found.collectives:
+        return found
+    # One launch more reads the gradients and writes the fp32 wire of the sum within the node.
+    return replace(
+        found,
+        moved_bytes=found.moved_bytes + layout.numel * (dtype.itemsize + WIDE_BYTES),
+        num_launches=found.num_launches + 1,
+        relative_work=_ratio(found, flat),
+    )
+
+
+def _ratio(found: Payload, flat: Payload) -> float:
+    return found.moved_bytes / flat.moved_bytes if flat.moved_bytes else 1.0
+
+
+def _quantized(
+    layout: BlockLayout,
+    bits: int,
+    itemsize: int,
+    exact_itemsize: int,
+    *,
+    error_feedback: bool,
+    ranks_per_node: int = 1,
+) -> Payload:
+    """Return a quantized all-reduce's payload: flat if ranks_per_node is 1, else by nodes.
 
     Accesses per quantized element, with error feedback:
 
     quantize     reads gradient and error, writes error and code; in this rank's shard, reads its shard error
     average      in this rank's shard: reads every rank's code, reads and writes both errors, writes the code
     dequantize   reads the code, writes the gradient
+
+    By nodes the first two read the fp32 sum of a node's ranks, and this rank's part of it only: one part per
+    rank of a node.
     """
     _, shard_bytes = layout.sections(bits, exact_itemsize)
     num_bytes = layout.world_size * shard_bytes
     quantized = sum(part.stored.stop - part.stored.start for part in layout.quantized)
     exact = layout.numel - quantized
     code = bits / 8 + SCALE_BYTES / layout.block_size
-    per_code = 2 * itemsize + 3 * code + code / layout.world_size
+    source_bytes = itemsize if ranks_per_node == 1 else WIDE_BYTES / ranks_per_node
+    accesses = 1 + 2 / ranks_per_node  # of a code, or of an exact element on the wire
+    per_code = itemsize + source_bytes + accesses * code + code / layout.world_size
     if error_feedback:
-        per_code += 2 * WIDE_BYTES + 5 * WIDE_BYTES / layout.world_size
-    per_exact = 2 * itemsize + (3 + 1 / layout.world_size) * exact_itemsize
-    collectives = (Collective("all-to-all", num_bytes), Collective("all-gather", num_bytes))
+        per_code += 2 * WIDE_BYTES / ranks_per_node + 5 * WIDE_BYTES / layout.world_size
+    per_exact = itemsize + source_bytes + (accesses + 1 / layout.world_size) * exact_itemsize
+    moved = quantized * per_code + exact * per_exact
+    if not num_bytes:
+        return Payload((), moved)
+    if ranks_per_node == 1:
+        return Payload((Collective("all-to-all", num_bytes), Collective("all-gather", num_bytes)), moved, 3)
     return Payload(
-        collectives if num_bytes else (), quantized * per_code + exact * per_exact, 3 * bool(num_bytes)
+        (
+            Collective("reduce-scatter", layout.numel * WIDE_BYTES, "within"),
+            Collective("all-to-all", num_bytes, "between"),
+            Collective("all-gather", num_bytes, "between"),
+            Collective("all-gather", num_bytes, "within"),
+        ),
+        moved,
+        3,
     )
 
 
 def _powersgd(
-    options: PowerSGDOptions, shapes: tuple[Shape, ...], dtype: torch.dtype, world_size: int
+    options: PowerSGDOptions,
+    shapes: tuple[Shape, ...],
+    dtype: torch.dtype,
+    world_size: int,
+    ranks_per_node: int = 1,
 ) -> Payload:
     """Return PowerSGD's payload: P with the uncompressed tensors, then Q.
+
+    ranks_per_node: more than 1 for int8 factors by nodes. Other factors are all-reduced.
 
     A compressed element has five accesses: project reads gradient and M and writes M, back_project reads M,
     reconstruct writes the gradient. An uncompressed element has four: to the wire and back.
@@ -164,10 +282,11 @@ def _powersgd(
             WIDE_BYTES,
             exact_itemsize,
             error_feedback=False,
+            ranks_per_node=ranks_per_node,
         )
         for parts in ([(1, layout.p_numel), (uncompressed,)], [(1, layout.q_numel)])
     ]
-    if min(layout.p_numel, layout.q_numel) >= options.BLOCK_SIZE:
+    if ranks_per_node == 1 and min(layout.p_numel, layout.q_numel) >= options.BLOCK_SIZE:
         # The launches that write the wires quantize too: two launches and the fp32 wires fall away.
         launches -= 2
         moved -= 2 * WIDE_BYTES * (layout.p_numel + layout.q_numel)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .candidates import CANDIDATES, Candidate, candidate_named
-from .hardware import BANDWIDTH_UTILIZATION, CPU, GPUS, LAUNCH_S, Device, Gpu, Link
+from .hardware import BANDWIDTH_UTILIZATION, CPU, GPUS, LAUNCH_S, ONE_RANK_NODES, Device, Gpu, Link, Nodes
 from .measurements import DTYPES, Measurements
 from .models import BUCKET_CAP_BYTES, BUILT_IN_MODELS, Model, buckets_of, load_model
 from .prediction import Compute
@@ -74,9 +74,19 @@ def plan_parser() -> OneLineParser:
     text = "all of that, as `python -m gradcomp bench` wrote it"
     model.add_argument("--from", dest="file", type=Path, metavar="FILE", help=text)
     network = parser.add_argument_group("the network")
-    network.add_argument("--ranks", type=positive_int, metavar="N", help="default: 64, or FILE's")
-    text = "of each rank's link, such as 200Mbit or 10Gbit (default: 10Gbit, or FILE's)"
+    network.add_argument(
+        "--ranks", type=positive_int, metavar="N", help="default: 64, rounded to whole nodes, or FILE's"
+    )
+    text = "of each network card, such as 200Mbit or 10Gbit (default: 10Gbit, or FILE's)"
     network.add_argument("--bandwidth", type=bits_per_s, metavar="RATE", help=text)
+    text = "ranks of a node, which share its network cards (default: 1)"
+    network.add_argument("--ranks-per-node", type=positive_int, default=1, metavar="N", help=text)
+    network.add_argument("--cards-per-node", type=positive_int, default=1, metavar="N", help="default: 1")
+    text = (
+        "of each rank's links within its node, in one direction, such as 450GB/s (default: 80%% of the GPU's "
+        "data sheet on nccl; on gloo and with FILE there is none)"
+    )
+    network.add_argument("--bandwidth-within", type=bits_per_s, metavar="RATE", help=text)
     text = "per message between two ranks (default: 10 for nccl, 50 for gloo, or FILE's)"
     network.add_argument("--latency-us", type=not_negative, metavar="US", help=text)
     network.add_argument("--backend", choices=LATENCIES_US, help="default: nccl, gloo on the CPU")
@@ -119,8 +129,37 @@ def _from_options(
     )
     bits = 10e9 if options.bandwidth is None else options.bandwidth
     latency_us = LATENCIES_US[backend] if options.latency_us is None else options.latency_us
-    link = Link(bits / 8, latency_us / 1e6, has_tree=backend == "nccl")
-    return scenario, link, options.ranks or 64, None
+    world_size = options.ranks or max(1, 64 // options.ranks_per_node) * options.ranks_per_node
+    link = Link(
+        bits / 8,
+        latency_us / 1e6,
+        has_tree=backend == "nccl",
+        nodes=_nodes(options, world_size, device, backend),
+        gathers_by_messages=backend == "gloo",
+    )
+    return scenario, link, world_size, None
+
+
+def _nodes(options: argparse.Namespace, world_size: int, device: Device, backend: str) -> Nodes:
+    """Return the nodes.
+
+    Raises ValueError for ranks that aren't whole nodes, and for an unknown bandwidth within.
+    """
+    per_node, cards, bits = options.ranks_per_node, options.cards_per_node, options.bandwidth_within
+    if world_size % per_node:
+        raise ValueError(f"--ranks is {world_size}; it must be a multiple of --ranks-per-node, {per_node}")
+    if per_node == 1:
+        if bits is not None:
+            raise ValueError("--bandwidth-within needs --ranks-per-node of at least 2")
+        return Nodes(1, ONE_RANK_NODES.within_bytes_per_s, cards)
+    if bits is not None:
+        return Nodes(per_node, bits / 8, cards)
+    # gloo sends a GPU's gradients through the host's memory, not over NVLink.
+    if not isinstance(device, Gpu) or device.within_bytes_per_s is None or backend != "nccl":
+        raise ValueError(
+            f"nothing is known of {backend}'s links within a node of {device.name}: give --bandwidth-within"
+        )
+    return Nodes(per_node, BANDWIDTH_UTILIZATION * device.within_bytes_per_s, cards)
 
 
 def _compute(options: argparse.Namespace, model: Model, device: Device) -> tuple[Compute, str]:
@@ -193,24 +232,30 @@ def _from_file(
     )
     fitted = read.fitted_link()
     link = fitted
+    world_size = options.ranks or read.world_size
+    nodes = _nodes(options, world_size, device, read.backend)
+    if nodes != ONE_RANK_NODES and options.bandwidth is None:
+        raise ValueError("--ranks-per-node needs --bandwidth: the file has the rate of a rank, not of a card")
     if options.bandwidth is not None or options.latency_us is not None:
         link = Link(
             fitted.bytes_per_s if options.bandwidth is None else options.bandwidth / 8,
             fitted.latency_s if options.latency_us is None else options.latency_us / 1e6,
             has_tree=fitted.has_tree,
+            nodes=nodes,
+            gathers_by_messages=fitted.gathers_by_messages,
         )
-    world_size = options.ranks or read.world_size
     is_as_measured = link is fitted and world_size == read.world_size
     measured = {hook.name: hook.step_p50_s for hook in read.hooks} if is_as_measured else None
     return scenario, link, world_size, measured
 
 
 def bits_per_s(text: str) -> float:
-    """Parse a bandwidth such as 200Mbit or 2.5Gbit/s, for argparse."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", text.strip(), re.IGNORECASE)
+    """Parse a bandwidth such as 200Mbit, 2.5Gbit/s or 450GB/s, for argparse. The B of bytes is a capital."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG])([bB][iI][tT]|B)(?:/[sS])?", text.strip())
     if found is None or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth; write it as 200Mbit or 10Gbit")
-    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()]
+    bits = 8 if found[3] == "B" else 1
+    return float(found[1]) * bits * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()]
 
 
 def _hooks(text: str) -> tuple[Candidate, ...]:

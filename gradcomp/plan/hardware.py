@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .candidates import Candidate, Collective, CollectiveKind, Payload
+from .candidates import Candidate, Collective, CollectiveKind, Group, Payload
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,49 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Link:
-    """The network between ranks: every rank has one such link, which sends and receives at once.
+class Nodes:
+    """Nodes of several ranks behind one network card, or behind a few.
 
-    bytes_per_s, latency_s: of a message from one rank to another.
+    ranks: the number of ranks in every node. They follow one another.
+    within_bytes_per_s: of a rank's links to the other ranks of its node, in one direction.
+    cards: the number of network cards in every node. Ranks share them evenly.
+
+    Raises ValueError for less than one rank, cards that ranks can't share evenly, and a bandwidth that isn't
+    positive.
+    """
+
+    ranks: int
+    within_bytes_per_s: float
+    cards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"a node has {self.ranks} ranks; it must have at least 1")
+        if self.cards < 1 or self.ranks % self.cards:
+            raise ValueError(
+                f"a node has {self.cards} network cards for {self.ranks} ranks; equally many ranks must "
+                "share every card"
+            )
+        if not self.within_bytes_per_s > 0:
+            raise ValueError(
+                f"the bandwidth within a node is {self.within_bytes_per_s!r} bytes/s; it must be positive"
+            )
+
+
+ONE_RANK_NODES = Nodes(1, math.inf)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The network between nodes: every network card has one such link, which sends and receives at once.
+
+    bytes_per_s: of a network card, in one direction.
+    latency_s: of a message from one rank to another.
     has_tree: whether the backend may all-reduce along a tree, as NCCL does with small buffers.
     measured: by kind of collective, a rate that replaces the link's.
+    nodes: by default every rank is a node of its own, with its own card.
+    gathers_by_messages: whether all ranks all-gather by a message to every other rank, as hooks do on gloo.
+        Otherwise they all-gather along a ring.
 
     Raises ValueError for a bandwidth that isn't positive, and for a negative or infinite latency.
     """
@@ -32,6 +69,8 @@ class Link:
     latency_s: float
     has_tree: bool = False
     measured: Mapping[CollectiveKind, Rate] = field(default_factory=dict)
+    nodes: Nodes = ONE_RANK_NODES
+    gathers_by_messages: bool = False
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
@@ -42,25 +81,77 @@ class Link:
     def rate(self, kind: CollectiveKind) -> Rate:
         return self.measured.get(kind) or Rate(self.bytes_per_s, self.latency_s)
 
+    def num_nodes(self, world_size: int) -> int:
+        """Return the number of nodes. Raises ValueError if world_size isn't a multiple of a node's ranks."""
+        if world_size % self.nodes.ranks:
+            raise ValueError(
+                f"{world_size} ranks are not whole nodes of {self.nodes.ranks} ranks; give a multiple"
+            )
+        return world_size // self.nodes.ranks
+
     def seconds(self, collective: Collective, world_size: int) -> float:
-        """Return the time of one collective between world_size ranks."""
-        rate = self.rate(collective.kind)
-        time = ring_steps(collective.kind, world_size) * rate.latency_s
-        time += sent_bytes(collective, world_size) / rate.bytes_per_s
-        if collective.kind == "all-reduce" and self.has_tree and world_size > 1:
+        """Return the time of one collective between world_size ranks.
+
+        The slower of the node's cards and a rank's links within the node counts.
+        """
+        kind, nodes = collective.kind, self.nodes
+        rate = Rate(self.bytes_per_s, self.latency_s) if kind == "reduce-scatter" else self.rate(kind)
+        cards_bytes_per_s = nodes.cards * rate.bytes_per_s
+        time = ring_steps(kind, _group_size(collective.group, world_size, nodes.ranks)) * rate.latency_s
+        time += max(
+            self.leaving_bytes(collective, world_size) / cards_bytes_per_s,
+            self._within_bytes(collective, world_size) / nodes.within_bytes_per_s,
+        )
+        if kind == "all-reduce" and self.has_tree and world_size > 1:
             along_tree = 2 * math.ceil(math.log2(world_size)) * rate.latency_s
-            return min(time, along_tree + 2 * collective.num_bytes / rate.bytes_per_s)
+            leaving = 2 * collective.num_bytes if self.num_nodes(world_size) > 1 else 0
+            within = 2 * collective.num_bytes if nodes.ranks > 1 else 0
+            transfer = max(leaving / cards_bytes_per_s, within / nodes.within_bytes_per_s)
+            return min(time, along_tree + transfer)
         return time
 
+    def leaving_bytes(self, collective: Collective, world_size: int) -> float:
+        """Return the bytes that leave a node in a ring, or in messages to every other rank.
 
-def ring_steps(kind: CollectiveKind, world_size: int) -> int:
+        A ring leaves each node once. Messages leave it from every rank to every rank of other nodes.
+        """
+        num_nodes, per_node = self.num_nodes(world_size), self.nodes.ranks
+        if collective.group == "within" or num_nodes == 1:
+            return 0.0
+        if collective.group == "between":
+            return per_node * sent_bytes(collective, world_size, per_node)
+        if self._is_by_messages(collective):
+            return per_node * (world_size - per_node) / world_size * collective.num_bytes
+        return sent_bytes(collective, world_size)
+
+    def _within_bytes(self, collective: Collective, world_size: int) -> float:
+        """Return the most bytes that a rank sends to ranks of its node."""
+        per_node = self.nodes.ranks
+        if collective.group == "between" or per_node == 1:
+            return 0.0
+        if collective.group == "all" and self._is_by_messages(collective):
+            return (per_node - 1) / world_size * collective.num_bytes
+        return sent_bytes(collective, world_size, per_node)
+
+    def _is_by_messages(self, collective: Collective) -> bool:
+        by_messages = ("all-to-all", "all-gather") if self.gathers_by_messages else ("all-to-all",)
+        return collective.kind in by_messages
+
+
+def ring_steps(kind: str, world_size: int) -> int:
     """Return the number of messages that follow one another: around a ring, or to each of the other ranks."""
     return (2 if kind == "all-reduce" else 1) * (world_size - 1)
 
 
-def sent_bytes(collective: Collective, world_size: int) -> float:
-    """Return the bytes that a rank sends in a ring, or to every other rank."""
-    return ring_steps(collective.kind, world_size) / world_size * collective.num_bytes
+def sent_bytes(collective: Collective, world_size: int, ranks_per_node: int = 1) -> float:
+    """Return the bytes that a rank sends in a ring, or to every other rank of the collective's group."""
+    size = _group_size(collective.group, world_size, ranks_per_node)
+    sent = ring_steps(collective.kind, size) / size * collective.num_bytes
+    return sent / ranks_per_node if collective.group == "between" else sent
+
+
+def _group_size(group: Group, world_size: int, ranks_per_node: int) -> int:
+    return {"all": world_size, "within": ranks_per_node, "between": world_size // ranks_per_node}[group]
 
 
 def fitted_rate(kind: CollectiveKind, world_size: int, samples: Iterable[tuple[int, float]]) -> Rate:
@@ -96,7 +187,7 @@ def fitted_rate(kind: CollectiveKind, world_size: int, samples: Iterable[tuple[i
     return Rate(1 / per_byte if per_byte else math.inf, latency)
 
 
-# Assumptions, not measurements. Kernels reach this part of a data sheet's bandwidth.
+# Assumptions, not measurements. Kernels and links within a node reach this part of a data sheet's bandwidth.
 BANDWIDTH_UTILIZATION = 0.8
 LAUNCH_S = 2e-6  # from the end of one launch on a stream to the work of the next
 ADAM_BYTES = 28  # per parameter: read weight, gradient, two moments; write weight and moments
@@ -104,12 +195,21 @@ ADAM_BYTES = 28  # per parameter: read weight, gradient, two moments; write weig
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its memory bandwidth, and the dense bf16 rate of its tensor cores, from its data sheet."""
+    """A GPU, from its data sheet.
+
+    memory_bytes_per_s: the bandwidth of its memory.
+    peak_flops: the dense bf16 rate of its tensor cores.
+    within_bytes_per_s: the bandwidth to other GPUs of the node, in one direction; None if unknown.
+    """
 
     name: str
     memory_bytes_per_s: float
     peak_flops: float
     is_inline: bool = False
+    within_bytes_per_s: float | None = None
+
+    def has_time_of(self, hook: Candidate) -> bool:
+        return True
 
     def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
         """Return the time of the hook's own kernels on one bucket, from bytes moved and launches."""
@@ -140,16 +240,18 @@ class MeasuredDevice:
     flops: float = 0.0
     optimizer_ns: float = 0.0
 
+    def has_time_of(self, hook: Candidate) -> bool:
+        return hook.flat_name in self.local_ns
+
     def local_s(self, hook: Candidate, payload: Payload, numel: int) -> float:
         """Return the time of the hook's own work on one bucket.
 
         Raises ValueError for a hook without a measured time.
         """
-        if hook.name not in self.local_ns:
-            raise ValueError(
-                f"hook {hook.name} has not been timed on {self.name}; there are {', '.join(self.local_ns)}"
-            )
-        return self.local_ns[hook.name] * numel / 1e9
+        if not self.has_time_of(hook):
+            known = ", ".join(self.local_ns)
+            raise ValueError(f"hook {hook.flat_name} has not been timed on {self.name}; there are {known}")
+        return self.local_ns[hook.flat_name] * payload.relative_work * numel / 1e9
 
     def compute_s(self, flops: float, utilization: float) -> float:
         """Return the time of this number of operations. The measured rate includes the utilization."""
@@ -161,12 +263,15 @@ class MeasuredDevice:
 
 Device = Gpu | MeasuredDevice
 
+# Half of what data sheets add up over both directions: NVLink 4 and 3, and 16 lanes of PCIe 4.
+NVLINK_4, NVLINK_3, PCIE_4 = 450e9, 300e9, 32e9
+
 GPUS = (
-    Gpu("H200", 4.8e12, 989e12),
-    Gpu("H100", 3.35e12, 989e12),
-    Gpu("A100", 2.039e12, 312e12),
-    Gpu("L40S", 0.864e12, 362e12),
-    Gpu("RTX4090", 1.008e12, 165e12),
+    Gpu("H200", 4.8e12, 989e12, within_bytes_per_s=NVLINK_4),
+    Gpu("H100", 3.35e12, 989e12, within_bytes_per_s=NVLINK_4),
+    Gpu("A100", 2.039e12, 312e12, within_bytes_per_s=NVLINK_3),
+    Gpu("L40S", 0.864e12, 362e12, within_bytes_per_s=PCIE_4),
+    Gpu("RTX4090", 1.008e12, 165e12, within_bytes_per_s=PCIE_4),
 )
 
 # Measured with `python -m gradcomp.bench.local_work` on a quiet x86-64 core with AVX-512: torch 2.13, one

@@ -153,7 +153,13 @@ class Measurements:
         if "all-reduce" not in rates:
             raise ValueError("link has no all-reduce; without one no step can be predicted")
         usual = rates["all-reduce"]
-        return Link(usual.bytes_per_s, usual.latency_s, has_tree=self.backend == "nccl", measured=rates)
+        return Link(
+            usual.bytes_per_s,
+            usual.latency_s,
+            has_tree=self.backend == "nccl",
+            measured=rates,
+            gathers_by_messages=self.backend == "gloo",
+        )
 
     def measured_device(self) -> MeasuredDevice:
         """Return the device with the measured times of the hooks' own work."""

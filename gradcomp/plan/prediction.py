@@ -96,6 +96,7 @@ class StepPrediction:
     communication_s: the hook's collectives.
     hidden_s: the part of local_s and communication_s that doesn't make the step longer.
     step_s: the whole step.
+    leaving_bytes: bytes that leave a node. If every rank is a node of its own: sent_bytes.
     """
 
     hook: str
@@ -106,6 +107,7 @@ class StepPrediction:
     communication_s: float
     hidden_s: float
     step_s: float
+    leaving_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class StepWork:
 
     ready_at, payloads, local_s: one value per bucket. local_s is the hook's own work.
     is_inline: whether the device compresses on backward's thread.
+    ranks_per_node: must be the link's.
     """
 
     hook: str
@@ -122,6 +125,7 @@ class StepWork:
     payloads: tuple[Payload, ...]
     local_s: tuple[float, ...]
     is_inline: bool
+    ranks_per_node: int = 1
 
     @cached_property
     def collective_bytes(self) -> float:
@@ -130,7 +134,7 @@ class StepWork:
     @cached_property
     def sent_bytes(self) -> float:
         collectives = (each for payload in self.payloads for each in payload.collectives)
-        return sum(sent_bytes(each, self.world_size) for each in collectives)
+        return sum(sent_bytes(each, self.world_size, self.ranks_per_node) for each in collectives)
 
     @cached_property
     def _distinct(self) -> tuple[list[Payload], list[int]]:
@@ -140,9 +144,14 @@ class StepWork:
 
     def on(self, link: Link, compute: Compute) -> StepPrediction:
         """Predict the step on a link."""
+        assert link.nodes.ranks == self.ranks_per_node
         distinct, indices = self._distinct
         seconds = [
             sum(link.seconds(each, self.world_size) for each in payload.collectives) for payload in distinct
+        ]
+        leaving = [
+            sum(link.leaving_bytes(each, self.world_size) for each in payload.collectives)
+            for payload in distinct
         ]
         communication = [seconds[index] for index in indices]
         times = [
@@ -162,6 +171,7 @@ class StepWork:
             communication_s=sum(communication),
             hidden_s=max(0.0, added_s - (end - compute.backward_s)),
             step_s=compute.forward_s + end + compute.optimizer_s,
+            leaving_bytes=sum(leaving[index] for index in indices),
         )
 
 
@@ -171,11 +181,12 @@ def step_work(
     world_size: int,
     device: Device,
     dtype: torch.dtype,
+    ranks_per_node: int = 1,
 ) -> StepWork:
     """Return a hook's work in a step. Arguments and errors: see predict_step."""
     if world_size < 1:
         raise ValueError(f"a step of {world_size} ranks can't be predicted: at least one is needed")
-    payloads = tuple(hook.payload(bucket.shapes, dtype, world_size) for bucket in buckets)
+    payloads = tuple(hook.payload(bucket.shapes, dtype, world_size, ranks_per_node) for bucket in buckets)
     pairs = zip(payloads, buckets, strict=True)
     return StepWork(
         hook.name,
@@ -184,6 +195,7 @@ def step_work(
         payloads,
         tuple(device.local_s(hook, payload, bucket.numel) for payload, bucket in pairs),
         device.is_inline,
+        ranks_per_node,
     )
 
 
@@ -200,8 +212,12 @@ def predict_step(
     """Predict a step of DDP on world_size ranks, with a hook that compresses already.
 
     buckets: from buckets_of.
+    link: with its nodes, if several ranks share a network card.
     dtype: the gradients' dtype.
 
-    Raises ValueError for fewer than one rank, and for a hook without a measured time on a measured device.
+    Raises ValueError for fewer than one rank, for ranks that aren't whole nodes, and for a hook without a
+    measured time on a measured device.
     """
-    return step_work(buckets, hook, world_size, device, dtype).on(link, compute)
+    work = step_work(buckets, hook, world_size, device, dtype, link.nodes.ranks)
+    link.num_nodes(world_size)  # raises for ranks that aren't whole nodes
+    return work.on(link, compute)

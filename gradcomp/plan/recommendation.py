@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from .candidates import Candidate
+from .candidates import CANDIDATES, Candidate
 from .hardware import Device, Link
 from .models import Bucket
 from .prediction import Compute, StepPrediction, StepWork, step_work
@@ -60,11 +60,13 @@ ON_2_RANKS = {
 def accuracy_cost(hook: Candidate) -> AccuracyCost | None:
     """Return the hook's cost; None if neither the hook nor a similar one was measured.
 
+    A hook by nodes, which was not measured, is assumed to cost as much as flat. It sums fewer codes.
+
     Similar to PowerSGD is PowerSGD of equal rank with int8 factors, the coarsest, or else with fp32 factors.
     """
     measured = ON_2_RANKS | MEASURED
-    if hook.name in measured:
-        return measured[hook.name]
+    if hook.flat_name in measured:
+        return measured[hook.flat_name]
     for other, factors in ((f"powersgd:{hook.rank}:int8", "int8"), (f"powersgd:{hook.rank}", "fp32")):
         if (cost := measured.get(other)) is not None:
             note = ", ".join(filter(None, (cost.note, f"{factors} factors")))
@@ -78,6 +80,8 @@ LEAST_HEADROOM = 0.1
 LEAST_GAIN = 1.05
 # A measured cost in accuracy holds up to this factor more bytes saved.
 RATE_MARGIN = 1.5
+# The 16-bit hook that others are compared with: the first that was predicted.
+REFERENCES = ("bf16", "fp16")
 # Costs are rounded to this number of nats: the seeds differ by as much.
 RESOLUTION = 0.01
 
@@ -135,13 +139,18 @@ def recommend(
 
 
 def _fastest(predictions: Mapping[str, StepPrediction], allowed: Sequence[Candidate]) -> tuple[str, float]:
-    """Return the first allowed hook that is about as fast as the fastest, and its speedup."""
+    """Return the first allowed hook that is about as fast as the fastest, in its faster form.
+
+    Returns its name and its speedup.
+    """
     none_s = predictions["none"].step_s
     least_s = min([predictions[hook.name].step_s for hook in allowed], default=none_s)
     for hook in allowed:
         step_s = predictions[hook.name].step_s
         if step_s <= LEAST_GAIN * least_s and none_s >= LEAST_GAIN * step_s:
-            return hook.name, none_s / step_s
+            forms = [each.name for each in allowed if each.flat_name == hook.flat_name]
+            form = min(forms, key=lambda name: predictions[name].step_s)
+            return form, none_s / predictions[form].step_s
     return "none", 1.0
 
 
@@ -151,18 +160,34 @@ def is_extrapolated(hook: Candidate, predictions: Mapping[str, StepPrediction]) 
     return cost is None or predictions["none"].collective_bytes > RATE_MARGIN * cost.rate * own_bytes
 
 
+def with_16_bits(predictions: Mapping[str, StepPrediction]) -> StepPrediction | None:
+    """Return the prediction that other hooks are compared with, besides "none"; None without 16 bits."""
+    return next((predictions[name] for name in REFERENCES if name in predictions), None)
+
+
+def has_forms(hook: Candidate, hooks: Sequence[Candidate]) -> bool:
+    """Return whether the hook is compared both flat and by nodes."""
+    return sum(each.flat_name == hook.flat_name for each in hooks) > 1
+
+
 def sentences(
     found: Recommendation,
     predictions: Mapping[str, StepPrediction],
     hooks: Sequence[Candidate],
     max_loss: float,
+    ranks_per_node: int = 1,
 ) -> str:
-    """Format a recommendation as sentences. Arguments: see recommend."""
+    """Format a recommendation as sentences.
+
+    ranks_per_node: for the state of a hook that is compared both flat and by nodes.
+    Other arguments: see recommend.
+    """
     if found.headroom < LEAST_HEADROOM:
         return (
             f"Don't compress: without any communication a step would be only {found.headroom:.0%} faster. "
             "That is less than a tenth, so communication is not the bottleneck."
         )
+    reference = with_16_bits(predictions)
     waits = f"communication takes {found.headroom:.0%} of a step without compression"
     if found.hook == "none":
         text = (
@@ -170,17 +195,45 @@ def sentences(
             f"nats, makes the step {LEAST_GAIN - 1:.0%} faster."
         )
     else:
-        text = f"Use {found.hook}: a step is {times(found.speedup)} as fast; {waits}."
+        hook = _named(found.hook, hooks)
+        text = f"Use {_form(hook, hooks)}: a step is {times(found.speedup)} as fast; {waits}."
+        if reference is not None and not hook.is_16_bit:
+            gain = reference.step_s / predictions[hook.name].step_s
+            text += f" It is {times(gain)} as fast as with 16 bits ({reference.hook})."
+        text += _written(hook, hooks, ranks_per_node)
     if found.untested == found.hook:
         return text
-    cost = accuracy_cost(next(each for each in hooks if each.name == found.untested))
+    hook, untested = _named(found.untested, hooks), predictions[found.untested]
+    cost = accuracy_cost(hook)
     assert cost is not None
-    rate = predictions["none"].collective_bytes / predictions[found.untested].collective_bytes
-    return (
-        f"{text} {found.untested} would be {times(found.untested_speedup)} as fast, but it sends "
+    rate = predictions["none"].collective_bytes / untested.collective_bytes
+    # With nodes the table has other bytes: those that leave a node.
+    sends = "sends" if ranks_per_node == 1 else "compresses to"
+    text = (
+        f"{text} {_form(hook, hooks)} would be {times(found.untested_speedup)} as fast, but it {sends} "
         f"{times(rate)} fewer bytes here, and its cost in accuracy was measured at {times(cost.rate)} fewer: "
         "train your own model with it before you rely on that."
     )
+    if reference is not None:
+        gain, rate = (
+            reference.step_s / untested.step_s,
+            reference.collective_bytes / untested.collective_bytes,
+        )
+        text += f" Against 16 bits it would be {times(gain)} as fast, with {times(rate)} fewer bytes."
+    return text + _written(hook, hooks, ranks_per_node)
+
+
+def _named(name: str, hooks: Sequence[Candidate]) -> Candidate:
+    return next(each for each in hooks if each.name == name)
+
+
+def _form(hook: Candidate, hooks: Sequence[Candidate]) -> str:
+    is_flat = has_forms(hook, hooks) and not hook.is_by_nodes
+    return f"{hook.name} flat" if is_flat else hook.name
+
+
+def _written(hook: Candidate, hooks: Sequence[Candidate], ranks_per_node: int) -> str:
+    return f" Its state: {hook.state(ranks_per_node)}." if has_forms(hook, hooks) else ""
 
 
 def times(factor: float) -> str:
@@ -212,12 +265,25 @@ class Scenario:
     def numel(self) -> int:
         return sum(bucket.numel for bucket in self.buckets)
 
+    def forms(self, link: Link, world_size: int) -> tuple[Candidate, ...]:
+        """Return the hooks; between nodes of several ranks, a form by nodes after each hook with codes.
+
+        Raises ValueError for ranks that aren't whole nodes.
+        """
+        num_nodes = link.num_nodes(world_size)
+        return tuple(forms_of(self.hooks, has_nodes=num_nodes > 1 and link.nodes.ranks > 1))
+
     def predict(self, link: Link, world_size: int) -> dict[str, StepPrediction]:
-        """Return the prediction for every hook, by name."""
-        return {work.hook: work.on(link, self.compute) for work in self._work(world_size)}
+        """Return the prediction for every form of every hook, by name, and for a 16-bit hook if possible."""
+        hooks = self.forms(link, world_size)
+        references = [CANDIDATES[name] for name in REFERENCES]
+        timed = [hook for hook in references if self.device.has_time_of(hook)]
+        compared = tuple(dict.fromkeys((*hooks, *timed[:1])))
+        return {work.hook: work.on(link, self.compute) for work in self._work(link, world_size, compared)}
 
     def recommend(self, link: Link, world_size: int) -> Recommendation:
-        return self._recommend(link, self._work(world_size))
+        hooks = self.forms(link, world_size)
+        return self._recommend(link, self._work(link, world_size, hooks), hooks)
 
     def sweep(
         self, link: Link, bandwidths: Sequence[float], world_sizes: Sequence[int]
@@ -227,15 +293,27 @@ class Scenario:
         link: the links' other properties. Its rates for single kinds of collectives are dropped.
         """
         links = [replace(link, bytes_per_s=bandwidth, measured={}) for bandwidth in bandwidths]
-        allowed = eligible(self.hooks, self.max_loss)
-        works = (self._work(world_size, allowed) for world_size in world_sizes)
-        return [[self._recommend(each, work) for each in links] for work in works]
+        found = []
+        for world_size in world_sizes:
+            allowed = eligible(self.forms(link, world_size), self.max_loss)
+            work = self._work(link, world_size, allowed)
+            found.append([self._recommend(each, work, allowed) for each in links])
+        return found
 
-    def _work(self, world_size: int, hooks: Sequence[Candidate] = ()) -> list[StepWork]:
-        """Return the work of these hooks, by default of all the scenario's hooks."""
-        compared = hooks or self.hooks
-        return [step_work(self.buckets, hook, world_size, self.device, self.dtype) for hook in compared]
+    def _work(self, link: Link, world_size: int, hooks: Sequence[Candidate]) -> list[StepWork]:
+        per_node = link.nodes.ranks
+        return [
+            step_work(self.buckets, hook, world_size, self.device, self.dtype, per_node) for hook in hooks
+        ]
 
-    def _recommend(self, link: Link, work: Sequence[StepWork]) -> Recommendation:
+    def _recommend(self, link: Link, work: Sequence[StepWork], hooks: Sequence[Candidate]) -> Recommendation:
         predictions = {each.hook: each.on(link, self.compute) for each in work}
-        return recommend(predictions, self.compute.step_s, self.hooks, self.max_loss)
+        return recommend(predictions, self.compute.step_s, hooks, self.max_loss)
+
+
+def forms_of(hooks: Iterable[Candidate], *, has_nodes: bool) -> Iterator[Candidate]:
+    """Yield hooks. If has_nodes, each hook with codes is followed by its form by nodes."""
+    for hook in hooks:
+        yield hook
+        if has_nodes and hook.is_quantized:
+            yield hook.by_nodes()

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .candidates import Candidate
 from .hardware import Link
-from .recommendation import LEAST_HEADROOM, SOURCE, Recommendation, Scenario, accuracy_cost, sentences
+from .prediction import StepPrediction
+from .recommendation import (
+    LEAST_HEADROOM,
+    SOURCE,
+    Recommendation,
+    Scenario,
+    accuracy_cost,
+    forms_of,
+    has_forms,
+    sentences,
+    with_16_bits,
+)
 
 WIDTH = 120  # of sentences
 # The map in text: bits per second, and ranks.
@@ -53,13 +65,44 @@ def heading(scenario: Scenario, link: Link, world_size: int) -> list[str]:
         "Times are PREDICTED from the constants below; nothing is run.",
         f"model    {scenario.model}: {scenario.numel:,} parameters, gradients in {dtype}, "
         f"{len(scenario.buckets)} buckets",
-        f"ranks    {world_size} on {scenario.device.name}, {scenario.backend}",
-        f"link     {bandwidth(link.bytes_per_s)} per rank, {link.latency_s * 1e6:.3g} µs per message",
+        f"ranks    {world_size} on {scenario.device.name}, {scenario.backend}{_nodes(link, world_size)}",
+        *_links(link),
         f"compute  {seconds(compute.step_s)} without communication: forward {seconds(compute.forward_s)}, "
         f"backward {seconds(compute.backward_s)}, optimizer {seconds(compute.optimizer_s)}",
         f"         {scenario.compute_source}",
         f"hooks    {scenario.cost_source}",
     ]
+
+
+def _nodes(link: Link, world_size: int | None = None) -> str:
+    """Return words on the nodes, for behind a backend's name. Nothing if every rank is a node of its own."""
+    if link.nodes.ranks == 1:
+        return ""
+    if world_size is None:
+        return f", nodes of {link.nodes.ranks} ranks"
+    num_nodes = link.num_nodes(world_size)
+    return f", {num_nodes} {_plural(num_nodes, 'node')} of {link.nodes.ranks} ranks"
+
+
+def _whole_nodes(link: Link, world_sizes: Iterable[int]) -> list[int]:
+    """Return numbers of ranks near these that are whole nodes."""
+    per_node = link.nodes.ranks
+    return sorted({max(1, round(each / per_node)) * per_node for each in world_sizes})
+
+
+def _links(link: Link) -> list[str]:
+    nodes, latency = link.nodes, f"{link.latency_s * 1e6:.3g} µs per message"
+    if nodes.ranks == 1:
+        return [f"link     {bandwidth(link.bytes_per_s)} per rank, {latency}"]
+    cards = f"{nodes.cards} {_plural(nodes.cards, 'network card')}"
+    return [
+        f"link     {bandwidth(link.bytes_per_s)} per network card, {cards} per node, {latency}",
+        f"         {with_prefix(nodes.within_bytes_per_s, 'B/s')} per rank within a node",
+    ]
+
+
+def _plural(number: int, noun: str) -> str:
+    return noun if number == 1 else f"{noun}s"
 
 
 def table(
@@ -72,47 +115,67 @@ def table(
 
     measured_step_s: by hook, measured step times, for a column of their own.
     """
-    predictions = scenario.predict(link, world_size)
-    none, has_measured = predictions["none"], bool(measured_step_s)
-    rows = [["hook", "sent/step", "fewer", "own work", "collectives", "hidden", "step", "× none"]]
+    predictions, hooks = scenario.predict(link, world_size), scenario.forms(link, world_size)
+    # What "fewer" compares: a node's bytes, where several ranks share its network cards.
+    is_shared = link.nodes.ranks > 1 and link.num_nodes(world_size) > 1
+
+    def counted(prediction: StepPrediction) -> float:
+        return prediction.leaving_bytes if is_shared else prediction.collective_bytes
+
+    none, reference = predictions["none"], with_16_bits(predictions)
+    rows = [["hook", "node sends" if is_shared else "sent/step", "fewer"]]
+    rows[0] += [f"than {reference.hook}"] if reference else []
+    rows[0] += ["own work", "collectives", "hidden", "step", "× none"]
+    rows[0] += [f"× {reference.hook}"] if reference else []
     rows[0] += [*(["measured"] if measured_step_s else []), "loss, nats"]
-    for hook in scenario.hooks:
+    for hook in hooks:
         found, cost = predictions[hook.name], accuracy_cost(hook)
-        row = [
-            hook.name,
-            with_prefix(found.sent_bytes, "B"),
-            factor(none.collective_bytes / found.collective_bytes) if found.collective_bytes else "",
-            seconds(found.local_s),
-            seconds(found.communication_s),
-            seconds(found.hidden_s),
-            seconds(found.step_s),
-            f"{none.step_s / found.step_s:.2f}",
-        ]
+        row = [hook.name, with_prefix(found.leaving_bytes if is_shared else found.sent_bytes, "B")]
+        compared = [none, reference] if reference else [none]
+        row += [factor(counted(each) / counted(found)) if counted(found) else "" for each in compared]
+        row += map(seconds, (found.local_s, found.communication_s, found.hidden_s, found.step_s))
+        row += [f"{each.step_s / found.step_s:.2f}" for each in compared]
         if measured_step_s:
             row.append(seconds(measured_step_s[hook.name]) if hook.name in measured_step_s else "")
         rows.append([*row, "not measured" if cost is None else str(cost)])
-    recommendation = scenario.recommend(link, world_size)
+    recommended = scenario.recommend(link, world_size)
+    text = sentences(recommended, predictions, hooks, scenario.max_loss, link.nodes.ranks)
     return "\n".join(
         [
             *heading(scenario, link, world_size),
             "",
             *aligned(rows),
             "",
-            "own work: the hook's compression. hidden: what of it and of the collectives backward hides.",
-            *(["measured: the step that bench has timed; all other columns are predicted."] * has_measured),
+            *_notes(hooks, is_shared, bool(measured_step_s)),
             textwrap.fill(f"loss: {SOURCE}", WIDTH),
             "",
-            textwrap.fill(sentences(recommendation, predictions, scenario.hooks, scenario.max_loss), WIDTH),
+            textwrap.fill(text, WIDTH),
         ]
     )
 
 
+def _notes(hooks: Sequence[Candidate], is_shared: bool, has_measured: bool) -> list[str]:
+    """Return lines on the table's columns and rows."""
+    notes = ["own work: the hook's compression. hidden: what of it and of the collectives backward hides."]
+    if is_shared:
+        notes.append("node sends: the bytes that leave a node through its network cards in a step.")
+    if any(hook.is_by_nodes for hook in hooks):
+        notes.append(
+            "by nodes: a node's ranks sum exactly, and codes go between nodes. Otherwise int8, int4 and int8 "
+            "factors are flat: codes go from every rank to every other."
+        )
+    if has_measured:
+        notes.append("measured: the step that bench has timed; all other columns are predicted.")
+    return [line for note in notes for line in textwrap.wrap(note, WIDTH)]
+
+
 def text_map(scenario: Scenario, link: Link) -> str:
     """Format a map: by bandwidth and number of ranks, the hook to use and its speedup."""
-    found = scenario.sweep(link, [each / 8 for each in MAP_BANDWIDTHS], MAP_WORLD_SIZES)
+    world_sizes = _whole_nodes(link, MAP_WORLD_SIZES)
+    found = scenario.sweep(link, [each / 8 for each in MAP_BANDWIDTHS], world_sizes)
     lines = [
-        f"PREDICTED: {scenario.model} on {scenario.device.name}, {scenario.backend}. The hook to use, and "
-        "how many times as fast a step is as with none;",
+        f"PREDICTED: {scenario.model} on {scenario.device.name}, {scenario.backend}{_nodes(link)}. The hook "
+        "to use, and how many times as fast a step is as with none;",
         f"–: don't compress. Of hooks that cost up to {scenario.max_loss:g} nats on the small GPT of "
         "docs/accuracy.md.",
     ]
@@ -120,7 +183,7 @@ def text_map(scenario: Scenario, link: Link) -> str:
         (TESTED, ("hook", "speedup")),
         (UNTESTED, ("untested", "untested_speedup")),
     ):
-        rows = [["", *(f"{world_size:,} ranks" for world_size in MAP_WORLD_SIZES)]]
+        rows = [["", *(f"{world_size:,} ranks" for world_size in world_sizes)]]
         for bits_per_s, row in zip(MAP_BANDWIDTHS, zip(*found, strict=True), strict=True):
             pairs = [[getattr(each, name) for name in names] for each in row]
             cells = ["–" if hook == "none" else f"{hook} {factor(gain)}" for hook, gain in pairs]
@@ -141,13 +204,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def as_json(scenario: Scenario, link: Link, world_size: int) -> dict[str, Any]:
     """Return the prediction and the recommendation in plain types, for JSON."""
-    predictions = scenario.predict(link, world_size)
-    found = scenario.recommend(link, world_size)
+    predictions, forms = scenario.predict(link, world_size), scenario.forms(link, world_size)
+    found, reference = scenario.recommend(link, world_size), with_16_bits(predictions)
     hooks = []
-    for hook in scenario.hooks:
+    for hook in forms:
         cost = accuracy_cost(hook)
         fields = asdict(predictions[hook.name])
         fields["times_none"] = predictions["none"].step_s / predictions[hook.name].step_s
+        fields["times_16_bits"] = reference and reference.step_s / predictions[hook.name].step_s
+        fields["state"] = hook.state(link.nodes.ranks) if has_forms(hook, forms) else None
         fields["accuracy_cost"] = None if cost is None else asdict(cost)
         hooks.append(fields)
     return {
@@ -158,6 +223,7 @@ def as_json(scenario: Scenario, link: Link, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "bits_per_s": 8 * link.bytes_per_s if math.isfinite(link.bytes_per_s) else None,
         "latency_s": link.latency_s,
+        "nodes": None if link.nodes.ranks == 1 else asdict(link.nodes),
         "compute": {**asdict(scenario.compute), "step_s": scenario.compute.step_s},
         "compute_source": scenario.compute_source,
         "cost_source": scenario.cost_source,
@@ -166,7 +232,7 @@ def as_json(scenario: Scenario, link: Link, world_size: int) -> dict[str, Any]:
         "hooks": hooks,
         "recommendation": {
             **asdict(found),
-            "text": sentences(found, predictions, scenario.hooks, scenario.max_loss),
+            "text": sentences(found, predictions, forms, scenario.max_loss, link.nodes.ranks),
         },
     }
 
@@ -192,7 +258,8 @@ def draw_map(scenario: Scenario, link: Link, path: Path) -> None:
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.patches import Patch
 
-    bits_per_s, world_sizes = _axis(*BITS_PER_S), sorted({round(each) for each in _axis(*WORLD_SIZES)})
+    bits_per_s = _axis(*BITS_PER_S)
+    world_sizes = _whole_nodes(link, (round(each) for each in _axis(*WORLD_SIZES)))
     found = scenario.sweep(link, [each / 8 for each in bits_per_s], world_sizes)
     names = _names(scenario, found)
     colors = [NO_COMPRESSION, *(COLORS[index % len(COLORS)] for index in range(len(names) - 1))]
@@ -219,12 +286,14 @@ def draw_map(scenario: Scenario, link: Link, path: Path) -> None:
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks((1e8, 1e9, 1e10, 1e11), ("100 M", "1 G", "10 G", "100 G"))
-        axes.set_xlabel("bandwidth of each rank's link, bit/s")
+        card = "network card" if link.nodes.ranks > 1 else "rank's link"
+        axes.set_xlabel(f"bandwidth of each {card}, bit/s")
         axes.set_title(title, fontsize=9)
     panels[0].set_ylabel("ranks")
     figure.suptitle(
-        f"PREDICTED, not measured: {scenario.model} on {scenario.device.name}, {scenario.backend}, "
-        f"{link.latency_s * 1e6:g} µs per message; the hook to use, and times as fast as with none (lines).\n"
+        f"PREDICTED, not measured: {scenario.model} on {scenario.device.name}, {scenario.backend}"
+        f"{_nodes(link)}, {link.latency_s * 1e6:g} µs per message; the hook to use, and times as fast as "
+        "with none (lines).\n"
         f"Of hooks that cost up to {scenario.max_loss:g} nats on one small GPT (docs/accuracy.md). "
         f"Don't compress: less than {LEAST_HEADROOM:.0%} to gain, or no such hook is faster.",
         fontsize=9,
@@ -242,7 +311,8 @@ def _axis(first: float, last: float) -> list[float]:
 def _names(scenario: Scenario, found: Sequence[Sequence[Recommendation]]) -> list[str]:
     """Return the names of the hooks on the map: "none", then the others in the scenario's order."""
     on_map = {hook for row in found for each in row for hook in (each.hook, each.untested)}
-    return ["none", *(hook.name for hook in scenario.hooks if hook.name in on_map and hook.name != "none")]
+    names = [hook.name for hook in forms_of(scenario.hooks, has_nodes=True)]
+    return ["none", *(name for name in names if name in on_map and name != "none")]
 
 
 def _label(name: str) -> str:

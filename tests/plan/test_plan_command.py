@@ -1,6 +1,7 @@
 """`python -m gradcomp plan`: what it prints, and what it refuses with one line and status 2."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from gradcomp.__main__ import main
 from gradcomp.plan.show import seconds, with_prefix
 from tests.plan.measured import as_written
-from tests.programs import run_python
+from tests.programs import ROOT, run_python
 
 QUICK = ["plan", "--model", "resnet50", "--hook", "bf16,int4,powersgd:16:int8"]
 
@@ -53,6 +54,33 @@ def test_a_fast_link_needs_no_compression(capsys):
         capsys, "--ranks", "2", "--bandwidth", "400Gbit", "--backward-ms", "500", "--latency-us", "1"
     )
     assert "\n\nDon't compress: without any communication a step would be only" in output
+
+
+def test_every_ratio_stands_against_16_bits_too(capsys):
+    output = plan(capsys, "--ranks", "16")
+    header, none = (
+        next(each for each in output.splitlines() if each.startswith(s)) for s in ("hook ", "none")
+    )
+    assert "fewer  than bf16" in header
+    assert "× none  × bf16" in header
+    assert " 0.5× " in none
+    said = " ".join(output.split())
+    assert "Use int4: a step is 7.2 times as fast" in said
+    assert "It is 3.6 times as fast as with 16 bits (bf16)." in said
+    assert "Against 16 bits it would be 24 times as fast, with 42 times fewer bytes." in said
+    without_bf16 = plan(capsys, "--ranks", "16", "--hook", "int4")
+    assert "× bf16" in without_bf16, "it is compared with, even if it isn't shown"
+    assert "3.6 times as fast as with 16 bits" in " ".join(without_bf16.split())
+
+
+def test_16_bits_that_were_not_measured_are_left_out(capsys, file):
+    measured = as_written()
+    measured["hooks"] = [hook for hook in measured["hooks"] if hook["name"] != "bf16"]
+    file.write_text(json.dumps(measured))
+    output = plan(capsys, "--from", str(file))
+    assert "bf16" not in output
+    assert "16 bits" not in output
+    assert json.loads(plan(capsys, "--from", str(file), "--json"))["hooks"][0]["times_16_bits"] is None
 
 
 def test_json_is_the_table(capsys):
@@ -119,6 +147,156 @@ def test_a_plan_for_another_network_than_the_measured_one(capsys, file):
     assert "link     100 Gbit/s per rank, 100 µs per message" in output
     assert "ranks    16 on a CPU" in output
     assert "measured" not in next(line for line in output.splitlines() if line.startswith("hook "))
+
+
+def documented():
+    """Return (command, output) for each plan in docs/plan.md that needs no file of measurements."""
+    page = (ROOT / "docs" / "plan.md").read_text()
+    blocks = re.findall(r"```\npython -m gradcomp plan ([^\n]*)\n```\n\n```\n(.*?)\n```\n", page, re.DOTALL)
+    return [(command, output) for command, output in blocks if "--from" not in command]
+
+
+@pytest.mark.parametrize(("command", "output"), documented(), ids=lambda text: text.split("\n")[0][:40])
+def test_the_page_shows_what_is_printed(capsys, command, output):
+    assert plan(capsys, *command.split()).rstrip() == output
+
+
+def test_the_page_shows_plans():
+    assert len(documented()) == 4
+
+
+# --- nodes ---
+
+NODES = ["--model", "gpt2-medium", "--ranks", "32", "--ranks-per-node", "8", "--bandwidth", "12.5Gbit"]
+
+
+def test_nodes_have_a_row_for_either_form(capsys):
+    output = plan(capsys, *NODES)
+    assert "ranks    32 on H200, nccl, 4 nodes of 8 ranks" in output
+    assert "12.5 Gbit/s per network card, 1 network card per node, 10 µs per message" in output
+    assert "360 GB/s per rank within a node" in output, "80% of the data sheet's"
+    rows = {line.split("  ")[0]: line for line in output.splitlines()}
+    assert "node sends" in rows["hook"]
+    assert " 1.28 GB " in rows["int4"]
+    assert " 276 MB " in rows["int4 by nodes"]
+    assert "bf16 by nodes" not in rows
+    assert "powersgd:4:int8 by nodes" in rows
+    said = " ".join(output.split())
+    assert "Use int4 by nodes: a step is 8.9 times as fast;" in said
+    assert "It is 4.5 times as fast as with 16 bits (bf16)" in said
+    assert "Its state: QuantizationState(bits=4, ranks_per_node=8)." in said
+
+
+def test_either_form_in_json(capsys):
+    found = json.loads(plan(capsys, *NODES, "--hook", "int4,powersgd:4:int8", "--json"))
+    assert found["nodes"] == {"ranks": 8, "within_bytes_per_s": 360e9, "cards": 1}
+    hooks = {hook["hook"]: hook for hook in found["hooks"]}
+    assert list(hooks) == [
+        "none",
+        "int4",
+        "int4 by nodes",
+        "powersgd:4:int8",
+        "powersgd:4:int8 by nodes",
+    ]
+    assert hooks["none"]["state"] is None
+    assert hooks["int4"]["state"] == "QuantizationState(bits=4, ranks_per_node=1)"
+    assert hooks["powersgd:4:int8 by nodes"]["state"] == (
+        "PowerSGDState(None, matrix_approximation_rank=4, factor_dtype=torch.int8, "
+        "uncompressed_dtype=torch.bfloat16, ranks_per_node=8)"
+    )
+    assert hooks["none"]["times_16_bits"] == pytest.approx(1 / 1.96, rel=0.01)
+    assert found["recommendation"]["hook"] == "int4 by nodes"
+
+
+def test_the_bytes_of_choosing_are_these(capsys):
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    printed = {row.split("  ")[0]: row.split() for row in plan(capsys, *NODES).splitlines()}
+    for name, hook in (
+        ("no compression", "none"),
+        ("16 bits", "bf16"),
+        ("8 bits, flat", "int8"),
+        ("8 bits, by nodes", "int8 by nodes"),
+        ("4 bits, flat", "int4"),
+        ("4 bits, by nodes", "int4 by nodes"),
+        ("PowerSGD r = 16, bf16 factors", "powersgd:16:bf16"),
+        ("PowerSGD r = 16, int8 factors, flat", "powersgd:16:int8"),
+        ("PowerSGD r = 16, int8 factors, by nodes", "powersgd:16:int8 by nodes"),
+    ):
+        number, unit, *ratios = printed[hook][len(hook.split()) :][:4]
+        assert f"| {name} | {number} {unit} | {' | '.join(ratios)} |" in page
+
+
+def test_one_rank_per_node_changes_nothing(capsys):
+    without = plan(capsys, *QUICK[1:])
+    assert plan(capsys, *QUICK[1:], "--ranks-per-node", "1", "--cards-per-node", "1") == without
+    assert "by nodes" not in without
+    found = json.loads(plan(capsys, *QUICK[1:], "--json"))
+    assert found["nodes"] is None
+    assert all(hook["leaving_bytes"] == hook["sent_bytes"] for hook in found["hooks"])
+
+
+def test_one_node_has_no_form_by_nodes(capsys):
+    output = plan(capsys, *QUICK[1:], "--ranks", "8", "--ranks-per-node", "8")
+    assert "1 node of 8 ranks" in output
+    assert "by nodes" not in output
+    assert "sent/step" in output
+    assert "Don't compress" in output
+
+
+def test_links_within_and_cards_are_as_given(capsys):
+    output = plan(capsys, *NODES, "--bandwidth-within", "25GB/s", "--cards-per-node", "8")
+    assert "25 GB/s per rank within a node" in output
+    assert "12.5 Gbit/s per network card, 8 network cards per node" in output
+    in_bits = plan(capsys, *NODES, "--bandwidth-within", "200Gbit", "--cards-per-node", "8")
+    assert in_bits == output
+    assert "25.6 GB/s per rank within a node" in plan(capsys, *NODES, "--device", "L40S")
+
+
+def test_nodes_of_measured_ranks(capsys, file):
+    arguments = ["--from", str(file), "--ranks", "8", "--ranks-per-node", "2"]
+    output = plan(capsys, *arguments, "--bandwidth", "1Gbit", "--bandwidth-within", "5Gbit")
+    assert "ranks    8 on a CPU, gloo, 4 nodes of 2 ranks" in output
+    assert "int4 by nodes" in output
+    assert "give --bandwidth-within" in refused(capsys, *arguments, "--bandwidth", "1Gbit")
+    said = refused(capsys, *arguments, "--bandwidth-within", "5Gbit")
+    assert "--ranks-per-node needs --bandwidth: the file has the rate of a rank, not of a card" in said
+
+
+def test_a_map_of_nodes_has_whole_nodes(capsys, tmp_path):
+    output = plan(capsys, *QUICK[1:], "--ranks-per-node", "6", "--map")
+    assert "nccl, nodes of 6 ranks." in output
+    assert "10 nodes of 6 ranks" in plan(capsys, *QUICK[1:], "--ranks-per-node", "6")
+    assert " 6 ranks  " in output
+    assert "2,046 ranks" in output
+    assert "int4 by nodes" in output
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "map.png"
+    plan(capsys, *QUICK[1:], "--ranks-per-node", "6", "--picture", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks-per-node", "0"], "'0' is not a whole number of at least 1"),
+        (
+            ["--ranks", "30", "--ranks-per-node", "8"],
+            "--ranks is 30; it must be a multiple of --ranks-per-node",
+        ),
+        (["--ranks", "4", "--ranks-per-node", "8"], "--ranks is 4; it must be a multiple"),
+        (["--ranks-per-node", "8", "--cards-per-node", "3"], "a node has 3 network cards for 8 ranks"),
+        (["--cards-per-node", "2"], "a node has 2 network cards for 1 ranks"),
+        (["--bandwidth-within", "10Gbit"], "--bandwidth-within needs --ranks-per-node of at least 2"),
+        (["--ranks-per-node", "8", "--bandwidth-within", "10Gb"], "'10Gb' is not a bandwidth"),
+        (
+            ["--device", "cpu", "--ranks-per-node", "2"],
+            "nothing is known of gloo's links within a node of cpu: give --bandwidth-within",
+        ),
+        (["--backend", "gloo", "--ranks-per-node", "2"], "gloo's links within a node of H200"),
+    ],
+)
+def test_nodes_that_can_not_be_are_refused(capsys, arguments, message):
+    assert message in refused(capsys, *arguments)
 
 
 @pytest.mark.parametrize(
