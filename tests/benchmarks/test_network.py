@@ -117,7 +117,7 @@ class HostOf:
 def test_a_rank_that_ends_is_named_though_rank_0_waits_for_it(tmp_path):
     silent = "import time; print('0', flush=True); time.sleep(600)"
     ended = "input(); raise RuntimeError('lost')"
-    ranks = network.Ranks(SimpleNamespace(hosts=[HostOf(silent), HostOf(ended)]), tmp_path)
+    ranks = network.Ranks(SimpleNamespace(hosts=[HostOf(silent), HostOf(ended)]), 1, tmp_path)
     with pytest.raises(network.RankFailedError, match="aborts: rank 1, exit status 1: RuntimeError: lost"):
         ranks.do({"job": "link"})
 
