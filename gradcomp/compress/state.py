@@ -637,19 +637,25 @@ class CompressorState:
 
     def _contents(self) -> Any:
         """Return the contents of a pickle or a copy: everything except the process group."""
-        contents: dict[str, Any] = {"state_dict": self.state_dict(), "ranks_per_node": self._ranks_per_node}
-        if not _has_one_compressor(type(self)):
-            contents |= {"compressor": self._compressor, "options_class": self._options_class}
-        return contents
+        nodes = {"ranks_per_node": self._ranks_per_node}
+        if _has_one_compressor(type(self)):
+            return {**self.state_dict(), **nodes}
+        classes = {"compressor": self._compressor, "options_class": self._options_class}
+        return {**classes, **nodes, "state_dict": self.state_dict()}
 
     def _restore(self, contents: Any, process_group: Any) -> None:
         """Set all attributes from _contents(). Raises the errors of load_state_dict."""
         if not _has_one_compressor(type(self)):
             self._compressor, self._options_class = contents["compressor"], contents["options_class"]
-        checked = self.checked(contents["state_dict"])
+            contents = {**contents["state_dict"], "ranks_per_node": contents["ranks_per_node"]}
+        ranks_per_node: Any = self._default_ranks_per_node
+        if isinstance(contents, dict) and "ranks_per_node" in contents:
+            contents = dict(contents)
+            ranks_per_node = contents.pop("ranks_per_node")
+        checked = self.checked(contents)
         self._reset(process_group, checkpoint.settings_of(checked), None)
         self._load_checked(checked)
-        self._ranks_per_node = require_ranks_per_node(contents["ranks_per_node"])
+        self._ranks_per_node = require_ranks_per_node(ranks_per_node)
 
     def __getstate__(self) -> Any:
         return self._contents()

@@ -55,6 +55,23 @@ def test_steps_over_a_throttled_link(tmp_path):
 
 
 @pytest.mark.usefixtures("allowed")
+def test_a_host_of_three_ranks_sends_what_one_rank_does(tmp_path):
+    arguments = ["--hooks", "none,int4,int8", "--ranks-per-host", "1,3"]
+    done = run_module(*command(tmp_path, *arguments), timeout_s=200)
+    assert done.returncode == 0, done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "network.jsonl").read_text().splitlines()]
+    sent = {
+        (row["hook"], row["ranks_per_host"]): row["sent_bytes_per_step"]
+        for row in report.of(rows, job="steps", hooks="gradcomp", wrapper="torch")
+    }
+    for hook in ("int4", "int8"):
+        assert sent[hook, 3] < 1.05 * sent[hook, 1]
+        assert sent[f"{hook}:flat", 3] > 2.5 * sent[hook, 1]
+    assert sent["none", 3] > 1.4 * sent["none", 1]
+    assert "mlp, 2 hosts of 3 ranks, ms per step" in done.stdout
+
+
+@pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_survives_the_program(number, tmp_path):
     program = subprocess.Popen(

@@ -134,7 +134,12 @@ def test_numpys_scalars_become_pythons():
         "batch_tensors_with_same_shape": numpy.bool_(True),
     }
     expected = dict(zip(given, (3, 9, 1.5, False, True, 0.5, 7, 11, True), strict=True))
-    expected |= {"factor_dtype": None, "uncompressed_dtype": None, "start_bits": None}
+    expected |= {
+        "factor_dtype": None,
+        "uncompressed_dtype": None,
+        "start_bits": None,
+        "ranks_per_node": "auto",
+    }
     constructed, assigned, loaded = PowerSGDState(None, **given), PowerSGDState(None), PowerSGDState(None)
     for name, value in given.items():
         setattr(assigned, name, value)
