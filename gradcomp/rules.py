@@ -86,8 +86,9 @@ FACTOR_DTYPE = Rule(
 UNCOMPRESSED_DTYPE = Rule(
     "None, torch.bfloat16 or torch.float16", lambda value: value in (None, torch.bfloat16, torch.float16)
 )
-BITS = Rule("4 or 8", lambda value: type(value) is int and value in (4, 8))
-START_BITS = Rule("None, 4 or 8", lambda value: value is None or BITS.accepts(value))
+BITS = Rule("4, 8 or 16", lambda value: type(value) is int and value in (4, 8, 16))
+START_BITS = Rule("None, 4 or 8", lambda value: value is None or (type(value) is int and value in (4, 8)))
+FEEDBACK = Rule("True, False or None", lambda value: value is None or type(value) is bool)
 BLOCK_SIZE = Rule(
     f"an even number of elements from 2 to {MAX_BLOCK_SIZE}: longer blocks don't fit the kernels' registers, "
     "and would save less than 0.1 % of the bytes",

@@ -9,6 +9,7 @@ Rank r owns shard r. A rank sends and receives about two buckets of codes, whate
 several ranks share a network card, quantized_nodes.py sends these through the card once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from gradcomp.layout.blocks import BlockLayout, Part
 from ..comm.exchange import Works, all_gather, all_to_all
 from ..comm.nodes import nodes_of
 from ..comm.pipeline import run_through
-from ..rules import BITS, BLOCK_SIZE, FLAG, UNCOMPRESSED_DTYPE, check_fields, checked_field
+from ..rules import BITS, BLOCK_SIZE, FEEDBACK, UNCOMPRESSED_DTYPE, check_fields, checked_field
 from .checkpoint import require_error
 from .compressor import BucketSpec, Compressor, State
 from .quantized_nodes import NodesAllReduce
@@ -32,22 +33,49 @@ from .quantized_nodes import NodesAllReduce
 class QuantizedOptions:
     """The options of a quantized all-reduce.
 
-    bits: 4 or 8 bits for each element.
-    block_size: elements that share one scale; even, at most 4096.
-    error_feedback: add a step's rounding errors to the next step's gradients.
-    uncompressed_dtype: the dtype in which vectors and small tensors are sent: torch.bfloat16 or
-        torch.float16. None: the bucket's dtype.
+    bits: 4, 8 or 16 bits for each element. With 16, every element is sent in a 16-bit dtype, without scales.
+    block_size: elements that share one scale; even, at most 4096. Unused with 16 bits.
+    error_feedback: add a step's rounding errors to the next step's gradients. None: True with 4 and 8 bits,
+        False with 16, which keep no errors.
+    uncompressed_dtype: the dtype in which vectors and small tensors are sent, with 16 bits all tensors:
+        torch.bfloat16 or torch.float16. None: the bucket's dtype; with 16 bits torch.bfloat16.
 
-    Raises ValueError for an invalid value.
+    Raises ValueError for an invalid value, and for error_feedback=True with 16 bits.
     """
 
     bits: int = checked_field(4, BITS)
     block_size: int = checked_field(128, BLOCK_SIZE)
-    error_feedback: bool = checked_field(True, FLAG)
+    error_feedback: bool | None = checked_field(None, FEEDBACK)
     uncompressed_dtype: torch.dtype | None = checked_field(None, UNCOMPRESSED_DTYPE)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.bits == 16 and self.error_feedback:
+            raise ValueError(
+                "error_feedback is True, but bits is 16: values that are rounded to 16 bits keep no errors"
+            )
+        if self.error_feedback is None:
+            object.__setattr__(self, "error_feedback", self.bits != 16)
+
+    def layout(self, shapes: Sequence[Sequence[int]], world_size: int) -> BlockLayout:
+        """Return the blocks of a bucket with tensors of these shapes. With 16 bits there are none."""
+        if self.bits == 16:
+            shapes = [(sum(map(math.prod, shapes)),)]
+        return BlockLayout(shapes, self.block_size, world_size)
+
+    def plan_options(self) -> dict[str, Any]:
+        """Return the options of ops.quantized_plan."""
+        if self.bits == 16:  # no blocks, so no codes
+            return {
+                "bits": 8,
+                "error_feedback": False,
+                "exact_dtype": self.uncompressed_dtype or torch.bfloat16,
+            }
+        return {
+            "bits": self.bits,
+            "error_feedback": self.error_feedback,
+            "exact_dtype": self.uncompressed_dtype,
+        }
 
 
 class QuantizedCompressor(Compressor):
@@ -67,16 +95,16 @@ class QuantizedCompressor(Compressor):
     is_same_on_all_processors = True
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
-        self._layout = layout = BlockLayout(bucket.shapes, options.block_size, bucket.world_size)
+        self._layout = layout = options.layout(bucket.shapes, bucket.world_size)
         arguments: tuple[Any, ...] = (layout, bucket.dtype, bucket.device)
         self._ranks_per_node = bucket.ranks_per_node
         self._by_nodes: NodesAllReduce | None = None
         if bucket.ranks_per_node > 1:
             arguments = (*arguments, bucket.ranks_per_node)
-            self._by_nodes = NodesAllReduce(*arguments, **_plan_options(options))
+            self._by_nodes = NodesAllReduce(*arguments, **options.plan_options())
             self._plan, num_bytes = self._by_nodes.plan, self._by_nodes.num_bytes
         else:
-            self._plan = ops.quantized_plan(*arguments, **_plan_options(options))
+            self._plan = ops.quantized_plan(*arguments, **options.plan_options())
             num_bytes = self._plan.payload.numel()
         self._unused: list[Part] = []
         # The blocks that the plan has errors of, and this rank's shard: known from the first step on.
@@ -95,12 +123,12 @@ class QuantizedCompressor(Compressor):
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
-        layout = BlockLayout(bucket.shapes, options.block_size, bucket.world_size)
+        layout = options.layout(bucket.shapes, bucket.world_size)
         if bucket.ranks_per_node > 1:
             arguments = (layout, bucket.dtype, bucket.device, bucket.ranks_per_node)
-            NodesAllReduce.compile(*arguments, **_plan_options(options))
+            NodesAllReduce.compile(*arguments, **options.plan_options())
         else:
-            ops.compile_quantized(layout, bucket.dtype, bucket.device, **_plan_options(options))
+            ops.compile_quantized(layout, bucket.dtype, bucket.device, **options.plan_options())
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send zeros for these tensors, and keep their errors."""
@@ -205,15 +233,6 @@ class QuantizedCompressor(Compressor):
         for run in self._layout.runs:
             flat[run.in_bucket] = blocks[run.stored]
         return flat
-
-
-def _plan_options(options: QuantizedOptions) -> dict[str, Any]:
-    """Return a plan's options."""
-    return {
-        "bits": options.bits,
-        "error_feedback": options.error_feedback,
-        "exact_dtype": options.uncompressed_dtype,
-    }
 
 
 def quantized_all_reduce(

@@ -40,12 +40,14 @@ class QuantizationState(CompressorState):
 
     process_group: the group that averages; None for the default one.
     bits: 4 or 8 bits for each element of a matrix. Vectors, and tensors smaller than a block, are sent
-        exactly.
+        exactly. 16 bits: every element is rounded to a 16-bit dtype, the sum over the ranks is in fp32, and
+        the mean is rounded once more.
     block_size: elements that share one scale; even, at most 4096.
-    use_error_feedback: add a step's rounding errors to the next step's gradients.
+    use_error_feedback: add a step's rounding errors to the next step's gradients. None: with 4 and 8 bits;
+        16 bits keep no errors.
     start_iter: steps of plain all-reduce before quantization starts.
-    uncompressed_dtype: the dtype in which vectors and small tensors are sent: torch.bfloat16 or
-        torch.float16. None: the bucket's dtype.
+    uncompressed_dtype: the dtype in which vectors and small tensors are sent, with 16 bits all tensors:
+        torch.bfloat16 or torch.float16. None: the bucket's dtype; with 16 bits torch.bfloat16.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
     ranks_per_node: the number of ranks that share a network card. Buckets are then averaged by nodes: exactly
         within a node, in codes between nodes. "auto": torchrun's LOCAL_WORLD_SIZE if process_group is the
@@ -68,7 +70,7 @@ class QuantizationState(CompressorState):
         process_group: Any = None,
         bits: int = 4,
         block_size: int = 128,
-        use_error_feedback: bool = True,
+        use_error_feedback: bool | None = None,
         start_iter: int = 0,
         *,
         uncompressed_dtype: torch.dtype | None = None,
@@ -100,6 +102,12 @@ def quantization_hook(
     On the wire: codes, one bf16 scale per block, and vectors exactly. 4 bits in blocks of 128 elements take
     1/7.8 of fp32's bytes, whatever the number of ranks. inf or NaN makes the whole block NaN on every rank,
     and the block's error becomes zero.
+
+    With 16 bits there are no blocks, scales and errors: step 1 and 2 round the bucket to 16 bits, and step 4
+    rounds the mean. So the mean is rounded twice. A 16-bit all-reduce rounds partial sums up to W times.
+
+    With ranks_per_node, ranks of a node first sum their buckets exactly; each then does the steps with a part
+    of the sum, between nodes. The means are gathered as codes.
 
     To read the algorithm first, see `quantized_all_reduce` in gradcomp/testing/simple.py: 30 lines.
 
