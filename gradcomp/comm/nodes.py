@@ -10,19 +10,21 @@ all-to-all of all ranks sends up to g times more bytes, for g ranks per node.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..rules import described
+from .consistency import require_same_on_all_ranks
 from .process_group import joined_group
 
 AUTO = "auto"
-# The name of Launched.are_consecutive where the ranks compare it.
-CONSECUTIVE = "whether the ranks of a node follow one another"
+_CONSECUTIVE = "whether the ranks of a node follow one another"
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,11 +132,30 @@ def require_ranks_per_node(value: Any) -> int | str:
     )
 
 
+def nodes_in(
+    whose: str, ranks_per_node: int | str, group: dist.ProcessGroup, device: torch.device
+) -> Nodes | None:
+    """Return the nodes that all ranks of a group agree on; None to average without nodes.
+
+    whose: the owner of ranks_per_node, for messages.
+    ranks_per_node: see require_ranks_per_node.
+    device: a device whose tensors the group's backend takes.
+
+    Every rank of the group must call this in the same place among its collectives. Raises RuntimeError on
+    every rank if nodes have different numbers of ranks, ValueError if the ranks don't fill the last node.
+    """
+    launched = Launched.of(ranks_per_node, group)
+    advice = "Give every rank the same ranks_per_node"
+    unlike = require_same_on_all_ranks(whose, launched.compared(), group, device, advice, launched.noted())
+    return launched.agreed_nodes(group, unlike)
+
+
 @dataclass(frozen=True)
 class Launched:
-    """How torchrun launched this rank of a group.
+    """The nodes of a group as this rank knows them, before the ranks have compared.
 
-    ranks_per_node: torchrun's LOCAL_WORLD_SIZE if the group is the default one and has several nodes, else 1.
+    ranks_per_node: the given number; for "auto" torchrun's LOCAL_WORLD_SIZE if the group is the default one
+        and has several nodes, else 1.
     are_consecutive: True if this rank has the place in its node that it would have if the ranks of a node
         followed one another.
     """
@@ -143,12 +164,27 @@ class Launched:
     are_consecutive: bool
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Launched:
-        """Return it for this process. Reads the environment only."""
+    def of(cls, ranks_per_node: int | str, group: dist.ProcessGroup) -> Launched:
+        """Return this rank's knowledge. Reads the environment only."""
+        if isinstance(ranks_per_node, int):
+            return cls(ranks_per_node, True)
         size, place = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
         if group is not dist.group.WORLD or not (size.isdigit() and place.isdigit()):
             return cls(1, True)
-        ranks_per_node = int(size)
-        if not 1 < ranks_per_node < group.size():
+        if not 1 < int(size) < group.size():
             return cls(1, True)
-        return cls(ranks_per_node, group.rank() % ranks_per_node == int(place))
+        return cls(int(size), group.rank() % int(size) == int(place))
+
+    def compared(self) -> dict[str, Any]:
+        """Return the value that must be equal on all ranks, by name."""
+        return {"ranks per node (ranks_per_node=1 averages without nodes)": self.ranks_per_node}
+
+    def noted(self) -> dict[str, Any]:
+        """Return the value that may differ between ranks, by name."""
+        return {_CONSECUTIVE: self.are_consecutive}
+
+    def agreed_nodes(self, group: dist.ProcessGroup, unlike: Mapping[str, str]) -> Nodes | None:
+        """Return the group's nodes, None without nodes. unlike: the noted values that differ, by name."""
+        if self.ranks_per_node == 1 or not self.are_consecutive or _CONSECUTIVE in unlike:
+            return None
+        return nodes_of(group, self.ranks_per_node)

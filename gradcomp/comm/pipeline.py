@@ -130,3 +130,13 @@ class Pipeline:
             raise
         self._unfinished.discard(future)
         return None
+
+
+def is_waited_for_at_once(bucket: dist.GradBucket) -> bool:
+    """Return whether torch waits for this bucket's average before it calls another bucket's hook.
+
+    True in a static graph's first step: torch's DDP calls all hooks at the end of backward, in a callback of
+    the autograd engine, and waits for their futures there. No later hook or callback could complete a future.
+    """
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    return isinstance(bucket, dist.GradBucket) and is_in_backward and not torch._C._current_autograd_node()

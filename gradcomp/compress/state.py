@@ -31,15 +31,8 @@ from gradcomp import ops
 
 from ..comm.bucket import checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.nodes import (
-    CONSECUTIVE,
-    Launched,
-    Nodes,
-    groups_of_mesh,
-    nodes_of,
-    require_ranks_per_node,
-)
-from ..comm.pipeline import Pipeline, Stages, explained, run_through
+from ..comm.nodes import Launched, Nodes, groups_of_mesh, require_ranks_per_node
+from ..comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once, run_through
 from ..comm.process_group import Operation, joined_group, require_group
 from ..comm.streams import Future, average_in_place, run_on_side_stream
 from ..rules import described
@@ -453,7 +446,7 @@ class CompressorState:
         if ops.runs_triton(buffer.device):
             future: Future = run_on_side_stream(buffer.device, lambda: run_through(running))
         else:
-            is_last = bucket.is_last() or _is_waited_for_at_once(bucket)
+            is_last = bucket.is_last() or is_waited_for_at_once(bucket)
             future = self._pipeline.add(running, is_first=self._step.num_buckets == 1, is_last=is_last)
         sent_numel = sum(compressor.sent_numel for compressor in compressors)
         self.total_numel_before_compression += buffer.numel()
@@ -496,14 +489,9 @@ class CompressorState:
         if is_first:
             require_same_group(f"{hook_name}'s state", group)
         device = bucket.buffer().device
-        if isinstance(self._ranks_per_node, int):
-            launched = Launched(self._ranks_per_node, are_consecutive=True)
-        else:
-            launched = Launched.of(group)
-        notes: dict[str, Any] = {CONSECUTIVE: launched.are_consecutive}
-        if not self._compressor.is_same_on_all_processors:
-            notes |= ops.processor(device)
-        values["ranks per node (ranks_per_node=1 averages without nodes)"] = launched.ranks_per_node
+        launched = Launched.of(self._ranks_per_node, group)
+        values |= launched.compared()
+        processor = {} if self._compressor.is_same_on_all_processors else ops.processor(device)
         unlike = require_same_on_all_ranks(
             f"{hook_name}'s state",
             values,
@@ -511,20 +499,18 @@ class CompressorState:
             device,
             "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
             "the same step",
-            notes=notes,
+            notes={**processor, **launched.noted()},
         )
-        are_nodes = launched.ranks_per_node > 1 and launched.are_consecutive and CONSECUTIVE not in unlike
-        unlike.pop(CONSECUTIVE, None)
-        nodes = nodes_of(group, launched.ranks_per_node) if are_nodes else None
+        nodes = launched.agreed_nodes(group, unlike)
         if nodes is not self._nodes:
             self._memories.save_and_drop_compressors()
             self._nodes = nodes
-        if unlike:
+        if processors := [text for name, text in unlike.items() if name in processor]:
             _logger_of(self).warning(
                 "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
                 "will drift apart by rounding errors; see docs/powersgd.md.",
                 self.algorithm,
-                "; ".join(unlike.values()),
+                "; ".join(processors),
             )
 
     def _parts_of(self, bucket: dist.GradBucket, options: Any) -> list[BucketPart]:
@@ -758,13 +744,3 @@ class _StepBuckets:
     def _end_backward(self) -> None:
         self._backward = -1
         self.is_over = self.num_buckets > 0
-
-
-def _is_waited_for_at_once(bucket: dist.GradBucket) -> bool:
-    """Return whether torch waits for this bucket's average before it calls another bucket's hook.
-
-    True in a static graph's first step: torch's DDP calls all hooks at the end of backward, in a callback of
-    the autograd engine, and waits for their futures there. No later hook or callback could complete a future.
-    """
-    is_in_backward = torch._C._current_graph_task_id() != -1
-    return isinstance(bucket, dist.GradBucket) and is_in_backward and not torch._C._current_autograd_node()

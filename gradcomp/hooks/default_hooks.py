@@ -10,21 +10,31 @@ Inductor combines the collectives of several gradients.
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.comm.bucket import (
+    GradBucket,
     Hook,
     checked_bucket,
     checked_future,
     require_bucket,
     require_dense_floats,
 )
+from gradcomp.comm.exchange import all_gather, reduce_scatter
 from gradcomp.comm.kept_buffers import keep_wire, take_wire
+from gradcomp.comm.nodes import AUTO, Nodes, nodes_in, require_ranks_per_node
+from gradcomp.comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once, run_through
 from gradcomp.comm.process_group import Operation, joined_group, resolve_group
-from gradcomp.comm.streams import all_reduce_compressed, average_in_place, run_hook_compressed
+from gradcomp.comm.streams import (
+    all_reduce_compressed,
+    average_in_place,
+    run_hook_compressed,
+    run_on_side_stream,
+)
 
 __all__ = [
     "allreduce_hook",
@@ -32,6 +42,7 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "node_wrapper",
 ]
 
 
@@ -199,6 +210,64 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     if hook is allreduce_hook:
         return bf16_compress_hook
     return _compress_wrapper("bf16_compress_wrapper", torch.bfloat16, hook)
+
+
+def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
+    """Return a hook that averages exactly within each node, and with the given hook between nodes.
+
+    For nodes of g ranks that share a network card:
+
+    1. Reduce-scatter within the node: the rank of place j gets the node's mean of the bucket's j-th part.
+    2. Run the given hook on the part, with the ranks of equal place, one per node, as its process group.
+    3. All-gather the averages within the node.
+
+    On the wire: between nodes, the given hook's bytes for a g-th of the bucket, from each rank. NCCL's rings
+    pass each node once without this wrapper; on gloo it saves up to half of a node's bytes.
+    State: the process group, or None for the default one; the given hook takes a process group, too.
+    ranks_per_node: see QuantizationState. Without nodes, the given hook averages the bucket.
+
+    Raises TypeError if the given hook is not callable, ValueError for another ranks_per_node. In the first
+    step, the returned hook raises RuntimeError on every rank if nodes have different numbers of ranks.
+
+    Example::
+
+        ddp_model.register_comm_hook(None, default_hooks.node_wrapper(default_hooks.bf16_compress_hook))
+    """
+    if not callable(hook):
+        raise TypeError(f"node_wrapper wraps a communication hook, got {hook!r}")
+    ranks_per_node = require_ranks_per_node(ranks_per_node)
+    nodes_of_groups: WeakKeyDictionary[dist.ProcessGroup, Nodes | None] = WeakKeyDictionary()
+    pipeline = Pipeline()
+
+    def node_wrapper_hook(
+        process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        buffer, group = checked_bucket("node_wrapper", bucket, process_group)
+        if group not in nodes_of_groups:
+            nodes_of_groups[group] = nodes_in("node_wrapper", ranks_per_node, group, buffer.device)
+        nodes = nodes_of_groups[group]
+        if nodes is None:
+            return hook(process_group, bucket)
+        index, is_last, parameters = bucket.index(), bucket.is_last(), bucket.parameters()
+
+        def stages() -> Stages:
+            parts = buffer.new_zeros(nodes.ranks_per_node, -(-buffer.numel() // nodes.ranks_per_node))
+            whole = parts.view(-1)[: buffer.numel()]
+            torch.div(buffer, nodes.ranks_per_node, out=whole)
+            part = torch.empty_like(parts[0])
+            yield from reduce_scatter(part, parts, nodes.within)
+            averaged = hook(nodes.between, GradBucket(index, part, parameters, is_last))
+            yield averaged  # type: ignore[misc]  # it is waited for as a collective is
+            yield all_gather(parts, averaged.value(), nodes.within)
+            return buffer.copy_(whole)
+
+        running = explained(stages(), Operation.averaging(index, "node_wrapper", group))
+        if ops.has_streams(buffer.device):
+            return run_on_side_stream(buffer.device, lambda: run_through(running))
+        at_once = is_last or is_waited_for_at_once(bucket)
+        return pipeline.add(running, is_first=index == 0, is_last=at_once)
+
+    return node_wrapper_hook
 
 
 def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:

@@ -19,6 +19,7 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradcomp.testing import RankError, check_hook, claims_of
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
+from tests.hooks.test_quantization_hook import train
 from tests.tolerances import QUANTIZED_IDENTITY
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2), (7, 9)]
@@ -357,3 +358,18 @@ def test_the_log_line_says_so(run_ranks):
     on_rank_0, *others = run_ranks(announced, 4)
     assert "per step and node, between 2 nodes of 2 ranks" in on_rank_0
     assert others == [""] * 3
+
+
+def train_under_torchrun(rank, way):
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+    return train(rank, way)
+
+
+@pytest.mark.parametrize("way", ["torch", "gradcomp", "average_"])
+def test_it_trains_everywhere(run_ranks, way):
+    """The state takes torchrun's nodes by itself: on torch's DDP, in our wrapper and in average_."""
+    (first, last, one), *others = run_ranks(train_under_torchrun, 4, way)
+    (_, uncompressed, _), *_ = run_ranks(train_under_torchrun, 4, "none")
+    assert last < 0.9 * first
+    assert abs(last - uncompressed) < 0.01 * first
+    assert all(torch.equal(one, other) for *_, other in others)
