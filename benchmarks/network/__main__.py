@@ -103,7 +103,7 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
     hooks = [("gradcomp", hook, "torch") for hook in OURS]
     if ranks_per_host > 1:
         hooks += [("gradcomp", hook, "torch") for hook in FLAT]
-        hooks += [("torch", "powersgd:4", "torch")]
+        hooks += [("torch", hook, "torch") for hook in ("fp16", "powersgd:4")]
     elif hosts > 1:
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
