@@ -16,13 +16,29 @@ HOOKS = {
     "`powerSGD_hook`, rank 4": "powersgd:4",
     "torch's PowerSGD, rank 4": "torch's powersgd:4",
 }
-MBIT_PER_S = {"50 Mbit/s": 50, "200 Mbit/s": 200, "1 Gbit/s": 1_000, "10 Gbit/s": 10_000}
+# README's columns: (ranks per host, Mbit/s).
+COLUMNS = {
+    "50 Mbit/s": (1, 50),
+    "200 Mbit/s": (1, 200),
+    "1 Gbit/s": (1, 1_000),
+    "10 Gbit/s": (1, 10_000),
+    "2 × 3 ranks, 200 Mbit/s": (3, 200),
+}
+
+
+def rows_of(name):
+    lines = (ROOT / "benchmarks/results" / name).read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")
 def rows():
-    lines = (ROOT / "benchmarks/results/network.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return rows_of("network.jsonl")
+
+
+@pytest.fixture(scope="module")
+def rows_of_nodes():
+    return rows_of("network_nodes.jsonl")
 
 
 def test_the_page_has_the_tables_of_the_rows(rows):
@@ -32,14 +48,22 @@ def test_the_page_has_the_tables_of_the_rows(rows):
         assert block in page
 
 
-def test_the_readme_quotes_the_rows(rows):
+def test_the_page_has_the_tables_of_several_ranks_per_host(rows_of_nodes):
+    page = (ROOT / "docs/network.md").read_text()
+    for block in report.tables(rows_of_nodes).split("\n\n"):
+        assert block in page
+
+
+def test_the_readme_quotes_the_rows(rows, rows_of_nodes):
     text = (ROOT / "README.md").read_text()
     table = text[text.index("| ms per step, two hosts |") :].partition("\n\n")[0]
     (_, *links), _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
     assert [hook for hook, *_ in lines] == list(HOOKS)
     for hook, *cells in lines:
         for link, cell in zip(links, cells, strict=True):
-            found = report.of(rows, job="steps", hosts=2, model="mlp", mbit_per_s=MBIT_PER_S[link])
+            ranks, mbit_per_s = COLUMNS[link]
+            of_place = rows if ranks == 1 else report.of(rows_of_nodes, ranks_per_host=ranks)
+            found = report.of(of_place, job="steps", hosts=2, model="mlp", mbit_per_s=mbit_per_s)
             (row,) = (each for each in found if report.name(each) == HOOKS[hook])
             assert cell == quoted(row), (hook, link)
 
