@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from ..comm.nodes import Nodes
-
 LOGGER = "gradcomp"
 QUIET = "GRADCOMP_QUIET"
 _num_silencers = 0
@@ -32,7 +30,7 @@ def announce_start(
     gradient_bytes: int,
     sent_bytes: int,
     group: dist.ProcessGroup | None,
-    nodes: Nodes | None,
+    nodes: str | None,
 ) -> None:
     """Announce on rank 0 that a state has begun to compress, and how many bytes that saves.
 
@@ -40,13 +38,13 @@ def announce_start(
     step: the number of the first compressed step.
     gradient_bytes: the bytes of that step's gradients.
     sent_bytes: the bytes that a rank sends in that step; with nodes, a node.
-    nodes: None if the state averages without nodes.
+    nodes: the nodes in words; None if the state averages without nodes.
     """
     if group is None or group.rank() == 0:
         _say(_text(what, step, gradient_bytes, sent_bytes, nodes))
 
 
-def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int, nodes: Nodes | None) -> str:
+def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int, nodes: str | None) -> str:
     if sent_bytes < gradient_bytes:
         rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
     else:

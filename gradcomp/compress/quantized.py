@@ -141,13 +141,12 @@ class QuantizedCompressor(Compressor):
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
         """Average in three stages; by nodes, in five. Yields each collective in progress."""
         if self._by_nodes is None:
-            self._kept, self._own = slice(0, None), self._layout.shard(group.rank())
-            self._take_loaded()
+            self._take_place(slice(0, None), self._layout.shard(group.rank()))
             yield from quantized_all_reduce(self._plan, flat, group, self._unused)
         else:
             nodes = nodes_of(group, self._ranks_per_node)
-            self._kept, self._own = self._by_nodes.piece(nodes), self._by_nodes.shard(nodes)
-            yield from self._by_nodes.average(flat, nodes, self._unused, self._take_loaded())
+            rest = self._take_place(self._by_nodes.piece(nodes), self._by_nodes.shard(nodes))
+            yield from self._by_nodes.average(flat, nodes, self._unused, rest)
 
     # --- errors ---
 
@@ -177,11 +176,11 @@ class QuantizedCompressor(Compressor):
                 error[start:stop] += values[start - first : stop - first] * factor
 
     def current_error(self) -> torch.Tensor | None:
-        return (
-            None
-            if self._plan.error is None
-            else self._unpadded(self._all_blocks(self._plan.error, self._kept))
-        )
+        if self._loaded is not None:
+            loaded: torch.Tensor = self._loaded["error"]
+            return loaded
+        error = self._plan.error
+        return None if error is None else self._unpadded(self._all_blocks(error, self._kept))
 
     def state(self) -> State:
         error, shard_error = self._plan.error, self._plan.shard_error
@@ -198,18 +197,27 @@ class QuantizedCompressor(Compressor):
         if self._plan.error is not None and "error" in state:
             self._loaded = {name: state[name].clone() for name in ("error", "shard_error") if name in state}
 
-    def _take_loaded(self) -> torch.Tensor | None:
-        """Continue from the loaded errors. Returns those of other ranks' pieces, to be added to gradients."""
+    def _take_place(self, kept: slice, own: slice) -> torch.Tensor | None:
+        """Take this rank's place in the layout, and continue from the loaded errors.
+
+        kept: the blocks whose errors this rank keeps.
+        own: this rank's shard.
+
+        Returns the loaded errors of other blocks, to be added to the gradients; None if nothing was loaded.
+        """
+        if self._kept not in (None, kept) and self._loaded is None:
+            self._loaded = self.state()  # the nodes have changed
+        self._kept, self._own = kept, own
         loaded, self._loaded = self._loaded, None
         error, shard_error = self._plan.error, self._plan.shard_error
         if loaded is None or error is None or shard_error is None:
             return None
         rest = self._padded(loaded["error"])
-        error.copy_(rest[self._kept] * self._unit)
+        error.copy_(rest[kept] * self._unit)
         shard_error.zero_()
         if "shard_error" in loaded:
-            shard_error.copy_(self._padded(loaded["shard_error"])[self._own] * self._unit)
-        rest[self._kept] = 0.0
+            shard_error.copy_(self._padded(loaded["shard_error"])[own] * self._unit)
+        rest[kept] = 0.0
         return rest
 
     def _all_blocks(self, part: torch.Tensor, where: slice | None) -> torch.Tensor:

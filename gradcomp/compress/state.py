@@ -31,7 +31,7 @@ from gradcomp import ops
 
 from ..comm.bucket import checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.nodes import Launched, Nodes, groups_of_mesh, require_ranks_per_node
+from ..comm.nodes import Launched, groups_of_mesh, require_ranks_per_node
 from ..comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once, run_through
 from ..comm.process_group import Operation, joined_group, require_group
 from ..comm.streams import Future, average_in_place, run_on_side_stream
@@ -158,7 +158,9 @@ class CompressorState:
         """Set all attributes to their values before the first step."""
         self._process_group = process_group
         self._ranks_per_node = self._default_ranks_per_node
-        self._nodes: Nodes | None = None  # in the last step; None without nodes
+        # Of the last step: (ranks per node, the nodes in words), or None without nodes. No process groups:
+        # the state may outlive them.
+        self._nodes: tuple[int, str] | None = None
         self._settings, self._options = settings, options
         # The group of the last step's collectives; None before the first step.
         self._group: weakref.ref[dist.ProcessGroup] | None = None
@@ -332,7 +334,8 @@ class CompressorState:
         if gradient_bytes and phase.name not in self._announced:
             self._announced.add(phase.name)
             group = joined_group(self.process_group)
-            announce_start(phase.name, self.iter, gradient_bytes, sent_bytes, group, self._nodes)
+            between = self._nodes and self._nodes[1]
+            announce_start(phase.name, self.iter, gradient_bytes, sent_bytes, group, between)
         self._is_compared = True
         self._num_steps += 1
 
@@ -501,8 +504,9 @@ class CompressorState:
             "the same step",
             notes={**processor, **launched.noted()},
         )
-        nodes = launched.agreed_nodes(group, unlike)
-        if nodes is not self._nodes:
+        found = launched.agreed_nodes(group, unlike)
+        nodes = (found.ranks_per_node, str(found)) if found else None
+        if nodes != self._nodes:
             self._memories.save_and_drop_compressors()
             self._nodes = nodes
         if processors := [text for name, text in unlike.items() if name in processor]:
@@ -557,7 +561,7 @@ class CompressorState:
 
     @property
     def _num_ranks_per_node(self) -> int:
-        return 1 if self._nodes is None else self._nodes.ranks_per_node
+        return 1 if self._nodes is None else self._nodes[0]
 
     def _seed(self, index: int, step: int) -> int:
         """Return the seed for a bucket's random choices in a step, the same on every rank."""
