@@ -125,7 +125,7 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         cast.cast(torch.zeros(1, dtype=source), out=torch.zeros(1, dtype=result))
         yield f"{TYPE_NAMES[source]}->{TYPE_NAMES[result]}"
     tables = flatten.FlattenTables([(0, 0, 0, 1)], 1, torch.device("cpu"))
-    for tensor, flat in [(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP64, FP64)]:
+    for tensor, flat in [(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP64, FP64), (BF16, FP32), (FP16, FP32)]:
         tensors, buffer = [torch.zeros(1, dtype=tensor)], torch.zeros(1, dtype=flat)
         flatten.flatten(tensors, tables, out=buffer)
         yield f"{TYPE_NAMES[tensor]}->{TYPE_NAMES[flat]}"
@@ -167,6 +167,16 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         plan.dequantize(buffer)
         options = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
         yield f"{TYPE_NAMES[dtype]} bits={bits} {options}"
+    # Between 4 nodes of 3 ranks, whose gradients are multiplied by 1/4.
+    for bits in (4, 8):
+        layout = BlockLayout([(128, 4), (3,)], 128, 4)
+        constants = quantizer(bits, FP32)
+        plan = QuantizedPlan(
+            layout, FP32, torch.device("cpu"), bits=bits, error_feedback=True, divisor=3.0, **constants
+        )
+        plan.quantize(torch.zeros(layout.numel), 0)
+        plan.average(0)
+        yield f"fp32 bits={bits} by nodes"
 
 
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:
