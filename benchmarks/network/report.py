@@ -12,6 +12,7 @@ from benchmarks.demo.chart import COLORS
 Row = dict[str, Any]
 
 DRAWN = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
+FLAT = ":flat"  # the end of the names of hooks that don't average by nodes
 
 
 def label(row: Row) -> str:
@@ -158,11 +159,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     )
     for axes, title in zip(panels[0], titles, strict=True):
         in_panel = [row for row in shown if _panel(row) == title]
-        for color, hook in zip(COLORS, DRAWN, strict=False):
+        colors = dict(zip(DRAWN, COLORS, strict=False))
+        for hook in (*DRAWN, *(f"{each}{FLAT}" for each in DRAWN)):
             of_hook = sorted(of(in_panel, hook=hook, hooks="gradcomp"), key=lambda row: row["mbit_per_s"])
             if of_hook:
                 links, times = zip(*((row["mbit_per_s"], row["step_ms"]) for row in of_hook), strict=True)
-                style = ":" if hook == "noop" else "-"
+                style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) else "-"
+                color = colors[hook.removesuffix(FLAT)]
                 axes.plot(links, times, style, marker="o", markersize=4, color=color, label=hook)
         axes.set_xscale("log")
         axes.set_yscale("log")

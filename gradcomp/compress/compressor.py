@@ -51,7 +51,8 @@ class Compressor(ABC):
     A subclass is constructed as subclass(bucket: BucketSpec, options), with its own frozen dataclass of
     options.
 
-    sent_numel: the number of elements that a rank sends per step, for statistics.
+    sent_numel: the number of elements that a rank sends per step, for statistics; by nodes, that a node sends
+        to other nodes.
     is_same_on_all_processors: True if ranks on different processors get bit-identical averages. Then no sum
         or product after the last collective depends on the processor's rounding.
     """
