@@ -16,7 +16,7 @@ def tiny() -> tuple[nn.Module, Tensor]:
 
 
 class Output:
-    """An output with a loss of its own, as Hugging Face's models have."""
+    """An output with its own loss, like the outputs of Hugging Face's models."""
 
     def __init__(self, loss: Tensor):
         self.loss = loss

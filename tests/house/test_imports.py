@@ -28,7 +28,7 @@ ARROWS = drawn_arrows(PAGE.read_text())
 
 
 def package_of(module: str) -> str:
-    """Return the package or module directly below gradcomp to which a name of gradcomp's belongs."""
+    """Return the package or module directly below gradcomp that holds a module."""
     return [*module.split("."), "__init__"][1]
 
 
