@@ -1,4 +1,4 @@
-"""Test that benchmarks of PowerSGD and the reducers are checked before they are timed; list their GPU cases."""
+"""Test that the benchmarks of PowerSGD and the reducers check before they time, and have all GPU cases."""
 
 from dataclasses import replace
 from functools import partial

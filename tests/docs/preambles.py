@@ -1,8 +1,8 @@
 """Code that runs before and after documented blocks, and the blocks that don't run, with the reason.
 
-A page's blocks run in order, in one namespace, on each of two ranks (gloo). Before a block, BEFORE's code for it
-runs, or FRESH if BEFORE has none. After the block, AFTER's code for it runs. Then the models that average
-gradients are trained.
+A page's blocks run in order, in one namespace, on each of two ranks (gloo). Before a block runs its code in
+BEFORE, or FRESH if BEFORE has none. After a block runs its code in AFTER. Then every model that averages
+gradients is trained.
 """
 
 from tests.frameworks.recipes import PAGES

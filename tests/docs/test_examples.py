@@ -60,7 +60,7 @@ def test_the_example_of_sharded_replicas(tmp_path):
     assert all(float(line.split()[-1]) > 4 for line in printed)
 
 
-# Values that the examples log. In the last of 60 steps, PowerSGD's bucket saves 10 times, 4 bits save 7 times.
+# Values that the examples log. In the last of 60 steps PowerSGD's bucket saves 10 times, 4 bits 7 times.
 LOGGED = (
     "gradcomp/rate",
     "gradcomp/relative_error",

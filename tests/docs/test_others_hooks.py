@@ -20,8 +20,8 @@ OF_TWO = (
     *("colossalai_fp8_async", "colossalai_fp8_sync"),
 )
 # torch's hooks leave callbacks to gloo's threads. They may abort a process that has done its work: a callback
-# is freed while Python shuts down, or holds the group's last reference (docs/troubleshooting.md), or raises an
-# exception that backward has already raised.
+# is freed while Python shuts down, or holds the last reference to the group (docs/troubleshooting.md), or
+# raises an exception that backward has already raised.
 ABORTS_AT_EXIT = (
     "terminate called without an active exception",
     "Resource deadlock avoided",

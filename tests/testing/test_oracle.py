@@ -147,7 +147,7 @@ def flat(tensors_):
 
 
 def bucket_of(state):
-    """Return what a state's checkpoint has of its bucket, with directions in the oracles' order."""
+    """Return the bucket in a state's checkpoint, with directions in the oracles' order."""
     bucket = state.state_dict()["buckets"][0]
     directions = directions_in(bucket) if "error" in bucket else None
     return {**bucket, "directions": directions}
