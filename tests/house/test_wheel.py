@@ -134,7 +134,7 @@ def test_the_wheel_of_the_sdist_is_that_of_the_checkout(wheel, source, tmp_path)
     theirs, ours = files_of(wheel), files_of(wheel_of(source, tmp_path))
     assert theirs.keys() == ours.keys()
     for name, content in ours.items():
-        if name.endswith("/RECORD"):  # its lines are in the order in which files were packed
+        if name.endswith("/RECORD"):  # its lines are in the packing order
             assert sorted(theirs[name].splitlines()) == sorted(content.splitlines())
         else:
             assert theirs[name] == content, f"{name} differs"

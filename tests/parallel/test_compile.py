@@ -17,7 +17,7 @@ PYTHON_REDUCER = "python_reducer"
 
 
 def chain():
-    """Return a model whose twelve layers have 1 MiB each."""
+    """Return a model of twelve layers of 1 MiB each."""
     torch.manual_seed(0)
     return nn.Sequential(*(module for _ in range(NUM_LAYERS) for module in (nn.Linear(512, 512), nn.Tanh())))
 

@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat
 
 
 def assorted_tensors(seed):
-    """Return 0-dim, empty, prime-length, non-contiguous and channels-last tensors, whose dtypes alternate."""
+    """Return 0-dim, empty, prime-length, non-contiguous and channels-last tensors, in alternating dtypes."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(*shape):

@@ -1,4 +1,4 @@
-"""Test that the Reducer computes the gradients of torch's DDP, the same on every rank, in real processes."""
+"""Test that the Reducer computes the gradients of torch's DDP, equal on every rank, in real processes."""
 
 import weakref
 
@@ -33,7 +33,7 @@ GRID = [
 
 
 def assert_as_torchs(ranks, wire, case):
-    """Assert that gradients are torch's up to the rounding of a sum, and have the same bits on every rank."""
+    """Assert that gradients are torch's up to the rounding of a sum, and have equal bits on every rank."""
     world_size = len(ranks)
     for rank, (steps, (_, parameters)) in enumerate(ranks):
         assert torch.equal(parameters, ranks[0][1][1]), case

@@ -113,7 +113,7 @@ def test_exact_up_to_the_rank_and_the_best_on_what_it_spans(rank):
     result, new_q = powersgd_average([more], q)
     assert (result - more).norm() < more.norm()
     assert torch.linalg.matrix_rank(result) == rank
-    # Another, badly scaled basis of q's span yields the same result, and the same span of the new Q.
+    # Another, badly scaled basis of q's span yields an equal result, and a new Q with an equal span.
     mixing = torch.linspace(0.001, 10, rank, dtype=torch.float64).diag() + 0.1
     other, other_q = powersgd_average([more], q @ mixing)
     assert relative([other], [result]) <= 1e3 * EXACT

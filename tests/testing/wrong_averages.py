@@ -148,7 +148,7 @@ class RescaledIn20Steps(UnbiasedRandomK):
 
 
 class NoLevelAtZero(Int8):
-    """Values are rounded to the middles between levels, none of which is zero. Errors make up for it."""
+    """Values are rounded to the middles between levels, and no middle is zero. Errors make up for it."""
 
     def compress(self, total):
         level = total.abs().amax() / 127 if total.numel() else total.sum()
