@@ -16,7 +16,7 @@ def tiny() -> tuple[nn.Module, Tensor]:
 
 
 class Output:
-    """An output with a loss of its own, as Hugging Face's models have."""
+    """An output with its own loss, like the outputs of Hugging Face's models."""
 
     def __init__(self, loss: Tensor):
         self.loss = loss
@@ -71,7 +71,7 @@ def fails_on_rank_1() -> Any:
 
 
 def dies_on_rank_1() -> Any:
-    """Return a model whose forward ends the process of rank 1."""
+    """Return a model that ends rank 1's process in its forward."""
     module, inputs = tiny()
     if os.environ["RANK"] == "1":
         module.register_forward_pre_hook(lambda *_: os._exit(7))

@@ -1,4 +1,4 @@
-"""`python -m gradcomp bench` on two gloo ranks: end to end, refusals, and that no process is left."""
+"""Test `python -m gradcomp bench` on two gloo ranks: whole runs, refusals, and that no process is left."""
 
 import json
 import os
@@ -24,7 +24,7 @@ END_S = 30
 
 
 def bench(*arguments):
-    """Run bench on two ranks of this machine; its standard output and standard error in one."""
+    """Run bench on two ranks of this machine; its standard output includes its standard error."""
     return run_module("gradcomp", "bench", "--cpu", "--ranks", "2", *arguments)
 
 
@@ -131,7 +131,7 @@ def test_a_rank_that_dies_ends_the_others():
 
 @contextmanager
 def running() -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
-    """Run a long benchmark until it has joined its ranks; yield its process and theirs."""
+    """Run a long benchmark until it has joined its ranks; yield its process and its ranks' pidfds."""
     command = [sys.executable, "-m", "gradcomp", "bench", "--cpu", "--ranks", "2", *TINY, "--seconds", "600"]
     process = subprocess.Popen(
         command,
@@ -140,7 +140,7 @@ def running() -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Ctrl-C ends it wherever the tests run: what a shell starts in the background ignores SIGINT.
+        # A shell starts background processes with SIGINT ignored; restore it, so that Ctrl-C ends this one.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     ranks: list[int] = []
@@ -159,7 +159,7 @@ def running() -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
 
 
 def have_ended(ranks: list[int]) -> bool:
-    """Wait until all of these processes have ended."""
+    """Wait until these processes (pidfds) have ended; return whether all have, in time."""
     return all(select.select([each], [], [], END_S)[0] for each in ranks)
 
 

@@ -1,4 +1,4 @@
-"""How many steps bench times, by a clock that the test moves."""
+"""Test how many steps bench times, with a clock that the test moves."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ HOST_S, DEVICE_S, LIMIT_S = 0.001, 0.1, 1.0
 
 
 class QueuedTrainer(step_timing.Trainer):
-    """A trainer whose steps take HOST_S of the host's time, and DEVICE_S of a device's behind its back."""
+    """A trainer with steps that take HOST_S on the host, and queue DEVICE_S on a device."""
 
     now_s = queued_s = 0.0
     num_steps = 0

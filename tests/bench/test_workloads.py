@@ -1,4 +1,4 @@
-"""The models that bench trains: built-in ones, and what a user's function returns."""
+"""Test the models that bench trains: built-in models, and the results of users' functions."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Run `python -m gradcomp bench` with torchrun on two hosts, which are network namespaces of this machine.
 
-A program for benchmarks.network.hosts.isolated(). Its first argument is a folder for what the hosts say on
-standard error; the others are bench's. It prints what the first host prints, and exits with a host's status.
+A program for benchmarks.network.hosts.isolated(). The first argument is a folder for the hosts' stderr, the
+others are bench's arguments. Prints the first host's output, and exits with the hosts' largest status.
 """
 
 import os

@@ -45,7 +45,7 @@ def test_local_steps(tmp_path):
     assert [row["hook"] for row in local] == list(hooks[1:])
     assert local[0]["sent_bytes"] == 4 * whole
     assert 2 * whole / 8 < local[1]["sent_bytes"] < 2 * whole / 4
-    # After 7, 14 and 20 steps, and what the ranks compare once.
+    # local:7 averages after 7, 14 and 20 steps, local:10 twice; `once`: the bytes of the ranks' comparison.
     once = 3 * local[1]["sent_bytes"] - 2 * local[2]["sent_bytes"]
     assert 0 < once < local[1]["sent_bytes"] / 4
     assert all(row["bytes_per_step"] == row["sent_bytes"] // 20 for row in local)
@@ -86,7 +86,7 @@ def test_a_whole_run(tmp_path):
         compared = 2 * MESSAGE_BYTES  # the options of both ranks, in the first step
         plain = 6 * none["bytes_per_step"]
         assert power_sgd["sent_bytes"] == assignment + compared + plain + 54 * compressed
-        # The same weights and data; compression shows after the sixth step.
+        # Both runs have equal weights and data, so losses differ only after the sixth step.
         start, *_, end = none["validation_losses"]
         assert power_sgd["validation_losses"][:2] == none["validation_losses"][:2]
         assert power_sgd["validation_losses"][2:] != none["validation_losses"][2:]

@@ -1,4 +1,4 @@
-"""The benchmarks' models, harness and records, as far as they can be tried without a GPU."""
+"""Test the benchmarks' models, harness and records without a GPU."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def test_buckets_follow_ddp(model, dtype):
 
 
 def case_of(provider, *, outputs=(), max_error=0.0) -> Case:
-    """Make a case whose right result is 0, 1, 2, 3."""
+    """Make a case with the right result 0, 1, 2, 3."""
 
     def build() -> Setup:
         right = torch.arange(4.0)
@@ -194,7 +194,7 @@ def test_each_model_is_flattened_whole_on_a_gpu():
 
 
 def quantizing(stage, bits):
-    """The case of a stage of the quantized all-reduce that has 1 MiB."""
+    """Return the 1 MiB case of a stage of the quantized all-reduce."""
     [case] = [
         case
         for case in bench.discover(CPU, quick=True)
@@ -204,7 +204,7 @@ def quantizing(stage, bits):
 
 
 def test_the_quantized_stages_move_the_documented_bytes():
-    """docs/hooks.md has them per fp32 element at 4 bits and 8 ranks, scales included in the sum."""
+    """docs/hooks.md lists the bytes per fp32 element at 4 bits and 8 ranks; their sum includes scales."""
     cases = [quantizing(stage, 4) for stage in ("quantize", "average", "dequantize")]
     moved = [case.num_bytes / case.num_elements for case in cases]
     assert [round(each, 1) for each in moved] == [13.0, 2.6, 4.5]
@@ -214,8 +214,8 @@ def test_the_quantized_stages_move_the_documented_bytes():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("stage", ["quantize", "average", "dequantize"])
 def test_a_wrong_quantized_stage_is_found(stage, bits, monkeypatch):
-    """What is wrong by a thousandth shows, though rounding to 4 bits loses a tenth."""
-    monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, as benchmarks have it on CPU
+    """An error of a thousandth is found, although rounding to 4 bits loses a tenth."""
+    monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, which benchmarks use on CPU
     case = quantizing(stage, bits)
     assert set(check(case, case.build())) == {"gradcomp", "torch"}
     right = getattr(QuantizedPlan, stage)

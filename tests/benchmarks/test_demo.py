@@ -1,4 +1,4 @@
-"""The demo in real runs of a tiny size: its counts, and its end after a failure."""
+"""Test the demo in tiny real runs: the bytes that it counts, and how it ends after a failure."""
 
 import json
 import os
@@ -86,8 +86,8 @@ def test_a_whole_demo(start, tmp_path):
     assert none["reducer"] == "torch"
     assert "reducer: torch\n" in output
 
-    # gradcomp's Reducer trains as torch's DDP, to rounding. Each run checks by itself that replicas have the
-    # same bits.
+    # gradcomp's Reducer and torch's DDP have equal losses, up to rounding. Each run itself checks that its
+    # replicas have equal bits.
     demo = start("--hook", "none", "--steps", "13", "--reducer", "gradcomp", "--out", str(tmp_path / "ours"))
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
@@ -107,7 +107,7 @@ def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
     for hook in ("powersgd", "powersgd_int8", "batched"):
         power_sgd = json.loads((tmp_path / f"{hook}.json").read_text())
         compared = 2 * MESSAGE_BYTES  # the options of both ranks, once
-        # Steps between counted ones are assumed to be as the last counted one.
+        # A step that isn't counted is assumed to send the bytes of the last counted step.
         assert power_sgd["step_bytes"][:4] == [none["step_bytes"][0] + compared, *none["step_bytes"][1:4]]
         assert power_sgd["step_bytes"][4:] == [power_sgd["bytes_per_step"]] * 46
         assert power_sgd["bytes_per_step"] < none["bytes_per_step"] / 2
@@ -172,7 +172,7 @@ def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):
 
 
 def metered(rank, world_size):
-    """Return the bytes counted of an all-to-all and an all-gather of 120 bytes, sent as messages."""
+    """Send an all-to-all and an all-gather of 120 bytes as messages; return the counted bytes."""
     rows = torch.zeros(world_size, 120 // world_size, dtype=torch.uint8)
     with WireMeter() as meter:
         all_to_all(torch.empty_like(rows), rows, dist.group.WORLD).wait()
@@ -182,7 +182,7 @@ def metered(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_messages_count_as_the_collectives_that_they_make(run_ranks, world_size):
-    """Each is half of an all-reduce of as many bytes."""
+    """An all-to-all and an all-gather each count as half of an all-reduce of 120 bytes."""
     assert run_ranks(metered, world_size, world_size) == [120] * world_size
 
 

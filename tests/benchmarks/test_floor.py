@@ -1,4 +1,4 @@
-"""The floor beside a GPU's rows: bytes over bandwidth, plus launches."""
+"""Test the floor in a GPU's rows: bytes over bandwidth, plus launches."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Test what benchmarks/fsdp_bytes.py counts, against payloads worked out by hand."""
+"""Compare the bytes that benchmarks/fsdp_bytes.py counts with payloads computed by hand."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SHAPES = [(1001, 512), (1001,)]  # 126 rows in each of 8 shards
 def test_what_is_sent():
     numel = 8 * (126 * 512 + 126)
     assert fsdp_bytes.shard_shapes(SHAPES, 8) == [(126, 512), (126,)]
-    # Of 2 replicas each sends its buffer once, of 4 one and a half times.
+    # Each of 2 replicas sends its buffer once; each of 4 sends it one and a half times.
     assert fsdp_bytes.bytes_sent("none", SHAPES, 8, 2) == 4 * numel
     assert fsdp_bytes.bytes_sent("none", SHAPES, 8, 4) == 6 * numel
     # P of each shard, with the bias, and Q.

@@ -1,4 +1,4 @@
-"""Tests of gpu-check and the checks that it runs, as far as they can be tried without a GPU."""
+"""Test gpu-check and the checks that it runs, without a GPU."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_a_step_that_takes_too_long_is_killed_with_its_children(tmp_path):
 
 @pytest.mark.parametrize(("exit_status", "only"), [(0, []), (3, []), (0, ["benchmarks"])])
 def test_what_passes_is_recorded_whatever_fails(exit_status, only, tmp_path, monkeypatch, capfd):
-    """Unless steps were left out."""
+    """Steps are recorded, even if one fails. If steps were left out, nothing is recorded."""
     steps = [
         gpu_check.Step("kernels", ["-c", f"raise SystemExit({exit_status})"], 20),
         gpu_check.Step("hooks", ["-c", "print('the hooks say something')"], 20),
@@ -104,7 +104,7 @@ def test_the_stages_end_within_nine_minutes():
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_test_file_of_its_folders_runs_once(device):
-    """The exception is the file that compiles ahead of time, which takes minutes and no GPU."""
+    """test_compiled.py is left out: it compiles ahead of time, which takes minutes and needs no GPU."""
     steps = [step for stage in gpu_check.stages(device) for step in stage]
     files = [argument for step in steps for argument in step.command if argument.startswith("tests/")]
     there = [path for folder in gpu_check.TESTS for path in (ROOT / "tests" / folder).rglob("test_*.py")]
@@ -176,7 +176,7 @@ miserly = HookCheck(lambda: sends_nothing, make_state=lambda: state(Miser))
 
 def test_ddp_with_a_broken_hook_fails(tmp_path):
     (tmp_path / "broken_hooks.py").write_text(BROKEN)
-    # The last three, which have error feedback, are judged by sums over the steps.
+    # The last three have error feedback, and are judged by sums over the steps.
     names = ("skips_a_bucket", "forgets_to_divide", "forgetful", "differing", "miserly")
     broken = [f"broken_hooks:{name}" for name in names]
     command = ["benchmarks.ddp_check", "--device", "cpu"]

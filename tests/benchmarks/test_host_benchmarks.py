@@ -1,4 +1,4 @@
-"""The benchmarks of PowerSGD's host time and memory run, and count what plans allocate."""
+"""Test that the benchmarks of PowerSGD's host time and memory run, and count plans' allocations."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""make bench-network on a short run, and what it says of rows, privileges and arguments."""
+"""Test a short `make bench-network`, its tables, and its messages about privileges and arguments."""
 
 import json
 import os
@@ -42,13 +42,13 @@ def test_steps_over_a_throttled_link(tmp_path):
     found = {(row["hooks"], row["hook"], row["wrapper"]): row for row in report.of(rows, job="steps")}
     for wrapper in ("torch", "gradcomp"):
         none, powersgd = (found["gradcomp", hook, wrapper] for hook in ("none", "powersgd:8:int8"))
-        # What the network counted is what torch was given, and TCP's headers.
+        # The network counts the bytes that torch was given, plus TCP's headers.
         assert none["all_reduce_bytes"] == pytest.approx(MLP_BYTES, rel=0.001)
         assert MLP_BYTES < none["sent_bytes_per_step"] < 1.1 * MLP_BYTES
         assert powersgd["sent_bytes_per_step"] < MLP_BYTES / 40
         # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
         assert none["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3
-    # torch's hook refuses gloo, which ends its ranks, and the hooks after it are measured nonetheless.
+    # torch's hook refuses gloo, so its ranks end; the hooks after it are still measured.
     assert found["torch", "bf16", "torch"]["failed"].startswith("aborts: rank")
     assert "| torch's bf16 |  | aborts |" in done.stdout
     assert (tmp_path / "network.png").exists()
@@ -83,7 +83,7 @@ def test_nothing_survives_the_program(number, tmp_path):
     )
     program.stdout.readline()  # the first job is done, so all processes run
     below = descendants(program.pid)
-    assert len(below) > 4  # ranks, and what holds the namespaces
+    assert len(below) > 4  # ranks, and the processes that hold the namespaces
     program.send_signal(number)
     program.wait(timeout=30)
     program.stdout.close()
@@ -115,7 +115,7 @@ def test_bench_on_two_hosts(tmp_path):
 
 
 class HostOf:
-    """A host whose process runs this code, whatever it is asked to start."""
+    """A host that runs this code, whatever it is asked to start."""
 
     def __init__(self, code):
         self.code = code
@@ -238,7 +238,7 @@ def test_a_prediction_takes_own_work_from_one_host_and_the_link_from_its_all_red
     none, int4 = predicted.compare(rows)
     assert (none.hook, none.measured_ms, int4.hook, int4.measured_ms) == ("none", 330.0, "int4", 115.0)
     whole_ms = MLP_BYTES * 8 / bits_per_s * 1e3
-    # Of the gradients' time on the link backward hides a part at most.
+    # Backward hides at most a part of the gradients' time on the link.
     assert whole_ms + 3 < none.predicted_ms < whole_ms + 20 + 4
     # Twice the own work of one host, and an eighth of the bytes.
     assert 20 + 60 < int4.predicted_ms < 20 + 60 + whole_ms / 7

@@ -1,4 +1,4 @@
-"""The benchmarks of PowerSGD and the reducers are checked before they are timed, and complete on a GPU."""
+"""Test that the benchmarks of PowerSGD and the reducers check before they time, and have all GPU cases."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
             assert hooks[key].num_bytes == sum(stage.num_bytes for stage in stages)
     by_name = {str(case): case for case in cases if case.label.startswith("bert-large")}
     [whole] = [case for name, case in by_name.items() if "hook" in name and "r=1 float32" in name]
-    # 20 B per element of a matrix, 16 per element of a vector: all matrices but the token types are
+    # 20 B per element of a matrix, 16 B per element of a vector. All matrices except the token types are
     # compressed.
     shapes = list(models.bert_large())
     vectors = models.num_elements([shape for shape in shapes if len(shape) == 1 or shape[0] == 2])
@@ -58,8 +58,8 @@ def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one, monk
     bound = powersgd_hooks.MAX_ERROR[dtype]
     case = Case("", "", "", 0, bound, lambda: setup, "", frobenius_error)
     assert check(case, setup)
-    # As in the timed rounds, each call works on the buffers that the last one left. No result may vanish,
-    # become NaN or grow, except those of project, which adds the gradient to the error in every call.
+    # Like in the timed rounds, each call works on the buffers that the last call left. No result may vanish,
+    # become NaN or grow. Only project's results grow: it adds the gradient to the error in every call.
     growth = 302 if getattr(build, "keywords", None) == {"stage": "project"} else 1
     for provider in setup.providers.values():
         for _ in range(300):

@@ -1,4 +1,4 @@
-"""Test the check of the Reducer, the wrapper and average_, as far as it can be tried without a GPU."""
+"""Test the check of the Reducer, the wrapper and average_, without a GPU."""
 
 import argparse
 
@@ -115,7 +115,7 @@ AFTERWARDS = "no_sync, Reducer"
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Run all scenarios, then those with planted bugs, then one that is sound, in one go."""
+    """In one run: all scenarios, then scenarios with planted bugs, then a sound scenario."""
     folder = tmp_path_factory.mktemp("broken")
     (folder / "broken_reducers.py").write_text(BROKEN)
     names = [*reducer_check.SCENARIOS, *(f"broken_reducers:{name}" for name in PLANTED), AFTERWARDS]
@@ -124,7 +124,7 @@ def done(tmp_path_factory):
 
 
 def outcomes(output):
-    """Return (name, verdict, what was printed below) of every scenario; a line's first column is its name."""
+    """Return (name, verdict, lines printed below) of every scenario; its name is the line's first column."""
     found = []
     for line in output.splitlines():
         name, verdict = line[:36].strip(), line[36:].split()[:1]
@@ -167,7 +167,7 @@ def test_scenarios_without_time_left_fail(capsys):
 
 
 def results_of(*ranks):
-    """Return the results of ranks; each is a function of its rank's Results."""
+    """Return the results of every rank. ranks: one function per rank, called with the rank's Results."""
     noted = []
     for note in ranks:
         results = Results(len(ranks))

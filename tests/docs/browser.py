@@ -53,7 +53,7 @@ class Browser:
             os.close(each)
         self._buffer, self._last_id, self._session = b"", 0, ""
         self._has_loaded = False
-        self.problems: list[str] = []  # errors in the console, exceptions, what didn't load
+        self.problems: list[str] = []  # errors in the console, exceptions, failed loads
         try:
             self._attach()
         except BaseException:
@@ -68,7 +68,7 @@ class Browser:
         os.close(self._write)
 
     def _attach(self) -> None:
-        """Make the browser's first page the one that is driven."""
+        """Attach to the browser's first page."""
         targets = self.call("Target.getTargets")["targetInfos"]
         (page,) = [each["targetId"] for each in targets if each["type"] == "page"]
         self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
@@ -90,7 +90,7 @@ class Browser:
                 return answer["result"]
 
     def open(self, address: str, width: int, height: int) -> None:
-        """Show a page in a window of this size, and wait until it and what belongs to it have loaded."""
+        """Show a page in a window of this size, and wait until the page and its resources have loaded."""
         self._set_size(width, height)
         self._has_loaded = False
         self.call("Page.navigate", url=address)
@@ -108,7 +108,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression, of a promise what it is kept with."""
+        """Return the value of a JavaScript expression; wait for the value of a promise."""
         options = {"awaitPromise": True, "returnByValue": True}
         result = self.call("Runtime.evaluate", expression=expression, **options)
         if "exceptionDetails" in result:
@@ -144,7 +144,7 @@ class Browser:
 
 
 def _high(descriptor: int) -> int:
-    """Move a file descriptor up, out of the way of those that the browser gets."""
+    """Move a file descriptor up: the browser needs descriptors 3 and 4."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
     os.close(descriptor)
     return moved

@@ -1,4 +1,4 @@
-"""Check a documented command without running it: what it starts exists, and takes these arguments."""
+"""Check a documented command without running it: its program exists, and takes these arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gradcomp.plan.command import plan_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {"plan": plan_parser, "bench": bench_parser}
-# What a machine has, or its user's own files.
+# Commands of the machine, not of this project: these are not checked.
 FOREIGN = {"git", "cd"}
 
 
 def problem_of(command: str) -> str | None:
-    """Return what is wrong with a line of a shell block, None if nothing is; a comment is nothing."""
+    """Return the problem of a line in a shell block; None for a correct line or a comment."""
     words = shlex.split(command, comments=True)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
@@ -67,7 +67,7 @@ def _problem_of_python(arguments: Sequence[str]) -> str | None:
 
 
 def _without_torchruns_options(arguments: Sequence[str]) -> Sequence[str]:
-    """Return what torchrun starts: its own options have a value each, but for --standalone."""
+    """Return the arguments after torchrun's options; every option except --standalone has a value."""
     rest = list(arguments)
     while rest and rest[0].startswith("--"):
         rest = rest[1 if rest[0] == "--standalone" or "=" in rest[0] else 2 :]

@@ -29,7 +29,7 @@ class Site:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Return the site, built by the first of pytest-xdist's processes that wants it."""
+    """Return the site; the first of pytest-xdist's processes that needs it builds it."""
     if sys.version_info < (3, 11):
         pytest.skip("the site's tools need Python 3.11")
     shared = tmp_path_factory.getbasetemp()

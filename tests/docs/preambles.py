@@ -1,7 +1,8 @@
-"""What a documented block takes for granted: the names that its page uses, and what isn't run, and why.
+"""Code that runs before and after documented blocks, and the blocks that don't run, with the reason.
 
-Blocks of a page run in order, in one namespace, on each of two ranks (gloo). Before a block runs FRESH, or
-what BEFORE has for it; after it AFTER, and if it has left a model that averages gradients, that is trained.
+A page's blocks run in order, in one namespace, on each of two ranks (gloo). Before a block runs its code in
+BEFORE, or FRESH if BEFORE has none. After a block runs its code in AFTER. Then every model that averages
+gradients is trained.
 """
 
 from tests.frameworks.recipes import PAGES
@@ -84,7 +85,7 @@ settings(max_examples=3, deadline=None)(test_replicas)()
 """,
 }
 
-# What a machine without GPUs, of two ranks, has in place of what the page says.
+# Replacements in a page's code, for two ranks on a machine without GPUs.
 INSTEAD = {
     ("docs/fsdp.md", 0): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"},
 }
@@ -112,7 +113,7 @@ PRINTED = "what the command above it prints"
 PICTURE = "a picture in characters"
 OPTIONS = "a list of options, with their defaults"
 
-# Blocks that are neither Python nor commands: page, how the first line begins, and why nothing is run.
+# Blocks that are neither Python nor commands: page, start of the first line, reason.
 NOT_RUN = [
     ("docs/accuracy.md", "gpt: 136,960 parameters", PRINTED),
     ("docs/accuracy.md", "--task gpt,digits", OPTIONS),

@@ -1,4 +1,4 @@
-"""Run the documented Python, in processes of a group and without one."""
+"""Run the documented Python, with a process group and without one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.docs.code_blocks import Block
 from tests.docs.preambles import AFTER, BEFORE, FRESH, INSTEAD
 
 WIDTH = 64
-STEPS = 4  # DDP arranges its buckets after the first; states begin to compress after some
+STEPS = 4  # DDP arranges its buckets after the first step; states start to compress after some steps
 
 
 class Model(nn.Module):
-    """Two blocks and a layer: what a page calls model or module."""
+    """The `model` or `module` of a page: two blocks and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def new_model() -> Model:
 
 
 def train(model: nn.Module) -> None:
-    """Train on other data on every rank; raise if the ranks' weights then differ."""
+    """Train on different data on every rank; raise if the ranks' weights then differ."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
@@ -54,7 +54,7 @@ def train(model: nn.Module) -> None:
 
 
 def sum_of(model: nn.Module) -> torch.Tensor:
-    """Return the sum of the weights, of local shards where the model is sharded."""
+    """Return the sum of the weights; for a sharded model, of this rank's shards."""
     with torch.no_grad():
         tensors = [getattr(each, "to_local", lambda each=each: each)() for each in model.parameters()]
         return torch.stack([each.double().sum() for each in tensors]).sum().float()
@@ -79,7 +79,7 @@ def run_in_rank(rank: int, blocks: Sequence[Block], folder: str) -> None:
 
 
 def namespace(rank: int) -> dict[str, Any]:
-    """Return what pages take for granted beside what BEFORE gives them."""
+    """Return the names that every page may use; BEFORE adds names for single blocks."""
     return {
         "__name__": "documented",
         "DistributedDataParallel": DistributedDataParallel,
@@ -97,7 +97,7 @@ def namespace(rank: int) -> dict[str, Any]:
 
 
 def averaged(names: dict[str, Any]) -> Iterable[nn.Module]:
-    """Yield the models whose gradients the page has made a hook average."""
+    """Yield the page's models that average their gradients."""
     for model in {id(names.get(name)): names.get(name) for name in ("model", "ddp_model")}.values():
         hooks = getattr(model, "_comm_hooks", None) or []
         is_measured_only = any(hook is debugging_hooks.noop_hook for hook, _ in hooks)
@@ -107,7 +107,7 @@ def averaged(names: dict[str, Any]) -> Iterable[nn.Module]:
 
 
 def run_without_group(blocks: Sequence[Block]) -> None:
-    """Run the blocks of one page in this process; what checks hooks does so with few examples."""
+    """Run the blocks of one page in this process; check_hook checks two properties on two examples."""
     import gradcomp.testing
 
     few = functools.partial(gradcomp.testing.check_hook, max_examples=2, only=["completes", "averages"])

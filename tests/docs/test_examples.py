@@ -6,8 +6,8 @@ from tests.programs import ROOT, TORCHRUN, run_python
 
 EXAMPLES = ROOT / "docs" / "examples"
 
-# It runs a script, then looks for gloo's threads: one that is left may abort the process while Python shuts
-# down. Without automatic collections, what is in a cycle stays until the script collects it.
+# Run a script, then look for gloo's threads: a thread that is left may abort the process while Python shuts
+# down. Without automatic collections, objects in a cycle stay until the script collects them.
 WATCHED = """
 import gc, pathlib, runpy, sys
 gc.disable()
@@ -60,7 +60,7 @@ def test_the_example_of_sharded_replicas(tmp_path):
     assert all(float(line.split()[-1]) > 4 for line in printed)
 
 
-# What compression does, as the last of 60 steps is logged; PowerSGD's bucket saves 10 times, 4 bits 7.
+# Values that the examples log. In the last of 60 steps PowerSGD's bucket saves 10 times, 4 bits 7 times.
 LOGGED = (
     "gradcomp/rate",
     "gradcomp/relative_error",

@@ -1,4 +1,4 @@
-"""The tables of docs/network.md, and README's first one, are those of the recorded rows."""
+"""Test that the tables of docs/network.md, and README's first table, show the recorded rows."""
 
 import json
 

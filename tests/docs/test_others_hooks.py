@@ -19,20 +19,20 @@ OF_TWO = (
     *("torch_fp16_overflow", "torch_powersgd_uncompressed_error"),
     *("colossalai_fp8_async", "colossalai_fp8_sync"),
 )
-# What torch's hooks leave to gloo's threads may abort a process that has done its work: a callback that is
-# freed while Python shuts down, or that holds the last reference to the group (docs/troubleshooting.md), or
-# an exception in a callback, which backward has raised already.
+# torch's hooks leave callbacks to gloo's threads. They may abort a process that has done its work: a callback
+# is freed while Python shuts down, or holds the last reference to the group (docs/troubleshooting.md), or
+# raises an exception that backward has already raised.
 ABORTS_AT_EXIT = (
     "terminate called without an active exception",
     "Resource deadlock avoided",
     "Got the following error when running the callback",
 )
-# What it prints differs from run to run: it has a test of its own.
+# This program's output differs from run to run, so it has its own test.
 OF_TWO_ORDERS = "torch_powersgd_order"
 
 
 def documented(name: str) -> str:
-    """Return what the page says that a program prints."""
+    """Return a program's output according to the page."""
     (block,) = re.findall(rf"\[{name}\.py\]\(\S+\)[^`]*```\n(.*?)```", PAGE, flags=re.DOTALL)
     return block
 
@@ -56,7 +56,7 @@ def test_a_program_prints_what_the_page_says(name):
 
 
 def test_the_program_of_the_order_shows_two_orders():
-    """gloo matches collectives by their order, so what comes after differs: an abort or an exception."""
+    """gloo matches collectives by their order, so the program then ends in an abort or an exception."""
     done = run_python(*TORCHRUN, PROGRAMS / f"{OF_TWO_ORDERS}.py", OMP_NUM_THREADS="1")
     first, second = (
         re.findall(rf"rank {rank}: all-reduce of (\d+) elements", done.stdout) for rank in (0, 1)
@@ -102,6 +102,6 @@ def test_a_run_records_a_row_per_property(tmp_path, capsys):
     assert rows[0]["message"] == "completes: schedule 0: rank 0 raised AssertionError: "
     assert rows[0]["version"] == rows[0]["torch"]
     assert table(rows) in printed
-    record([{**rows[1], "outcome": "holds"}], path)  # in place of the row of the same hook and property
+    record([{**rows[1], "outcome": "holds"}], path)  # replaces this hook's row of this property
     again = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(row["outcome"] for row in again) == ["fails", "holds", *["not checked"] * (len(rows) - 2)]

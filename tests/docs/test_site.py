@@ -1,4 +1,4 @@
-"""The site builds without a warning, its links lead somewhere, and it takes nothing from other hosts."""
+"""Test that the site builds without a warning, its links are valid, and it loads nothing from other hosts."""
 
 import importlib.util
 import re
@@ -14,7 +14,7 @@ RESOURCES = {"script": "src", "img": "src", "link": "href", "source": "src", "if
 
 
 class Page(HTMLParser):
-    """What a page links to, what it loads, and its anchors."""
+    """A page's links, loaded files, anchors and images."""
 
     def __init__(self, path):
         super().__init__()
@@ -38,7 +38,7 @@ def pages(site):
 
 
 def targets(path, link, folder):
-    """Return (the file that a page's link leads to, the anchor in it); None for another host's."""
+    """Return (file, anchor) of a page's link; None for a link to another host."""
     address, anchor = urldefrag(link)
     parts = urlsplit(address)
     if parts.scheme or parts.netloc:

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages as the source has them, and has every one that a user may see."""
+"""Test that docs/troubleshooting.md quotes messages of the source, and every message that a user may see."""
 
 import ast
 import re
@@ -9,16 +9,16 @@ from tests.docs.code_blocks import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 PACKAGES = ["comm", "compress", "frameworks", "fsdp", "hooks", "parallel", "reducer"]
-# In a quotation, and in what is read from the source, this stands for what is different each time.
+# Stands for the variable part of a message, in quotations and in strings from the source.
 VARIABLE = "…"
-# Their functions return messages for raise statements.
+# Modules with functions that return messages for raise statements.
 MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/errors.py", "comm/process_group.py")]
-# Strings that only join others to a message, or are a part of one.
+# Strings that only join other strings to a message, or are only a part of a message.
 PARTS = {"… …", "…: …", "parameters … are", "ranks … have", "rank … has"}
 
 
 def texts_in(tree):
-    """Return the strings in a tree, with VARIABLE for each formatted value; a part of one is not another."""
+    """Return the strings in a tree; an f-string is one string, with VARIABLE for each formatted value."""
     if isinstance(tree, ast.JoinedStr):
         parts = (each.value if isinstance(each, ast.Constant) else VARIABLE for each in tree.values)
         return ["".join(parts)]
@@ -33,7 +33,7 @@ def source_trees(packages=PACKAGES):
 
 
 def raised_texts():
-    """Return the messages of raise statements, and those that are made for them in functions."""
+    """Return the messages in raise statements, and the messages that functions make for raise statements."""
     texts = []
     for path, tree in source_trees():
         raises = (each for each in ast.walk(tree) if isinstance(each, ast.Raise))
@@ -53,7 +53,7 @@ def returned_texts(node):
 
 
 def quotations(page):
-    """Return what the page quotes, up to the messages of torch, gloo and Triton."""
+    """Return the page's quotations, up to the messages of torch, gloo and Triton."""
     own = page.partition("\n## Messages of torch")[0]
     return [
         quoted.strip()

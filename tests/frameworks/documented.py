@@ -1,4 +1,4 @@
-"""Run the Python blocks of pages of docs/frameworks in this rank, with what they take for granted.
+"""Run the Python blocks of pages of docs/frameworks on this rank, with the code that they need around them.
 
 torchrun --nproc-per-node 2 tests/frameworks/documented.py folder page [page ...]
 """
@@ -8,7 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.optim  # before there is a process group, which some of torch's functions keep
+import torch.distributed.optim  # before a process group exists, which some of torch's functions would keep
 from torch import nn
 
 import gradcomp  # noqa: F401  likewise
@@ -21,7 +21,7 @@ def new_model():
 
 
 def train(model, optimizer=None, backward=torch.Tensor.backward, num_steps=4):
-    """Train on other data on every rank, and check that the gradients are the same on all."""
+    """Train on different data on every rank, and check that all ranks have equal gradients."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(num_steps):
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
@@ -49,7 +49,7 @@ if not dist.is_initialized():
 model = new_model()
 """
 
-# Of a page and a block's number: what runs before it, and after it.
+# (page, block's number) -> the code that runs before the block; AFTER has the code that runs after it.
 BEFORE = {
     ("torchrun", 0): DDP,
     ("torch_compile", 0): DDP,
@@ -142,7 +142,7 @@ same_on_all_ranks(model.parameters())
 assert [each for each in trainer.callback_handler.callbacks if isinstance(each, CommHookCallback)]
 """,
 }
-# What two CPU processes of torchrun have in place of what the page says.
+# Replacements in a page's code, for two CPU processes of torchrun.
 INSTEAD = {
     ("lightning", 0): {
         'strategy="ddp"': 'strategy="ddp", accelerator="cpu", devices=2, max_epochs=1, logger=False, '
@@ -164,7 +164,7 @@ def run(page, folder):
             source = source.replace(old, new)
         for part in (BEFORE[block.key], source, AFTER[block.key]):
             exec(compile(part, f"{page}.md:{block.line}", "exec"), namespace)
-    namespace.clear()  # a handler of logging's still refers to it
+    namespace.clear()  # a logging handler still refers to it
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 
 
 def scaler_of(init_scale):
-    """Return a scaler with another scale in every step."""
+    """Return a scaler that changes its scale in every step."""
     return torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1)
 
 
@@ -78,7 +78,7 @@ def in_transformers(folder):
     from gradcomp.frameworks.transformers import CommHookCallback
 
     class Scaling(TrainerCallback):
-        """Gives the Trainer, which has no scaler on a CPU, one with another scale in every step."""
+        """Gives the Trainer a scaler that changes its scale in every step; on a CPU, it has no scaler."""
 
         def on_train_begin(self, *_, **__):
             trainer.accelerator.scaler = scaler_of(2.0)

@@ -1,4 +1,4 @@
-"""What the tests of recipes and of their pages share: which recipe is whose, and how one is run."""
+"""Shared by the tests of recipes and of their pages: each page's recipe, and a function that runs recipes."""
 
 import re
 
@@ -21,7 +21,7 @@ LINE = re.compile(r"step (\d+): loss ([\d.]+) to ([\d.]+), ([\d.]+) times fewer 
 
 
 def run(*command, folder, timeout_s=300, **environment):
-    """Run an example; return what it printed, and of each run its (step, first loss, last loss, bytes)."""
+    """Run an example; return its output, and (step, first loss, last loss, times fewer bytes) of each run."""
     environment |= {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

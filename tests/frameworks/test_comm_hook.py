@@ -1,4 +1,4 @@
-"""A hook and its state for models that frameworks wrap."""
+"""Test CommHook: a hook and its state for models that frameworks wrap."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 
 
 class Wrapped(nn.Module):
-    """What frameworks do to a model: another module around it."""
+    """Another module around a model, like the modules of frameworks."""
 
     def __init__(self, *modules):
         super().__init__()
@@ -42,7 +42,7 @@ def registered_inside(rank, wrapper):
     comm_hook = CommHook(state, quantization_hook)
     model = Wrapped(Wrapped(model_of(wrapper)))
     comm_hook.register(model)
-    comm_hook.register(model)  # frameworks may come twice
+    comm_hook.register(model)  # frameworks may register twice
     step(model, rank)
     return state.iter
 
@@ -78,7 +78,7 @@ def test_one_process_needs_no_ddp():
 
 
 def resumed(rank):
-    """Average four steps, save, go on, and resume in a new model; return both's next averages."""
+    """Average four steps, save, resume in a new model; return the state and both models' next averages."""
     first, second = (
         CommHook(PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1), powerSGD_hook)
         for _ in range(2)
@@ -98,7 +98,7 @@ def test_the_state_is_saved_once_for_all_ranks_and_restored(run_ranks):
     error = saved["buckets"][0]["error"]
     assert error.any()
     assert torch.equal(error, other["buckets"][0]["error"])
-    # Every rank has the mean of the errors, whose mean is the same.
+    # Every rank has loaded the mean of the ranks' errors, so the mean over ranks is unchanged.
     torch.testing.assert_close(again, whole, rtol=1e-4, atol=1e-4)
 
 
@@ -125,7 +125,10 @@ SIZE = 32
 
 
 class Run:
-    """Training with a scaler whose scale doubles in every update: what the averages still owe, in the end."""
+    """Training with a scaler that doubles its scale in every update.
+
+    owed: sum over the steps of the mean gradient minus the average, without the scale.
+    """
 
     def __init__(self, rank, name):
         make, hook = HOOKS[name]
@@ -138,7 +141,7 @@ class Run:
         self.owed = torch.zeros(SIZE, SIZE, dtype=torch.float64)
 
     def step(self, seed):
-        """Take a step with other random gradients on every rank."""
+        """Take a step with different random gradients on every rank."""
         gradients = [
             torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(100 * seed + rank))
             for rank in range(2)
@@ -151,7 +154,7 @@ class Run:
         self.scaler.update()
 
     def lost(self):
-        """Return the norm of what neither the averages nor the errors have, relative to a step's gradient."""
+        """Return the norm of the gradients missing in averages and errors, relative to a step's gradient."""
         self.comm_hook.follow(self.scaler)
         error = self.comm_hook.state_dict()["buckets"][0]["error"].view(SIZE, SIZE).double()
         return ((self.owed - error / self.scaler.get_scale()).norm() / SIZE).item()
@@ -171,12 +174,12 @@ def test_errors_follow_a_scaler_from_its_first_change_on(run_ranks, name):
 
 
 def followed_after_a_resume(rank, name, scale):
-    """Resume with the checkpoint's scaler, or with a new one, which has another scale (None: no scaler)."""
+    """Resume with the checkpoint's scaler, or a new scaler with another scale, or no scaler (None)."""
     first, second = Run(rank, name), Run(rank, name)
     for seed in range(4):
         first.comm_hook.follow(first.scaler)
         first.step(seed)
-    # After the scaler's update, before the next call of follow.
+    # The state is saved after the scaler's update, before the next call of follow.
     second.comm_hook.load_state_dict(first.comm_hook.state_dict())
     second.owed = first.owed
     if scale == "of the checkpoint":

@@ -15,7 +15,7 @@ TOGETHER = [
     ("transformers",),
     ("torchrun", "zero_redundancy", "local_steps", "torch_compile"),
 ]
-# Their blocks need what only the recipe has around them.
+# Blocks of these pages need code that only the recipe has.
 IN_RECIPES = ["mixed_precision", "ray"]
 
 

@@ -56,7 +56,7 @@ def test_recipes_that_a_second_call_continues(name, argument, steps, tmp_path):
 
 
 def check_resumed(found, steps, rate):
-    """Check that two runs were printed, and that the second goes on where the first has ended."""
+    """Check that two runs were printed, and that the second run continues where the first ended."""
     assert [int(step) for step, *_ in found] == steps
     (_, first, end, _), (_, again, last, bytes_saved) = found
     assert end < 0.9 * first
@@ -76,7 +76,7 @@ def test_compiling_before_and_after_wrapping(tmp_path):
 def test_mixed_precision(tmp_path):
     printed, [(steps, first, last, rate)] = run(*TORCHRUN, EXAMPLES / "mixed_precision.py", folder=tmp_path)
     assert (steps, rate > 7, last < 0.9 * first) == (60, True, True)
-    assert len(re.findall(r"\d\.0", printed.partition("scales")[2])) > 2  # it has changed, and more than once
+    assert len(re.findall(r"\d\.0", printed.partition("scales")[2])) > 2  # the scale changed more than once
 
 
 def test_local_steps(tmp_path):

@@ -14,7 +14,7 @@ def modules_of(package: Path) -> list[Path]:
 
 
 def sources_of(package: Path) -> dict[str, str]:
-    """Return the package's modules by their dotted name; a package's __init__ keeps that as its last part."""
+    """Return dotted name -> source of the package's modules; an __init__'s name ends in `.__init__`."""
     names = {path: path.relative_to(package.parent).with_suffix("").parts for path in modules_of(package)}
     return {".".join(parts): path.read_text() for path, parts in names.items()}
 
@@ -44,7 +44,7 @@ def _without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return which modules each of these modules imports, by their names among the sources."""
+    """Return module -> the modules among the sources that it imports."""
     graph = {}
     for module, source in sources.items():
         modules = {_module_of(name, sources) for name in imported_names(source, module)}

@@ -28,7 +28,7 @@ ARROWS = drawn_arrows(PAGE.read_text())
 
 
 def package_of(module: str) -> str:
-    """Return the package or module directly below gradcomp to which a name of gradcomp's belongs."""
+    """Return the package or module directly below gradcomp that holds a module."""
     return [*module.split("."), "__init__"][1]
 
 
@@ -45,7 +45,7 @@ def crossings(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def violations(module: str, source: str, arrows: Mapping[str, set[str]] = ARROWS) -> list[str]:
-    """Return what is wrong with the module's imports."""
+    """Return the errors in the module's imports."""
     package, found = package_of(module), []
     for name in sorted(imported_names(source, module)):
         parts = name.split(".")
@@ -61,7 +61,7 @@ def violations(module: str, source: str, arrows: Mapping[str, set[str]] = ARROWS
 
 
 def intrusions(module: str, source: str) -> list[str]:
-    """Return what a module of a self-contained package imports from the rest of gradcomp."""
+    """Return the imports from the rest of gradcomp in a module of a self-contained package."""
     return [
         f"{folder} imports {name}"
         for folder in SELF_CONTAINED

@@ -37,7 +37,7 @@ def anchors_of(text: str) -> set[str]:
 
 
 def why_broken(target: str, page: Path) -> str | None:
-    """Return what is wrong with a link of this page, None if nothing is. Other sites aren't looked up."""
+    """Return the problem of a link on this page, or None. Links to other sites aren't checked."""
     file, _, anchor = target.removeprefix(OURS).removeprefix(IMAGES).partition("#")
     ours = target.startswith((OURS, IMAGES))
     if not ours and re.match(r"[a-z]+:", target):

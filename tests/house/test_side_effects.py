@@ -22,7 +22,7 @@ print(*(name for name, holds in unchanged.items() if not holds), sep="\\n", end=
 
 
 def probe(imports: str) -> list[str]:
-    """Return what a fresh process finds that these imports have changed; a warning is an error there."""
+    """Return what these imports change in a new process; a warning is an error there."""
     run = run_python("-W", "error", "-c", PROBE.format(imports=imports))
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()

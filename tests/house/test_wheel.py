@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 pytest.importorskip("build.env", reason="needs build: pip install build")
 
 NOT_COPIED = (".git", ".venv", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
-# Besides the package: what the sdist has, so that whoever has no checkout can test, read and build.
+# The sdist also has these, so that it can be tested, read and built without a checkout.
 FOLDERS = (".ci", ".github", "benchmarks", "docs", "tests")
 FILES = ("Makefile", "MANIFEST.in", "constraints.txt", "pyproject.toml")
 TOOLS_FILES = ("mkdocs.yml", ".pre-commit-config.yaml")
@@ -35,7 +35,7 @@ def run(*command: str, cwd: Path) -> str:
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """Copy this checkout: setuptools packs what an earlier build left there."""
+    """Copy this checkout without an earlier build's files, which setuptools would pack."""
     source = folder / "source"
     ignored = shutil.ignore_patterns(*NOT_COPIED)
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored, ignore_dangling_symlinks=True)
@@ -57,7 +57,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def distribution(source, tmp_path_factory) -> Path:
-    """The folder of the sdist, and of the wheel that was built from it, as `make dist` builds them."""
+    """Build like `make dist`; return the folder of the sdist, and of the wheel built from it."""
     folder = tmp_path_factory.mktemp("distribution")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
     run(*command, str(source), cwd=source)
@@ -134,7 +134,7 @@ def test_the_wheel_of_the_sdist_is_that_of_the_checkout(wheel, source, tmp_path)
     theirs, ours = files_of(wheel), files_of(wheel_of(source, tmp_path))
     assert theirs.keys() == ours.keys()
     for name, content in ours.items():
-        if name.endswith("/RECORD"):  # its lines are in the order in which files were packed
+        if name.endswith("/RECORD"):  # its lines are in the packing order
             assert sorted(theirs[name].splitlines()) == sorted(content.splitlines())
         else:
             assert theirs[name] == content, f"{name} differs"

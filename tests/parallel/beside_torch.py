@@ -23,13 +23,13 @@ def on_both(rank, scenario, *arguments):
 
 
 def assert_alike(run_ranks, scenario, world_size, *arguments, exact=True):
-    """Assert that both classes' results are equal, or within the rounding of a sum; return them by rank."""
+    """Assert that both classes' results are equal, or within a sum's rounding; return gradcomp's by rank."""
     (ranks,) = assert_all_alike(run_ranks, scenario, world_size, [arguments], exact=exact)
     return ranks
 
 
 def assert_all_alike(run_ranks, scenario, world_size, cases, exact=True):
-    """Assert it for several cases of arguments, in one set of processes; return results by case and rank."""
+    """Compare the classes for several cases, in one set of processes; return gradcomp's by case and rank."""
     ranks = run_ranks(run_cases, world_size, on_both, [(scenario, *case) for case in cases])
     for index, case in enumerate(cases):
         for results in ranks:

@@ -1,4 +1,4 @@
-"""Test that gradcomp.DistributedDataParallel averages gradients whatever backward comes through it."""
+"""Test that gradcomp.DistributedDataParallel averages gradients in every kind of backward."""
 
 import copy
 from collections import deque
@@ -15,7 +15,7 @@ from tests.tolerances import average
 EVERY = (PLAIN, UNUSED, STATIC)
 
 
-# In these scenarios, model is the wrapped module, or the module itself for this rank's own gradients.
+# In these scenarios, model is the wrapper, or the module without a wrapper for this rank's own gradients.
 
 
 def auxiliary_loss_first(model, x):
@@ -88,7 +88,7 @@ def copied_in_between(model, x):
 
 
 class Opaque:
-    """This class of the user's hides the outputs in a closure, where the wrapper does not find them."""
+    """This user's class hides the outputs in a closure, where the wrapper does not find them."""
 
     def __init__(self, losses):
         self.losses = lambda: losses
@@ -106,7 +106,7 @@ def opaque_outputs(model, x):
 
 
 class Losses:
-    """This class holds outputs in attributes, as a distribution does."""
+    """This class holds outputs in attributes, like a distribution."""
 
     __slots__ = ("all", "others")
 
@@ -121,7 +121,7 @@ class HeadsInObject(Heads):
 
 
 class HeadsAndDistribution(Heads):
-    """This model returns a distribution and a value, as an actor-critic does."""
+    """This model returns a distribution and a value, like an actor-critic."""
 
     def forward(self, x):
         losses = super().forward(x)
@@ -162,7 +162,7 @@ AVERAGED = [
 
 
 def both(rank, scenario, model, options):
-    """Return (this rank's own gradients, the wrapped module's)."""
+    """Return the gradients (without a wrapper, with gradcomp's)."""
     results = []
     for wrap in (lambda module: module, lambda module: gradcomp.DistributedDataParallel(module, **options)):
         torch.manual_seed(0)
@@ -186,7 +186,7 @@ def test_gradients_are_the_mean_of_the_ranks(run_ranks):
 
 
 class Branch(nn.Module):
-    """This model has layers of one size, each in its own bucket, of which a forward uses one."""
+    """This model has layers of one size, each in its own bucket; a forward uses one layer."""
 
     def __init__(self):
         super().__init__()

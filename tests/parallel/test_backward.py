@@ -153,7 +153,7 @@ def test_gradients_of_gradients(run_ranks):
 
 
 def create_graph(rank):
-    """Run backward(create_graph=True), where torch's raises in this version."""
+    """Run backward(create_graph=True); in this version, torch's DDP raises."""
     torch.manual_seed(0)
     model = MLP()
     ddp = gradcomp.DistributedDataParallel(model)

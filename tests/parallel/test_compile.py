@@ -17,13 +17,13 @@ PYTHON_REDUCER = "python_reducer"
 
 
 def chain():
-    """Return a model whose twelve layers have 1 MiB each."""
+    """Return a model of twelve layers of 1 MiB each."""
     torch.manual_seed(0)
     return nn.Sequential(*(module for _ in range(NUM_LAYERS) for module in (nn.Linear(512, 512), nn.Tanh())))
 
 
 def wrapped(cls, order, **options):
-    """Return (the model, its wrapper, what a training step calls)."""
+    """Return (the model, its wrapper, the function that a training step calls)."""
     model = chain()
     if order == "ddp(compile)":
         ddp = cls(torch.compile(model, backend=BACKEND), **options)
@@ -64,7 +64,7 @@ class Products(TorchDispatchMode):
 
 
 def products_before_first_bucket(rank, order):
-    """Return the part of backward's matrix products that comes before bucket 0 is full, in the third step."""
+    """Return the fraction of backward's matrix products before bucket 0 is full, in the third step."""
     torch._dynamo.reset()
     model, ddp, step = wrapped(gradcomp.DistributedDataParallel, order, bucket_cap_mb=2)
     products, counts = Products(), []
@@ -87,7 +87,7 @@ def products_before_first_bucket(rank, order):
 
 
 def test_the_first_bucket_leaves_before_four_tenths_of_backward(run_ranks):
-    """A graph that is compiled in one piece would compute all gradients first."""
+    """A graph compiled in one piece would compute all gradients before the first bucket."""
     orders = ["eager", "compile(ddp)", "ddp(compile)", "compile(step)"]
     (parts,) = run_ranks(run_cases, 1, products_before_first_bucket, [(order,) for order in orders])
     assert dict(zip(orders, parts, strict=True)) == pytest.approx(dict.fromkeys(orders, 0.2), abs=0.2)
@@ -152,7 +152,7 @@ def test_a_compiled_backward_is_refused_with_what_to_do(run_ranks):
 
 
 def test_all_reduce_hooks_run_in_torchs_python_reducer(run_ranks):
-    """They give the mean of torch's DDP without a hook, rounded to the wire's dtype."""
+    """The hooks give the mean of torch's DDP without a hook, rounded to the wire's dtype."""
     hooks = {
         None: 1e-6,
         default_hooks.allreduce_hook: 1e-6,
@@ -170,7 +170,7 @@ def test_all_reduce_hooks_run_in_torchs_python_reducer(run_ranks):
 
 
 def test_other_hooks_say_what_to_do_in_torchs_python_reducer(run_ranks):
-    """Their messages hold no values of a gradient."""
+    """The hooks' messages hold no values of a gradient."""
     states = {
         powerSGD_hook.powerSGD_hook: powersgd_state,
         quantization_hooks.quantization_hook: quantization_state,

@@ -1,4 +1,4 @@
-"""Compare what gradcomp.DistributedDataParallel's constructor and torch's take, refuse and synchronize."""
+"""Compare gradcomp.DistributedDataParallel's constructor with torch's: arguments, errors, synchronization."""
 
 import re
 
@@ -83,7 +83,10 @@ def test_process_groups_and_meshes(run_ranks):
 
 
 def ignoring(cls, rank):
-    """Return a parameter and a buffer to ignore, which keep this rank's values, and the other values."""
+    """Return an ignored parameter and buffer, the gradients, and all parameters.
+
+    The ignored tensors keep this rank's values.
+    """
     torch.manual_seed(rank)
     model = ConvNet()
     cls._set_params_and_buffers_to_ignore_for_model(model, ["head.weight", "body.1.running_mean"])

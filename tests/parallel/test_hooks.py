@@ -117,7 +117,7 @@ def test_our_hooks_have_the_same_result(run_ranks):
 
 
 def train_complex(cls, rank, name):
-    """Return the averages of a model with complex parameters, whose gradients hooks see as real ones."""
+    """Return the averages of a model with complex parameters; hooks see their gradients as real ones."""
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 4, dtype=torch.complex64)
     ddp = cls(model)
@@ -177,9 +177,9 @@ def test_bf16_hooks_of_torchs_and_ours(run_ranks):
 
 
 def quantized(cls, rank, name, like_nccl):
-    """Run a quantization hook of torch's; return the gradients, or its IndexErrors.
+    """Run one of torch's quantization hooks; return the gradients, or the hook's IndexErrors.
 
-    These hooks expect what the future of NCCL's all_gather holds: one tensor of all ranks', not a list.
+    The hooks expect the future of NCCL's all_gather: it holds one tensor for all ranks, not a list.
     """
     hook = getattr(torch_quantization, name)
     model = nn.Linear(30, 40)
@@ -209,7 +209,7 @@ def gather_like_nccl(gather, *arguments, **options):
 
 
 def test_torchs_quantization_hooks(run_ranks):
-    """On gloo they fail under either reducer; with futures like NCCL's they return the same under both."""
+    """On gloo the hooks fail under both reducers; with futures like NCCL's both return equal gradients."""
     names = ("quantization_pertensor_hook", "quantization_perchannel_hook")
     first, second = assert_all_alike(run_ranks, quantized, 2, [(name, True) for name in names])
     for ranks in (first, second):
@@ -220,7 +220,7 @@ def test_torchs_quantization_hooks(run_ranks):
 
 
 def optimizers_in_backward(rank, inside):
-    """Train with optimizers that step in backward (where torch's DDP needs an accelerator), or after it."""
+    """Train with optimizers that step in backward (torch's DDP needs an accelerator for it), or later."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit warns on import
         from torch.distributed.optim import _apply_optimizer_in_backward
@@ -239,7 +239,7 @@ def optimizers_in_backward(rank, inside):
 
 
 def test_optimizers_in_backward(run_ranks):
-    """They step once their parameters' gradients have been averaged."""
+    """The optimizers step after their parameters' gradients have been averaged."""
     first, second = run_ranks(optimizers_in_backward, 2, True)
     assert torch.equal(first, second)
     assert torch.equal(first, run_ranks(optimizers_in_backward, 2, False)[0])

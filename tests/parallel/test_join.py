@@ -56,7 +56,7 @@ def test_join_does_not_warn(run_ranks):
 
 
 def join_in_both_ways(cls, rank):
-    """Join once dividing by the number of ranks that are left, and then dividing by that of all ranks."""
+    """Join twice: divide by the number of ranks left, then by the number of all ranks."""
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model)
@@ -86,7 +86,7 @@ class OnlyOnRank1(torch.nn.Module):
 
 
 def static_graph_left_early(cls, rank):
-    """Train on one input on rank 1, which alone uses a layer, and on three on rank 0."""
+    """Train on one input on rank 1, the only rank that uses the second layer, and on three on rank 0."""
     torch.manual_seed(0)
     model = OnlyOnRank1(rank)
     ddp = cls(model, static_graph=True)
@@ -101,7 +101,7 @@ def static_graph_left_early(cls, rank):
 
 def test_a_static_graph_stays_what_it_was_when_a_rank_has_left(run_ranks):
     first, _ = assert_alike(run_ranks, static_graph_left_early, 2)
-    assert all(not gradient.any() for gradient in first[-1][2:])  # the second layer's are zeros, not None
+    assert all(not gradient.any() for gradient in first[-1][2:])  # of the second layer: not None
 
 
 def throw_early(cls, rank):

@@ -1,4 +1,4 @@
-"""Run what scripts written for torch's DistributedDataParallel do on gradcomp's."""
+"""Test gradcomp.DistributedDataParallel with code from scripts that were written for torch's."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from gradcomp.hooks import default_hooks
 from tests.parallel.beside_torch import CLASSES, TorchDDP, batch_of, gradients
 from tests.reducer.models import MLP, STATIC, UNUSED, ConvNet, loss_of
 
-# That of an older torch has no forward_sync_buffers.
+# An older torch's wrapper has no forward_sync_buffers.
 KNOWN = [*[TorchDDP] * hasattr(TorchDDP, "broadcast_buffers"), gradcomp.DistributedDataParallel]
 
 
@@ -25,9 +25,10 @@ def attributes(rank):
 
 
 def attributes_of(cls):
-    """Return attributes of several wrappers, after their setters were called, and of their copies.
+    """Return attributes of several wrappers, and of their copies after broadcast_buffers was set.
 
-    The attributes are (has a device_mesh, forward_sync_buffers, broadcast_buffers).
+    A wrapper's: (has the device_mesh, forward_sync_buffers, broadcast_buffers).
+    A copy's: (has a device_mesh, forward_sync_buffers).
     """
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     results = []

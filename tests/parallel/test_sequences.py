@@ -10,7 +10,7 @@ from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, loss_of
 
 
 def accumulate(cls, rank, options, inside):
-    """Run two forwards without synchronization, then one with it; or the backward outside of no_sync."""
+    """Twice, run a forward in no_sync and a synchronized one. inside: the first backward is in no_sync."""
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model, **options)
@@ -39,7 +39,7 @@ def test_no_sync(run_ranks):
 
 
 class Parts(nn.Module):
-    """This model has two layers, of which a forward uses those that its arguments name."""
+    """This model has two layers; a forward uses the layers in `names`."""
 
     def __init__(self):
         super().__init__()
@@ -128,9 +128,9 @@ def in_a_row(cls, rank, scenario, options):
 
 
 def test_forwards_in_a_row(run_ranks):
-    """A forward without a backward is no error, and the last one counts; one after half a backward is."""
+    """A forward without a backward is allowed: the last counts. A forward after half a backward raises."""
     cases = [(scenario, options) for scenario in ROWS for options in ({}, UNUSED, STATIC)]
-    # With a static graph torch's does not report the second half; see the next test.
+    # With a static graph, torch's DDP doesn't report the second half; see the next test.
     cases = [case for case in cases if not (case[0].__name__.startswith("half") and case[1] == STATIC)]
     results = assert_all_alike(run_ranks, in_a_row, 2, cases)
     for scenario in ROWS[-2:]:
@@ -157,9 +157,9 @@ def halves_of_a_static_graph(rank):
 
 
 def test_a_static_graph_cannot_be_learnt_in_two_backwards(run_ranks):
-    """torch's raises too, by chance.
+    """torch's DDP raises too, by chance.
 
-    It raises again in the third step if all backwards leave the same outputs out, which ours allows.
+    If all backwards leave out the same outputs, torch's DDP raises again in the third step. Ours allows this.
     """
     first, second = run_ranks(halves_of_a_static_graph, 2)
     for one, other in zip(first, second, strict=True):

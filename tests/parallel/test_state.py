@@ -48,7 +48,7 @@ def buffers_at_construction(cls, rank, options):
     "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}], ids=str
 )
 def test_buffers_at_construction(run_ranks, options):
-    """broadcast_buffers=False never broadcasts them; forward_sync_buffers=False does, at construction."""
+    """Buffers are broadcast, also with forward_sync_buffers=False, but not with broadcast_buffers=False."""
     first, second = assert_alike(run_ranks, buffers_at_construction, 2, options)
     assert torch.equal(first, second) == ("broadcast_buffers" not in options)
 
@@ -78,7 +78,7 @@ def test_copies_average(run_ranks, how):
 
 
 def interchange(rank):
-    """Load a state_dict of torch's DDP into ours, and one of ours into torch's."""
+    """Load a state_dict of torch's DDP into ours, and ours into torch's."""
     torch.manual_seed(0)
     theirs, ours = TorchDDP(ConvNet()), gradcomp.DistributedDataParallel(ConvNet())
     ours.load_state_dict(theirs.state_dict())
@@ -107,7 +107,7 @@ def test_copies_need_the_default_group(run_ranks):
 
 
 def static_graph_and_checkpoints(rank):
-    """Save and load a wrapped module in mid-training, after which torch's stops averaging; ours must not."""
+    """Copy a wrapper during training. torch's DDP then stops averaging; ours must not."""
     torch.manual_seed(rank)
     model = MLP()
     ddp = gradcomp.DistributedDataParallel(model, static_graph=True)

@@ -1,4 +1,4 @@
-"""Test gradcomp.DistributedDataParallel where nothing is averaged: an error says why, or torch's agrees."""
+"""Test gradients that gradcomp.DistributedDataParallel doesn't average: it raises, or agrees with torch's."""
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def test_what_is_not_averaged_is_an_error_on_every_rank(run_ranks):
                 raise RuntimeError(f"{message} [{scenario.__name__} {options}]")
 
 
-# torch's wrapper and ours leave these gradients local on purpose.
+# torch's wrapper and ours leave these gradients local, on purpose.
 
 
 def module_itself(ddp, x):

@@ -11,7 +11,7 @@ WORLD_SIZE = 4
 
 
 def as_written() -> dict[str, Any]:
-    """Return what a file holds, in plain types."""
+    """Return the content of a file of measurements, in plain types."""
     samples = [
         {"kind": kind, "num_bytes": size, "seconds": LINK.seconds(Collective(kind, size), WORLD_SIZE)}
         for kind in KINDS

@@ -1,4 +1,4 @@
-"""What hooks send and move for a bucket, beside the hooks themselves and docs/accuracy.md."""
+"""Compare predictions of the bytes that hooks send and move with the hooks and with docs/accuracy.md."""
 
 import re
 
@@ -28,7 +28,7 @@ def test_powersgds_rate_for_one_matrix():
     n, m, r = 1024, 512, 4
     assert sent("powersgd:4", [(n, m)]) == 4 * (n + m) * r
     assert sent("powersgd:4:bf16", [(n, m)]) == 2 * (n + m) * r
-    # A byte for each, and a scale in bf16 for every 128: whole blocks and sections, with these lengths.
+    # A byte per element, and a bf16 scale per 128 elements: these lengths are whole blocks and sections.
     assert sent("powersgd:4:int8", [(n, m)]) == (1 + 2 / 128) * (n + m) * r
     assert sent("powersgd:4", [(n, m), (m,)]) == 4 * ((n + m) * r + m)
     assert sent("powersgd:4", [(8, 8)]) == 4 * 8 * 8, "a matrix that isn't worth compressing is sent whole"
@@ -44,7 +44,7 @@ def test_bytes_of_the_others_by_hand():
 
 
 def registered(candidate):
-    """Return the state and the hook of the library that a candidate stands for."""
+    """Return the library's state and hook for a candidate."""
     if candidate.rank is not None:
         options = {"uncompressed_dtype": torch.bfloat16} if candidate.wire_dtype == torch.int8 else {}
         state = powerSGD_hook.PowerSGDState(
@@ -67,7 +67,7 @@ def registered(candidate):
 
 
 def count_bytes(rank):
-    """Return what a rank hands to collectives in a step of DDP with every hook, and what is predicted."""
+    """Return the bytes that a rank hands to collectives in a DDP step with each hook, and the predictions."""
     counted, predicted = {}, {}
     for name, candidate in CANDIDATES.items():
         model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 700), nn.Linear(700, 130))

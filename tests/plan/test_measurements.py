@@ -1,4 +1,4 @@
-"""The file of measurements: what is written is read, and anything else is refused with the reason."""
+"""Test that a written file of measurements is read, and any other file is refused with the reason."""
 
 import json
 

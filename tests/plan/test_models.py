@@ -22,9 +22,9 @@ from gradcomp.plan.models import (
 @pytest.mark.parametrize(
     ("name", "num_parameters", "numel", "gflops"),
     [
-        # Of an image: 4.09 billion multiply-accumulates, as torchvision's table of models says.
+        # Per image: 4.09 billion multiply-accumulates, according to torchvision's table of models.
         ("resnet50", 161, 25_557_032, 2 * 4.09),
-        # Of a token: two operations for every element of a layer's matrices, the embeddings aside.
+        # Per token: two operations for every element of a layer's matrices, without the embeddings.
         ("bert-large", 391, 335_141_888, 2 * 0.302),
         ("gpt2-medium", 292, 354_823_168, 2 * 0.3534),
         ("llama-7b", 291, 6_738_415_616, 2 * 6.607),
@@ -50,7 +50,7 @@ def test_buckets_are_those_of_ddp(name, cap_mb):
 
 
 def test_buckets_are_ready_when_their_part_of_backward_is_done():
-    """The last parameters come first; shapes alone count by elements, parameters by what they compute."""
+    """The last parameters come first. Shapes count by their elements, Parameters by their operations."""
     mib = (2**18,)
     by_elements = buckets_of([mib] * 4, cap_bytes=2 * 2**20)
     assert [bucket.ready_at for bucket in by_elements] == [0.25, 0.75, 1.0]

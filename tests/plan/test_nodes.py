@@ -31,7 +31,7 @@ def link(ranks=8, cards=1, within=NVLINK, gigabits=12.5, latency_s=1e-5, is_gloo
 
 
 def hook_named(name):
-    """Return the hook of this name, flat or with " by nodes" behind it."""
+    """Return the hook of this name: by nodes if the name ends with " by nodes", else flat."""
     flat = CANDIDATES[name.removesuffix(" by nodes")]
     return flat.by_nodes() if name.endswith(" by nodes") else flat
 
@@ -67,7 +67,7 @@ def test_bytes_of_four_nodes_of_eight(name, megabytes):
     ],
 )
 def test_bytes_are_those_that_two_hosts_sent_on_gloo(name, per_node):
-    """Read from the hosts' interfaces: up to 6% are packets' headers."""
+    """The bytes were read from the hosts' interfaces; up to 6% are packet headers."""
     for ranks, megabytes in per_node.items():
         found = step(name, link(ranks, is_gloo=True), 2 * ranks, MLP, CPU).leaving_bytes / 1e6
         assert 0.93 * megabytes < found < 1.01 * megabytes
@@ -105,7 +105,7 @@ def test_by_nodes_no_more_leaves_a_node_of_many_ranks_than_a_rank_alone():
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_both_forms_save_equally_many_bytes(name):
-    """collective_bytes is compared with docs/accuracy.md: either form keeps as much of a gradient."""
+    """Both forms keep equally much of a gradient; collective_bytes is compared with docs/accuracy.md."""
     flat, by_nodes = (step(each, link(), 32) for each in (name, f"{name} by nodes"))
     assert flat.collective_bytes == by_nodes.collective_bytes
 
@@ -134,7 +134,7 @@ def test_a_tree_takes_cards_and_links_within():
 
 
 def test_quantizing_is_divided_among_a_nodes_ranks():
-    """In 4 bits on many nodes. Any number of ranks moves 8 B to the fp32 wire, and 4.5 B to dequantize."""
+    """4 bits, many nodes. With any number of ranks, an element moves 8 B to the wire, 4.5 B to dequantize."""
     shapes, by_nodes = [(8192, 8192)], CANDIDATES["int4"].by_nodes()
 
     def per_element(ranks, dtype=torch.float32):
@@ -189,7 +189,7 @@ def test_more_cards_and_faster_links_are_never_slower(name):
 
 
 def test_a_card_per_rank_is_a_link_per_rank_for_messages():
-    """A rank's messages within its node don't take its card, though."""
+    """Only a rank's messages within its node don't use its card."""
     collective, own = Collective("all-to-all", 10**9), Link(1e9, 1e-5)
     assert link(4, cards=4, gigabits=8).seconds(collective, 64) == pytest.approx(
         own.seconds(collective, 64) * 60 / 63, rel=1e-3

@@ -1,4 +1,4 @@
-"""`python -m gradcomp plan`: what it prints, and what it refuses with one line and status 2."""
+"""Test `python -m gradcomp plan`: its output, and its refusals, which are one line and status 2."""
 
 import json
 import re
@@ -344,7 +344,7 @@ def test_a_users_model_with_a_given_time(capsys):
 
 
 def test_a_users_process():
-    """As a user runs it; without numpy."""
+    """Run the command like a user, in a process without numpy."""
     without_numpy = (
         "import runpy, sys; sys.modules['numpy'] = None; sys.argv[1:] = ['plan', '--model', 'resnet50']\n"
         "runpy.run_module('gradcomp', run_name='__main__')"

@@ -1,4 +1,4 @@
-"""The model of links, timelines and steps: limits, cases by hand, and what must rise or fall."""
+"""Test the model of links, timelines and steps: limits, cases by hand, and values that must rise or fall."""
 
 import math
 from itertools import pairwise
@@ -157,7 +157,7 @@ def test_more_bandwidth_is_never_slower(hook, device):
 
 @pytest.mark.parametrize("hook", CANDIDATES)
 def test_more_ranks_never_communicate_less(hook):
-    """Powers of two, where no shard has more padding than before in proportion."""
+    """World sizes are powers of two, so the fraction of padding in a shard never grows."""
     for has_tree in (False, True):
         found = [step(hook, Link(GIGABIT, 20e-6, has_tree), world_size) for world_size in WORLD_SIZES]
         times = [each.communication_s for each in found]
@@ -175,7 +175,7 @@ def test_latency_and_compression_only_add(hook):
 
 
 def test_what_is_hidden():
-    """hidden_s is what own work and collectives take beyond what they add to the step."""
+    """hidden_s: the time of own work and collectives, minus the time that they add to the step."""
     for hook in CANDIDATES:
         for link in (INFINITE, Link(GIGABIT, 1e-5), Link(100 * GIGABIT, 1e-5)):
             found = step(hook, link)

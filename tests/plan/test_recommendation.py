@@ -1,4 +1,4 @@
-"""When compression is recommended, and which hook."""
+"""Test when compression is recommended, and which hook."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ RATES = {"none": 1, "bf16": 2, "int8": 3.9, "int4": 7.7, "powersgd:8": 6, "power
 
 
 def recommended(noop_s=1.0, max_loss=0.02, rates=RATES, **steps):
-    """Recommend a hook for these step times; a hook that isn't given takes as long as none."""
+    """Recommend a hook for these step times; a hook without a time takes as long as hook "none"."""
     step_s = {hook.name: steps.get(hook.name.replace(":", "_"), steps["none"]) for hook in HOOKS}
     plain = StepPrediction("none", 4, 1e9, 1e9, 0.0, 1.0, 0.0, 1.0)
     predictions = {
@@ -124,7 +124,7 @@ def test_flat_int8_is_slower_than_16_bits_on_nodes_of_eight():
 
 
 def test_flat_is_recommended_where_links_within_are_slow():
-    """The exact sum within takes 4 B per element of them; flat exchanges codes only."""
+    """The exact sum within a node sends 4 B per element on its links; flat hooks exchange only codes."""
     hook, text = on_nodes(2, "bf16", "int4", within=0.5e9, gigabits=100)
     assert hook == "int4"
     assert "Use int4 flat: a step is" in text

@@ -1,4 +1,4 @@
-"""Test `python -m gradcomp report`: what the page says, what it looks like, and what it refuses."""
+"""Test `python -m gradcomp report`: the page's text, its layout, and the refused files."""
 
 import math
 import re
@@ -17,7 +17,7 @@ START = 4
 
 
 def row(rank, step, bucket, **changes):
-    """Return a row as a recorder makes it; bucket 1 is twice as large as bucket 0."""
+    """Return a row in a recorder's format; bucket 1 is twice as large as bucket 0."""
     is_compressed, gradient_bytes = step >= START, 4_000 * (bucket + 1)
     error = 0.25 * (bucket + 1)
     row = {
@@ -43,7 +43,7 @@ def row(rank, step, bucket, **changes):
 def recording(
     path, rank=0, steps=range(10), changes=None, algorithm="PowerSGD", options=OPTIONS, world_size=2
 ):
-    """Write a recording; changes(step, bucket): entries of a row that are others."""
+    """Write a recording. changes(step, bucket): entries that replace a row's."""
     rows = [
         row(rank, step, bucket, **(changes(step, bucket) if changes else {}))
         for step in steps
@@ -101,11 +101,11 @@ def test_the_table_is_arithmetic_on_the_rows(tmp_path, capsys):
         "Steps recorded": "10, from 0 to 9; 4 of them without compression",
         "Buckets": "2",
         "Compression rate of the compressed steps": "10.00",
-        # 6 compressed steps of 12,000 bytes save nine tenths, once, not once per rank.
+        # 6 compressed steps of 12,000 bytes save nine tenths; ranks aren't added up.
         "Bytes saved in the recorded steps, per rank": "64.8 kB of 120 kB",
         "Mean relative error of the compressed steps": f"{error:.4f}",
         "Mean energy kept": f"{1 - error**2:.4f}",
-        # The slowest rank's: 2 and 3 ms.
+        # On the slowest rank, buckets take 2 and 3 ms.
         "Median time of a bucket": "2.5 ms",
     }
     assert page.titles == [
@@ -126,7 +126,7 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path):
     assert not [each for _, attributes in page.tags for each in attributes if each in ("src", "href")]
     assert not re.search(r"url\(|@import|https?:", text)
     assert "a&lt;b&gt;&amp;.jsonl" in text
-    # A telephone's width is enough, and dark pages are dark.
+    # The page fits a telephone's width, and has a dark style.
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
     assert "minmax(min(100%," in text

@@ -172,7 +172,7 @@ def make_reducer(model, hook="none", **options):
 def train_both(rank, model_name, hook, options, num_steps, accumulate=1, set_to_none=True):
     """Train with torch's DDP and with the Reducer; return the gradients of every step, and final parameters.
 
-    A step's gradients are (those of torch's DDP, the Reducer's), where a missing gradient is None.
+    A step's gradients are (torch's DDP's, the Reducer's), with None for a missing gradient.
     """
     torch.manual_seed(0)
     model = MODELS[model_name]()

@@ -1,4 +1,4 @@
-"""Test that ranks whose Reducer or wrapper has other options or hooks all raise an error that names them."""
+"""Test that all ranks raise an error that names the option or hook, if Reducers or wrappers differ in one."""
 
 import functools
 from datetime import timedelta
@@ -15,7 +15,7 @@ from gradcomp.reducer import Reducer
 from tests.parallel.beside_torch import run_quietly
 from tests.reducer.models import Embeddings, run_cases
 
-# The options of rank 0 and of the others, and the message.
+# (option, value on rank 0, value on the other ranks, message)
 OPTIONS = [
     ("bucket_cap_mb", 1, 2, "bucket_cap_mb is 1.0 on rank 0 and 2.0 on rank"),
     ("gradient_as_bucket_view", True, False, "gradient_as_bucket_view is true on rank 0 and false on rank"),
@@ -69,7 +69,7 @@ def test_other_options(run_ranks):
 
 
 def construct_others(rank):
-    """Construct with other sparse parameters, other buffers, and the same caps as other types."""
+    """Construct with different sparse parameters, different buffers, and equal options of other types."""
     model = Embeddings()
     sparse = [] if rank else [model.sparse.weight]
     messages = [said_by(lambda: Reducer(model.named_parameters(), sparse_params=sparse))]
@@ -111,7 +111,7 @@ def power(rank, **options):
 
 
 def of_a_subgroup():
-    """Return the group of the default group's ranks but the last, on those ranks."""
+    """Return a group of all ranks except the last; None on the last rank."""
     group = dist.new_group(range(dist.get_world_size() - 1), timeout=timedelta(seconds=20))
     return group if isinstance(group, dist.ProcessGroup) else None
 

@@ -47,7 +47,7 @@ def check(ranks, wire):
 
 
 def average_mixed(rank):
-    """Average several dtypes at once, and with a state whose tensors are new in every call."""
+    """Average several dtypes in one call; then, with one state, tensors that are new in every call."""
     mixed = [
         torch.full((3,), float(rank)),
         torch.full((2,), rank, dtype=torch.float64),
@@ -103,7 +103,7 @@ def test_no_process_group():
 
 
 def alternate(rank, keyed):
-    """Average a persistent tensor and one that is new in every call, of one shape, in alternating order.
+    """Average two tensors of one shape in alternating order: one persists, one is new in every call.
 
     Return the sums of the inputs and of the outputs, and the last errors.
     """
@@ -158,13 +158,13 @@ def keys_of_two_lists(rank):
 
 def test_keys_tell_lists_apart(run_ranks):
     for errors in run_ranks(keys_of_two_lists, 2):
-        # A matrix of rank 1 leaves no error, and gets none of the other list's.
+        # A matrix of rank 1 leaves no error, and the second list's error doesn't reach it.
         assert errors["first"].abs().max() < 1e-5
         assert errors["second"].abs().max() > 0.1
 
 
 def replaced(rank):
-    """Average persistent tensors, some of which are replaced; rank 0 keeps the old ones alive."""
+    """Average persistent tensors, and replace some between calls; rank 0 keeps the old ones alive."""
     state = powerSGD_hook.PowerSGDState(None, 1, 100)
     tensors, kept = [torch.empty(8, 8) for _ in range(4)], []
     results = []
@@ -186,7 +186,7 @@ def test_what_else_lives_on_a_rank_does_not_matter(run_ranks):
 
 
 def keys_in_any_order(rank):
-    """Average in another order on each rank; return the averages, and those of runs resumed in two orders."""
+    """Average in a different order on each rank; return the averages, and averages resumed in two orders."""
     state = powerSGD_hook.PowerSGDState(None, 1, 2, min_compression_rate=1)
 
     def average(state, values, order):

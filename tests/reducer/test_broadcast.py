@@ -1,4 +1,4 @@
-"""Test the broadcast of one rank's tensors, of all shapes, dtypes and strides, and in few operators."""
+"""Test that one rank's tensors of all shapes, dtypes and strides are broadcast, in few operators."""
 
 import copy
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat
 
 
 def assorted_tensors(seed):
-    """Return 0-dim, empty, prime-length, non-contiguous and channels-last tensors, whose dtypes alternate."""
+    """Return 0-dim, empty, prime-length, non-contiguous and channels-last tensors, in alternating dtypes."""
     generator = torch.Generator().manual_seed(seed)
 
     def values(*shape):
@@ -31,7 +31,7 @@ def assorted_tensors(seed):
 
 
 def broadcast_all(rank, chunk_bytes):
-    """Broadcast twice with the same object and other values, and once with the function."""
+    """Broadcast twice with one object, once with the function, and fewer tensors with the object."""
     broadcast.BROADCAST_BYTES = chunk_bytes
     repeated = RepeatedBroadcast()
     results = []
@@ -41,7 +41,7 @@ def broadcast_all(rank, chunk_bytes):
         copy_all(tensors, 1, dist.group.WORLD)
         assert [each.stride() for each in tensors] == strides
         results.append(tensors)
-    fewer = assorted_tensors(30 + rank)[::2]  # the object has not seen these
+    fewer = assorted_tensors(30 + rank)[::2]  # the object hasn't seen this list
     repeated(fewer, 1, dist.group.WORLD)
     return [*results, fewer]
 

@@ -37,7 +37,7 @@ def test_every_tensor_is_in_one_bucket(tensors, cap):
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 240), st.integers(1, 240))
 def test_buckets_are_those_of_torchs_ddp(numels, first_cap, cap):
-    """So a hook sees the same buckets on either, and what it remembers of them fits both."""
+    """A hook sees equal buckets on both, so the state that it keeps per bucket fits both."""
     tensors = [torch.empty(numel) for numel in numels]
     in_order = list(range(len(tensors)))
     theirs, _ = dist._compute_bucket_assignment_by_size(
@@ -115,7 +115,7 @@ def test_fill_gathers_scales_and_fills_up_with_zeros(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fill_rounds_the_scaled_gradient_once(dtype, has_kernels):
-    """Wherever it is: torch's _foreach_mul_ on CPU rounds the factor, too."""
+    """This holds in and outside the bucket, although torch's _foreach_mul_ on CPU rounds the factor, too."""
     params = [torch.nn.Parameter(torch.zeros(64, dtype=dtype)) for _ in range(4)]
     bucket = bucket_of(params)
     values = [torch.randn(64, dtype=dtype) for _ in params]

@@ -41,7 +41,7 @@ def test_buckets_are_averaged_in_order_while_backward_runs(run_ranks, options):
 
 
 class OutOfOrder(nn.Module):
-    """This model uses its layers in the order that a forward gets, not in that of its parameters."""
+    """This model uses its layers in the order given to forward, not in the order of its parameters."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ def test_gradients_are_views_of_the_buckets(run_ranks, set_to_none):
 
 
 def views_during_backward(rank):
-    """Return for every bucket whether the gradients up to it are views of buckets when it is averaged."""
+    """Return for every bucket whether, when it is averaged, all gradients up to it are views of buckets."""
     model = MLP()
     caps = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0005}
     reducer = make_reducer(model, gradient_as_bucket_view=True, **caps)

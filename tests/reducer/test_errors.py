@@ -11,7 +11,7 @@ from tests.reducer.models import MLP, Branches, Embeddings, loss_of, make_reduce
 
 
 def different_models(rank):
-    """Return this rank's messages where rank 1 has another parameter, shape, dtype or frozen layer."""
+    """Return this rank's messages if rank 1 has another parameter, shape, dtype or frozen layer."""
     messages = []
     for change in ("number", "shape", "dtype", "frozen"):
         model = MLP()
@@ -113,7 +113,7 @@ class Breaks(torch.autograd.Function):
 
 
 def break_off(rank):
-    """Return the messages of three backwards, the first of which is aborted, and the last one's averages."""
+    """Break off the first of three backwards; return their messages, and the last backward's averages."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     kept = make_reducer(model)
     said = []

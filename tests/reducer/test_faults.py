@@ -17,7 +17,7 @@ TIMEOUT_S = 4
 
 
 def two_steps(rank, how):
-    """Fail on rank 1 in the second step's first bucket, or skip that backward until rank 0 has its error."""
+    """On rank 1, fail in the second step's first bucket, or skip its backward and wait for rank 0's error."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT_S))
     store = dist.distributed_c10d._get_default_store()
     model = MLP()

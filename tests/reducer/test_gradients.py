@@ -1,4 +1,4 @@
-"""Test that the Reducer computes the gradients of torch's DDP, the same on every rank, in real processes."""
+"""Test that the Reducer computes the gradients of torch's DDP, equal on every rank, in real processes."""
 
 import weakref
 
@@ -33,7 +33,7 @@ GRID = [
 
 
 def assert_as_torchs(ranks, wire, case):
-    """Assert that gradients are torch's up to the rounding of a sum, and have the same bits on every rank."""
+    """Assert that gradients are torch's up to the rounding of a sum, and have equal bits on every rank."""
     world_size = len(ranks)
     for rank, (steps, (_, parameters)) in enumerate(ranks):
         assert torch.equal(parameters, ranks[0][1][1]), case
@@ -54,7 +54,7 @@ WIRES = {"none": torch.float32, "allreduce": torch.float32, "fp16": torch.float1
 
 
 def assert_all_as_torchs(run_ranks, world_size, cases):
-    """Assert it for several cases of arguments to train_both: model, hook, options, number of steps, ..."""
+    """Assert torch's gradients for cases of train_both's arguments: model, hook, options, num_steps, ..."""
     ranks = run_ranks(run_cases, world_size, train_both, cases)
     for index, case in enumerate(cases):
         assert_as_torchs([results[index] for results in ranks], WIRES[case[1]], case)
@@ -120,7 +120,7 @@ def test_close_and_construct_again(run_ranks):
 def ask_once(rank, options):
     """Train a static graph that differs between ranks.
 
-    Return each step's gradients, and how often the ranks have exchanged which parameters are used.
+    Return each step's gradients, and how often the ranks have exchanged their used parameters.
     """
     asked, results = [], []
     used_map = usage.UsedMap
@@ -170,7 +170,10 @@ def test_the_division_comes_first(run_ranks):
 
 
 def leave_gradients_alone(rank):
-    """Return the gradients after each of two steps, of a parameter that no rank uses in the second."""
+    """In the second of two steps, leave branch 0 unused on all ranks.
+
+    Return, per option, branch 0's gradients after both steps, and branch 1's gradient.
+    """
     results = []
     for options in ({}, VIEW):
         torch.manual_seed(0)

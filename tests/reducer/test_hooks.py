@@ -35,7 +35,7 @@ def with_torchs_hook(rank, name):
     [("allreduce", 1e-6), ("fp16", 1e-2), ("powerSGD", 0.9)],
 )
 def test_hooks_of_torchs_and_ours(run_ranks, hook, tolerance):
-    """Every hook returns the same on all ranks, and approximates the mean."""
+    """Every hook returns equal averages on all ranks, and approximates the mean."""
     ranks = run_ranks(with_torchs_hook, 2, hook)
     mean = torch.stack([local for local, _ in ranks]).mean(0)
     for _, averaged in ranks:

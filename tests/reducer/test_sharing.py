@@ -17,7 +17,7 @@ NUM_STEPS = 3
 
 
 def freeze_and_run_cases(rank, function, cases):
-    """Run the cases where a collection of garbage, for which a new Reducer may ask, is quick."""
+    """Run the cases after gc.freeze(), so that collecting garbage, as a new Reducer may do, is quick."""
     gc.freeze()
     return run_cases(rank, function, cases)
 
@@ -67,7 +67,7 @@ SHARED += [wrapper_and_reducer, reducer_and_wrapper]
 
 
 def errors_of(rank, make, one, other, set_to_none):
-    """Train, and return per step how far .grad is from the mean, in units of the bound."""
+    """Train; return per step the distance of .grad from the mean, in units of the bound."""
     torch.manual_seed(0)
     model = MLP()
     forward, kept = make(model, one, other)
@@ -99,7 +99,7 @@ def test_gradients_are_the_mean_with_and_without_views(run_ranks):
 
 
 def through_wrappers(rank, one, other, together):
-    """Return the gradients of shared layers that two wrappers average, beside torch.autograd.grad's mean."""
+    """Check that the gradients of layers that two wrappers share are the mean of torch.autograd.grad's."""
     torch.manual_seed(0)
     trunk, heads = nn.Linear(6, 40), [nn.Linear(40, 2), nn.Linear(40, 3)]
     wrappers = [
@@ -130,7 +130,7 @@ def test_two_wrappers_with_a_layer_in_common(run_ranks):
 
 
 def unused(rank):
-    """A parameter that no rank uses keeps its gradient, whichever of the two Reducers comes first."""
+    """Check that a parameter that no rank uses keeps its gradient under two Reducers."""
     torch.manual_seed(0)
     model = Branches()
     reducers = [reducer_of(model, UNUSED | VIEW) for _ in range(2)]
@@ -160,7 +160,7 @@ class Cycle:
 
 
 def views_after(rank, ending):
-    """Return whether gradients are views again after the other Reducer has ended, and how many remain."""
+    """Return whether gradients are views of the second Reducer's buckets, after the first has ended."""
     model = MLP()
     gc.disable()
     holder = Cycle(reducer_of(model, VIEW))

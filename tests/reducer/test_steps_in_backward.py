@@ -1,4 +1,4 @@
-"""Test that optimizers that step in a parameter's hook are refused, and that hooks that only look are not."""
+"""Test that optimizers that step in a parameter's hook are refused, and hooks that only look are allowed."""
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ def test_hooks_that_only_look_are_let(run_ranks):
 
 
 def local_steps(rank):
-    """Step within no_sync(), which is each rank's own business, and average afterwards."""
+    """Step within no_sync(), where gradients are each rank's own, and average afterwards."""
     model = MLP()
     reducer = Reducer(model.named_parameters())
     step_alone(model)

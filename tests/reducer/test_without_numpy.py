@@ -70,7 +70,7 @@ print("done")
 
 def test_training_without_numpy(tmp_path):
     (tmp_path / "numpy").mkdir()
-    # Python raises this where numpy is absent. torch's own import of it accepts this error, and no other.
+    # Python raises this error if numpy is absent. torch's import of numpy accepts only this error.
     absent = 'raise ModuleNotFoundError("No module named \'numpy\'", name="numpy")'
     (tmp_path / "numpy" / "__init__.py").write_text(absent)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -78,7 +78,7 @@ class TopK(Compressor):
 
 
 class RandomK(Compressor):
-    """A compressor that sends a random half of the elements, the same on every rank."""
+    """A compressor that sends a random half of the elements, at equal indices on every rank."""
 
     def compress(self, total):
         total = total + 0 * total.abs().amax()  # spreads a NaN to all elements, as it might not be sent
@@ -113,7 +113,7 @@ class Int8(Compressor):
 
 
 class Average:
-    """Averages without compression, by a state that counts its steps."""
+    """An average without compression; the state counts its steps."""
 
     def __init__(self, process_group):
         self.process_group = process_group
@@ -138,7 +138,10 @@ class Average:
 
 
 class UnbiasedRandomK(Average):
-    """An unbiased compressor that sends a random half of each tensor, the same on every rank, times n / k."""
+    """An unbiased compressor: k of a tensor's n elements are sent, times n / k, with k = n / 2 rounded up.
+
+    The elements are random, at equal indices on every rank.
+    """
 
     def average(self, bucket):
         for position, gradient in enumerate(bucket.gradients()):
@@ -162,7 +165,7 @@ class UnbiasedRandomK(Average):
 
 
 class OwnRandomK(UnbiasedRandomK):
-    """Every rank sends a choice of its own."""
+    """Every rank sends its own choice of elements."""
 
     def seed(self, tensor):
         return super().seed(tensor) * 10 + self.process_group.rank()

@@ -95,7 +95,7 @@ class SharedErrors(TopK):
 
 
 class ErrorsByPosition(TopK):
-    """Errors are found by a tensor's position in the buckets, though DDP rearranges these once."""
+    """Errors are found by a tensor's position in the buckets, although DDP rearranges buckets once."""
 
     def key(self, bucket, position):
         return bucket.index(), position, tuple(bucket.gradients()[position].shape)

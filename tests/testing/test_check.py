@@ -33,7 +33,7 @@ def test_our_hooks_hold_what_they_claim(name):
     else:
         with_state = {"error_feedback_identity", "held_back_comes_out", "checkpoint_round_trip"}
         assert held >= with_state | {"bounded_memory"}
-        assert ("contraction" in held) == (name != "int8")  # which is near enough to count as averaging
+        assert ("contraction" in held) == (name != "int8")  # int8 is near enough to count as averaging
         has_rank = "batched" not in name and not name.startswith("int")
         assert ("exact_up_to_rank" in held) == ("no_error_where_exact" in held) == has_rank
     assert all(
@@ -43,7 +43,7 @@ def test_our_hooks_hold_what_they_claim(name):
 
 @pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
-)  # numpy's, of inf
+)  # numpy warns about inf
 @pytest.mark.parametrize("name", OURS)
 def test_our_kernels_too(name, monkeypatch):
     """Under the interpreter, or on the GPU, hooks are checked on few and small workloads."""
@@ -62,7 +62,7 @@ def test_our_kernels_too(name, monkeypatch):
         claims = claims_of(hook, make_state, device)
     for each in only:
         getattr(properties, each)(hook, make_state, workload, claims=claims)
-    # Most properties have listed workloads, which the interpreter takes minutes for.
+    # Most properties have listed workloads; under the interpreter these take minutes.
     searched = ["averages" if device == "cuda" else "deterministic"]
     options = {"max_examples": 2, "only": searched, "device": device, "claims": claims}
     check_hook(hook, make_state, **options).raise_if_failed()
@@ -91,7 +91,7 @@ def test_torchs_defects_are_found_by_search():
     assert len(found["completes"].counterexample.buckets) == 2
     assert found["finite_in_finite_out"].counterexample.spectra == ("zero",)
     assert found["no_error_where_exact"].counterexample == Workload(((1, 1),), steps=3, noise=0.1)
-    # They don't fail for the same reasons again.
+    # Workloads that raise an exception that has failed an earlier property are passed over.
     assert report.verdicts["averages"].outcome == "holds"
     assert 0 < report.verdicts["averages"].num_examples < 25
     assert "more passed over" in str(report)

@@ -1,4 +1,4 @@
-"""Claims are inferred from a hook's state and a probe, and are the claims that are checked."""
+"""Claims are inferred from a hook's state and a probe; check_hook checks exactly these claims."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def test_what_is_inferred_of_hooks_that_average():
 
 
 def test_no_tolerance_fits_errors_that_were_measured():
-    """An average that is 4 % too large is lossy, and one that is 1 % too large is found for its factor."""
+    """An average that is 4 % too large is lossy, and fails "unbiased"; one 2 % too large fails "averages"."""
     assert claims_of(scaled_mean(1.04)).is_lossy
     assert not check_hook(scaled_mean(1.04), max_examples=2, only=["unbiased"]).ok
     assert not check_hook(scaled_mean(1.02), max_examples=2, only=["averages"]).ok

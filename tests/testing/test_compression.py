@@ -35,7 +35,7 @@ def first_half(process_group, bucket):
 
 
 def test_by_hand():
-    """Of the means [3, 4 | 0, 12] and [[0, 0], [0, 5]], energies of 25 of 169 and 0 of 25 are kept."""
+    """The means are [3, 4 | 0, 12] and [[0, 0], [0, 5]]: 25 of 169 and 0 of 25 of their energy is kept."""
     ranks = [
         [torch.tensor([3.0, 8, 0, 0]), torch.tensor([[0.0, 0], [0, 10]])],
         [torch.tensor([3.0, 0, 0, 24]), torch.zeros(2, 2)],
@@ -91,7 +91,7 @@ def test_hooks_that_do_not_compress():
 
 @pytest.mark.parametrize("module", [powerSGD_hook, torch_powersgd], ids=["gradcomp", "torch"])
 def test_powersgd_from_its_first_compressed_step(module):
-    """The 1,000 plain steps are skipped. Rank 2 is kept entirely; above, at most the energy of an SVD."""
+    """The 1,000 plain steps are skipped. Rank 2 is kept entirely; of more, at most an SVD's energy."""
     gradients = [normal(64, 2) @ normal(2, 48), normal(40, 30, seed=1), normal(7)]
     report = compression_report(
         module.powerSGD_hook, gradients, make_state=lambda group: module.PowerSGDState(group, 2)

@@ -21,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("plain_torch", "not_shrunk")
 
 @pytest.fixture
 def not_shrunk(monkeypatch):
-    """Report the first counter-example that is found: most of the time goes into smaller ones."""
+    """Report the first counterexample: shrinking it takes most of the time."""
     monkeypatch.setattr("gradcomp.testing.check.PHASES", (Phase.generate,))
 
 
 @dataclass(frozen=True)
 class Sound:
-    """A hook that fulfils its claims. claims: changes to the inferred claims."""
+    """A hook that fulfills its claims. claims: changes to the inferred claims."""
 
     hook: Callable
     make_state: Callable | None
@@ -50,10 +50,10 @@ POWER_SGD = Sound(powerSGD_hook.powerSGD_hook, power_sgd)
 RANK_1, RANK_16 = map(power_sgd_of_rank, (1, 16))
 FP16 = Sound(default_hooks.fp16_compress_hook, None)
 TOP_K = Sound(compressors.hook, compressors.TopK, {"bucket_insensitive": True})
-# With two ranks sums are the same in any order.
+# Three ranks: with two, sums are equal in any order.
 TOP_K_OF_THREE = Sound(compressors.hook, compressors.TopK, world_size=3)
 RANDOM_K = Sound(compressors.hook, compressors.RandomK)
-# Its state keeps tensors that look like errors, but are zero.
+# Quantizer's state keeps tensors that look like errors, but are zero.
 QUANTIZER = Sound(compressors.hook, compressors.Quantizer, {"unbiased": True, "error_feedback": False})
 INT8 = Sound(compressors.hook, compressors.Int8)
 
@@ -147,8 +147,8 @@ def one_wire_for_all_buckets(_):
 
 
 MATRIX_GROUP, PLAN = "gradcomp.cpu.powersgd_matrices.MatrixGroup", "gradcomp.cpu.powersgd_plan.PowerSGDPlan"
-# The hook in which a bug is planted; the bug, a mutant of that compressor or (the function of gradcomp's to
-# replace, the maker of its replacement); and the property that finds it.
+# (hook, planted bug, property that finds it). A bug is a mutant of the hook's compressor, or (gradcomp's
+# function to replace, the function that makes the replacement).
 PLANTED = [
     (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", error_dropped), "error_feedback_identity"),
     (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
@@ -190,7 +190,7 @@ PLANTED = [
     (QUANTIZER, mutants.FromCallbacks, "completes"),
 ]
 
-# Bugs in averages that are found although nothing is claimed: the mutant, and the property that finds it.
+# Bugs in averages that are found although nothing is claimed: (mutant, property that finds it).
 PLANTED_IN_AVERAGES = [
     (wrong_averages.SquaresTransposed, "unbiased"),
     (wrong_averages.RowOverwritten, "unbiased"),
@@ -213,7 +213,7 @@ PLANTED_IN_AVERAGES = [
 
 
 def check(sound, only, **options):
-    """Check a hook as a user would who doesn't know of the bug: claims are inferred from the sound hook."""
+    """Check a hook like a user who doesn't know of the bug: claims are inferred from the sound hook."""
     claims = replace(claims_of(sound.hook, sound.make_state), **sound.claims)
     options |= {"world_size": sound.world_size, "claims": claims, "only": only}
     return check_hook(sound.hook, sound.make_state, **options)
@@ -241,7 +241,7 @@ def test_a_planted_bug_is_found(sound, bug, by, monkeypatch):
 
 @pytest.mark.parametrize(("bug", "by"), PLANTED_IN_AVERAGES, ids=[b.__name__ for b, _ in PLANTED_IN_AVERAGES])
 def test_a_wrong_average_is_found_though_nothing_is_claimed(bug, by):
-    """Claims are inferred from the hook with the bug, which must not excuse it."""
+    """Claims are inferred from the hook with the bug; they must not excuse the bug."""
     (failure,) = check_hook(compressors.hook, bug, only=[by]).failures
     assert failure.property == by
     assert "Traceback" not in failure.message
@@ -256,7 +256,7 @@ def test_right_averages_pass_though_nothing_is_claimed(sound):
 
 
 def test_a_direction_that_is_not_normal_is_found(monkeypatch):
-    """From the second compressed step on P scales with the square of the gradients, and 2^90 overflows."""
+    """From the second compressed step on, P scales with the gradients' square: a factor of 2^90 overflows."""
     claims = replace(claims_of(POWER_SGD.hook, power_sgd), max_magnitude=2.0**100)
     case = (POWER_SGD.hook, power_sgd, Workload(((7, 13),), steps=4, log2_factor=90))
     properties.finite_in_finite_out(*case, claims=claims)

@@ -113,7 +113,7 @@ def test_exact_up_to_the_rank_and_the_best_on_what_it_spans(rank):
     result, new_q = powersgd_average([more], q)
     assert (result - more).norm() < more.norm()
     assert torch.linalg.matrix_rank(result) == rank
-    # Another, badly scaled basis of q's span yields the same result, and the same span of the new Q.
+    # Another, badly scaled basis of q's span yields an equal result, and a new Q with an equal span.
     mixing = torch.linspace(0.001, 10, rank, dtype=torch.float64).diag() + 0.1
     other, other_q = powersgd_average([more], q @ mixing)
     assert relative([other], [result]) <= 1e3 * EXACT
@@ -147,7 +147,7 @@ def flat(tensors_):
 
 
 def bucket_of(state):
-    """Return what a state's checkpoint has of its bucket, with directions in the oracles' order."""
+    """Return the bucket in a state's checkpoint, with directions in the oracles' order."""
     bucket = state.state_dict()["buckets"][0]
     directions = directions_in(bucket) if "error" in bucket else None
     return {**bucket, "directions": directions}

@@ -13,7 +13,7 @@ from gradcomp.testing.ranks import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.tolerances import QUANTIZED_LOSS, QUANTIZED_STEP, UNLIKE_BLOCKS
 
-# 84 blocks of 16, so that no rank of 2 or 3 has a block of zeros: plain torch rounds scales twice beside one.
+# 84 blocks of 16: no rank of 2 or 3 has a block of zeros. Beside one, plain torch rounds scales twice.
 SHAPES = ((38, 32), (17,), (8, 3, 5), (3, 2), (16,))
 BITS = pytest.mark.parametrize("bits", [4, 8])
 STEPS = 4
@@ -24,7 +24,7 @@ def flat(tensors):
 
 
 def test_eight_bits_by_hand():
-    """The scale of largest value 127 is 1; of 254 it is 2; codes are rounded to even; inf makes NaN."""
+    """Largest value 127: scale 1. Largest value 254: scale 2. Codes are rounded to even; inf makes NaN."""
     blocks = torch.tensor([[127, 0.4, -3.5, 2.6], [-254, 1, 3.2, 0], [torch.inf, 1, 2, 3], [0, 0, 0, 0]])
     result = quantized(blocks.double(), 8)
     assert result[:2].tolist() == [[127, 0, -4, 3], [-254, 0, 4, 0]]
@@ -33,7 +33,7 @@ def test_eight_bits_by_hand():
 
 
 def test_four_bits_by_hand():
-    """Max's levels of 1960 for 2 and 4 are known; of two magnitudes a block is as near as bf16 allows."""
+    """Max (1960) gives the levels for 2 and 4; a block of 3 and -3 is as near as bf16 allows."""
     assert normal_levels(2) == pytest.approx([-((2 / torch.pi) ** 0.5), (2 / torch.pi) ** 0.5])
     assert normal_levels(4)[2:] == pytest.approx([0.4528, 1.5104], abs=1e-4)
     assert normal_levels()[7:10] == pytest.approx([0.0, 0.2739, 0.5548], abs=1e-4)
@@ -45,7 +45,7 @@ def test_four_bits_by_hand():
 
 @BITS
 def test_error_feedback_loses_nothing(bits):
-    """Σ outputs + the mean of what is owed = Σ mean gradients with error feedback, and only then."""
+    """Σ outputs + Σ errors / ranks = Σ mean gradients with error feedback, and only then."""
     for error_feedback in (True, False):
         oracle = QuantizedOracle(SHAPES, bits, 16, error_feedback=error_feedback)
         inputs = outputs = 0.0
@@ -64,14 +64,14 @@ def test_a_tensor_that_every_rank_skips_keeps_what_is_owed():
     (average,) = oracle.step([[torch.zeros(4, 8)]] * 2)
     assert not average.any()
     assert torch.equal(oracle.owner_errors[0], owed)
-    # That two ranks cancel is another thing.
+    # If two ranks' gradients cancel, the tensor isn't skipped.
     ones = torch.ones(4, 8)
     oracle.step([[ones], [-ones]])
     assert not torch.equal(oracle.owner_errors[0], owed)
 
 
 def steps_of_hook(rank, group, bits, dtype):
-    """Return for every step what the hook was given, its output, and its errors before it."""
+    """Return for every step (gradient, output, the hook's error and its shard_error before the step)."""
     state, history = QuantizationState(group, bits, 16), []
     bucket = Bucket(torch.zeros(0, dtype=dtype), SHAPES)
     for step in range(STEPS):
@@ -84,7 +84,7 @@ def steps_of_hook(rank, group, bits, dtype):
 
 
 def continue_from(oracle, errors, shard_errors):
-    """Give the oracle a state of the hook: "error" is the sender's plus the owner's in its own shard."""
+    """Load the hook's errors into the oracle. A rank's error includes the owner's error of its own shard."""
     split_up = [split(flat.double(), SHAPES) for flat in (*errors, *shard_errors)]
     own, owned = split_up[: len(errors)], split_up[len(errors) :]
     oracle.errors = [[e - o for e, o in zip(*pair, strict=True)] for pair in zip(own, owned, strict=True)]
@@ -96,7 +96,7 @@ def continue_from(oracle, errors, shard_errors):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_hook_step_by_step(bits, world_size, dtype):
-    """From the hook's errors of each step: the same, but for blocks with a value between two levels."""
+    """From the hook's errors, a step's outputs are equal, except in blocks with a value between levels."""
     runs = run_ranks(steps_of_hook, world_size, bits, dtype)
     oracle = QuantizedOracle(SHAPES, bits, 16)
     unlike = 0.0
@@ -118,7 +118,7 @@ def test_the_hook_step_by_step(bits, world_size, dtype):
 @pytest.mark.usefixtures("plain_torch")
 @BITS
 def test_the_hook_left_to_itself(bits):
-    """After some steps of its own the hook owes no more than the oracle."""
+    """After several steps from its own errors, the hook's error is at most a tenth above the oracle's."""
     runs = run_ranks(steps_of_hook, 3, bits, torch.float32)
     oracle = QuantizedOracle(SHAPES, bits, 16)
     inputs = outputs = expected = 0.0
@@ -126,7 +126,7 @@ def test_the_hook_left_to_itself(bits):
         gradients = [split(gradient, SHAPES) for gradient, *_ in of_ranks]
         inputs = inputs + flat(mean(gradients))
         outputs, expected = outputs + of_ranks[0][1].double(), expected + flat(oracle.step(gradients))
-    # The last step's roundings alone, at other places: like norms, not the same.
+    # Only the last step's roundings remain. They are in other elements, so norms are close, not equal.
     assert (outputs - inputs).norm() <= 1.1 * (expected - inputs).norm()
 
 

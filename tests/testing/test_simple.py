@@ -15,8 +15,8 @@ from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import directions_in
 from tests.tolerances import SIMPLE_STEPS
 
-# Two matrices of one shape, a kernel, a vector, a matrix too small to compress, and a number. No rank of 2 or
-# 3 has a block of zeros: plain torch rounds scales twice beside one.
+# Two matrices of one shape, a kernel, a vector, a matrix too small to compress, and a number. With 2 or 3
+# ranks, no rank has a block of zeros. Beside one, plain torch rounds scales twice.
 SHAPES = ((12, 10), (7,), (8, 3, 2, 2), (12, 10), (3, 2), ())
 STEPS, RANK, BLOCK_SIZE = 5, 2, 8
 RANKS = pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def steps_of_simple(average, memories, rank, steps):
 def power_sgd_steps(rank, group):
     state = PowerSGDState(group, RANK, start_powerSGD_iter=2)
     steps_of_hook(powerSGD_hook, state, rank, range(3))
-    # The hook's first Q are other random numbers, so the short form goes on from the hook's third step.
+    # The hook's first Q has other random numbers, so the short form continues after the hook's third step.
     kept, memories = state.state_dict()["buckets"][0], [{} for _ in SHAPES]
     errors = split(kept["error"].clone(), SHAPES)
     for index, q in zip(PowerSGDOracle(SHAPES, RANK).compressed, directions_in(kept), strict=True):
@@ -76,7 +76,7 @@ def quantized_steps(rank, group):
 @RANKS
 @pytest.mark.parametrize("function", [power_sgd_steps, quantized_steps])
 def test_the_hooks_averages(function, world_size, ranks):
-    """Another code anywhere would differ by 1 / 254 of a block's largest value."""
+    """A single different code would change an element by 1 / 254 of its block's largest value."""
     results = run_ranks(function, world_size, ranks=ranks)
     for expected, got in results:
         assert len(got) == STEPS

@@ -1,4 +1,4 @@
-"""Drawn workloads cover those of training, and are readable when shrunk."""
+"""Drawn workloads cover the workloads of training, and are readable when shrunk."""
 
 import math
 

@@ -144,7 +144,7 @@ def test_recorded_gradients():
     assert torch.equal(workload.mean(2)[0], torch.full((2, 3), 1.5, dtype=torch.float64))
     swapped = replace(workload, order=(1, 0), log2_factor=1)
     assert torch.equal(swapped.gradients(0, 0)[0], torch.full((2, 3), 4.0))
-    # Two recordings of the same shapes are not the same workload.
+    # Two recordings with equal shapes are different workloads.
     assert workload != RecordedWorkload.of(
         [[[torch.zeros(2, 3), torch.zeros(4)]] * 2] * 3, buckets=[[1], [0]]
     )

@@ -17,7 +17,7 @@ class SquaresTransposed(Average):
 
 
 class RowOverwritten(Average):
-    """Row 1 of a matrix of more than 200 elements is row 0 again."""
+    """In a matrix of more than 200 elements, row 1 is a copy of row 0."""
 
     def average(self, bucket):
         super().average(bucket)
@@ -35,7 +35,7 @@ class KernelsFlipped(Average):
 
 
 class FarElementsLeftOut(Average):
-    """Elements of a tensor from 2^16 on are every rank 0's own."""
+    """From element 2^16 of a tensor on, every rank gets rank 0's gradient."""
 
     def average(self, bucket):
         of_rank_0 = bucket.buffer().clone()
@@ -69,7 +69,7 @@ class LastBucketSummed(Average):
 
 
 class ViewsOfTheFirstStep(Average):
-    """The views of the first step's buckets are averaged, though DDP rearranges these once."""
+    """The views of the first step's buckets are averaged, although DDP rearranges buckets once."""
 
     def __init__(self, process_group):
         super().__init__(process_group)
@@ -148,7 +148,7 @@ class RescaledIn20Steps(UnbiasedRandomK):
 
 
 class NoLevelAtZero(Int8):
-    """Values are rounded to the middles between levels, none of which is zero. Errors make up for it."""
+    """Values are rounded to the middles between levels, and no middle is zero. Errors make up for it."""
 
     def compress(self, total):
         level = total.abs().amax() / 127 if total.numel() else total.sum()

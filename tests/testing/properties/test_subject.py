@@ -1,4 +1,4 @@
-"""A message about an output that is a multiple of the mean says so."""
+"""If an output is a multiple of the mean, the message says so."""
 
 from functools import partial
 

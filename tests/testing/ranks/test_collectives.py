@@ -20,7 +20,7 @@ HAS_ALL_TO_ALL = torch.__version__ >= "2.13"
 
 
 def values(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Make a rank's values, whose sums and products over three ranks are exact in any order."""
+    """Make a rank's values; their sums and products over three ranks are exact in any order."""
     generator = torch.Generator().manual_seed(rank)
     small = torch.randint(1, 5, shape, generator=generator)
     if dtype == torch.bool:

@@ -31,7 +31,7 @@ def test_the_unsupported_says_its_name(call: Any, name: str) -> None:
 
 
 def test_no_collective_of_torch_s_is_left_out() -> None:
-    """Methods that torch adds are simulated or refused by name; the base class's fail without a message."""
+    """Every method that torch adds must be simulated or refused by name: the base class gives no message."""
     inherited = {
         name
         for name in dir(dist.ProcessGroup)
@@ -61,7 +61,7 @@ def nan_of(rank: int, group: dist.ProcessGroup, source: int) -> float:
 
 
 def test_a_maximum_may_lose_a_nan() -> None:
-    """gloo's does so, too: a hook must not use it to find NaN."""
+    """gloo's maximum loses it, too: a hook must not use a maximum to find NaN."""
     assert run_ranks(nan_of, 2, 1, ranks="gloo") == run_ranks(nan_of, 2, 1) == [1, 1]
 
 
