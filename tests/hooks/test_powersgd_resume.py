@@ -93,7 +93,7 @@ def interrupt(rank, hook, options, warm_up, net=Net, after=6):
     resumed_optimizer.load_state_dict(checkpoint["optimizer"])
     with Messages() as said:
         continue_training(rank, resumed, resumed_optimizer, range(after, 12))
-    afresh = [line for line in said if "afresh" in line]
+    afresh = [line for line in said if "at zero" in line]
     return max(indices) + 1, afresh, parameters_of(model), parameters_of(resumed)
 
 

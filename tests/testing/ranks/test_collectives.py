@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGRAL = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 COMPLEX = (torch.complex64, torch.complex128)
-# gloo's reduce_scatter of lists, which torch 2.11 doesn't have.
+# gloo's all_to_all of lists, which torch 2.11 doesn't have.
 HAS_ALL_TO_ALL = torch.__version__ >= "2.13"
 
 
