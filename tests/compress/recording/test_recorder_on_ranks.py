@@ -137,7 +137,7 @@ def test_replicas_that_fsdp2_shards(run_ranks):
 
 
 def logged(rank, folder):
-    """Return what flush gives to a logger, and leave files; every rank in its own."""
+    """Save rows to a file per rank; return the last rows, and the arguments of flush's calls to a logger."""
     torch.manual_seed(0)
     model, state = Net(), STATES["PowerSGD"][0]()
     ddp = gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.01, find_unused_parameters=True)
