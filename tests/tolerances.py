@@ -42,9 +42,8 @@ ONE_STEP = 1e-5
 ONE_STEP_SPAN = 1e-5
 # One step in float64. Measured 7e-16. Tests allow Q's span 100 times as much, for its condition number.
 ONE_STEP_FP64 = 1e-12
-# The part of a gradient of rank ≤ r that one step in float32 leaves out: P's rounding error times P's condition
-# number. The condition number is a few hundred where random directions replace lost ones. Measured 2e-6 to
-# 4e-5.
+# The part of a gradient of rank ≤ r that one step in float32 leaves out: P's rounding error times P's
+# condition number, a few hundred where random directions replace lost ones. Measured 2e-6 to 4e-5.
 RECOVERY = 1e-4
 # Two ways to orthonormalize with epsilon 1e-8 added to columns of length about 1. Measured 3e-7.
 EPSILON_STEP = 1e-5
@@ -58,8 +57,8 @@ UNLIKE_BLOCKS = 0.05
 # The norm of the hook's rounding error, relative to exact arithmetic's rounding error. Of two levels at equal
 # distance, either loses as much. Measured 1.008.
 QUANTIZED_LOSS = 1.02
-# Five steps of gradcomp.testing.simple in float64, compared with the hooks. Bases of one span differ, and sums
-# are in another order. Measured 4e-15 for PowerSGD, and 0 for 8 bits.
+# Five steps of gradcomp.testing.simple in float64, compared with the hooks. The spans have other bases, and
+# sums are in another order. Measured 4e-15 for PowerSGD, and 0 for 8 bits.
 SIMPLE_STEPS = 1e-12
 # One step with the gradient, P, Q and the result rounded to 16 bits: four roundings. Measured 1.2.
 SIXTEEN_BIT_ROUNDINGS = 4
@@ -96,15 +95,15 @@ ORTHONORMAL = {torch.float32: 1e-5, torch.float64: 1e-6}
 # number of 1e4.
 SPAN = {torch.float32: 1e-6, torch.float64: 1e-11}
 
-# The error of one step of PowerSGD with P and Q rounded on the wire, relative to the gradient. The unit is one
-# rounding of an element. int8 has 127 steps up to the largest of a block's 128 elements. P's condition number
-# magnifies the error.
+# The relative error of one step of PowerSGD with P and Q rounded on the wire. The unit is one rounding of an
+# element. int8 has 127 steps up to the largest of a block's 128 elements. P's condition number magnifies the
+# error.
 FACTOR_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.int8: 1 / 127}
 FACTOR_ROUNDINGS = 4
 
-# The quantized all-reduce on the kernels, 4 bits: how much farther away than the nearest level the chosen level
-# may be, in units of the root mean square. Halfway between two levels, the quotient's rounding decides: 2e-6 of
-# at most 2.5.
+# The quantized all-reduce on the kernels, 4 bits: how much farther the chosen level may be than the nearest
+# level, in units of the root mean square. Halfway between two levels, the quotient's rounding decides: 2e-6
+# of at most 2.5.
 QUANTIZED_THRESHOLD = 1e-5
 # The scale of a block at 4 bits: rounded to bf16 once, after sums of squares in fp32.
 QUANTIZED_SCALE = 1.001 * 2.0**-8
