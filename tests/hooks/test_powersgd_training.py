@@ -25,8 +25,10 @@ def digest(tensor):
 
 
 def train(rank, hook_name, options, state_options, steps, dtype=torch.float32, lr=0.1):
-    """Train. Returns: by step, the gradients' digest and whether they are finite; the parameters' digest;
-    losses; the buckets' order.
+    """Train with the hook.
+
+    Returns ([(the gradients' digest, whether they are finite)] by step, the parameters' digest, the losses,
+    the buckets' indices in averaging order).
     """
     torch.manual_seed(0)
     unused = options.get("find_unused_parameters", False)
