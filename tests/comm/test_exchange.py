@@ -1,4 +1,4 @@
-"""The two collectives of a quantized all-reduce on gloo: what arrives, the order of posts, errors."""
+"""The two collectives of a quantized all-reduce on gloo: received rows, the order of posts, errors."""
 
 from datetime import timedelta
 from unittest import mock

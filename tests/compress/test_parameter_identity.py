@@ -1,4 +1,4 @@
-"""Test what identifies a parameter in another run."""
+"""Test that a parameter is identified in another run, by its name or by the first buckets."""
 
 import copy
 import re

@@ -34,7 +34,7 @@ def random_blocks(dtype, num_blocks=200, block_size=32):
 @WIDE
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_code_of_8_bits_is_beyond_127(sign, dtype):
-    """The largest values cover a binade, and the two values whose scales are rounded down most, by 2⁻⁸."""
+    """The largest values cover a binade. They include the scales that are rounded down most, by 2⁻⁸."""
     steps = 1 + torch.arange(2**12, dtype=dtype) / 2**12
     worst = torch.tensor([1 + 2**-8, 1 + 2**-8 - 2**-23], dtype=dtype)
     largest = 127 * torch.cat([steps, worst])[:, None]

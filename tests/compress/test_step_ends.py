@@ -32,7 +32,7 @@ class TwoDtypes(nn.Module):
 
 
 class Heads(nn.Module):
-    """This model never uses its first layer, which is in the last bucket."""
+    """This model never uses its first layer. That layer's gradients are in the last bucket."""
 
     def __init__(self):
         super().__init__()

@@ -66,7 +66,7 @@ def without_parameters(grid):
     return fully_shard(nn.Tanh(), mesh=grid.shards)
 
 
-# what is refused -> (the call's arguments, the error, its message)
+# case -> (the call's arguments, the error, its message)
 REFUSED = {
     "unsharded": (lambda g: (Net(), g.replicas), ValueError, "Net is not: call fully_shard on the model"),
     "sharded parts": (

@@ -36,7 +36,7 @@ def quantizing(bits, **options):
     return partial(QuantizationState, bits=bits, block_size=32, **options)
 
 
-# The interpreter computes in numpy, which warns.
+# The interpreter computes in numpy, and numpy warns.
 INTERPRETED = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 
 HOOKS = {

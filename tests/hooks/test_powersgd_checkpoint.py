@@ -193,7 +193,7 @@ def load_with_groups(rank):
 
 
 def test_the_process_group_is_left_out(run_ranks):
-    """Saving warns once, and so does loading, which sets the default group; state_dict() does not warn."""
+    """Saving warns once. Loading sets the default group, and warns once. state_dict() does not warn."""
     for on_saving, on_loading, *facts in run_ranks(load_with_groups, 2):
         assert on_saving == [
             "WARNING NOTE: Process group is not serializable and excluded from a saved state."

@@ -118,7 +118,7 @@ def test_torchs_errors_are_averaged_before_their_first_compressed_step(run_ranks
 
 
 def from_torch_twice(rank):
-    """Convert a state twice; torch overwrites its Q in place, which must not change the converted state."""
+    """Convert a state twice. torch overwrites its Q in place; the converted state must not change."""
     theirs = torch_powersgd.PowerSGDState(None, 2, START)
     for step in range(START + 3):
         torch_powersgd.powerSGD_hook(
@@ -188,7 +188,7 @@ def continue_in_ddp(rank):
 
 
 def test_from_torch_in_a_new_model(run_ranks):
-    """The model's layers have one shape and one bucket, whose order DDP reverses after the first step."""
+    """The model's layers have one shape and one bucket. DDP reverses their order after the first step."""
     for expected, found, said in run_ranks(continue_in_ddp, 2):
         assert relative(found, expected) <= 10 * MEAN_ERROR
         assert said == []

@@ -1,4 +1,4 @@
-"""Test that PowerSGD resumes bitwise in a new DDP model, and what happens when buckets are rearranged."""
+"""Test that PowerSGD resumes bitwise in a new DDP model, and continues when buckets are rearranged."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ from tests.hooks.test_default_hooks import Net, backward
 
 
 class Alike(nn.Sequential):
-    """This model's layers have one shape and one bucket, whose order DDP reverses after the first step."""
+    """This model's layers have one shape and one bucket. DDP reverses their order after the first step."""
 
     def __init__(self, unused):
         super().__init__(nn.Flatten(), *(nn.Linear(64, 64, bias=False) for _ in range(5)))

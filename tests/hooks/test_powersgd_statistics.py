@@ -1,4 +1,4 @@
-"""Test what a PowerSGDState counts and logs: compression statistics, its options, when compression starts."""
+"""Test a PowerSGDState's statistics, and its log of statistics, options and the start of compression."""
 
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
