@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute in plain torch, as in a user's process, where simulated ranks would run interpreted kernels."""
+    """Compute in plain torch, as in a user's process. Otherwise simulated ranks run interpreted kernels."""
     from gradcomp import ops  # imports Triton
 
     monkeypatch.setattr(ops, "_INTERPRETED", False)
@@ -45,7 +45,7 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
-    """Join a process group of this process alone, for one test."""
+    """Join a process group of size 1 for one test."""
     from benchmarks.hooks import join_group_of_one  # imports Triton
 
     join_group_of_one(torch.device("cpu"))

@@ -9,9 +9,9 @@ def device_of_rank() -> torch.device:
 
 
 def let_torchs_power_sgd_have_cpu_buckets() -> None:
-    """Let torch's hook average CPU buckets where a GPU is visible.
+    """Let torch's hook average CPU buckets also if a GPU is visible.
 
-    There it synchronizes with the bucket's device, which raises for the CPU.
+    The hook passes the bucket's device to torch.cuda.synchronize, which raises an error for the CPU.
     """
     synchronize = torch.cuda.synchronize
     if torch.cuda.is_available():

@@ -17,7 +17,7 @@ def users_environment(**changes: str) -> dict[str, str]:
 def run_python(
     *arguments: str | Path, stderr: int = subprocess.PIPE, timeout_s: float = 120, **environment: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `python arguments` in the checkout as a user does; scripts elsewhere import its gradcomp, too."""
+    """Run `python arguments` in the checkout, as a user does; scripts elsewhere import this gradcomp, too."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -31,7 +31,7 @@ def run_python(
 
 
 def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run `python -m arguments` without a GPU; its stdout has its stderr, too."""
+    """Run `python -m arguments` without a GPU; stdout includes stderr."""
     return run_python(
         "-m", *arguments, stderr=subprocess.STDOUT, **({"CUDA_VISIBLE_DEVICES": ""} | environment)
     )

@@ -1,9 +1,9 @@
 """Run a test's function in fresh processes that form a gloo process group.
 
-The processes are those of gradcomp.testing's ranks="gloo", which reports every rank's traceback or stack and
-kills what does not end. Here each call has its own, so that ranks may die or change torch's global state, and
-they may run the Triton kernels under the interpreter. They fork from a process that has imported what takes
-seconds to import.
+The processes are made by gradcomp.testing's ranks="gloo", which reports every rank's traceback or stack and
+kills ranks that don't end. Here each call has its own processes, so that ranks may die or change torch's
+global state. Ranks may run the Triton kernels under the interpreter. They fork from a process that has
+imported the slow modules: importing these takes seconds.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ from tests.devices import let_torchs_power_sgd_have_cpu_buckets
 __all__ = ["RankError", "run_ranks"]
 
 TIMEOUT_S = 90
-# Triton reads TRITON_INTERPRET when it is imported: ranks that interpret fork from another process.
+# Triton reads TRITON_INTERPRET when it is imported, so ranks that interpret fork from another process.
 SERVERS = {interpret: forkserver.ForkServer() for interpret in (False, True)}
 PRELOADED = [
     *("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks"),
@@ -42,11 +42,13 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(rank, *arguments) in world_size processes of one group; return the results, by rank.
 
-    function: importable by name. interpret: run the Triton kernels on the CPU, under the interpreter.
-    Raises RankError if a rank raises or dies, or if the ranks are not done after timeout_s: then every
-    process is killed and its stack reported.
+    function: importable by name.
+    interpret: run the Triton kernels on the CPU, under the interpreter.
+
+    Raises RankError if a rank raises or dies, or if the ranks are not done after timeout_s. In the last case
+    every process is killed and its stack reported.
     """
-    # This process interprets unless there is a GPU, and then no rank does.
+    # With a GPU, neither this process nor any rank interprets.
     interpret = interpret and os.environ.get("TRITON_INTERPRET") == "1"
     with _forking_from_clean_process(interpret) as context, closing(Pool(context)) as pool:
         return pool.run(_call, world_size, (function, arguments), timeout_s)

@@ -20,7 +20,7 @@ runpy.run_module("gradcomp", run_name="__main__")
 
 
 def test_a_users_process_is_told_versions_and_what_computes():
-    """The process is one of its own, which has neither Triton's interpreter nor numpy."""
+    """A new process has neither Triton's interpreter nor numpy."""
     done = run_python("-c", WITHOUT_NUMPY, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]

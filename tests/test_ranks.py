@@ -1,4 +1,4 @@
-"""Test that run_ranks returns results, and neither hides a failure nor waits for ever."""
+"""Test that run_ranks returns results, and neither hides a failure nor waits forever."""
 
 import os
 import signal

@@ -18,8 +18,9 @@ SMALLEST = {dtype: torch.finfo(dtype).smallest_normal * 2 * UNIT_ROUNDOFF[dtype]
 def scaled_copy(source: torch.dtype, result: torch.dtype) -> float:
     """Return the relative error of round(scale · x).
 
-    The scale and the product round in the arithmetic's dtype (fp64 if either side is fp64, else fp32), the
-    result once more (from fp64 to 16 bits by way of fp32: in torch always, in the kernels to bf16).
+    The scale and the product round in the arithmetic's dtype: fp64 if either side is fp64, else fp32. The
+    result rounds once more. From fp64 to 16 bits it also rounds to fp32 before: in torch always, in the
+    kernels if the result is bf16.
     """
     arithmetic = torch.float64 if torch.float64 in (source, result) else torch.float32
     detour = UNIT_ROUNDOFF[torch.float32] if source == torch.float64 else 0.0
@@ -37,39 +38,39 @@ def average(wire: torch.dtype, world_size: int, magnitude: torch.Tensor) -> torc
 # PowerSGD. One step of float32 from an identical state: products of up to 300 terms and an
 # orthonormalization. Measured 4e-7 against torch, 2e-7 against the oracle.
 ONE_STEP = 1e-5
-# The span of the new Q, which the spread of its singular values magnifies. Measured 4e-7.
+# The new Q's span. The spread of Q's singular values magnifies its error. Measured 4e-7.
 ONE_STEP_SPAN = 1e-5
-# The same in float64. Measured 7e-16, but the span keeps a condition number of up to 100.
+# One step in float64. Measured 7e-16. Tests allow Q's span 100 times as much, for its condition number.
 ONE_STEP_FP64 = 1e-12
-# The part of a gradient of rank ≤ r that one step in float32 leaves out: rounding P, times its condition
-# number, which is a few hundred where random directions replace lost ones. Measured 2e-6 to 4e-5.
+# The part of a gradient of rank ≤ r that one step in float32 leaves out: P's rounding error times P's
+# condition number, a few hundred where random directions replace lost ones. Measured 2e-6 to 4e-5.
 RECOVERY = 1e-4
 # Two ways to orthonormalize with epsilon 1e-8 added to columns of length about 1. Measured 3e-7.
 EPSILON_STEP = 1e-5
-# One quantized step in float32 from an identical state, over a block's largest value: sums of a few products.
-# Measured 2e-7.
+# One quantized step in float32 from an identical state, relative to a block's largest value: sums of a few
+# products. Measured 2e-7.
 QUANTIZED_STEP = 1e-5
-# The fraction of elements in blocks in which the hook may choose another code: quotients are rounded to
-# fp16, so one within 2^-11 of halfway between two levels gets either, and the block another scale. Measured
-# 0.015.
+# The fraction of elements in blocks where the hook may choose another code. Quotients are rounded to fp16, so
+# a quotient within 2^-11 of halfway between two levels may get either level, and its block another scale.
+# Measured 0.015.
 UNLIKE_BLOCKS = 0.05
-# The norm of the hook's rounding error over that of exact arithmetic: of two levels equally far neither loses
-# more. Measured 1.008.
+# The norm of the hook's rounding error, relative to exact arithmetic's rounding error. Of two levels at equal
+# distance, either loses as much. Measured 1.008.
 QUANTIZED_LOSS = 1.02
-# Five steps of gradcomp.testing.simple in float64 beside the hooks: other bases of the same span, sums in
-# another order. Measured 4e-15 for PowerSGD, and 0 for 8 bits.
+# Five steps of gradcomp.testing.simple in float64, compared with the hooks. The spans have other bases, and
+# sums are in another order. Measured 4e-15 for PowerSGD, and 0 for 8 bits.
 SIMPLE_STEPS = 1e-12
 # One step with the gradient, P, Q and the result rounded to 16 bits: four roundings. Measured 1.2.
 SIXTEEN_BIT_ROUNDINGS = 4
-# A mean of errors, rounded to float32 once. Measured 3e-8; ten times as much for a step behind it.
+# A mean of errors, rounded to float32 once. Measured 3e-8; after one more step, ten times as much.
 MEAN_ERROR = 1e-6
 # The least distance that torch's errors of uncompressed tensors wander in 200 steps, in units of the
-# gradients' rms; the noise of one rank against the mean of two has rms 0.7. Measured 9.6.
+# gradients' rms. One rank's noise minus the mean of two ranks' noise has rms 0.7. Measured 9.6.
 WANDERED = 5.0
 
 # Relative error (Frobenius) of one PowerSGD step from an identical state, times P's condition number. fp32:
 # sums of up to a thousand products in fp32 and one rounding each of M, P, Q and the output, measured 1e-7 to
-# 6e-7. 16 bits: M, P, Q and the output are rounded; P's rounding rotates the space that it spans, hence the
+# 6e-7. 16 bits: M, P, Q and the output are rounded. P's rounding rotates P's span, in proportion to the
 # condition number.
 POWERSGD_STEP = {
     torch.float64: 1e-12,
@@ -77,44 +78,45 @@ POWERSGD_STEP = {
     torch.float16: 4 * 2.0**-11,
     torch.bfloat16: 4 * 2.0**-8,
 }
-# Relative error of one PowerSGD stage by itself: one rounding of its result, and its sums.
+# Relative error of a single PowerSGD stage: one rounding of its result, and its sums.
 POWERSGD_STAGE = {
     torch.float64: 1e-12,
     torch.float32: 1e-6,
     torch.float16: 2 * 2.0**-11,
     torch.bfloat16: 2 * 2.0**-8,
 }
-# Above rank 8 on a GPU, sums in three parts of TF32: 2e-7 to 6e-7 emulated.
+# Above rank 8 on a GPU, the stage's products are sums of three TF32 parts. Emulated: 2e-7 to 6e-7.
 POWERSGD_STAGE_DOT = 3e-6
-# ‖PᵀP−I‖_F: the project's requirement for fp32 up to a condition number of 1e6. Measured: 2e-8 to 3e-6 where
+# ‖PᵀP−I‖_F. fp32: the project's requirement up to a condition number of 1e6. Measured 2e-8, and up to 3e-6 if
 # the second pass is only just skipped. fp64: the Gram matrix squares the condition number, 1e-16 · 1e8 ·
 # rank, once.
 ORTHONORMAL = {torch.float32: 1e-5, torch.float64: 1e-6}
-# ‖P − Q Qᵀ P‖ / ‖P‖: rounding Q to fp32, 2^-24 · sqrt(rank) times 4; in fp64 rounding P Tᵀ for a condition
+# ‖P − Q Qᵀ P‖ / ‖P‖. fp32: Q's rounding, 2^-24 · sqrt(rank), times 4. fp64: P Tᵀ's rounding for a condition
 # number of 1e4.
 SPAN = {torch.float32: 1e-6, torch.float64: 1e-11}
 
-# One step of PowerSGD with P and Q rounded on the wire, relative to the gradient, in these units: what one
-# rounding of an element costs, where int8 has 127 steps up to the largest of 128. P's condition number
-# magnifies it.
+# The relative error of one step of PowerSGD with P and Q rounded on the wire. The unit is one rounding of an
+# element. int8 has 127 steps up to the largest of a block's 128 elements. P's condition number magnifies the
+# error.
 FACTOR_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.int8: 1 / 127}
 FACTOR_ROUNDINGS = 4
 
-# The quantized all-reduce on the kernels, 4 bits. How much farther than the nearest level a chosen one may be
-# in units of the root mean square: between two levels the quotient's rounding, 2e-6 of at most 2.5, decides.
+# The quantized all-reduce on the kernels, 4 bits: how much farther the chosen level may be than the nearest
+# level, in units of the root mean square. Halfway between two levels, the quotient's rounding decides: 2e-6
+# of at most 2.5.
 QUANTIZED_THRESHOLD = 1e-5
-# A scale of 4 bits: rounded to bf16 once, and sums of squares in fp32.
+# The scale of a block at 4 bits: rounded to bf16 once, after sums of squares in fp32.
 QUANTIZED_SCALE = 1.001 * 2.0**-8
-# Outputs plus the mean error are the inputs: a rounding per step of each, in units of the inputs' norm.
+# Σ outputs + mean error = Σ inputs, relative to the inputs' norm. Each of the three is rounded once per step.
 QUANTIZED_IDENTITY = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # A Recorder's norms: up to four million squares at a time are summed in float32. Measured 1.1e-5 for a
 # million.
 RECORDED_NORM = 1e-4
-# A Recorder's relative errors and norms of means, from sketches in 251 places: six standard deviations of
-# 4.5 %.
+# A Recorder's relative errors and norms of means, from sketches in 251 places. The standard deviation is
+# 4.5 %; this is six times as much.
 SKETCHED_RATIO = 0.27
-# The mean of at least 18 of those ratios, each with other signs: six standard deviations of 6.3 % / √18.
+# The mean of at least 18 such ratios, each with other signs: six standard deviations of 6.3 % / √18.
 SKETCHED_MEAN = 0.09
-# A mean of gradients near the end of their dtype's range, in 4 bits at most, with an error that is cut there:
-# the levels next to the largest value are a quarter of it apart. Measured 0.12.
+# A mean of gradients near the end of their dtype's range, in 4 bits or more, with an error that is clamped to
+# the range. At 4 bits, the levels next to the largest value are a quarter of it apart. Measured 0.12.
 LARGEST_LOSS = 0.2

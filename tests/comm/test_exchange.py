@@ -1,4 +1,4 @@
-"""The two collectives of a quantized all-reduce on gloo: what arrives, the order of posts, errors."""
+"""The two collectives of a quantized all-reduce on gloo: received rows, the order of posts, errors."""
 
 from datetime import timedelta
 from unittest import mock
@@ -15,7 +15,7 @@ def row(source, destination, length):
 
 
 def both(rank, length, group):
-    """Return what all_to_all and all_gather received, one under way while the other is."""
+    """Run all_to_all and all_gather at once; return the rows that each received."""
     size = group.size()
     rows = torch.stack([row(rank, destination, length) for destination in range(size)])
     exchanged, gathered = torch.full_like(rows, 255), torch.full_like(rows, 255)
@@ -53,7 +53,7 @@ def test_ranks_are_the_groups_own(run_ranks):
 
 
 def posted(rank):
-    """Return what is posted, in order. With every receive first, neither direction of a link waits."""
+    """Return the posts in order. No direction of a link waits if every receive is posted first."""
     order = []
 
     def note(name):
@@ -79,7 +79,7 @@ def test_receives_are_posted_first_and_ranks_begin_with_different_ones(run_ranks
 
 def forgotten(rank, length):
     both_ranks = torch.zeros(2, length, dtype=torch.uint8)
-    # As when another bucket's error ends the step.
+    # Nobody waits for this exchange, as when another bucket's error ends the step.
     all_to_all(both_ranks.clone(), both_ranks, dist.group.WORLD)
     check(rank, length, dist.group.WORLD)
     dist.all_reduce(torch.ones(1))
@@ -91,7 +91,7 @@ def test_an_exchange_that_nobody_waits_for_leaves_the_group_usable(run_ranks, le
 
 
 def out_of_step(rank):
-    """Leave an exchange out on rank 0, as an error there would."""
+    """Leave out the all_gather on rank 0, as an error there would; the ranks' next exchanges differ."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     rows = torch.zeros(2, 5, dtype=torch.uint8)
     all_to_all(torch.empty_like(rows), rows, group).wait()

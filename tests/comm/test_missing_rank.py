@@ -38,7 +38,7 @@ NUM_STEPS = 3
 
 
 def users_hook(_, bucket):
-    """Average with a collective that waits, as hooks of users' own may."""
+    """Average with a collective that waits, as a user's own hook may."""
     dist.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer() / 2)
@@ -68,7 +68,7 @@ HOOKS = {
     "bf16 around 8 bits": (lambda: None, bf16_compress_wrapper(quantization_pertensor_hook)),
     "fp16 around bf16": (lambda: None, fp16_compress_wrapper(bf16_compress_hook)),
 }
-# The others refuse torch's bucket, or get the same way through it.
+# Not with torch's DDP: gradcomp takes no part in these averages there, so torch's errors stay as they are.
 OURS_ONLY = {"user's": (lambda: None, users_hook), "no hook": None}
 
 
@@ -131,7 +131,7 @@ WAYS = {
 
 
 def errors(rank, way, names, path):
-    """Write (type, message, cause's type) of rank 0's error with every hook, after rank 1 has left."""
+    """Let rank 1 leave after some steps; write rank 0's (error type, message, cause's type) by hook."""
     make, steps = WAYS[way][0], {}
     for name in names:
         hook = (HOOKS | OURS_ONLY)[name]
@@ -140,7 +140,7 @@ def errors(rank, way, names, path):
             steps[name]()
     if rank == 1:
         if way == "FSDP2":
-            os._exit(0)  # torch keeps the groups of a sharded model
+            os._exit(0)  # torch keeps a sharded model's groups alive
         steps.clear()
         gc.collect()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The stages of several buckets: in which order they run, who completes a future, and what errors do."""
+"""The stages of several buckets: their order, who completes a future, and how errors end a step."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ class Work:
 
 
 def bucket(index, log, names="AB"):
-    """Yield a collective per name; the result is a tensor of the index."""
+    """Yield one collective per name; return the index as a tensor."""
     for name in names:
         yield Work(f"{name}{index}", log)
     log.append(f"end {index}")
@@ -36,7 +36,7 @@ def test_every_bucket_goes_one_stage_further_with_each_hook():
         log.append(f"hook {index}")
         futures.append(pipeline.add(bucket(index, log), is_first=index == 0, is_last=index == 3))
     assert issued(log) == ["A0", "A1", "B0", "A2", "B1", "A3", "B2", "B3"]
-    # A hook returns with its collective under way, and waits only for those of earlier buckets.
+    # A hook returns while its collective is under way, and waits for earlier buckets' collectives only.
     assert log[:4] == ["hook 0", "issue A0", "hook 1", "issue A1"]
     assert log.index("wait A0") > log.index("hook 1")
     assert log.index("wait A2") > log.index("hook 3")
@@ -83,7 +83,7 @@ def test_an_error_is_raised_in_the_hook():
     pipeline.add(failing(), is_first=True, is_last=False)
     with pytest.raises(RuntimeError, match="connection lost"):
         pipeline.add(bucket(1, log), is_first=False, is_last=True)
-    # The next step begins afresh.
+    # The next step starts without the failed bucket.
     assert pipeline.add(bucket(0, log), is_first=True, is_last=True).value() == 0
 
 
@@ -120,7 +120,7 @@ def test_other_errors_of_stages_stay_what_they_are():
 
 
 def test_a_step_that_backward_broke_off_is_finished_by_the_next():
-    """Its collectives have been issued on every rank, and what is under way must not be left."""
+    """Every rank has issued the broken step's collectives, so they must be completed."""
     log, pipeline = [], Pipeline()
     broken_off = pipeline.add(bucket(7, log), is_first=True, is_last=False)
     pipeline.add(bucket(0, log), is_first=True, is_last=True)

@@ -1,4 +1,4 @@
-"""On which stream a hook's sequence runs on CUDA, with CUDA stubbed, in a process of its own."""
+"""Test the stream that a hook's sequence runs on, with CUDA stubbed in another process."""
 
 import json
 import shutil

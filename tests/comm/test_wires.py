@@ -15,7 +15,7 @@ from gradcomp.testing import run_ranks as run_simulated_ranks
 
 
 def wrapped(state, bucket):
-    """Average with a hook that the wrappers don't replace by one of ours."""
+    """Average with a hook that the wrappers don't know, and so don't replace by a compress hook."""
     return allreduce_hook(state, bucket)
 
 
@@ -42,7 +42,7 @@ def test_a_hook_called_again_before_anyone_waits_has_another_wire(hook):
 
 
 def two_towers_with_one_head(rank):
-    """Return the gradients of two models with one last layer, in one backward, with and without a hook."""
+    """Run one backward through two models that share a last layer; return (gradients, exact ones) by hook."""
     torch.manual_seed(0)
     head = nn.Linear(64, 64)
     towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), head) for _ in range(2))

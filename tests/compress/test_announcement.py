@@ -1,4 +1,4 @@
-"""The line that says when compression starts: when it comes, where, and how to be without it."""
+"""Test the line that says when compression starts: its step, its rank, and how users silence it."""
 
 import logging
 
@@ -37,7 +37,7 @@ dist.destroy_process_group()
 
 
 def said(configure="", *arguments, options="", **environment):
-    """Return the lines on stderr that are gradcomp's."""
+    """Return the program's lines on stderr that announce compression."""
     program = PROGRAM.format(configure=configure, options=options)
     done = run_python(*arguments, "-c", program, **environment)
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_one_rank_of_two_says_it(tmp_path):
 
 @pytest.mark.usefixtures("plain_torch")
 def test_the_kit_says_nothing(capfd):
-    """It makes states by the hundred."""
+    """The kit makes hundreds of states."""
     from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 
     records = []

@@ -61,9 +61,10 @@ def error_in(state):
 
 
 def shrink(rank, library, store_path):
-    """Train on three ranks, then on the first two, for every kind; return what the two see of it.
+    """Train on three ranks, then on the first two, with every kind of state.
 
-    store_path: None assigns a smaller group to the states. Otherwise the default group is made again.
+    store_path: None: a smaller group is assigned to the states. Otherwise the default group is made again.
+    Returns, by kind, the averages on two ranks, and the error before and after them; None on the third rank.
     """
     found, kept = {}, []
     for name, (make, hook) in KINDS.items():
@@ -104,13 +105,13 @@ def test_errors_are_kept_by_a_group_that_shrinks(run_ranks, library, is_assigned
         assert torch.equal(*outputs), name
         given = sum(gradient_of(rank, BEFORE + step).double() for rank in (0, 1) for step in range(AFTER)) / 2
         owed = given + sum(before) / 2 - sum(after) / 2
-        tolerance = 1e-4 if KINDS[name][0]() else 0.02  # without errors, rounding is lost
+        tolerance = 1e-4 if KINDS[name][0]() else 0.02  # a hook without errors loses its rounding
         error = (outputs[0].double().sum(0) - owed).norm() / owed.norm()
         assert error < tolerance, (name, error)
 
 
 def merge_and_copy(rank):
-    """Train in halves, with copies of one template; return averages, and the error when the halves merge."""
+    """Train in halves, on copies of states; return averages, and the error message when the halves merge."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = halves[rank // 2]
     averages, states = [], []

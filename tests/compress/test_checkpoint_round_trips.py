@@ -1,4 +1,4 @@
-"""Every state, in every dtype, saved and loaded in every way: what is loaded goes on as what was saved."""
+"""Every state, in every dtype, saved and loaded in every way, continues like the state that was saved."""
 
 import copy
 
@@ -73,7 +73,7 @@ def through_dcp(state, make, hook, folder):
     return fresh
 
 
-# True: the ranks' own errors come back. False: the mean of all ranks' errors does.
+# True: each rank gets its own errors back. False: each rank gets the mean of all ranks' errors.
 WAYS = {
     "state_dict": (lambda s, make, hook, folder: loaded(make, s.state_dict()), True),
     "a file": (lambda s, make, hook, folder: loaded(make, reload(s.state_dict())), True),
@@ -97,7 +97,7 @@ def error_of(state):
 
 
 def round_trips(rank, dtype, folder):
-    """Return what goes wrong, by state, number of steps before, and way."""
+    """Return the failures as (state, number of steps before saving, way, message)."""
     wrong = []
     for name, (make, hook) in STATES.items():
         for num_steps in (START - 1, START + 2):
@@ -107,7 +107,7 @@ def round_trips(rank, dtype, folder):
             resumed = {}
             for way, (save_and_load, _) in WAYS.items():
                 if (name, way) == ("top k", "a pickle"):
-                    continue  # its class is no module's: the page's block is executed
+                    continue  # pickle can't import its class: it is made by executing a block of the page
                 try:
                     resumed[way] = save_and_load(state, make, hook, f"{folder}/{name}/{num_steps}")
                 except Exception as error:

@@ -1,4 +1,4 @@
-"""Test steps whose averages are thrown away: with discard_step, nothing of the errors goes with them."""
+"""Test steps whose averages are thrown away: discard_step keeps the errors complete."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ KINDS = {
 
 
 class Weights(nn.Module):
-    """This model's gradients are its inputs; a use of the first may leave out the second."""
+    """This model's gradients are its inputs. With one input, it leaves out the second weight."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def gradients_of(rank, step, scale=1.0, num=2):
 
 
 def train(rank, library):
-    """Throw a step away before each one; return what is lost and the steps counted, by kind."""
+    """Discard a step before each step; return (relative loss, steps counted) by kind."""
     found = {}
     for name, (make, hook) in KINDS.items():
         model, state = Weights(), make()
@@ -53,7 +53,7 @@ def train(rank, library):
         given, out = torch.zeros(2, 2, SIZE, SIZE, dtype=torch.float64)
         for step in range(STEPS):
             with state.discard_step():
-                # Some of these steps leave out a layer on one rank, or on all ranks.
+                # Some discarded steps leave out a layer on one rank, or on all ranks.
                 num = 1 if step % 4 == 3 or (step % 4 == 1 and rank) else 2
                 ddp(gradients_of(rank, step + 500, 10.0, num)).backward()
             ddp.zero_grad()
@@ -76,7 +76,7 @@ def train(rank, library):
 def test_discarded_steps_take_nothing_out_of_the_errors(run_ranks, library):
     for found in run_ranks(train, 2, library):
         for name, (lost, num_steps) in found.items():
-            # A bucket that the wrapper has rounded to bf16 is rounded in every step.
+            # The bf16 wrapper rounds the bucket in every step, and keeps no error.
             assert lost < (0.02 if name.startswith("bf16") else 1e-4), name
             assert num_steps == 2 * STEPS
 

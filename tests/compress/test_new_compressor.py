@@ -24,7 +24,7 @@ START = 2
 
 
 def documented():
-    """Return what the page's first block defines, as a module would."""
+    """Execute the page's first block; return the two classes that it defines."""
     names = {"__name__": "documented"}
     exec(compile(BLOCKS[0], str(PAGE), "exec"), names)
     return names["TopK"], names["TopKOptions"]
@@ -50,7 +50,7 @@ def test_it_is_short():
 
 
 def test_the_documented_check(monkeypatch):
-    """The check passes, and includes error feedback in other buckets and after a restart."""
+    """The check passes, error feedback in other buckets and after a restart included."""
     reports = []
 
     def recorded(*arguments):
@@ -66,7 +66,7 @@ def test_the_documented_check(monkeypatch):
 
 
 def runs(rank, kind):
-    """Return the last outputs of a run, and of one that is broken off, saved, loaded and resumed."""
+    """Return (last outputs, statistics) of a whole run, and of a run saved and resumed after step 5."""
     results = []
     for is_resumed in (False, True):
         state = new_state()
@@ -92,7 +92,10 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one():
 
 
 def rearranged(rank):
-    """Return out + mean error − in, of steps in one bucket, then two in another order, then one again."""
+    """Return Σ (output − gradient), and the error left at the end.
+
+    The parameters are in one bucket at first, then in two buckets in another order, then in one again.
+    """
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     state, total = new_state(), torch.zeros(starts(SHAPES)[-1])
     for step in range(12):
@@ -132,7 +135,7 @@ class Net(nn.Module):
 
 
 def train(rank, kind):
-    """Return the loss before and after, and the parameters, of training with the compressor."""
+    """Train with the compressor; return the first loss, the last loss, and the parameters."""
     torch.manual_seed(0)
     model = Net()
     state, data = new_state(density=0.2), torch.randn(64, 12, generator=torch.Generator().manual_seed(rank))

@@ -23,7 +23,7 @@ from tests.hooks.test_quantization_hook import train
 from tests.tolerances import QUANTIZED_IDENTITY
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2), (7, 9)]
-# Of 16 elements, so that blocks are cut by pieces and shards, and the last ones are padded.
+# Blocks have 16 elements, so that pieces and shards cut blocks, and the last blocks are padded.
 EXACT = [slice(1200, 1217), slice(1337, 1344)]
 LOSS = {4: 0.2, 8: 0.02}
 BITS = pytest.mark.parametrize("bits", [4, 8])
@@ -70,7 +70,7 @@ def error_in(state_dict):
 
 
 def continued(rank, group, bits, ranks_per_node, saved, num_steps=6):
-    """Return the sums of inputs and outputs over steps, and the state."""
+    """Take steps, after loading `saved` if given; return (Σ inputs, Σ outputs, state_dict)."""
     state = state_of(bits, ranks_per_node)
     if saved is not None:
         state.load_state_dict(reload(saved[rank] if isinstance(saved, list) else saved))
@@ -94,7 +94,7 @@ def test_what_is_lost_comes_back(bits, world_size, ranks_per_node):
     assert relative(runs[0][1] + errors, inputs) < 1e-6
     assert errors.norm() > 0
     for run in runs:
-        # A rank keeps the errors of its piece: of 88 blocks, whole shards.
+        # A rank keeps errors of its own piece alone: whole shards of the 88 blocks.
         assert (error_in(run[2]) != 0).sum() <= -(-88 // world_size) * (world_size // ranks_per_node) * 16
 
 
@@ -102,7 +102,7 @@ def test_what_is_lost_comes_back(bits, world_size, ranks_per_node):
 @pytest.mark.parametrize("before", [(4, 1), (4, 2), (6, 3)])
 @pytest.mark.parametrize("after", [(4, 1), (4, 4), (6, 2)])
 def test_errors_go_on_with_other_nodes(bits, before, after):
-    """From a merged checkpoint; with as many ranks, from every rank's own."""
+    """Resume from a merged checkpoint; with an equal number of ranks, also from the ranks' own ones."""
     runs = testing.run_ranks(continued, before[0], bits, before[1], None)
     _, errors = means(runs)
     merged = average_errors([run[2] for run in runs], state_of(bits, 1).checked)
@@ -197,7 +197,10 @@ def test_a_node_sends_what_one_rank_would(factors):
 
 
 def skip_a_layer(rank, group, users):
-    """Take two steps, then one in which only `users` use the first tensor; return its errors around that."""
+    """Take two steps, then one in which only the ranks `users` use the first tensor.
+
+    Returns (error before that step, gradient, output, error after it).
+    """
     nodes_of(group, 2)
     spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), group.size(), 0, ranks_per_node=2)
     compressor = QuantizedCompressor(spec, QuantizedOptions(4, 16))
@@ -215,7 +218,7 @@ def skip_a_layer(rank, group, users):
 
 @pytest.mark.parametrize("users", [[], [0], [1, 2], [0, 1, 2, 3]])
 def test_a_layer_that_some_ranks_skip(users):
-    """Its errors stay if no rank uses it. In any case the average and the mean error lose nothing."""
+    """The layer's errors stay if no rank uses it. The average plus the mean error always loses nothing."""
     befores, gradients, outputs, afters = (
         torch.stack(each).double() for each in zip(*testing.run_ranks(skip_a_layer, 4, users), strict=True)
     )
@@ -253,7 +256,7 @@ def trained(rank, hook):
 
 @pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
 def test_it_trains_on_gloo(run_ranks, interpret):
-    """On processes, in which collectives of the three groups may overtake one another."""
+    """Ranks are processes, where collectives of the three groups may overtake one another."""
     (first, uncompressed, _), *_ = run_ranks(trained, 4, "none")
     assert uncompressed < 0.5 * first
     for hook in ("int4", "int8 factors"):

@@ -1,4 +1,4 @@
-"""Test what identifies a parameter in another run."""
+"""Test that a parameter is identified in another run, by its name or by the first buckets."""
 
 import copy
 import re
@@ -16,7 +16,7 @@ def tensors(shapes=SHAPES):
 
 
 def brought(identity, parameters, *buckets):
-    """Bring the parameters in these buckets; return their indices, and what is found not to fit."""
+    """Bring the parameters in these buckets; return their indices and the checkpoint's unfit indices."""
     indices, unfit = [], set()
     for bucket in buckets:
         members = [parameters[position] for position in bucket]
@@ -27,7 +27,7 @@ def brought(identity, parameters, *buckets):
 
 
 def saved_and_loaded(identity):
-    """Return an identity that has loaded what a checkpoint says of these parameters."""
+    """Return a new identity that has loaded these parameters' entries from a checkpoint."""
     resumed = ParameterIdentity()
     resumed.load(copy.deepcopy(identity.of(range(100))))
     return resumed

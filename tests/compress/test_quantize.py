@@ -1,4 +1,4 @@
-"""The quantization of blocks, against the definition in float64."""
+"""Compare the quantization of blocks with its definition in float64."""
 
 import math
 
@@ -15,7 +15,7 @@ WIDE = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
 def quantized(values, bits):
-    """Return codes and scales of blocks, what they stand for, and what is lost."""
+    """Return the blocks' codes, scales, dequantized values and errors."""
     lost = values.clone()
     codes = torch.empty(len(values), values.shape[1] * bits // 8, dtype=torch.uint8)
     scales = torch.empty(len(values), dtype=torch.bfloat16)
@@ -34,7 +34,7 @@ def random_blocks(dtype, num_blocks=200, block_size=32):
 @WIDE
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_code_of_8_bits_is_beyond_127(sign, dtype):
-    """Largest values over the whole of a binade, where scales are rounded down most, by 2⁻⁸."""
+    """The largest values cover a binade. They include the scales that are rounded down most, by 2⁻⁸."""
     steps = 1 + torch.arange(2**12, dtype=dtype) / 2**12
     worst = torch.tensor([1 + 2**-8, 1 + 2**-8 - 2**-23], dtype=dtype)
     largest = 127 * torch.cat([steps, worst])[:, None]
@@ -44,7 +44,7 @@ def test_no_code_of_8_bits_is_beyond_127(sign, dtype):
 
 
 def test_the_levels_are_lloyds():
-    """Each level is the mean of a normal variable between its thresholds, as in the best quantizer."""
+    """Each level is the mean of a normal variable between its thresholds: Lloyd's condition."""
     normal = torch.distributions.Normal(torch.tensor(0.0, dtype=torch.float64), 1.0)
     bounds = torch.tensor([-math.inf, *plain.THRESHOLDS, math.inf], dtype=torch.float64)
     density = torch.exp(-bounds.square() / 2) / math.sqrt(2 * math.pi)
@@ -60,7 +60,7 @@ def test_4_bits_are_the_nearest_level_at_the_best_scale(dtype):
     wide = values.double()
     levels = plain.levels().double()
     unit = wide / wide.square().mean(1, keepdim=True).sqrt()
-    # The levels nearest to either side of what fp16 rounds to.
+    # fp16 rounds the quotient: near a threshold, either neighboring level is right.
     sides = (unit * (1 - 2**-11), unit * (1 + 2**-11))
     low, high = (levels[(side[:, :, None] - levels).abs().argmin(2)] for side in sides)
     nearest = torch.where((out.double() / scales.double()[:, None] - low).abs() < 1e-6, low, high)
@@ -76,7 +76,7 @@ def test_8_bits_are_the_nearest_multiple_of_the_scale(dtype):
     codes, scales, out, lost = quantized(values, 8)
     wide, scale = values.double(), scales.double()[:, None]
     assert torch.allclose(scales.double() * 127, wide.abs().amax(1), rtol=2**-8)
-    # The largest value's own rounding and the scale's, to 8 bits, are all that is lost.
+    # Two roundings lose something: the code's, up to half a scale, and the scale's, to 8 significant bits.
     assert ((wide - out.double()).abs() <= scale * (0.5 + 127 * 2**-8)).all()
     assert torch.equal(out.double(), (scale * codes.view(torch.int8).double()).to(dtype).double())
     assert ((wide - out.double() - lost.double()).abs() <= 1e-6 * scale).all()
@@ -104,7 +104,7 @@ def test_zeros_stay_zeros(bits):
 @BOTH
 @pytest.mark.parametrize("block_size", [2, 6, 128])
 def test_blocks_do_not_depend_on_one_another(bits, block_size):
-    """They do not depend on the chunks in which they are quantized either."""
+    """A block's result doesn't depend on the chunk that it is quantized in, either."""
     values = torch.randn(plain.CHUNK_NUMEL // block_size + 3, block_size)
     _, _, together, _ = quantized(values, bits)
     for row in (0, 1, len(values) - 4, len(values) - 1):
@@ -115,7 +115,7 @@ def test_blocks_do_not_depend_on_one_another(bits, block_size):
 @BOTH
 @WIDE
 def test_unusual_blocks_change_nothing_for_others(bits, dtype):
-    """Blocks of zeros, tiny and huge values and what is not finite are what they are by themselves."""
+    """Each block has the result that it has alone, beside zeros, tiny, huge and non-finite values."""
     values = random_blocks(dtype, num_blocks=60)
     values[5:20:3] = 0.0
     values[6] = -0.0
@@ -144,7 +144,7 @@ def test_dequantizing_may_add():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("block_size", [2, 16])
 def test_every_element_is_in_one_place(block_size, world_size):
-    """Each tensor is quantized or exact, no block has elements of two, and padding is what is left."""
+    """Each tensor is quantized or exact, no block has elements of two, and padding fills the rest."""
     shapes = [(7, 5), (3,), (), (16, 16), (0, 4), (2, 2), (4, 4), (33,)]
     layout = BlockLayout(shapes, block_size, world_size)
     blocks = torch.zeros(world_size * layout.shard_numel, dtype=torch.int64)

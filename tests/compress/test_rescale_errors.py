@@ -1,4 +1,4 @@
-"""Errors that follow a GradScaler's scale: scaled gradients are averaged as if they had no scale."""
+"""Errors that follow a GradScaler's scale: averages of scaled gradients are the unscaled ones, scaled."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 
 SHAPES = [(24, 18), (7,), (5, 3, 4)]
-SCALES = [2.0**16, 2.0**16, 2.0**15, 2.0**17, 2.0**17, 2.0**3]  # so that scaling rounds nothing
+SCALES = [2.0**16, 2.0**16, 2.0**15, 2.0**17, 2.0**17, 2.0**3]  # powers of two: scaling rounds nothing
 
 
 def powersgd(**options):
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def averages(rank, name, scales, follow=True, resume_at=None):
-    """Average a bucket in each step, multiplied by its scale; return the averages without it."""
+    """Average a bucket in each step, multiplied by the step's scale; return averages divided by the scale."""
     make, hook = KINDS[name]
     state, found = make(), []
     for step, scale in enumerate(scales):
@@ -53,7 +53,7 @@ def runs(rank, name):
     )
 
 
-# On kernels, each sort of plan once: the rest is the state's work.
+# On kernels, test each kind of plan once. The state does the rest, without kernels.
 @pytest.mark.parametrize(
     ("name", "interpret"),
     [*((name, False) for name in KINDS), *((name, True) for name in ("int4", "PowerSGD", "int8 factors"))],
@@ -62,7 +62,7 @@ def test_the_scale_makes_no_difference_to_averages(run_ranks, name, interpret):
     for without_scale, followed, resumed, not_followed in run_ranks(runs, 2, name, interpret=interpret):
         for scaled in (followed, resumed):
             if interpret:
-                # The kernels subtract P Qᵀ in the next step: an error that is read is rounded once more.
+                # The kernels subtract P Qᵀ in the next step. Reading an error before rounds it once more.
                 torch.testing.assert_close(scaled, without_scale, rtol=1e-5, atol=1e-5)
             else:
                 assert torch.equal(scaled, without_scale)

@@ -1,4 +1,4 @@
-"""Test that a resumed run gives errors to the layers that they are of, or says that it can't."""
+"""Test that a resumed run gives every layer its own error, or warns that it can't."""
 
 import copy
 from itertools import chain
@@ -20,11 +20,11 @@ HOOKS = {
     "PowerSGD": (lambda: PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook),
     "int4": (lambda: QuantizationState(bits=4, block_size=32), quantization_hook),
 }
-SMALL, LARGE = 0.005, 25  # MB: two layers to a bucket, or all
+SMALL, LARGE = 0.005, 25  # MB: two layers per bucket, or all layers in one
 
 
 class Layers(nn.Module):
-    """This model has layers of one shape; their gradients are its inputs."""
+    """This model's layers have one shape. Its inputs are their gradients."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Layers(nn.Module):
 
 
 def register(model, how, state, hook, cap, find_unused):
-    """Wrap the model; register the hook on it. how: the wrapper, and who names the parameters."""
+    """Wrap the model, and register the hook. how: the wrapper, and who names the parameters."""
     if how == "Reducer":
         reducer = gradcomp.Reducer(model.named_parameters(), bucket_cap_mb=cap)
         reducer.register_comm_hook(state, hook)
@@ -71,7 +71,7 @@ def train(rank, state, hook, steps, run):
 
 
 def resumed(rank, first, second):
-    """Return (what is lost of each layer, what was held back, the log) of a resumed run, for each hook."""
+    """Resume a run with each hook. Returns, by hook, (each layer's loss, each layer's error, warnings)."""
     return [resumed_with(rank, make, hook, first, second) for make, hook in HOOKS.values()]
 
 
@@ -81,7 +81,7 @@ def resumed_with(rank, make, hook, first, second):
     with Messages("gradcomp") as said:
         later.load_state_dict(reload(state.state_dict()))
         two = train(rank, later, hook, range(STEPS, 2 * STEPS), second)
-    lost = one[0] + two[0] - one[1] - two[1] - two[2]  # the averages are the ranks' own
+    lost = one[0] + two[0] - one[1] - two[1] - two[2]  # ours, summed over the ranks below
     held = one[2]
     for each in (lost, held):
         dist.all_reduce(each)
@@ -124,7 +124,7 @@ def test_every_layer_gets_its_own_error(run_ranks, first, second):
     ids=str,
 )
 def test_what_nobody_can_identify_is_dropped_with_a_warning(run_ranks, first, second, message):
-    """Every layer loses its own error then, and no layer gets another layer's."""
+    """Every layer loses its own error, and no layer gets another layer's error."""
     for lost, held, warnings in chain(*run_ranks(resumed, 2, first, second)):
         torch.testing.assert_close(lost, held, rtol=1e-4, atol=1e-4)
         (line,) = warnings
@@ -133,7 +133,7 @@ def test_what_nobody_can_identify_is_dropped_with_a_warning(run_ranks, first, se
 
 
 def names_of_torchs(rank):
-    """Return the names in the checkpoints of hooks that know torch's DDP: registered by type, copied."""
+    """Register PowerSGD by DDPCommHookType, and copy the state; return the names in the copy's checkpoint."""
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(40, 40))
     states = []
     ddp.register_comm_hook = lambda state, hook: states.append((state, hook))

@@ -1,4 +1,4 @@
-"""What all ranks must call, called on one rank: the error names it on every rank, within the time-out."""
+"""One rank makes a call that all ranks must make: every rank's error names the call, by the time-out."""
 
 from datetime import timedelta
 
@@ -36,7 +36,7 @@ def make_the_call(call, state, folder):
 
 
 def messages(rank, call, hook_name, folder):
-    """Return the error of rank 0, which makes the call alone, or of rank 1, which goes on averaging."""
+    """Make the call on rank 0 alone, while rank 1 goes on averaging; return this rank's error message."""
     group = dist.new_group([0, 1], timeout=TIMEOUT)
     state, hook = hooks_of(hook_name, None)
     model = gradcomp.DistributedDataParallel(nn.Linear(32, 32))
@@ -81,7 +81,7 @@ def test_every_rank_is_told(run_ranks, call, tmp_path):
 
 
 def together_after_alone(rank):
-    """Save alone on one rank, which fails; then save on both."""
+    """Save on one rank alone, which raises an error; then save on both."""
     group = dist.new_group([0, 1], timeout=TIMEOUT)
     state = QuantizationState(group)
     if rank == 0:
@@ -99,7 +99,7 @@ def test_a_save_on_every_rank_succeeds_after_one_that_failed(run_ranks):
 
 
 def unannounced(rank):
-    """Return the message of a rank that nobody waits for, after a save that all ranks came to."""
+    """Save on all ranks, then average on rank 0 alone; return rank 0's message."""
     consolidated_state_dict(QuantizationState())
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if rank == 0:

@@ -40,7 +40,7 @@ def with_hook(rank, hook):
 
 
 def test_it_is_more_accurate_than_an_all_reduce_in_16_bits(run_ranks):
-    """An all-reduce on gloo rounds partial sums; this one gives another result, nearer to the mean."""
+    """gloo's all-reduce rounds partial sums, so its result differs, and is farther from the mean."""
     (ours, theirs) = (
         run_ranks(with_hook, 4, hook) for hook in (quantization_hook, default_hooks.bf16_compress_hook)
     )
@@ -57,7 +57,7 @@ def test_by_nodes(dtype):
     mean = torch.stack([gradient.double() for gradient, _ in results]).mean(0)
     for _, output in results:
         assert torch.equal(output, results[0][1])
-        # Rounded to 8 significant bits twice.
+        # Values are rounded to 8 significant bits twice.
         assert (output.double() - mean).abs().max() <= 2**-7 * mean.abs().max()
 
 

@@ -1,4 +1,4 @@
-"""Test when states count steps, also where no bucket says that it is the last."""
+"""Test that states count steps, also if no bucket says that it is the last."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class TwoDtypes(nn.Module):
 
 
 class Heads(nn.Module):
-    """This model never uses its first layer, which is in the last bucket."""
+    """This model never uses its first layer. That layer's gradients are in the last bucket."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Heads(nn.Module):
 
 
 class Checkpointed(Heads):
-    """Every layer's backward is a backward of its own, within the model's."""
+    """Every layer runs a backward of its own, nested in the model's backward."""
 
     def forward(self, x):
         for layer in self.layers:
@@ -54,7 +54,7 @@ class Checkpointed(Heads):
 
 
 class Towers(Heads):
-    """This model has two outputs, of two layers each."""
+    """This model has two outputs. Each comes from two layers."""
 
     def forward(self, x):
         first, second, third, fourth = self.layers
@@ -62,7 +62,11 @@ class Towers(Heads):
 
 
 def train(rank, make_model, options, libraries):
-    """Train with every kind of state; return the steps counted, the rate, and whether replicas agree."""
+    """Train with every kind of state on every library.
+
+    Returns for each: the step counts, is_compared, the compression rate, whether the ranks' gradients are
+    equal, and how many elements they have.
+    """
     found = []
     for library in libraries:
         for make, hook in KINDS.values():
@@ -100,7 +104,7 @@ def train(rank, make_model, options, libraries):
     ids=["a static graph", "reentrant checkpoints", "two backwards", "an unused last bucket"],
 )
 def test_every_step_counts_once(run_ranks, make_model, options, libraries):
-    """In a static graph's first step torch waits where no later hook or callback comes: no hang."""
+    """Nothing hangs, though in a static graph's first step torch calls no hook or callback once it waits."""
     for results in run_ranks(train, 2, make_model, options, libraries):
         for counted, is_compared, rate, is_equal, numel in results:
             assert counted == list(range(1, STEPS + 1))

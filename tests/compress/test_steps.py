@@ -1,4 +1,4 @@
-"""Test states whose buckets don't say which is a step's last."""
+"""Test states whose buckets never report is_last()."""
 
 import logging
 
@@ -14,7 +14,7 @@ def average(state, index, parameter, is_last=False):
 
 
 def end_steps(rank):
-    """Run steps of two buckets, none of which is the last; return what the state says after each."""
+    """Run steps of two buckets without is_last; return the state's counts, its log, and is_compared."""
     state = QuantizationState(None, start_iter=1, compression_stats_logging_frequency=2)
     messages, handler = [], logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage().partition(", total")[0])

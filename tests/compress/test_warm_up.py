@@ -15,7 +15,7 @@ from tests.hooks.powersgd_runs import simulate
 
 
 class Noted(Compressor):
-    """Averages nothing, and notes what is asked of it."""
+    """A compressor that averages nothing, and notes the calls."""
 
     calls: list[tuple] = []  # noqa: RUF012 emptied by each test
 
@@ -70,7 +70,7 @@ def test_powersgd_compiles_for_its_options(monkeypatch):
 
 @pytest.mark.parametrize("hook", [powersgd.powerSGD_hook, powersgd.batched_powerSGD_hook])
 def test_powersgd_compiles_once_per_bucket_in_a_quantized_start(hook, monkeypatch):
-    """The kernels of the compressed steps, when the bucket's first quantized all-reduce is under way."""
+    """The compressed steps' kernels compile while the bucket's first quantized all-reduce is under way."""
     events = []
 
     def note(module, name, event):
@@ -88,7 +88,7 @@ def test_powersgd_compiles_once_per_bucket_in_a_quantized_start(hook, monkeypatc
 
 
 def test_a_new_memory_is_warmed_up_though_an_old_one_had_its_address():
-    """Buckets that are arranged anew in every step: no memory is taken for one that is gone."""
+    """Every step has a new bucket: its memory isn't mistaken for a deleted one at the same address."""
     Noted.calls.clear()
     shapes = [((size, 3),) for size in range(2, 12)]
 

@@ -9,7 +9,7 @@ RANK = 5
 
 
 def panel_of(rows, condition, seed):
-    """Return [2, rows, RANK] whose columns have this condition number."""
+    """Return two panels [2, rows, RANK] of condition number 10 ** condition."""
     generator = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(2, rows, RANK, generator=generator, dtype=torch.float64))[0]
     turned = torch.linalg.qr(torch.randn(RANK, RANK, generator=generator, dtype=torch.float64))[0]
@@ -33,7 +33,7 @@ def test_ill_conditioned_beside_well_conditioned(dtype):
     for panel, basis in zip(panels, orthonormalized(panels), strict=True):
         assert basis.dtype == dtype
         assert torch.linalg.matrix_norm(gram(basis) - torch.eye(RANK, dtype=torch.float64)).max() <= 1e-5
-        # The same columns are spanned.
+        # The basis spans the panel's columns.
         left = panel.double() - basis.double() @ (basis.mT.double() @ panel.double())
         assert left.norm() <= 1e-6 * panel.norm()
 
@@ -70,7 +70,7 @@ def test_one_column(epsilon):
 
 
 def test_epsilon_is_added_to_every_length():
-    """The result is that of torch's hook, column by column."""
+    """The result equals torch's Gram–Schmidt, which goes column by column."""
     panel, epsilon = panel_of(30, 1, 0), 0.25
     expected = panel.clone()
     for i in range(RANK):

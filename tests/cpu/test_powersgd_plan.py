@@ -1,4 +1,4 @@
-"""Test PowerSGD's plan in plain torch: what it keeps between steps."""
+"""Test the error that PowerSGD's plan in plain torch keeps between steps."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def run_step(plan, gradient, seed):
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_reading_the_error_changes_no_bit_of_later_steps(dtype, square, rank):
-    """The error is made of M when it is read, or when the next gradient is added."""
+    """The plan computes the error from M when the error is read, or when the next gradient is added."""
     plans = [plan_of(dtype, rank, square) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     for seed in range(4):
@@ -46,7 +46,7 @@ def test_reading_the_error_changes_no_bit_of_later_steps(dtype, square, rank):
 @pytest.mark.parametrize("chunk_numel", [matrix_group.CHUNK_NUMEL, 64])
 @pytest.mark.parametrize("rank", [2, matrix_group.MAX_TERMS, matrix_group.MAX_TERMS + 1])
 def test_outputs_and_the_error_are_the_gradients_sum(rank, chunk_numel, monkeypatch):
-    """However many rows are computed at once, and whether P Qᵀ is computed term by term or as a product."""
+    """Neither the rows per chunk matter, nor whether P Qᵀ is computed by terms or as a product."""
     monkeypatch.setattr(matrix_group, "CHUNK_NUMEL", chunk_numel)
     plan = plan_of(torch.float64, rank, square=False)
     gradients = torch.randn(5, plan.layout.numel, dtype=torch.float64)
@@ -55,7 +55,7 @@ def test_outputs_and_the_error_are_the_gradients_sum(rank, chunk_numel, monkeypa
 
 
 def test_what_is_put_into_the_error_comes_out_of_it():
-    """Between steps the memory may hold M: adding to the error and loading one don't add to that."""
+    """Between steps the memory may hold M; loading, and adding to the error, first turn M into the error."""
     plan, other = plan_of(torch.float64, 2, square=False), plan_of(torch.float64, 2, square=False)
     run_step(plan, torch.randn(plan.layout.numel, dtype=torch.float64), 0)
     before = plan.error()

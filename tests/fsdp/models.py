@@ -32,9 +32,9 @@ class Exact(Compressor):
 
 
 class Net(nn.Module):
-    """Layers of awkward sizes: a last shard that is shorter, or empty; skip leaves a layer out.
+    """Layers of awkward sizes: some last shards are shorter or empty.
 
-    checkpointing: how the layers' activations are recomputed: None, "reentrant" or "non-reentrant".
+    checkpointing: None, "reentrant" or "non-reentrant", how the layers' activations are recomputed.
     """
 
     def __init__(self, checkpointing=None):
@@ -84,7 +84,7 @@ def new_grid(num_replicas=2, num_shards=2):
 
 
 def sharded(mesh, model=None, **options):
-    """Shard a Net, each layer by itself. options: of fully_shard."""
+    """Shard a model (a new Net by default), each layer by itself. options: fully_shard's options."""
     model = Net() if model is None else model
     for layer in (model.embed, *model.layers):
         fully_shard(layer, mesh=mesh, **options)
@@ -101,7 +101,7 @@ def local(tensor):
 
 
 def gradients(model):
-    """Return this rank's part of every gradient; None where there is none."""
+    """Return this rank's part of every gradient; None for parameters without a gradient."""
     return [None if each.grad is None else local(each.grad) for each in model.parameters()]
 
 

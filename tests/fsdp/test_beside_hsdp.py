@@ -39,7 +39,10 @@ def step(model, rank, number, **options):
 
 
 def accumulate(model, rank, number, *, switch, uses_all=True):
-    """Run three backwards, the last of which is averaged; uses_all: not the first alone."""
+    """Run three backwards, and average in the third.
+
+    uses_all: False: layer 1 and the spare parameter are used in the first backward alone.
+    """
     for part in range(3):
         getattr(model, switch)(part == 2)
         left_out = {} if uses_all else {"use_spare": part == 0, "skip": [1] if part else []}
@@ -56,7 +59,7 @@ def run_a_layer_twice(model, rank, number):
 
 
 def finalize(model, rank, number):
-    """Run two backwards; what the autograd engine has not had reduced by then is reduced afterwards."""
+    """Run two backwards, and reduce the gradients that are left with finalize_backward()."""
     model.set_manual_backward_finalization(True)
     for part in range(2):
         model.set_requires_gradient_sync(part == 1)
@@ -137,7 +140,8 @@ STATES = {
 }
 
 
-# torch divides by all ranks before and after it sums in fp16, gradcomp by the replicas in between.
+# In fp16, torch divides by the number of ranks partly before the sums and partly after them. gradcomp
+# divides by the number of replicas in between.
 HSDP = {"reduced in fp16": UNIT_ROUNDOFF[torch.float16]}
 
 
@@ -184,7 +188,7 @@ def test_it_equals_hsdp(run_ranks):
 
 
 def one_shard(rank):
-    """Average with a shard mesh of size 1, and with torch's DDP."""
+    """Average with a shard mesh of size 1 and with torch's DDP; return the pairs of gradients."""
     grid = new_grid(2, 1)
     torch.manual_seed(rank)  # unequal models: both begin with rank 0's
     model, ddp = sharded(grid.shards), DistributedDataParallel(Net(), find_unused_parameters=True)
@@ -242,7 +246,7 @@ def weights_after_a_forward(rank):
     with torch.no_grad():
         model(torch.ones(1, 3))  # leaves the whole weight in place
     compress_replicas(model, grid.replicas)
-    model.reshard()  # which frees the whole weight
+    model.reshard()  # frees the whole weight
     with torch.no_grad():
         return model(torch.ones(1, 3)).flatten().tolist()
 
@@ -253,7 +257,7 @@ def test_the_weights_are_exchanged_after_a_forward_too(run_ranks):
 
 
 def elements_between_replicas(rank):
-    """Return the elements of each all-reduce over the replicas in a step, and of each padded shard."""
+    """Return the numel of each all-reduce between replicas in one step, and of each padded shard."""
     grid = new_grid()
     model, sizes = sharded(grid.shards), []
     compress_replicas(model, grid.replicas)
@@ -277,7 +281,7 @@ def test_only_shards_cross_between_replicas(run_ranks):
 
 
 def mesh_of_one_dimension(rank):
-    """On a mesh that has no replicas of its own; the replicas' group is made by hand."""
+    """Average on a mesh of shards alone, with a group of replicas made by hand; return the gradients."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(first["shard"])
@@ -296,7 +300,7 @@ def test_a_group_made_by_hand(run_ranks):
 
 
 def test_a_reduced_tensor_is_not_freed_before_it_is_averaged(monkeypatch):
-    """It belongs to the reduce-scatter's stream, which knows nothing of what the hook does on another."""
+    """The tensor belongs to the reduce-scatter's stream, but the hook uses it on the all-reduce stream."""
     log = []
     monkeypatch.setattr(ops, "has_streams", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the all-reduce stream")

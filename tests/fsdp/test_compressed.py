@@ -1,4 +1,4 @@
-"""Test that sharded models train with compression between replicas, and what its memory belongs to."""
+"""Test that sharded models train with compression between replicas, and that errors follow parameters."""
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -59,7 +59,7 @@ def test_models_train_and_replicas_stay_bitwise_equal(run_ranks):
 
 
 class Terms(nn.Module):
-    """A module whose gradients are what the caller gives: its output is the sum of products with them."""
+    """A module whose gradients are its inputs: its output is a sum of products with them."""
 
     def __init__(self, *shapes):
         super().__init__()
@@ -73,7 +73,7 @@ class Terms(nn.Module):
 
 
 class Sum(nn.Module):
-    """Terms of its own, after those of its three layers."""
+    """Three layers of terms, then terms of its own."""
 
     SHAPES = ((33, 7), (33,), (16, 20))
 
@@ -92,7 +92,7 @@ class Sum(nn.Module):
 
 
 def given_gradients(rank, number):
-    """Return gradients by layer and parameter. A part is None, another one in every step."""
+    """Return gradients by layer and parameter. From step START on some are None, others in every step."""
     generator = torch.Generator().manual_seed(100 * number + rank)
     given = [[torch.randn(shape, generator=generator) for shape in Sum.SHAPES] for _ in range(4)]
     if number >= START:
@@ -114,7 +114,7 @@ def by_parameter(state):
 
 
 def add_up(rank, name):
-    """Return by parameter: the sum of the averages, the sum of torch's, and this rank's error at the end."""
+    """Return by parameter: Σ averages, Σ of torch's averages, and this rank's error at the end."""
     grid, state = new_grid(), STATES[name]()
     models = [sharded(mesh, Sum()) for mesh in (grid.mesh, grid.shards)]
     compress_replicas(models[1], grid.replicas, state)
@@ -131,7 +131,7 @@ def add_up(rank, name):
 
 
 def test_errors_follow_parameters_that_only_some_steps_use(run_ranks):
-    """What was averaged and what the replicas' errors hold back are the sum of all mean gradients."""
+    """Σ averages plus the replicas' mean error is Σ mean gradients."""
     ranks = run_ranks(run_cases, RANKS, add_up, [(name,) for name in STATES], timeout_s=240)
     for index, name in enumerate(STATES):
         for one, other in ((0, 2), (1, 3)):
@@ -144,12 +144,15 @@ def test_errors_follow_parameters_that_only_some_steps_use(run_ranks):
 
 
 def skipped(number):
-    """Return which layers a step leaves out: in the first steps of the resumed run, too."""
+    """Return the forward's options in a step. The resumed run's first two steps skip a layer."""
     return {"skip": [0] if number in (5, 6) else [], "use_spare": number % 2 == 0}
 
 
 def resume(rank, folder, name, loads_first):
-    """Save after five steps and go on; load that in a new model. Return both runs' weights and errors."""
+    """Save after five steps, and go on; load the checkpoint in a new model, and take the same steps.
+
+    Returns (weights, errors, step) of both runs.
+    """
     grid = new_grid()
     key = f"{name} of shard {grid.shard_rank}"
 

@@ -1,4 +1,4 @@
-"""Test what compress_replicas refuses, and that the errors of one rank reach all."""
+"""Test what compress_replicas refuses, and that one rank's error reaches all ranks."""
 
 import re
 from datetime import timedelta
@@ -33,7 +33,7 @@ def on_meta(mesh):
 
 
 def over_two_meshes(grid):
-    """One module whose parameters are sharded over meshes of their own."""
+    """Shard a module's weight and bias over two different meshes."""
     meshes = [_fsdp_common.FSDPMeshInfo(each, 0) for each in (grid.shards, grid.mesh["replicate"])]
     return fully_shard(
         nn.Linear(4, 4),
@@ -66,7 +66,7 @@ def without_parameters(grid):
     return fully_shard(nn.Tanh(), mesh=grid.shards)
 
 
-# what is refused -> (the call's arguments, the error, its message)
+# case -> (the call's arguments, the error, its message)
 REFUSED = {
     "unsharded": (lambda g: (Net(), g.replicas), ValueError, "Net is not: call fully_shard on the model"),
     "sharded parts": (
@@ -142,7 +142,7 @@ def test_what_is_refused(run_ranks):
 def shared_state(rank):
     grid = new_grid()
     state = QuantizationState(None)
-    model = sharded(grid.shards)  # kept: a state forgets a model that has been collected
+    model = sharded(grid.shards)  # kept alive: a state forgets a collected model
     compress_replicas(model, grid.replicas, state)
     with pytest.raises(ValueError, match="one state per model"):
         compress_replicas(sharded(grid.shards), grid.replicas, state)
@@ -154,7 +154,7 @@ def test_two_models_with_one_state_are_refused(run_ranks):
 
 
 def differ(rank, odd_rank, what):
-    """Call compress_replicas, which one rank does differently; return the message."""
+    """Call compress_replicas with another argument or model on odd_rank; return the error message."""
     grid, is_odd = new_grid(), rank == odd_rank
     options = {"bits": 8 if is_odd and what == "options" else 4}
     state = None if is_odd and what == "no state" else QuantizationState(None, **options)
@@ -181,7 +181,7 @@ def test_every_rank_is_told_how_one_differs(run_ranks, what, odd_rank, message):
 
 
 def swapped_replicas(rank):
-    """The replicas' groups join different shards."""
+    """Join ranks of different shards in the replicas' groups; return the error message."""
     grid = new_grid()
     groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
     with pytest.raises(RuntimeError) as caught:
@@ -195,7 +195,7 @@ def test_replicas_with_other_shards_are_refused(run_ranks):
 
 
 def other_step(rank):
-    """One rank has loaded another checkpoint: the first step tells all, those with other shards, too."""
+    """Give rank 2 another step, as another checkpoint would; return the first step's error message."""
     grid = new_grid()
     state = QuantizationState(None)
     model = sharded(grid.shards)
@@ -224,7 +224,7 @@ class FailsLater(Exact):
 
 
 def fail_later(rank):
-    """Return what each rank's backward raises after rank 1's compressor has failed."""
+    """Take steps until rank 1's compressor fails; return this rank's step and error."""
     numbers = torch.arange(RANKS).view(2, 2)
     groups = {}
     for dimension, lists in (("replicate", numbers.t()), ("shard", numbers)):
@@ -240,7 +240,7 @@ def fail_later(rank):
         try:
             step(model, rank, number)
         except Exception as error:
-            # No connection is closed before every rank has its error.
+            # Keep all connections open until every rank has its error.
             store.set(f"rank {rank} has ended", "")
             store.wait([f"rank {each} has ended" for each in range(RANKS)], timedelta(seconds=30))
             return f"step {number} raised {error!r}"
@@ -248,7 +248,7 @@ def fail_later(rank):
 
 
 def test_an_error_in_a_later_step_reaches_every_rank(run_ranks):
-    """By the groups' time-out, where the process doesn't end before."""
+    """Since rank 1's process doesn't end, the groups' time-out raises the other ranks' errors."""
     texts = run_ranks(fail_later, RANKS)
     assert texts[1] == "step 3 raised ZeroDivisionError('on rank 1')"
     for rank in (0, 2, 3):

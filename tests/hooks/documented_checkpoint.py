@@ -1,7 +1,7 @@
 """Save and load a model with its PowerSGD hook.
 
-This is the example of PyTorch's documentation, with gradcomp's import, on CPU. test_powersgd_checkpoint.py
-runs it as a script.
+The example is from PyTorch's documentation. It runs on CPU here, with gradcomp's import.
+test_powersgd_checkpoint.py runs it as a script.
 """
 
 import os

@@ -13,7 +13,7 @@ from gradcomp.testing.oracle import PowerSGDOracle, split
 
 @dataclass
 class Step:
-    """A step returns the output [numel], every rank's error [numel], and the matrices' new Q [m, r]."""
+    """A step's output [numel], every rank's error [numel], and the matrices' new Q [m, r]."""
 
     output: torch.Tensor
     errors: list[torch.Tensor]
@@ -21,7 +21,7 @@ class Step:
 
 
 def compressed(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 2) -> list[int]:
-    """Return the compressed tensors' indices in the order of the Q: by shape, and no vectors."""
+    """Return the compressed tensors' indices in the order of the Q, by shape. Vectors aren't compressed."""
     return PowerSGDOracle(shapes, rank, min_compression_rate).compressed
 
 
@@ -48,8 +48,9 @@ def powersgd_step(
 ) -> Step:
     """Take the oracle's step for the ranks' flat buckets.
 
-    gradients, errors: one [numel] per rank. order: the compressed tensors' indices; the others are averaged.
+    gradients, errors: one [numel] per rank.
     qs: a basis [m, r] for each tensor in order.
+    order: the compressed tensors' indices. All other tensors are averaged.
     """
     oracle = PowerSGDOracle(shapes)
     oracle.compressed = list(order)
@@ -63,7 +64,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Bucket(GradBucket):
-    """A bucket holds gradients of some shapes, of parameters that exist in this bucket only."""
+    """A bucket of gradients of these shapes. Its parameters exist in this bucket only."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Bucket(GradBucket):
 def random_gradient(
     shapes: Sequence[Sequence[int]], rank: int, step: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return a rank's flat gradient at a step: a term common to all ranks and steps, and noise of its own."""
+    """Return a rank's flat gradient at a step: a term common to all ranks and steps, plus own noise."""
     numel = starts(shapes)[-1]
     common = torch.randn(numel, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     own = torch.Generator().manual_seed(10_000 + 1_000 * rank + step)

@@ -1,4 +1,4 @@
-"""Run PowerSGD on fake buckets: hooks, states, steps, and what a state remembers after them."""
+"""Run PowerSGD on fake buckets: hooks, states, steps, and the state's error and directions after them."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from tests.hooks.powersgd_oracle import (
 
 START = 2
 MODULES = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}
-# There are convolutions, vectors, small, tall and wide tensors, and three of one shape apart from each other.
+# Convolutions, vectors, small, tall and wide tensors, and three tensors of one shape, not side by side.
 SHAPES = (
     *((64, 48), (7,), (16, 3, 3, 3), (64, 48), (5,), (2, 3), (200, 10), (10, 300), (33, 65)),
     *((96, 30, 2, 2), (1, 40), (64, 48), (13, 1), (128, 160), (1,), (31, 37)),
@@ -37,7 +37,7 @@ HOOKS = {
 }
 RESUMED = ("powerSGD", "batched", "fp16 around powerSGD", "bf16 around powerSGD")
 LOGGER = "gradcomp.hooks.powerSGD_hook"
-# The attributes that torch's state and gradcomp's both have.
+# The attributes of both torch's state and gradcomp's.
 COMMON = (
     *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback"),
     *("warm_start", "orthogonalization_epsilon", "compression_stats_logging_frequency"),
@@ -66,7 +66,7 @@ def directions_in(bucket):
 
 
 class Messages(logging.Handler):
-    """This context collects a logger's messages, as "LEVEL text"."""
+    """A context that collects a logger's messages as "LEVEL text"."""
 
     def __init__(self, name: str = LOGGER):
         super().__init__()
@@ -97,7 +97,7 @@ def reload(value):
 
 
 def equal(one, other):
-    """Return whether nested lists, dicts, tensors and plain values are equal; tensors, to the bit."""
+    """Return whether nested lists, dicts, tensors and plain values are equal, tensors to the bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -108,7 +108,7 @@ def equal(one, other):
 
 
 def new_state(module=powerSGD_hook, **options):
-    """Return a state of gradcomp's module, or of torch's."""
+    """Return a PowerSGDState of this module, gradcomp's or torch's."""
     defaults = {"process_group": None, "matrix_approximation_rank": 2, "start_powerSGD_iter": START}
     return module.PowerSGDState(**(defaults | options))
 
@@ -118,7 +118,7 @@ def run_step(module, state, gradient, shapes, hook="powerSGD_hook"):
 
 
 def run_steps(state, rank, steps, shapes=FEW_SHAPES, hook="powerSGD", dtype=torch.float32):
-    """Run the hook once per step, on new parameters each time: a state takes them for a new model's."""
+    """Run the hook once per step, on new parameters each time; the state takes them for a new model's."""
     gradients = [random_gradient(shapes, rank, step, dtype) for step in steps]
     return [HOOKS[hook](state, Bucket(gradient, shapes)).wait() for gradient in gradients]
 
@@ -139,9 +139,10 @@ def steps_of_ours(rank, hook_name, options, shapes, num_steps, dtype):
 
 
 def step_of_both(rank, options, shapes, steps_before):
-    """Return (gradient, ours, theirs) of a step after steps_before steps of torch's.
+    """Take compressed steps with torch's hook, then one step with both; return (gradient, ours, theirs).
 
-    ours: (output, error, Q). theirs: (output, error before, error after).
+    ours: (output, error, Q).
+    theirs: (output, error before, error after).
     """
     options = {"process_group": None, "start_powerSGD_iter": START, **options}
     theirs = torch_powersgd.PowerSGDState(**options)
@@ -161,7 +162,7 @@ def step_of_both(rank, options, shapes, steps_before):
 
 
 def simulate(function, world_size, *arguments):
-    """Call function(rank, *arguments) on simulated ranks, which suffice; return the results, by rank."""
+    """Call function(rank, *arguments) on simulated ranks in plain torch; return the results, by rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "_INTERPRETED", False)  # plain torch, as in a rank that is a process
         return testing.run_ranks(lambda rank, _, *given: function(rank, *given), world_size, *arguments)

@@ -1,4 +1,4 @@
-"""gradcomp's hooks in the place of torch's, for a while."""
+"""Test apply_to_torch, which puts gradcomp's hooks in place of torch's for a while."""
 
 import logging
 import threading

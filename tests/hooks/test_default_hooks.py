@@ -30,7 +30,7 @@ HOOKS = {
     "torch's noop": torch_debugging.noop_hook,
     "none": None,
 }
-# The dtypes that a hook rounds a gradient to.
+# hook -> the dtypes that it rounds a gradient to
 ROUNDED_TO = {
     "allreduce": [torch.float32],
     "fp16": [torch.float16],
@@ -41,7 +41,7 @@ ROUNDED_TO = {
 
 
 class Net(nn.Module):
-    """This model has linear and conv layers of odd sizes, and on request a layer that no rank uses."""
+    """Linear and conv layers of odd sizes. unused: add a layer that no rank uses."""
 
     def __init__(self, unused: bool = False):
         super().__init__()
@@ -67,7 +67,7 @@ def backward(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.
 
 
 def local_and_averaged(rank, hook_name, options, dtype=torch.float32, group_ranks=None):
-    """Return [(local gradients, DDP's result)] by step, and the buckets' indices in averaging order."""
+    """Return [(local gradients, DDP's gradients)] by step, and the buckets' indices in averaging order."""
     torch.manual_seed(0)
     unused = options.get("find_unused_parameters", False)
     local = Net(unused).to(device_of_rank(), dtype)
@@ -96,7 +96,7 @@ def local_and_averaged(rank, hook_name, options, dtype=torch.float32, group_rank
 
 
 def assert_averages(ranks, rounded_to):
-    """Assert that every rank has the same bits at every step, which are the float64 mean within rounding."""
+    """Assert that the ranks have the same bits at every step: the float64 mean, within rounding."""
     for step in range(STEPS):
         locals_ = torch.stack([results[step][0].double() for results, _ in ranks])
         averaged = [results[step][1] for results, _ in ranks]
@@ -121,7 +121,7 @@ def test_hooks_average(run_ranks, hook, world_size):
 
 @pytest.mark.parametrize("hook", ["allreduce", "fp16"])
 def test_same_as_torchs_hook(run_ranks, hook):
-    """The results of allreduce are equal to the bit; those of fp16 within its rounding (ours rounds once)."""
+    """allreduce's results are equal to the bit; fp16's within rounding, since our hook rounds only once."""
     ours = run_ranks(local_and_averaged, 2, hook, {})
     theirs = run_ranks(local_and_averaged, 2, f"torch's {hook}", {})
     for (local, mine), (_, other) in zip(ours[0][0], theirs[0][0], strict=True):
@@ -161,7 +161,7 @@ def test_hooks_with_ddp_options(run_ranks, hook, options):
 @pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_other_bucket_dtypes(run_ranks, hook, dtype):
-    """Results have the bucket's dtype (asserted in the worker), at its own or the wire's precision."""
+    """Results have the bucket's dtype, and the precision of the bucket or the wire. Ranks check the dtype."""
     rounded_to = [dtype] if hook == "allreduce" else [dtype, *ROUNDED_TO[hook]]
     assert_averages(run_ranks(local_and_averaged, 2, hook, {}, dtype), rounded_to)
 
@@ -201,7 +201,7 @@ def test_no_sync_accumulates(run_ranks, hook):
 
 
 def average_large_gradients(rank, hook_name):
-    """Average gradients of 40,000 and 80,000, whose average, 60,000, fits float16 while their sum doesn't."""
+    """Average gradients of 40,000 and 80,000: the average, 60,000, fits float16, but not the sum."""
     model = nn.Linear(3, 2, bias=False).to(device_of_rank())
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, HOOKS[hook_name])
@@ -210,7 +210,7 @@ def average_large_gradients(rank, hook_name):
 
 
 def test_fp16_divides_before_it_rounds(run_ranks):
-    """torch's hook casts first, so that 80,000 is infinite before it divides."""
+    """torch's hook casts before it divides, so that 80,000 becomes infinite."""
     assert run_ranks(average_large_gradients, 2, "fp16") == [[60_000.0] * 6] * 2
     assert run_ranks(average_large_gradients, 2, "torch's fp16") == [[float("inf")] * 6] * 2
 
@@ -235,7 +235,7 @@ def test_training_reaches_the_loss_of_no_hook(run_ranks, hook):
     for mine, other in zip(with_hook, without, strict=True):
         assert other[-1] < 0.3 * other[0], "the training itself does not converge"
         assert mine[-1] < 0.3 * mine[0]
-        # After 60 steps, the losses agree to a tenth of what was gained.
+        # After 60 steps, the losses differ by less than a tenth of the training's progress.
         assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
 
 

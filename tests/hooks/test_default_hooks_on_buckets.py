@@ -17,7 +17,7 @@ HOOKS = {
 
 
 class Bucket(GradBucket):
-    """This bucket holds one gradient of any dtype; a complex one isn't viewed as real."""
+    """A bucket of one gradient of any dtype. A complex gradient isn't viewed as real."""
 
     def __init__(self, buffer: torch.Tensor):
         super().__init__(0, buffer, [torch.empty_like(buffer)], is_last=True)
@@ -25,7 +25,7 @@ class Bucket(GradBucket):
 
 
 def overlap(rank, hook_name, store_path):
-    """Let rank 1 join the collective only after rank 0's hook has returned; a blocking hook never would."""
+    """Let rank 1 join the collective only after rank 0's hook has returned. A blocking hook never returns."""
     store = dist.FileStore(store_path, 2)
     buffer = torch.full((1000,), float(rank), device=device_of_rank())
     if rank == 1:
@@ -74,7 +74,7 @@ def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank(run_ranks):
 
 
 class WithoutBf16(dist.ProcessGroup):
-    """This backend can't all-reduce bfloat16."""
+    """A backend that can't all-reduce bfloat16."""
 
     def getBackendName(self):  # noqa: N802
         return "nobf16"

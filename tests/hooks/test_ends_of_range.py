@@ -1,4 +1,4 @@
-"""Gradients near the largest number of their dtype, and beyond what a wire can hold."""
+"""Gradients near the largest number of their dtype, and too large for a wire."""
 
 import math
 from functools import partial
@@ -36,7 +36,7 @@ def quantizing(bits, **options):
     return partial(QuantizationState, bits=bits, block_size=32, **options)
 
 
-# The interpreter computes in numpy, which warns.
+# The interpreter computes in numpy, and numpy warns.
 INTERPRETED = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 
 HOOKS = {
@@ -56,7 +56,7 @@ HOOKS = {
 
 
 def steps_of(rank, group, name, gradients):
-    """Return (output, whether all that the state keeps is finite) of every step."""
+    """Return (output, whether the state's tensors are all finite) of every step."""
     make_state, hook = HOOKS[name]
     state, results = make_state(group), []
     bucket = Bucket(gradients[rank][0].clone(), SHAPES)
@@ -76,7 +76,7 @@ def _is_finite(kept):
 
 
 def gradients_of(dtype, world_size, kind, num_steps):
-    """Return [rank][step]; PowerSGD keeps all of them but those that are uniform."""
+    """Return gradients [rank][step]. PowerSGD loses nothing of them, unless kind is "uniform"."""
     generator, largest = torch.Generator().manual_seed(3), torch.finfo(dtype).max
     ranks = []
     signs = [torch.randn(rows, generator=generator).sign() for rows in (24, 32)]
@@ -115,7 +115,7 @@ def check_mean(name, dtype, world_size, kind, num_steps=5):
 def test_the_mean_of_the_largest_numbers_of_fp32(name, world_size):
     for kind in ("equal", "signs", "uniform"):
         if kind == "uniform" and "PowerSGD" in name:
-            continue  # of full rank
+            continue  # uniform matrices have full rank
         check_mean(name, torch.float32, world_size, kind)
 
 
@@ -134,7 +134,7 @@ def test_the_mean_of_the_largest_numbers_on_the_kernels(name):
 
 
 def with_one_beyond(dtype, value):
-    """Return [rank][step] of two ranks: normal, but for step 3, of this magnitude."""
+    """Return two ranks' normal gradients [rank][step]. Step 3 is multiplied by value."""
     normal = torch.randn(2, 5, NUMEL, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     normal[:, 3] *= value
     return [[step.to(dtype) for step in of_rank] for of_rank in normal]
@@ -152,7 +152,7 @@ BEYOND = [
 
 
 def check_recovery(name, dtype, value):
-    """That step may be finite or not, alike on both ranks; the memory is finite, and so are other steps."""
+    """Check that ranks agree, that all state is finite, and that every output except step 3's is finite."""
     runs = run_ranks(steps_of, 2, name, with_one_beyond(dtype, value))
     for step, of_ranks in enumerate(zip(*runs, strict=True)):
         (one, one_is_finite), (other, other_is_finite) = of_ranks

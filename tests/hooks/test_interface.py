@@ -1,4 +1,4 @@
-"""The hooks' names, signatures and errors: what a user who changes one import relies on."""
+"""The hooks' names, signatures and errors. A user who changes one import relies on them."""
 
 import inspect
 import pickle
@@ -55,7 +55,7 @@ def test_modules_mirror_torch(name):
 
 @pytest.mark.parametrize("hook", QUANTIZATION, ids=lambda hook: hook.__qualname__)
 def test_quantization_hooks_have_torchs_signatures(hook):
-    """torch's module has no __all__."""
+    """This test has a list of hooks, since torch's module has no __all__."""
     theirs = inspect.signature(getattr(torch_hooks.quantization, hook.__name__)).parameters
     ours = inspect.signature(hook).parameters
     assert {name: each.default for name, each in ours.items()} == {
@@ -140,7 +140,7 @@ def test_power_sgd_types_make_their_state(name):
 
 
 def test_wrapping_the_plain_hook_is_the_compress_hook():
-    """The wrapper divides before it rounds then, so that only the average must fit."""
+    """Then the wrapper divides before it rounds, so that only the average must fit 16 bits."""
     wrap = default_hooks.fp16_compress_wrapper
     assert wrap(default_hooks.allreduce_hook) is default_hooks.fp16_compress_hook
     wrap = default_hooks.bf16_compress_wrapper
@@ -157,7 +157,7 @@ def test_a_state_that_is_no_process_group_is_shown(hook):
 
 
 class Duck:
-    """An object with a bucket's methods that is no bucket; the hook must not call them."""
+    """An object with every attribute that isn't a bucket. The hook must not use its attributes."""
 
     def __getattr__(self, name):
         raise AssertionError(f"the hook used its {name}")
@@ -165,7 +165,7 @@ class Duck:
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
 def test_what_is_no_bucket_is_refused_before_anything_else(hook):
-    """A state that would be refused, too, makes no difference."""
+    """The bucket is refused first, also if the state would be refused."""
     for state in (None, "nccl", powerSGD_hook.PowerSGDState(None)):
         for bucket in (None, torch.ones(4), Duck()):
             with pytest.raises(

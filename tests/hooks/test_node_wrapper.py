@@ -1,4 +1,4 @@
-"""node_wrapper: exact sums within nodes, another hook between nodes."""
+"""Test node_wrapper: exact sums within nodes, the wrapped hook between nodes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test one step of PowerSGD with real processes against torch's and a float64 oracle, in every dtype."""
+"""Compare one step of PowerSGD with torch's hook and with a float64 oracle, in every dtype."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from tests.tolerances import (
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])
 def test_one_step_as_torchs(rank, world_size):
-    """The step starts from torch's own state after some steps, whether torch batches the matrices or not."""
+    """The step starts from torch's state after some steps, with and without torch's batching of matrices."""
     for batched in (False, True):
         options = {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batched}
         ranks = simulate(step_of_both, world_size, options, SHAPES, 3)
@@ -43,7 +43,7 @@ def test_one_step_as_torchs(rank, world_size):
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_one_step_with_epsilon_as_torchs(rank):
-    """Torch's Gram–Schmidt, which takes an epsilon, runs for ranks 1 and 2."""
+    """For ranks 1 and 2 torch runs its Gram–Schmidt, the only method that takes an epsilon."""
     options = {"matrix_approximation_rank": rank, "orthogonalization_epsilon": 1e-8}
     for _, (ours, _, _), (theirs, _, _) in simulate(step_of_both, 2, options, SHAPES, 3):
         assert relative(ours, theirs) <= EPSILON_STEP
@@ -81,11 +81,11 @@ def test_fp64_buckets_in_fp64(rank):
 
 
 def test_min_compression_rate():
-    """At 0.5 even matrices that grow by it are compressed; at 30 only the largest."""
+    """At 0.5 even matrices smaller than their factors are compressed; at 30 only the largest matrices."""
     for rate, rank in [(0.5, 4), (30, 2)]:
         options = {"matrix_approximation_rank": rank, "min_compression_rate": rate}
         order = compressed(SHAPES, rank, rate)
-        # Matrices of one row or column, or of rank min(n, m), leave no error to compare.
+        # A matrix with one row or column, or with min(n, m) ≤ rank, leaves no error to compare.
         ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, torch.float32)
         assert_steps_as_the_oracle(ranks, SHAPES, order, ONE_STEP, ONE_STEP_SPAN)
     assert len(compressed(SHAPES, 4, 0.5)) > len(compressed(SHAPES, 4)) > len(compressed(SHAPES, 2, 30)) > 0
@@ -108,7 +108,7 @@ def test_rank_above_the_matrix():
 
 
 def owed_before(ranks, step):
-    """Return the ranks' mean error before a step, which its output may hold beside the mean gradient."""
+    """Return the ranks' mean error before a step. The output may hold it beside the mean gradient."""
     if step == 0:
         return torch.zeros(ranks[0][0][0].numel(), dtype=torch.float64)
     return torch.stack([results[step][1][0].double() for results in ranks]).mean(0)
@@ -120,7 +120,7 @@ def owed_before(ranks, step):
 )
 @pytest.mark.parametrize("inner", ["powerSGD", "batched"])
 def test_one_wrapped_step_is_close(inner, hook, dtype, world_size):
-    """The first steps of both project on the same random directions."""
+    """With and without the wrapper, the first step projects on the same random directions."""
     options = {"matrix_approximation_rank": 2}
     plain, wrapped = (
         simulate(steps_of_ours, world_size, name, options, SHAPES, 1, torch.float32)
@@ -134,7 +134,7 @@ def test_one_wrapped_step_is_close(inner, hook, dtype, world_size):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bit_buckets(dtype):
-    """A 16-bit model's step is the oracle's from the same state, within 16-bit rounding."""
+    """A 16-bit model's step equals the oracle's step from the same state, within 16-bit rounding."""
     options = {"matrix_approximation_rank": 2}
     ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 3, dtype)
     order = compressed(SHAPES, 2)

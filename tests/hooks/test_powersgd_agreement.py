@@ -1,4 +1,4 @@
-"""Test that ranks whose PowerSGD differs all raise an error in the first step, which names the difference."""
+"""Test that if PowerSGD differs between ranks, every rank's first step raises an error that says how."""
 
 from datetime import timedelta
 from itertools import pairwise
@@ -19,7 +19,7 @@ from tests.ranks import RankError
 
 PLAIN, BATCHED = powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-# Rank 1's (options, hook, shapes in the bucket), which differ from the other ranks', and the message.
+# Each case: rank 1's options, hook and shapes in the bucket (not the other ranks'), and the message.
 DIFFERENT = [
     (
         {"matrix_approximation_rank": 4},
@@ -61,7 +61,7 @@ DIFFERENT = [
 
 
 def one_step_of_each(rank):
-    """Return each case's message on this rank; between cases all ranks take a step with the same options."""
+    """Return this rank's message for each case; after each case the ranks take two steps that agree."""
     said = []
     for options, hook, shapes, _ in DIFFERENT:
         if rank != 1:
@@ -89,7 +89,7 @@ def test_a_different_option_is_named_on_every_rank(run_ranks):
 
 
 def checkpoints_of_different_steps(rank):
-    """Load a checkpoint on every rank, on rank 1 a later one; then one with other directions."""
+    """Load a later checkpoint on rank 1 than on rank 0, then one with other directions; return messages."""
     saved = []
     state = powerSGD_hook.PowerSGDState(None, 1, 2)
     for step in range(5):
@@ -116,7 +116,7 @@ def test_checkpoints_of_different_steps_are_refused(run_ranks):
 
 
 def different_bucket_caps(rank):
-    """Train with each rank's own cap, by which torch's DDP cuts buckets if it finds unused parameters."""
+    """Take a step with another bucket cap on each rank; with find_unused_parameters torch's DDP obeys it."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=[0.01, 1][rank], find_unused_parameters=True)
     ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), PLAIN)
@@ -132,7 +132,7 @@ def test_different_bucket_caps_are_named_under_torchs_ddp(run_ranks):
 
 
 def different_later_buckets(rank, start):
-    """Let only later buckets differ; torch does not rebuild buckets if it looks for unused parameters."""
+    """Let only later buckets differ. With find_unused_parameters, torch does not rebuild buckets."""
     sizes = [256, 256, 256, 512, 128]
     layers = [nn.Linear(n, m, bias=False) for n, m in pairwise(sizes)]
     ddp = DistributedDataParallel(
@@ -194,7 +194,7 @@ def test_unlike_cpus_are_said(run_ranks):
 
 
 def unlike_cpus_with_codes(rank):
-    """Ranks of a quantized all-reduce dequantize the same bytes, whatever computes there."""
+    """Take a quantized step on unlike CPUs: every rank dequantizes the same bytes; return log and average."""
     with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ["AVX2", "AVX512"][rank])
         bucket = Bucket(torch.randn(300, generator=torch.Generator().manual_seed(rank)), [(30, 10)])
@@ -215,7 +215,7 @@ PROCESSORS = [
 
 
 def unlike_gpus(rank):
-    """Ranks that take their CPU for a GPU of this compute capability."""
+    """Take a step on ranks that report unlike GPUs; return the warnings."""
     with pytest.MonkeyPatch.context() as patch, Messages() as said:
         patch.setattr(ops, "processor", lambda _: PROCESSORS[rank])
         PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()

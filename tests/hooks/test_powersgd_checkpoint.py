@@ -1,4 +1,4 @@
-"""Test how PowerSGD's state is saved and loaded: whole, without its process group, for another world size."""
+"""Test saving and loading PowerSGD's state: complete, without process group, for other world sizes."""
 
 import copy
 import io
@@ -34,7 +34,10 @@ EXAMPLE = Path(__file__).with_name("documented_checkpoint.py")
 
 
 def save_in_every_way(rank, options, hook, dtype):
-    """Copy a state in every way after some steps; return each copy's outputs and state two steps later."""
+    """Copy a state in every way after some steps.
+
+    Returns (state_dict, outputs of two more steps, state_dict after them) of the state and of each copy.
+    """
     state = new_state(**options)
     run_steps(state, rank, range(START + 3), hook=hook, dtype=dtype)
     with Messages() as said:
@@ -75,7 +78,7 @@ def test_a_loaded_state_continues_bitwise_in_other_dtypes(run_ranks, dtype):
 
 
 def save_after_low_rank(rank):
-    """Copy a state that has seen gradients of rank 1 only, of which some directions may be zero."""
+    """Copy a state that has seen gradients of rank 1 only. Some of its directions may be zero."""
     state = new_state(matrix_approximation_rank=4, use_error_feedback=False)
     shape = [(64, 48)]
     for step in range(START + 3):
@@ -190,7 +193,7 @@ def load_with_groups(rank):
 
 
 def test_the_process_group_is_left_out(run_ranks):
-    """Saving warns once, and so does loading, which sets the default group; state_dict() does not warn."""
+    """Saving warns once. Loading sets the default group, and warns once. state_dict() does not warn."""
     for on_saving, on_loading, *facts in run_ranks(load_with_groups, 2):
         assert on_saving == [
             "WARNING NOTE: Process group is not serializable and excluded from a saved state."
@@ -203,7 +206,7 @@ def test_the_process_group_is_left_out(run_ranks):
 
 
 def test_loading_without_a_process_group():
-    """A state loaded before init_process_group, to inspect it for example, has no process group."""
+    """A state loaded before init_process_group, for example to inspect it, has no process group."""
     assert not dist.is_initialized()
     with Messages():
         assert reload(new_state()).process_group is None
@@ -228,7 +231,7 @@ def continue_with(rank, state_dict):
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
 def test_another_world_size(run_ranks, before, after):
-    """The mean of the errors is the same before and after the change."""
+    """The change keeps the mean of the errors."""
     state_dicts = run_ranks(collect_state_dicts, before)[0]
     owed = torch.stack([each["buckets"][0]["error"].double() for each in state_dicts]).mean(0)
     merged = powerSGD_hook.average_errors(state_dicts)

@@ -51,9 +51,9 @@ def train_mlp(rank, name):
 
 
 def test_buckets_in_flight(run_ranks):
-    """Torch issues collectives from callbacks, whose order differs between ranks.
+    """Torch issues collectives from callbacks. The callbacks' order differs between ranks.
 
-    gloo then aborts the process as a rule, and sometimes hangs.
+    gloo then usually aborts the process, and sometimes hangs.
     """
     first, second = run_ranks(train_mlp, 2, "gradcomp")
     assert first == second
@@ -152,7 +152,7 @@ def count_collectives(rank, name, hook, shapes, factor_rank):
 
 
 def test_two_collectives_per_bucket(run_ranks):
-    """Torch has three: P, Q and the uncompressed tensors. Here one all-reduce averages the latter with P."""
+    """Torch has three: P, Q and the uncompressed tensors. gradcomp averages uncompressed tensors with P."""
     uncompressed, p, q = 7 + 9, 2 * (64 + 40 + 64), 2 * (48 + 90 + 48)
     assert len(MATRICES) == 3
     for counted in run_ranks(count_collectives, 2, "gradcomp", "powerSGD_hook", FEW_SHAPES, 2):
@@ -176,7 +176,7 @@ def test_two_collectives_whatever_the_bucket(run_ranks, num_matrices, factor_ran
 
 
 def errors_of_a_vector(rank, name):
-    """Return the rms of a vector's error after 200 steps, and its (gradient, output) in every step."""
+    """Return a vector's rms error after 200 steps, and its (gradient, output) in every step."""
     module = MODULES[name]
     state, shapes = new_state(module), [(500,), (64, 48)]
     outputs = []
@@ -188,7 +188,7 @@ def errors_of_a_vector(rank, name):
 
 
 def test_tensors_not_compressed_have_no_error(run_ranks):
-    """Torch remembers local − mean for them, which is a random walk. Here they are averaged in every step."""
+    """Torch remembers local − mean for such tensors, a random walk. gradcomp averages them in every step."""
     for wandered, _ in run_ranks(errors_of_a_vector, 2, "torch"):
         assert wandered > WANDERED
     ranks = run_ranks(errors_of_a_vector, 2, "gradcomp")
@@ -204,17 +204,17 @@ def test_tensors_not_compressed_have_no_error(run_ranks):
 
 
 def sources():
-    """Return the source files of all that runs in a training step."""
+    """Return the source files of all code that may run in a training step."""
     others = {ROOT / "gradcomp" / name for name in ("testing", "bench", "plan")}
     package = [path for path in (ROOT / "gradcomp").rglob("*.py") if others.isdisjoint(path.parents)]
     return [*package, *(ROOT / "kernels").rglob("*.py")]
 
 
 def test_no_host_synchronization():
-    """Torch waits for the whole device in every bucket, which nothing in the library may do.
+    """Torch's hook waits for the whole device in every bucket. No part of the library may do so.
 
-    Plain torch for CPU tensors may read a tensor's value on the host. So may the Reducer and the wrapper,
-    where the host must know what other ranks did, and the comparison of options in a state's first step.
+    The host may read a tensor's value in three places: in plain torch for CPU tensors, in the Reducer and the
+    wrapper to learn about other ranks, and when options are compared in a state's first step.
     """
     device_wide = re.compile(r"cuda\.synchronize|[eE]vent\w*\.synchronize|stream\w*\.synchronize")
     waits = re.compile(r"\.item\(\)|\.tolist\(\)|\.nonzero\(\)")
@@ -223,7 +223,7 @@ def test_no_host_synchronization():
     for path in sources():
         text = path.read_text()
         assert not device_wide.search(text), f"{path} waits for the device"
-        # The second reads a recorder's values when they are asked for, the third numpy's scalars.
+        # row.py reads a recorder's values when a user asks for them; rules.py reads numpy's scalars.
         if path.name in ("consistency.py", "row.py", "rules.py"):
             continue
         if path.parent.name in ("compress", "hooks", "kernels", "layout") or path.name == "ops.py":

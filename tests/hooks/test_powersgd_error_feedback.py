@@ -68,7 +68,7 @@ def test_error_feedback_loses_nothing(hook, rank, warm_start, world_size):
 
 
 def test_no_error_feedback():
-    """Without error feedback every step compresses the gradient alone, and there are no errors."""
+    """Without error feedback every step compresses the gradient alone, and keeps no errors."""
     options = {"matrix_approximation_rank": 2, "use_error_feedback": False}
     ranks = simulate(steps_of_ours, 2, "powerSGD", options, SHAPES, 4, torch.float32)
     assert not any(results[step][3][0].any() for results in ranks for step in range(4))
@@ -98,10 +98,10 @@ def test_no_warm_start():
 
 
 def low_rank_steps(rank, factor_rank, shapes, sequence):
-    """Return the outputs for a sequence of gradients.
+    """Return (gradient, output) for a sequence of gradients.
 
-    They are "low" (of rank factor_rank, the same on all ranks), "zero", "one" (of rank one) or "own" (any, of
-    this rank's).
+    sequence: for each step "low" (of rank factor_rank), "one" (of rank one) or "zero", all three equal on all
+        ranks, or "own" (random, another one on every rank).
     """
     options = {"matrix_approximation_rank": factor_rank, "use_error_feedback": False}
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=START, **options)
@@ -127,7 +127,7 @@ def low_rank_steps(rank, factor_rank, shapes, sequence):
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_gradients_of_low_rank_are_recovered(rank):
-    """Each step's gradient is another one of rank r, which any projection recovers."""
+    """Each step has another gradient of rank r. Any projection recovers it."""
     for results in simulate(low_rank_steps, 2, rank, MATRICES, ["low"] * 4):
         for gradient, output in results:
             assert relative(output, gradient) <= RECOVERY
@@ -146,7 +146,7 @@ def test_gradients_are_recovered_after_poorer_ones(pause, rank):
 
 
 def zero_then_random(rank, options):
-    """Return the error after 12 steps, the first compressed ones being zero, and the sum of the gradients."""
+    """Take 12 steps with gradients of zero up to step START + 1; return the last output."""
     state = powerSGD_hook.PowerSGDState(None, 2, START, **options)
     outputs = []
     for step in range(12):
@@ -157,7 +157,7 @@ def zero_then_random(rank, options):
 
 @pytest.mark.parametrize("options", [{}, {"orthogonalization_epsilon": 1e-8}, {"warm_start": False}], ids=str)
 def test_zero_gradients_first(options):
-    """A layer without gradients in the first steps is compressed like any other once it has some."""
+    """A layer whose first gradients are zero is compressed like any other from then on."""
     begin = starts(MATRICES)
     for output in simulate(zero_then_random, 2, options):
         for start, end in pairwise(begin):
@@ -165,7 +165,10 @@ def test_zero_gradients_first(options):
 
 
 def near_the_end_of_fp16(rank, hook, distribution, factor_rank):
-    """Take fp16 steps, one with gradients near fp16's largest; return what error feedback adds up in each."""
+    """Take fp16 steps, one with gradients near fp16's largest number.
+
+    Returns (gradient, error before, output, error after) of each step after that one.
+    """
     state = powerSGD_hook.PowerSGDState(None, factor_rank, START)
     results, before, generator = [], None, torch.Generator().manual_seed(5 + rank)
     for step in range(12):
@@ -187,7 +190,7 @@ def near_the_end_of_fp16(rank, hook, distribution, factor_rank):
 @pytest.mark.parametrize("distribution", ["signs", "equal", "normal"])
 @pytest.mark.parametrize(("hook", "factor_rank"), [("powerSGD", 1), ("powerSGD", 4), ("batched", 1)])
 def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(hook, factor_rank, distribution):
-    """fp16 resolves 2^-11 of the largest summand: a gradient, an error or an output."""
+    """Rounding loses up to 2^-11 of the largest summand: a gradient, an error or an output."""
     ranks = simulate(near_the_end_of_fp16, 2, hook, distribution, factor_rank)
     for steps in zip(*ranks, strict=True):
         gradient, before, output, after = (torch.stack(each).double() for each in zip(*steps, strict=True))

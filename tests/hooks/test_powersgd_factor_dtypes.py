@@ -1,4 +1,4 @@
-"""Test PowerSGD with factors of fewer bits on the wire, and with quantized first steps."""
+"""Test PowerSGD with factors in fewer bits on the wire, and with quantized first steps."""
 
 import copy
 from functools import partial
@@ -55,7 +55,7 @@ def errors_of(state):
 @DTYPES
 @pytest.mark.parametrize("bucket_dtype", [torch.float32, torch.float64], ids=str)
 def test_the_error_is_what_the_average_lacks(dtype, bucket_dtype):
-    """The mean of the errors is, to its precision, the mean of gradients plus errors, − the output."""
+    """Mean error after a step = mean of gradients plus errors − output, to the errors' precision."""
     workload = Workload(((40, 33), (64, 48)), steps=START + 4, noise=1.0, seed=3, dtype=bucket_dtype)
     run = run_hook(powerSGD_hook, partial(make_state, factor_dtype=dtype), workload, errors_of=errors_of)
     bound = MEAN_ERROR if bucket_dtype == torch.float32 else 1e-14
@@ -67,7 +67,7 @@ def test_the_error_is_what_the_average_lacks(dtype, bucket_dtype):
 
 
 def one_step(rank, group, dtype):
-    """Return torch's output and ours of a step from one state, ours with factors in a dtype."""
+    """Take a step of torch's hook and of ours from one state, ours with factors in dtype; return outputs."""
     shapes = ((64, 48), (30, 90), (150, 40))
     theirs = torch_powersgd.PowerSGDState(group, 2, START)
     for step in range(START + 3):
@@ -125,7 +125,7 @@ def compressed_numel(rank, group, dtype):
 
 
 def test_min_compression_rate_counts_bytes():
-    """Factors of 96 elements take the place of 144: only in 16 bits or fewer are these half of the bytes."""
+    """96 elements of factors replace 144. They take half of the bytes or less only in 16 bits or fewer."""
     assert run_ranks(compressed_numel, 1, None) == [0]
     assert run_ranks(compressed_numel, 1, torch.bfloat16)[0] > 100
     assert run_ranks(compressed_numel, 1, torch.int8)[0] > 100
@@ -161,13 +161,13 @@ def through_the_start(rank, group, bits, shapes, dtype, num_steps):
 
 
 def _kept(state, parameters):
-    """Return the parameters of the first bucket that was averaged with a state: those of one model."""
+    """Return the parameters of the state's first bucket, so that all buckets belong to one model."""
     state.__dict__.setdefault("models_parameters", parameters)
     return state.models_parameters
 
 
 def resumed(rank, group, options):
-    """Return the outputs of a run, and those of one that is saved and loaded after every step."""
+    """Return the outputs of a run, and of a run that is saved and loaded after every compressed step."""
     runs = []
     for is_saved in (False, True):
         state, outputs = make_state(group, **options), []

@@ -1,4 +1,4 @@
-"""Test PowerSGD that continues from a state of torch's hook."""
+"""Test that PowerSGD continues from a state of torch's hook."""
 
 import copy
 import pickle
@@ -37,7 +37,7 @@ from tests.tolerances import (
 
 
 def test_from_torch_without_warm_start_keeps_the_errors(run_ranks):
-    """There are no factors to continue from, so the next projections differ, but the errors do not."""
+    """There are no factors to continue from: the next projections differ, but the errors are equal."""
     options = {"matrix_approximation_rank": 2, "warm_start": False}
     mask = positions(SHAPES, compressed(SHAPES, 2))
     ranks = run_ranks(step_of_both, 2, options, SHAPES, 3)
@@ -55,7 +55,7 @@ def test_from_torch_without_error_feedback_keeps_the_factors(run_ranks):
 
 
 def test_from_torch_that_compressed_vectors(run_ranks):
-    """With min_compression_rate below 1 torch "compresses" vectors too; here they are averaged."""
+    """With min_compression_rate below 1 torch "compresses" vectors too. gradcomp averages them."""
     options = {"matrix_approximation_rank": 2, "min_compression_rate": 0.5}
     mask = positions(SHAPES, compressed(SHAPES, 2, 0.5))
     for _, (ours, _, _), (theirs, _, _) in run_ranks(step_of_both, 2, options, SHAPES, 3):
@@ -63,7 +63,7 @@ def test_from_torch_that_compressed_vectors(run_ranks):
 
 
 def take_over(rank, saved):
-    """Convert torch's state or its file; return hyperparameters, progress, and the next steps."""
+    """Convert torch's state, or a file of it; return hyperparameters, progress, and the next steps."""
     theirs = torch_powersgd.PowerSGDState(
         None, 2, START, min_compression_rate=1.5, orthogonalization_epsilon=1e-9
     )
@@ -97,7 +97,7 @@ def test_from_torch(run_ranks, saved):
 
 
 def consolidate_torchs(rank):
-    """Return the errors of torch's state, and those in one state_dict for all ranks, made in both ways."""
+    """Return the errors of torch's state, the converted state's state_dict, and the consolidated one."""
     theirs = torch_powersgd.PowerSGDState(None, 2, START)
     for step in range(START + 3):
         bucket = Bucket(random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES)
@@ -118,7 +118,7 @@ def test_torchs_errors_are_averaged_before_their_first_compressed_step(run_ranks
 
 
 def from_torch_twice(rank):
-    """Convert a state twice; torch overwrites its Q in place, which must not change the converted state."""
+    """Convert a state twice. torch overwrites its Q in place; the converted state must not change."""
     theirs = torch_powersgd.PowerSGDState(None, 2, START)
     for step in range(START + 3):
         torch_powersgd.powerSGD_hook(
@@ -136,7 +136,7 @@ def test_from_torch_copies(run_ranks):
 
 
 def unused_layer(rank, factor_rank, bad):
-    """Return torch's step, and ours from the state before it, after gradients of zero or NaN in a matrix."""
+    """Convert torch's state after gradients of zero or NaN in the second matrix; return our next output."""
     options = {"process_group": None, "matrix_approximation_rank": factor_rank, "start_powerSGD_iter": START}
     theirs, shapes = (
         torch_powersgd.PowerSGDState(**options, orthogonalization_epsilon=1e-8),
@@ -155,13 +155,16 @@ def unused_layer(rank, factor_rank, bad):
 def test_from_torch_where_factors_are_no_use(run_ranks, factor_rank, bad):
     for output in run_ranks(unused_layer, 1, factor_rank, bad):
         assert output[: 64 * 48].isfinite().all()
-        # An error of NaN spoils the first step.
+        # With NaN, torch's error is NaN, and so is the first output.
         assert bad or output[64 * 48 :].isfinite().all()
         assert output[: 64 * 48].any()
 
 
 def continue_in_ddp(rank):
-    """Return the gradients of torch's model, and of a new one that continues from its state, in one step."""
+    """Train a model with torch's hook, and a new model that continues from its state.
+
+    Returns each model's gradients in one step, and the log lines about layouts.
+    """
 
     def gradients(model, step):
         model.zero_grad(set_to_none=True)
@@ -185,7 +188,7 @@ def continue_in_ddp(rank):
 
 
 def test_from_torch_in_a_new_model(run_ranks):
-    """The model's layers have one shape and one bucket, whose order DDP reverses after the first step."""
+    """The model's layers have one shape and one bucket. DDP reverses their order after the first step."""
     for expected, found, said in run_ranks(continue_in_ddp, 2):
         assert relative(found, expected) <= 10 * MEAN_ERROR
         assert said == []

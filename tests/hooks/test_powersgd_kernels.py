@@ -98,12 +98,12 @@ def test_one_step_that_is_not_finite(run_ranks):
 
 
 def save_and_load(rank):
-    """Save and load the kernels' state, which continues with the same error and directions."""
+    """Save and load the kernels' state, and take a step with both; return both outputs and errors."""
     state = new_state()
     for step in range(START + 2):
         bucket = Bucket(random_gradient(FEW_SHAPES, rank, step).to(device_of_rank()), FEW_SHAPES)
         powerSGD_hook.powerSGD_hook(state, bucket).wait()
-    del bucket  # a state takes the next buckets for a new model's
+    del bucket  # the state then takes the next buckets for a new model's
     loaded = reload(state)
     gradient = random_gradient(FEW_SHAPES, rank, 9)
     buckets = [Bucket(gradient.clone().to(device_of_rank()), FEW_SHAPES) for _ in range(2)]

@@ -36,7 +36,7 @@ def zeros_then_random(rank, name, factor_rank):
 
 @pytest.mark.parametrize("factor_rank", [1, 2])
 def test_zero_gradients(run_ranks, factor_rank):
-    """Torch divides by a column's norm of zero; here zero gradients stay zero and later ones are averaged."""
+    """Torch divides by a norm of zero. In gradcomp zeros stay zero, and later gradients are averaged."""
     for outputs, later in run_ranks(zeros_then_random, 2, "gradcomp", factor_rank):
         assert not any(output.any() for output in outputs)
         assert all(output.isfinite().all() for output in later)
@@ -50,9 +50,9 @@ def test_zero_gradients(run_ranks, factor_rank):
 
 
 def one_bad_step(rank, name, options, value, tensor, bad_ranks):
-    """Take steps, one of which has this value in this tensor on the bad ranks.
+    """Take steps. One of them has this value in this tensor on the bad ranks.
 
-    Return (gradient, output, (error, Q) after the step) of each compressed step.
+    Returns (gradient, output, (error, Q) after the step) of each compressed step.
     """
     module = MODULES[name]
     state = new_state(module, **options)
@@ -78,7 +78,7 @@ def assert_one_bad_step(ranks, tensor):
         outputs = [results[step][1] for results in ranks]
         assert all(torch.equal(outputs[0].nan_to_num(7), output.nan_to_num(7)) for output in outputs)
         if step == 3:
-            # Every rank sees it, so that a GradScaler skips the step on every rank.
+            # Every rank sees the bad value, so that a GradScaler skips the step on every rank.
             assert not outputs[0][bad].isfinite().all()
             assert outputs[0][~bad].isfinite().all()
             if tensor in order:
@@ -108,7 +108,7 @@ OPTIONS = [{}, {"use_error_feedback": False}, {"warm_start": False}, {"orthogona
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_bad_step_is_forgotten(run_ranks, options):
-    """No rank's output is finite in that step, whichever rank had the value; the next step is right."""
+    """In that step every rank's output is non-finite, whichever rank had the value. Later steps are right."""
     for value, bad_ranks in [(math.inf, [0, 1]), (-math.inf, [1]), (math.nan, [0])]:
         for tensor in (0, 1, 3):
             ranks = run_ranks(one_bad_step, 2, "gradcomp", options, value, tensor, bad_ranks)
@@ -129,7 +129,7 @@ def test_a_bad_step_poisons_torchs_state(run_ranks, rank, error_feedback):
 
 
 def large_gradients(rank, name):
-    """Average gradients of 40,000 on two ranks, whose sum overflows float16 while their mean does not."""
+    """Average gradients of 40,000 on two ranks: the sum overflows float16, but not the mean."""
     module = MODULES[name]
     wrapper = {"gradcomp": default_hooks, "torch": torch_default}[name].fp16_compress_wrapper
     state, shapes = new_state(module, matrix_approximation_rank=1), [(48, 48), (5,)]
@@ -148,7 +148,7 @@ def test_fp16_divides_before_it_rounds(run_ranks):
 
 
 def overflow_once(rank, name):
-    """Take a step whose gradient overflows float16 on rank 1, and steps after it."""
+    """Take steps. In one of them, rank 1's gradient overflows float16."""
     wrapper = {"gradcomp": default_hooks, "torch": torch_default}[name].fp16_compress_wrapper
     hook, state, outputs = wrapper(MODULES[name].powerSGD_hook), new_state(MODULES[name]), []
     for step in range(START + 6):
@@ -160,7 +160,7 @@ def overflow_once(rank, name):
 
 
 def test_a_step_that_overflows_fp16_is_forgotten(run_ranks):
-    """The step (a GradScaler's, say, that looks for its scale) is not finite on any rank; later ones are."""
+    """Only the step that overflows is non-finite, on all ranks: a GradScaler may cause it to find a scale."""
     first, second = run_ranks(overflow_once, 2, "gradcomp")
     for mine, theirs in zip(first, second, strict=True):
         assert torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))

@@ -1,4 +1,4 @@
-"""PowerSGD's options: the values that the constructor, an assignment and a checkpoint refuse or accept."""
+"""PowerSGD's options: values that the constructor, an assignment and a checkpoint refuse or accept."""
 
 import inspect
 import math
@@ -50,7 +50,7 @@ def with_option(state, name, value):
 
 
 def change(state, name, value):
-    """Set an option in each of the ways in which a user can."""
+    """Yield a function for every way in which a user can set an option."""
     yield lambda: PowerSGDState(None, **{name: value})
     yield lambda: setattr(state, name, value)
     yield lambda: state.load_state_dict(with_option(state, name, value))
@@ -120,7 +120,7 @@ def test_a_process_group_that_is_none_is_refused(given, cause):
 
 
 def test_numpys_scalars_become_pythons():
-    """torch.load would refuse a checkpoint with numpy's; numpy's bool is no registered number."""
+    """torch.load would refuse a checkpoint with numpy's scalars. numpy's bool isn't a registered number."""
     numpy = pytest.importorskip("numpy")
     given = {
         "matrix_approximation_rank": numpy.int64(3),

@@ -1,4 +1,4 @@
-"""Test that PowerSGD resumes bitwise in a new DDP model, and what happens when buckets are rearranged."""
+"""Test that PowerSGD resumes bitwise in a new DDP model, and continues when buckets are rearranged."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ from tests.hooks.test_default_hooks import Net, backward
 
 
 class Alike(nn.Sequential):
-    """This model's layers have one shape and one bucket, whose order DDP reverses after the first step."""
+    """This model's layers have one shape and one bucket. DDP reverses their order after the first step."""
 
     def __init__(self, unused):
         super().__init__(nn.Flatten(), *(nn.Linear(64, 64, bias=False) for _ in range(5)))
@@ -64,7 +64,11 @@ def parameters_of(model):
 
 
 def interrupt(rank, hook, options, warm_up, net=Net, after=6):
-    """Train 12 steps, then the last ones again from this rank's checkpoint; return the parameters of both."""
+    """Train 12 steps, then the steps from `after` on again, from this rank's checkpoint.
+
+    warm_up: load the state after a step of the new model, not before.
+    Returns (number of buckets, log lines with "afresh", the parameters of both runs).
+    """
     state = new_state()
     model, optimizer, indices = make_trainer(rank, hook, state, net, options)
     continue_training(rank, model, optimizer, range(after))
@@ -85,7 +89,7 @@ def interrupt(rank, hook, options, warm_up, net=Net, after=6):
         saved, resumed_state = resumed_state.state_dict(), new_state()
     resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, net, options)
     if warm_up:
-        # In this step DDP arranges its buckets, which it does once.
+        # DDP arranges its buckets once, in this step.
         continue_training(rank, resumed, resumed_optimizer, [0])
         resumed(torch.zeros(1, 1, 8, 8, device=device_of_rank()))
         resumed_state.load_state_dict(saved)
@@ -105,7 +109,7 @@ def assert_resumed(ranks, num_buckets=5):
         assert torch.equal(resumed, ranks[0][3])
         if device_of_rank().type == "cpu":
             assert torch.equal(resumed, uninterrupted)
-        else:  # the saved error is the kernels' except for its last bits
+        else:  # the last bits of a saved error differ from the kernels' error
             assert torch.allclose(resumed, uninterrupted, atol=1e-5)
 
 
@@ -124,7 +128,7 @@ def test_resuming_is_bitwise_around_the_first_compressed_step(run_ranks, after):
 
 @pytest.mark.parametrize("hook", ["powerSGD", "batched"])
 def test_resuming_finds_layers_of_one_shape(run_ranks, hook):
-    """In the first step their gradients come in another order, which shapes do not show."""
+    """In the first step their gradients come in another order. Shapes don't show it."""
     assert_resumed(run_ranks(interrupt, 2, hook, {}, False, Alike), num_buckets=1)
 
 
@@ -141,7 +145,10 @@ def test_resuming_is_bitwise_after_a_warm_up_step(run_ranks, hook):
 
 
 def change_layouts(rank):
-    """Return what is logged when the first of two buckets changes its layout, and a fresh state's outputs."""
+    """Change the layout of the first of two buckets.
+
+    Returns (log lines, a fresh state's log lines, [(gradient, output)] after the change, both errors).
+    """
     state, fresh = new_state(), new_state()
     plan = {
         state: [(START + 2, FEW_SHAPES, FEW_SHAPES), (3, OTHER_SHAPES, FEW_SHAPES)],
@@ -208,7 +215,10 @@ def test_a_checkpoint_of_another_layout_starts_afresh(run_ranks, is_named, messa
 
 
 def resume_with_larger_buckets(rank, hook):
-    """Return (collectives per step, log lines, parameters) of the saved run and one with larger buckets."""
+    """Save a run and resume it with larger buckets.
+
+    Returns (the resumed run's all-reduces per step, its log, the parameters of both runs).
+    """
     calls, counts, all_reduce, state = [], [], dist.all_reduce, new_state()
     model, optimizer, _ = make_trainer(rank, hook, state, Net, {})
     continue_training(rank, model, optimizer, range(6))
@@ -239,7 +249,7 @@ def test_resuming_with_larger_buckets_joins_their_memories(run_ranks):
 
 
 def test_resuming_the_batched_hook_with_larger_buckets(run_ranks):
-    """The errors stay, but a larger square has other directions."""
+    """The errors are kept, but a larger square has other directions."""
     for counts, said, _, found in run_ranks(resume_with_larger_buckets, 2, "batched"):
         assert counts[1:] == [2, 2, 2]
         assert said == []
@@ -247,7 +257,7 @@ def test_resuming_the_batched_hook_with_larger_buckets(run_ranks):
 
 
 def change_rank(rank):
-    """Raise the rank between steps, as a user may, after which the factors no longer fit."""
+    """Raise the rank between steps, so that the factors no longer fit; return log and output's rank."""
     state = new_state()
     run_steps(state, rank, range(START + 2))
     state.matrix_approximation_rank = 4

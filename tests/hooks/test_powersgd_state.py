@@ -94,7 +94,7 @@ def draw(rank, seed, disturb):
 
 
 def test_random_projections(run_ranks):
-    """They depend on random_seed alone, not on the user's generators, which may differ between ranks."""
+    """Projections depend on random_seed alone. The user's generators may differ between ranks."""
     first, second = run_ranks(draw, 2, 0, True)
     (other_seed, _), _ = run_ranks(draw, 2, 1, False)
     for mine, theirs, other in zip(first[0], second[0], other_seed, strict=True):
@@ -121,7 +121,7 @@ def in_autocast(rank, enabled):
 
 
 def test_autocast_around_backward_changes_nothing():
-    """Loops may call backward, and with it the hooks, within autocast."""
+    """A training loop may call backward within autocast, and so call the hooks there."""
     for results, expected in zip(
         simulate(in_autocast, 2, True), simulate(in_autocast, 2, False), strict=True
     ):
@@ -175,7 +175,7 @@ def test_wrong_states_and_buckets_are_refused(run_ranks):
 
 
 def odd_buckets(rank, hook_name):
-    """Run the hook on buckets with nothing to compress, with one element, and with none."""
+    """Run the hook on buckets with nothing to compress, with one element, and with no elements."""
     results = []
     for shapes in ([(7,), (3,)], [(1,)], [(0,)], [(0, 4), (64, 48)], [(1, 1)]):
         state = powerSGD_hook.PowerSGDState(None, 1, START)
@@ -219,7 +219,7 @@ def memory_of_gradient_size(rank, shapes, options, hook, dtype):
 
 @pytest.mark.parametrize("error_feedback", [True, False])
 @pytest.mark.parametrize(
-    # scratch: elements of the fp32 matrix that plain torch also needs; the square has 943 rows.
+    # scratch: numel of the fp32 matrix that plain torch needs besides. The square has 943 rows.
     ("hook", "dtype", "scratch"),
     [
         ("powerSGD", torch.float32, 0),
@@ -244,7 +244,7 @@ def memory_of_tensors_not_compressed(rank):
 
 
 def test_what_a_state_dict_holds(run_ranks):
-    """It holds errors where tensors are compressed, and one Q [cols, rank] per matrix, by shape."""
+    """It holds errors of compressed tensors alone, and one Q [cols, rank] per matrix, by shape."""
     first, second = run_ranks(memory_of_tensors_not_compressed, 2)
     mask = positions(FEW_SHAPES, compressed(FEW_SHAPES, 2))
     for bucket in (first, second):

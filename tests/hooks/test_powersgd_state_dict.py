@@ -1,4 +1,4 @@
-"""What load_state_dict and torch.load refuse of PowerSGD's memory, in which words, and all or nothing."""
+"""State_dicts that PowerSGD refuses to load, and their messages; a refused one changes nothing."""
 
 import copy
 
@@ -65,7 +65,7 @@ def of_directions(function):
 
 
 def each(function):
-    """Return a function of a list with an entry per tensor, None for those that aren't compressed."""
+    """Return a function that maps `function` over a list of tensors, and keeps entries of None."""
     return lambda entries: [entry if entry is None else function(entry) for entry in entries]
 
 
@@ -75,7 +75,7 @@ def with_nan(tensor):
 
 
 def like_dcp(state_dict):
-    """Fill the state_dict of a fresh state as torch.distributed.checkpoint does."""
+    """Fill a fresh state's state_dict: torch.distributed.checkpoint loads no buckets into it."""
     state_dict["buckets"] = {}
 
 
@@ -177,7 +177,7 @@ KEYS = {
 
 
 def refuse(saved, change, error, match):
-    """Check that loading raises and changes no state: with memory, fresh, or still without attributes."""
+    """Check that loading raises an error, and changes neither a used, a fresh, nor an uninitialized state."""
     broken = copy.deepcopy(saved)
     change(broken)
     used, fresh, bare = new_state(random_seed=9), new_state(), PowerSGDState.__new__(PowerSGDState)
@@ -219,7 +219,7 @@ def test_a_state_dict_loads_what_it_saves(saved):
 
 
 def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
-    """The next step counts it as zero as well, and what is saved must load again."""
+    """The next step counts non-finite values as zero, too, and a saved state must load again."""
     state, expected = new_state(), copy.deepcopy(saved)
     state.load_state_dict(copy.deepcopy(saved))
     _, (memory,) = broken = state._memories.saved()
@@ -230,7 +230,7 @@ def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
 
 
 def test_what_was_loaded_is_the_states_own(saved):
-    """This holds before its first compressed step, too, and for a tensor that was saved expanded."""
+    """A state shares no tensors with state_dicts, also before its first step and with an expanded tensor."""
     state, given = new_state(), copy.deepcopy(saved)
     given["buckets"][0]["error"] = torch.ones(1).expand(NUMEL)
     state.load_state_dict(given)

@@ -1,4 +1,4 @@
-"""Test what a PowerSGDState counts and logs: compression statistics, its options, when compression starts."""
+"""Test a PowerSGDState's statistics, and its log of statistics, options and the start of compression."""
 
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
@@ -34,7 +34,7 @@ def count(rank, name, hook_name, options, steps):
 
 @pytest.mark.parametrize("rank", [1, 2, 32])
 def test_compression_stats_are_torchs(run_ranks, rank):
-    """The numbers and the log line are torch's; it comes in the first compressed step, then every third."""
+    """Numbers and log lines are torch's. A line is logged in the first compressed step, then every third."""
     options = {
         "matrix_approximation_rank": rank,
         "start_powerSGD_iter": START,
@@ -53,7 +53,7 @@ def test_compression_stats_are_torchs(run_ranks, rank):
 
 
 def test_compression_stats_of_the_batched_hook(run_ranks):
-    """There are two factors of the square's side, as torch counts (it counts before it fails)."""
+    """There are two factors of the square's side. torch counts them too, before its hook fails."""
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
     ((stats, _),) = run_ranks(count, 1, "gradcomp", "batched_powerSGD_hook", options, START + 1)
     before = [64 * 48 + 7 + 40 * 90 + 64 * 48 + 9, 64 * 48 + 40 * 90 + 7]

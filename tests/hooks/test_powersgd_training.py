@@ -1,4 +1,4 @@
-"""Test trainings with PowerSGD under torch's DDP: replicas stay equal, losses fall, late layers learn."""
+"""Test training with PowerSGD on torch's DDP: replicas stay equal, losses fall, late layers learn."""
 
 import hashlib
 
@@ -25,7 +25,11 @@ def digest(tensor):
 
 
 def train(rank, hook_name, options, state_options, steps, dtype=torch.float32, lr=0.1):
-    """Return the gradients' digests and whether they are finite, by step; losses; and the buckets' order."""
+    """Train with the hook.
+
+    Returns ([(the gradients' digest, whether they are finite)] by step, the parameters' digest, the losses,
+    the buckets' indices in averaging order).
+    """
     torch.manual_seed(0)
     unused = options.get("find_unused_parameters", False)
     model = DistributedDataParallel(Net(unused).to(device_of_rank(), dtype), bucket_cap_mb=0.02, **options)
@@ -123,7 +127,7 @@ def test_training_reaches_about_the_loss_of_no_compression(run_ranks, hook):
     plain_ranks = run_ranks(train, 2, "none", {}, options, steps)
     for (_, _, mine, _), (_, _, other, _) in zip(compressed_ranks, plain_ranks, strict=True):
         assert other[-1] < 0.3 * other[0], "the training itself does not converge"
-        # The losses agree to a tenth of what was gained.
+        # The losses differ by less than a tenth of the training's progress.
         assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
 
 
@@ -154,5 +158,5 @@ def use_a_layer_late(rank):
 
 
 def test_a_layer_that_is_used_later_gets_gradients(run_ranks):
-    """DDP fills the bucket with zeros for an unused layer, which must not stop its gradients for ever."""
+    """DDP fills an unused layer's part of the bucket with zeros. Later gradients must still come through."""
     assert all(norm > 0 for norm in run_ranks(use_a_layer_late, 2))

@@ -1,4 +1,4 @@
-"""Test that PowerSGD's memory moves to another world size, in one file or torch.distributed.checkpoint."""
+"""Test that PowerSGD's errors move to another world size, in one file or in torch.distributed.checkpoint."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ NO_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "sc
 
 
 def train(state, rank, steps):
-    """Take steps of two buckets; return the sums of this rank's gradients and of the outputs, in float64."""
+    """Take steps of two buckets; return (Σ this rank's gradients, Σ outputs) in float64."""
     sums = 0, 0
     for step in steps:
         flat = []
@@ -44,7 +44,10 @@ def errors_of(state_dict):
 
 
 def consolidate(rank):
-    """Return what the steps add up to, this rank's state_dict, and one for all ranks, made without pickle."""
+    """Take steps, and consolidate without pickled collectives.
+
+    Returns (the sums of the steps, this rank's state_dict, the state_dict for all ranks).
+    """
     state = new_state()
     sums = train(state, rank, range(START + 4))
     before = state.state_dict()
@@ -60,7 +63,7 @@ def consolidate(rank):
 
 
 def go_on(rank, saved):
-    """Load the state_dict and take steps, the first alone, so that errors that aren't a mean are noticed."""
+    """Load the state_dict and take steps; return their sums, the state_dict after them, and the log."""
     state = new_state()
     with Messages() as said:
         state.load_state_dict(saved)
@@ -70,7 +73,7 @@ def go_on(rank, saved):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_one_file_for_another_world_size(run_ranks, before, after):
-    """Σ outputs + the mean of the errors = Σ mean gradients, across the change."""
+    """Σ outputs + mean error = Σ mean gradients, across the change."""
     first = run_ranks(consolidate, before)
     merged = first[0][2]
     assert all(equal(other, merged) for _, _, other in first)
@@ -87,7 +90,7 @@ def test_one_file_for_another_world_size(run_ranks, before, after):
 
 
 def consolidate_float64(rank):
-    """Consolidate a float64 state_dict, whose tensors are the caller's and are not summed in place."""
+    """Consolidate a loaded float64 state_dict: the caller's tensors must not be summed in place."""
     state = new_state()
     for step in range(START + 1):
         gradient = random_gradient(FEW_SHAPES, rank, step, torch.float64)
@@ -125,7 +128,10 @@ def test_what_is_no_state_is_refused():
 
 
 def load_one_ranks_errors(rank, file):
-    """Load rank 0's file on every rank; return what states with a group and those of torch.load log."""
+    """Load rank 0's file on every rank, by load_state_dict and by torch.load; return the log of each.
+
+    The third value is the log of errors that are this rank's own, and of a state without errors.
+    """
     saved = torch.load(io.BytesIO(file))
     with Messages() as when_loaded:
         state = new_state()
@@ -172,7 +178,7 @@ def test_one_ranks_errors_on_another_rank_are_noticed(run_ranks):
 
 
 def save_with_dcp(rank, path):
-    """Train and save; return the parameters after more steps, and this rank's error at the time of saving."""
+    """Train, save, and train on; return the last parameters, and this rank's error when it saved."""
     state = new_state()
     model, optimizer, _ = make_trainer(rank, "powerSGD", state, Net, {})
     continue_training(rank, model, optimizer, range(6))
@@ -190,7 +196,7 @@ def save_with_dcp(rank, path):
 
 
 def load_with_dcp(rank, path):
-    """Load into a new model in a new process; return the parameters steps later, and the loaded error."""
+    """Load into a new model, and train on; return the last parameters, the loaded error, and the log."""
     state = new_state(matrix_approximation_rank=1)
     model, optimizer, _ = make_trainer(rank, "powerSGD", state, Net, {})
     entries = {"model": model.state_dict(), "optimizer": ()}
@@ -218,7 +224,10 @@ def load_wrongly_with_dcp(rank, path):
 
 
 def test_torchs_distributed_checkpoint(run_ranks, tmp_path):
-    """As many ranks resume to the bit, others from the mean; a state's own state_dict raises, with advice."""
+    """With an equal number of ranks a run resumes to the bit; with another, from the mean error.
+
+    A state's own state_dict raises an error with advice.
+    """
     saved = run_ranks(save_with_dcp, 2, tmp_path)
     for (parameters, error), (resumed, loaded, said) in zip(
         saved, run_ranks(load_with_dcp, 2, tmp_path), strict=True

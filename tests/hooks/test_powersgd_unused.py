@@ -1,4 +1,4 @@
-"""Test that PowerSGD loses no error for layers that steps leave out, and for models with one state."""
+"""Test that PowerSGD loses no error of a layer that steps leave out, or of models that share a state."""
 
 from functools import partial
 from itertools import chain, product
@@ -20,7 +20,7 @@ SIZE, START, STEPS = 24, 2, 60
 
 
 class Layers(nn.Module):
-    """This model has three layers, of which the second is used in every `every`-th step alone."""
+    """This model has three layers. It uses the second one in every `every`-th step only."""
 
     def __init__(self, every):
         super().__init__()
@@ -40,7 +40,7 @@ def record(kept, gradient):
 
 
 def sums(rank, library, hook, every, set_to_none, as_view):
-    """Return Σ gradients, Σ outputs and this rank's error of the second layer; then the same of the first."""
+    """Train; return Σ gradients, Σ outputs and this rank's errors, each for layer 1 and layer 0."""
     model = Layers(every)
     state = powerSGD_hook.PowerSGDState(None, 1, START, min_compression_rate=1.5)
     ddp = {"gradcomp": gradcomp.DistributedDataParallel, "torch": nn.parallel.DistributedDataParallel}[
@@ -68,7 +68,7 @@ def sums(rank, library, hook, every, set_to_none, as_view):
 
 
 def lost(ranks):
-    """Return ‖in − out − mean error‖ / ‖in‖ of the layer that some steps leave out, and of another."""
+    """Return ‖in − out − mean error‖ / ‖in‖ of each layer or model."""
     given, out, owed = (torch.stack(each).double().mean(0) for each in zip(*ranks, strict=True))
     missing = (given - out - owed).flatten(1).norm(dim=1) / given.flatten(1).norm(dim=1)
     assert owed.flatten(1).norm(dim=1).min() > 0.01 * given[0].norm()
@@ -95,14 +95,14 @@ def test_torchs_ddp_loses_nothing_where_gradients_are_none(run_ranks, every):
 
 
 def test_what_torchs_ddp_loses_where_gradients_are_zeros(run_ranks):
-    """A hook cannot tell zeros from a used layer's gradients; docs/powersgd.md has the number."""
+    """A hook cannot tell zeros from a used layer's gradients; see docs/powersgd.md for the loss."""
     skipped, used = lost(run_ranks(sums, 2, "torch", "powerSGD", 4, False, False))
     assert skipped > 0.1
     assert used <= 1e-5
 
 
 def two_models(rank, is_wrapped):
-    """Train two models alternately with one state; return Σ gradients, Σ outputs and errors."""
+    """Train two models in turn with one state; return Σ gradients, Σ outputs and errors, by model."""
     state = powerSGD_hook.PowerSGDState(None, 1, 4, min_compression_rate=1.5)
     models = [nn.Linear(SIZE, SIZE, bias=False) for _ in range(2)]
     ddps = [nn.parallel.DistributedDataParallel(model) for model in models]
@@ -128,7 +128,7 @@ def test_two_models_with_one_state_have_errors_of_their_own(run_ranks, is_wrappe
 
 
 class Mixed(nn.Module):
-    """This model's gradients are its inputs; PowerSGD sends the second layer's exactly."""
+    """This model's gradients are its inputs. PowerSGD sends the second gradient exactly."""
 
     def __init__(self):
         super().__init__()
@@ -139,9 +139,9 @@ class Mixed(nn.Module):
 
 
 def owed_by_the_start(rank, skips):
-    """Return Σ mean gradients − Σ averages − mean error of the narrow layer, and the debt of the start.
+    """Return (‖Σ mean gradients − Σ averages − mean error‖, ‖error after the start‖) of the narrow layer.
 
-    skips: the first of PowerSGD's steps in which the layer is left out, by rank.
+    skips: for each rank, the PowerSGD steps that leave the layer out, counted from the first one.
     """
     libraries = (gradcomp.DistributedDataParallel, nn.parallel.DistributedDataParallel)
     cases = product(libraries, (None, torch.int8))

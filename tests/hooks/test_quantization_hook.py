@@ -18,8 +18,8 @@ from tests.ranks import RankError
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2)]
 NUMEL = 40 * 30 + 17 + 8 * 3 * 5 + 1 + 6
-EXACT = [slice(1200, 1217), slice(1337, 1344)]  # vectors, and what is smaller than a block of 16
-# The norm of the error over that of the mean, quantized twice, of normal gradients.
+EXACT = [slice(1200, 1217), slice(1337, 1344)]  # vectors, and tensors smaller than a block of 16
+# ‖output − mean‖ / ‖mean‖ for normal gradients, quantized twice.
 LOSS = {4: 0.2, 8: 0.02}
 BITS = pytest.mark.parametrize("bits", [4, 8])
 
@@ -77,7 +77,7 @@ def error_in(state_dict):
 @BITS
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_is_lost_comes_back(run_ranks, bits, world_size):
-    """The sum of outputs and the mean error are the sum of mean inputs; also on another number of ranks."""
+    """Σ outputs + mean error = Σ mean inputs, also on another number of ranks."""
     runs = run_ranks(accumulate, world_size, bits, None)
     inputs = torch.stack([run[0] for run in runs]).mean(0)
     errors = torch.stack([error_in(run[2]) for run in runs]).mean(0)
@@ -91,7 +91,7 @@ def test_what_is_lost_comes_back(run_ranks, bits, world_size):
 
 
 def broken_off(rank, bits):
-    """Return the outputs of a run, and of one that is saved, loaded and resumed after three steps."""
+    """Return the last outputs of a whole run, and of a run saved, loaded and resumed after three steps."""
     whole, first = state_of(bits), state_of(bits)
     expected = [take_step(whole, rank, step)[1] for step in range(6)]
     for step in range(3):
@@ -108,7 +108,10 @@ def test_a_resumed_run_has_the_same_bits(run_ranks, bits):
 
 
 def skip_a_layer(rank, bits):
-    """Take two steps, then one in which no rank uses the first tensor; return its errors around that step."""
+    """Take two steps, then one in which no rank uses the first tensor.
+
+    Returns (state before that step, output, state after it).
+    """
     spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), dist.get_world_size(), 0)
     compressor = QuantizedCompressor(spec, QuantizedOptions(bits, 16))
     for step in range(2):
@@ -143,7 +146,7 @@ def without_feedback(rank, bits):
 
 
 def poisoned(rank, bits):
-    """Return a step's output with one NaN on one rank, and the next step's."""
+    """Return a step's output with a NaN and an inf on rank 1, and the next step's input and output."""
     state = state_of(bits)
     gradient = random_gradient(SHAPES, rank, 0)
     if rank == 1:
@@ -163,7 +166,7 @@ def test_a_step_that_is_not_finite_is_forgotten(run_ranks, bits):
 
 
 class Net(nn.Module):
-    """Three layers, of which the last has a vector."""
+    """Three layers."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +179,7 @@ class Net(nn.Module):
 
 
 def train(rank, way):
-    """Return the loss before and after, and the parameters, of training with 4 bits."""
+    """Train with 4 bits; return the first loss, the last loss, and the parameters."""
     torch.manual_seed(0)
     model, state = Net(), state_of(4)
     data = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
@@ -269,7 +272,7 @@ def last_bucket_exactly(state, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def with_two_hooks(rank):
-    """Return the gradients of each class under a hook of the user's whose last bucket is another hook's."""
+    """Return each class's gradients under a user's hook that gives the last bucket to another hook."""
     found = []
     for cls in (nn.parallel.DistributedDataParallel, gradcomp.DistributedDataParallel):
         torch.manual_seed(0)
@@ -284,7 +287,7 @@ def with_two_hooks(rank):
 
 
 def test_the_last_bucket_may_be_another_hooks(run_ranks):
-    """Nothing completes the others' futures then but the end of backward."""
+    """Then only the end of backward completes the other buckets' futures."""
     results = run_ranks(with_two_hooks, 2)
     for by_class in zip(*results, strict=True):
         for one, other in zip(*by_class, strict=True):

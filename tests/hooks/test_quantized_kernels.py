@@ -22,13 +22,13 @@ def take_step(state, rank, step):
 
 
 def steps_on_kernels(rank, bits):
-    """Return inputs and outputs of three steps, the error after them, and whether kernels computed them."""
+    """Take three steps; return their inputs and outputs, the last error, and whether kernels ran."""
     state, results = QuantizationState(bits=bits, block_size=16), []
     for step in range(3):
         gradient, output, bucket = take_step(state, rank, step)
         results.append((gradient, output))
         (memory, _) = state._memories.memory_of(bucket.parameters()[0])
-        del bucket  # a state takes the next buckets for a new model's
+        del bucket  # the state then takes the next buckets for a new model's
     error = state.state_dict()["buckets"][0]["error"].cpu()
     return results, error, isinstance(memory.compressor._plan, quantize_plan.QuantizedPlan)
 
@@ -47,7 +47,7 @@ def test_steps_on_kernels(run_ranks, bits):
 
 
 def broken_off(rank):
-    """Return the outputs of a run, and of one that is saved, loaded and resumed after two steps."""
+    """Return the last outputs of a whole run, and of a run saved, loaded and resumed after two steps."""
     whole, first, second = (QuantizationState(block_size=16) for _ in range(3))
     expected = [take_step(whole, rank, step)[1] for step in range(4)]
     for step in range(2):

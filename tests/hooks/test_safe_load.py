@@ -1,4 +1,4 @@
-"""With the globals that gradcomp declares safe for torch.load, a file can make a state, and no more."""
+"""With the globals that gradcomp declares safe for torch.load, a file can make a state, and nothing else."""
 
 import io
 import pickle
@@ -50,7 +50,7 @@ QuantizationState = quantization_hooks.QuantizationState
 
 @pytest.fixture
 def nothing_communicates(monkeypatch, group_of_one):
-    """Run in a process group in which every collective fails the test, and is noted."""
+    """Run a test in a process group where every collective raises an error, and is noted."""
     called = []
 
     def note(name):
@@ -82,7 +82,7 @@ def _safe_globals():
 
 
 class Call:
-    """An object that is pickled as the call of a function."""
+    """An object that is pickled as a function call."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -92,7 +92,7 @@ class Call:
 
 
 class Built(OrderedDict):
-    """An object that is pickled as an OrderedDict with attributes of the file's choice."""
+    """An object that is pickled as an OrderedDict with attributes that the file chooses."""
 
     def __init__(self, **attributes):
         super().__init__()
@@ -110,7 +110,7 @@ def load(value):
 
 
 def load_raw(opcodes):
-    """Load the stream of these opcodes from the container that torch.save writes."""
+    """Load these opcodes as the pickle in a file of torch.save's format."""
     file, archive = io.BytesIO(), io.BytesIO()
     torch.save(None, file)
     with zipfile.ZipFile(file) as old, zipfile.ZipFile(archive, "w") as new:
@@ -121,7 +121,7 @@ def load_raw(opcodes):
 
 
 def test_what_is_safe():
-    """Only these globals are safe: whatever is added must be looked at here first."""
+    """No other global is safe. Review a new one before you add it here."""
     safe = (STATE, QuantizationState, *HOOKS)
     importable = {f"{each.__module__}.{each.__qualname__}" for each in safe}
     assert _safe_globals() == importable
@@ -133,7 +133,7 @@ def test_what_is_safe():
 @pytest.mark.usefixtures("nothing_communicates")
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
 def test_a_file_cannot_run_a_hook(hook):
-    """It has no bucket of its own making either: an OrderedDict's attributes are the file's to choose."""
+    """It can't fake a bucket either, though it chooses an OrderedDict's attributes."""
     given = torch.ones(6)
     methods = {
         "buffer": torch.FloatTensor,

@@ -1,4 +1,4 @@
-"""The 8-bit hooks under torch's names on real ranks: bounds, replicas, both DDPs, the plans kept."""
+"""The 8-bit hooks under torch's names on real ranks: bounds, replicas, both DDPs, and kept plans."""
 
 import pytest
 import torch
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 def bound(gradients, block_size):
-    """Return the error that 8 bits allow an element, by element.
+    """Return the largest error that 8 bits allow, by element.
 
-    A rank's code is off by half a scale, which is its block's largest value / 127, rounded to bf16. Beside a
-    block of zeros the scale is rounded once more, after the codes are chosen: that is off by 2⁻⁸ of the
-    value. The owner rounds the mean so again.
+    A rank's code is off by up to half a scale. The scale is the block's largest value / 127, rounded to bf16.
+    Beside a block of zeros the scale is rounded once more, after the codes are chosen. This adds 2⁻⁸ of the
+    value. The owner of a shard rounds the mean in the same way.
     """
     stacked = torch.stack(gradients).double().abs()
     numel = stacked.shape[1]
@@ -89,7 +89,7 @@ def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(run_ranks, name,
 
 
 class Net(nn.Module):
-    """It has several buckets' worth of layers, and a layer that each rank uses in other steps."""
+    """The layers fill several buckets. One layer is used in other steps on each rank."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Net(nn.Module):
 
 
 def train(rank, way, hook):
-    """Return the parameters after training, the last loss, and the plans' bytes after every step."""
+    """Train; return the parameters, the last loss, the plans' bytes after every step, and the gradients'."""
     torch.manual_seed(0)
     model = Net()
     wrap = DistributedDataParallel if way == "torch" else gradcomp.DistributedDataParallel
@@ -132,7 +132,7 @@ def test_several_buckets_and_unused_layers_train_as_without_a_hook(run_ranks, na
     (_, exact, *_), _ = run_ranks(train, 2, way, None)
     assert torch.equal(one, other)
     assert abs(loss - exact) < 0.01 * exact
-    # Two buckets of codes, with scales and padding; those of the first step's buckets are dropped.
+    # Two buckets of codes, with scales and padding. The plans of the first step's buckets are dropped.
     assert gradients / 2 <= kept[-1] <= 0.6 * gradients
     assert kept[-1] == kept[2]
 
@@ -179,7 +179,7 @@ def test_ranks_in_one_process_share_no_plan(name):
 
 
 def in_wrapper(rank, wrapper):
-    """Return a gradient and its averages by the three hooks on buckets in 16 bits."""
+    """Return a gradient, and its averages by each hook in the wrapper."""
     gradient = random_gradient(SHAPES, rank, 0)
     results = []
     for hook, state in [*((hook, None) for hook in HOOKS.values()), (quantization_hook, state_of(8))]:
@@ -190,7 +190,7 @@ def in_wrapper(rank, wrapper):
 
 @pytest.mark.parametrize("wrapper", ["fp16_compress_wrapper", "bf16_compress_wrapper"])
 def test_they_run_in_the_wrappers(run_ranks, wrapper):
-    """The wrapper's rounding comes before the hook's, and once more after it."""
+    """The wrapper rounds before the hook's rounding, and once more after it."""
     ranks = run_ranks(in_wrapper, 2, wrapper)
     mean = torch.stack([gradient for gradient, _ in ranks]).double().mean(0)
     eps = torch.finfo(torch.float16 if wrapper.startswith("fp16") else torch.bfloat16).eps
@@ -215,7 +215,7 @@ def test_pertensor_blocks_are_long_and_leave_little_padding(numel, world_size):
 
 
 def with_torchs_arithmetic(gradients):
-    """Return the mean of what torch's quantization_pertensor_hook would send of the ranks' gradients."""
+    """Return the mean of the ranks' gradients, quantized like torch's quantization_pertensor_hook."""
     decoded = []
     for gradient in gradients:
         observer = torch.ao.quantization.MinMaxObserver()
@@ -228,7 +228,10 @@ def with_torchs_arithmetic(gradients):
 
 @pytest.mark.parametrize("scales", [[1.0], [0.1, 1.0, 10.0]], ids=["alike", "unlike"])
 def test_pertensor_is_as_accurate_as_torchs(scales):
-    """It rounds twice, but in blocks: as accurate on normal gradients, more on layers of unlike sizes."""
+    """gradcomp's hook rounds twice, but in blocks.
+
+    It is as accurate as torch's on normal gradients, and more accurate on layers of unlike magnitudes.
+    """
     shapes = [(1024, 1024)] * len(scales)
     factor = torch.tensor(scales).repeat_interleave(1024**2)
     gradients = [

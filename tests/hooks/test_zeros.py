@@ -1,4 +1,4 @@
-"""Elements that are exactly zero on all ranks: padding rows, unseen rows, pruned weights, masked entries."""
+"""Elements that are zero on all ranks stay zero: padding rows, unseen rows, pruned or masked elements."""
 
 import math
 from functools import partial
@@ -78,13 +78,13 @@ def test_zeros_stay_zeros(name, kind):
             assert not any(output[zeros_of(kind)].any() for output in of_rank)
             assert all(output.isfinite().all() for output in of_rank)
         values = ~zeros_of(kind)
-        if kind != "all but one in a block":  # scales of the least numbers are zero
+        if kind != "all but one in a block":  # the smallest numbers have scales of zero
             assert all(output[values].any() for output in outputs[0])
 
 
 @pytest.mark.parametrize("name", ["4 bits", "8 bits"])
 def test_zeros_stay_zeros_on_the_kernels(name):
-    """What Triton's interpreter runs, or a GPU."""
+    """The kernels run on a GPU, or in Triton's interpreter."""
     for output in run_ranks(steps_of, 2, "masked", *HOOKS[name])[0]:
         assert not output[zeros_of("masked")].any()
 
@@ -92,7 +92,7 @@ def test_zeros_stay_zeros_on_the_kernels(name):
 @pytest.mark.usefixtures("plain_torch")
 @pytest.mark.parametrize("options", [{"factor_dtype": torch.int8}, {"start_bits": 4}], ids=str)
 def test_powersgd_sends_zeros_exactly_where_it_sends_exactly(options):
-    """In its quantized start; and of tensors that it doesn't compress. Masks of a matrix it can't keep."""
+    """Zeros stay in a quantized start, and in tensors that PowerSGD doesn't compress; not in a matrix."""
     start = STEPS if "start_bits" in options else 2
     make_state = partial(
         PowerSGDState,
@@ -102,7 +102,7 @@ def test_powersgd_sends_zeros_exactly_where_it_sends_exactly(options):
         **options,
     )
     exact = torch.ones(NUMEL, dtype=torch.bool)
-    if start < STEPS:  # the vector alone
+    if start < STEPS:  # only the vector is sent exactly
         exact[:960] = exact[969:] = False
     for output in run_ranks(steps_of, 2, "masked", make_state, powerSGD_hook)[0]:
         assert not output[zeros_of("masked") & exact].any()

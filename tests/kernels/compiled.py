@@ -1,11 +1,15 @@
 """Compile every kernel ahead of time, with no GPU, and read the machine code.
 
-`python -m tests.kernels.compiled 90` calls every launcher below as the library does, records how it launches
-its kernels, compiles them so for sm_90, and prints the worst of each kernel: registers, spilled bytes, shared
-memory, programs that fit a multiprocessor. With `--json` it prints all variants, and their memory
-instructions. With `--every`, for each dtype and rank rather than for those that the tests have time for: five
-minutes. It runs in a process of its own because the test process holds interpreted kernels. A new kernel's
-launcher must be called in launches() or quantized_launches(): test_compiled.py says so if it is missing.
+`python -m tests.kernels.compiled 90` calls every launcher below as the library does, and records the
+launches. It compiles the kernels for these launches for sm_90. It prints the worst variant of each kernel:
+registers, spilled bytes, shared memory, programs that fit a multiprocessor.
+
+--json: print all variants, and their memory instructions.
+--every: compile for each dtype and rank, not only for the selection that the tests have time for. This takes
+    five minutes.
+
+It runs in another process than the tests, because the test process holds interpreted kernels. A new kernel's
+launcher must be called in launches() or quantized_launches(). test_compiled.py fails if it is missing.
 """
 
 import importlib
@@ -39,16 +43,16 @@ from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
 ARCHITECTURES = (80, 90, 100)
-# Shared memory of a multiprocessor in KiB, of which every program takes one more than it asks for.
+# Shared memory of a multiprocessor in KiB. Every program takes one KiB more than it asks for.
 SHARED_KIB = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 TYPE_NAMES = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int64: "i64"}
 TYPE_NAMES |= {torch.int32: "i32", torch.uint8: "u8"}
-# Matrices whose tiles lie on 16 bytes, and a vector.
+# Matrices with tiles aligned to 16 bytes, and a vector.
 SHAPES = [(256, 512), (512,), (512, 256)]
-# PowerSGD's (dtype, rank, error feedback) that the tests compile: most of those of which a variant once
-# spilled, and enough of the others.
+# PowerSGD's (dtype, rank, error feedback) that the tests compile: most cases with a variant that once
+# spilled, and some other cases.
 POWERSGD = [
     *((FP32, rank, True) for rank in (1, 2, 4, 8, 16, 32, 96)),
     *((BF16, rank, True) for rank in (4, 16, 32)),
@@ -64,7 +68,7 @@ QUANTIZED = [
     (FP16, 8, 16, 1, True),
     *((dtype, bits, MAX_BLOCK_SIZE, 8, True) for dtype, bits in product((FP32, FP64), (4, 8))),
     (FP32, 4, MAX_BLOCK_SIZE - 2, 3, True),
-    # Of which the average once spilled.
+    # The average of these cases once spilled.
     (FP32, 4, 2048, 12, True),
     (FP64, 4, MAX_BLOCK_SIZE, 3, True),
 ]
@@ -91,7 +95,7 @@ class Variant:
                 signature[parameter.name] = "constexpr"
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = f"*{TYPE_NAMES[value.dtype]}"
-                # As Triton does for a pointer that lies on 16 bytes.
+                # Triton sets this for a pointer that is aligned to 16 bytes.
                 attributes[parameter.num,] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = parameter.annotation_type
@@ -99,7 +103,7 @@ class Variant:
 
 
 class Recorder:
-    """Stands in for a kernel: notes a launch instead of launching."""
+    """A stand-in for a kernel that notes a launch instead of launching."""
 
     def __init__(self, kernel: Any, launched: list[tuple[Any, dict[str, Any], dict[str, Any]]]):
         self.kernel, self.launched = kernel, launched
@@ -115,7 +119,7 @@ class Recorder:
 
 
 def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]:
-    """Call launchers, in groups that differ in what the kernels are compiled for; the groups' names."""
+    """Call launchers, and yield a name for each group of calls. Groups differ in dtypes, ranks or options."""
     for source, result in [
         *((FP32, half) for half in (FP16, BF16)),
         *((half, FP32) for half in (FP16, BF16)),
@@ -154,7 +158,7 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
 
 
 def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]]) -> Iterator[str]:
-    """Call the launchers of the quantized all-reduce; the groups' names."""
+    """Call the launchers of the quantized all-reduce, and yield a name for each case."""
     for dtype, bits, block_size, world_size, feedback in cases:
         layout = BlockLayout([(block_size, 4), (3,)], block_size, world_size)
         plan = QuantizedPlan(
@@ -180,7 +184,7 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
 
 
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:
-    """Every distinct launch of launches(powersgd) and quantized_launches(QUANTIZED)."""
+    """Return every distinct launch of launches(powersgd) and quantized_launches(QUANTIZED)."""
     launched: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
     for module in kernel_modules():
         for name, kernel in vars(module).copy().items():
@@ -211,7 +215,7 @@ def is_kernel(name: str) -> bool:
 
 
 def compile_for(variants: Iterable[Variant], architecture: int) -> dict[str, dict[str, Any]]:
-    """Return what the compiler makes of each variant, by its name."""
+    """Compile each variant; return its registers, shared memory, instructions etc., by the variant's name."""
     target = GPUTarget("cuda", architecture, 32)
     compiled = {each: triton.compile(each.source, target=target, options=each.options) for each in variants}
     instructions = disassemble([code_of(kernel.asm["cubin"]) for kernel in compiled.values()], architecture)
@@ -230,7 +234,7 @@ def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) 
     itemsize = next(pointers_of(variant)).dtype.itemsize
     tile_bytes = constants.get("BLOCK_ROWS", 0) * constants.get("BLOCK_COLS", 0) * itemsize
     registers = int(re.findall(r"REG:(\d+)", usage)[0])
-    # Registers are given out by eights.
+    # Registers are allocated in units of eight.
     of_program = -(-registers // 8) * 8 * 32 * compiled.metadata.num_warps
     shared = int(compiled.metadata.shared)
     return {
@@ -241,7 +245,7 @@ def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) 
         "shared_bytes": shared,
         "programs": min(65536 // of_program, SHARED_KIB[architecture] * 1024 // (shared + 1024)),
         "num_warps": compiled.metadata.num_warps,
-        # 128-bit accesses of a thread that move a tile of the gradient, or of its memory, once.
+        # How many 128-bit accesses of a thread move a tile of the gradient, or of the error memory, once.
         "accesses_per_tile": tile_bytes // (compiled.metadata.num_warps * 32 * 16),
         "registers": registers,
         "spilled_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
@@ -253,12 +257,12 @@ def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) 
 
 
 def pointers_of(variant: Variant) -> Iterator[torch.Tensor]:
-    """The tensors that a variant is launched with."""
+    """Return the tensors that a variant is launched with."""
     return (value for value in variant.arguments.values() if torch.is_tensor(value))
 
 
 def table(report: dict[str, dict[str, Any]]) -> str:
-    """The worst of each kernel's variants in a report of compile_for."""
+    """Format the worst values of each kernel's variants in a report of compile_for."""
     lines = [
         f"{'kernel':33}{'variants':>9}{'registers':>11}{'spilled B':>11}{'shared B':>10}{'programs':>10}"
     ]
@@ -273,10 +277,10 @@ def table(report: dict[str, dict[str, Any]]) -> str:
 
 
 def code_of(cubin: bytes) -> bytes:
-    """The machine code of a kernel in a cubin, an ELF file: its one section .text.<kernel>."""
+    """Return a kernel's machine code: the one section .text.<kernel> of a cubin, an ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     entry_size, num_entries, names_index = struct.unpack_from("<HHH", cubin, 58)
-    # Of each section: the place of its name, type, flags, address, place and size.
+    # For each section: the position of its name, its type, flags, address, position and size.
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(num_entries)]
     names_at = sections[names_index][4]
     (code,) = (
@@ -288,7 +292,7 @@ def code_of(cubin: bytes) -> bytes:
 
 
 def disassemble(codes: Sequence[bytes], architecture: int) -> list[str]:
-    """Return the instructions of each kernel's machine code, from one nvdisasm, which takes long to start."""
+    """Return the instructions of each kernel's code. One nvdisasm reads all codes, as it starts slowly."""
     with tempfile.NamedTemporaryFile() as binary:
         binary.write(b"".join(codes))
         binary.flush()

@@ -19,7 +19,10 @@ def tensors_of(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.
 
 
 def assert_scaled_copy(result: torch.Tensor, source: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Check that result is scale · source, given in float64 and once of this dtype, but for rounding."""
+    """Check that result is scale · source within rounding.
+
+    source: the source in float64, converted from dtype.
+    """
     expected = scale * source
     bound = scaled_copy(dtype, result.dtype) * expected.abs() + SMALLEST[result.dtype]
     error = (result.double() - expected).abs()

@@ -25,7 +25,7 @@ def test_compress_and_decompress(numel, dtype, half, device):
     assert ops.compress_cast(buffer, out=wire, scale=1 / 3) is wire
     assert_scaled_copy(wire, buffer.double(), 1 / 3, dtype)
     assert torch.equal(buffer, before)
-    if dtype != torch.float64:  # torch converts fp64 to 16 bits by way of fp32
+    if dtype != torch.float64:  # torch rounds fp64 to fp32 before it rounds to 16 bits
         reference = torch.empty_like(wire)
         cpu.cast(buffer, out=reference, scale=1 / 3)
         assert torch.equal(wire, reference), "kernel and plain torch differ in a bit"
@@ -64,7 +64,7 @@ def test_decompressing_on_a_backends_thread_starts_no_threads():
 
 @pytest.mark.parametrize("cast", [ops.compress_cast, cpu.cast], ids=["triton", "torch"])
 def test_compress_divides_before_it_rounds(cast, device):
-    """torch's `.to(float16).div_(2)` makes 80,000 infinite, though half of it fits; and it rounds twice."""
+    """torch's `.to(float16).div_(2)` makes 80,000 infinite, though half of it fits, and it rounds twice."""
     tiny = 2.0**-24  # the smallest float16
     buffer = torch.tensor([80_000.0, -120_000.0, 1.4 * tiny], device=device)
     assert buffer.to(torch.float16).div_(2).tolist() == [math.inf, -math.inf, 0.0]
@@ -95,7 +95,7 @@ def test_cast_unaligned(device):
 
 
 def test_cast_offsets_beyond_2_to_the_31(monkeypatch, device):
-    """The last of more than 2³¹ elements. Interpreted, only the last program of the grid runs."""
+    """Check the last of more than 2³¹ elements. In the interpreter, only the grid's last program runs."""
     numel = 2**31 + 3
     src = torch.empty(numel, dtype=torch.float16, device=device)
     out = torch.empty(numel, dtype=torch.bfloat16, device=device)

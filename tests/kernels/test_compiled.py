@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for sm_80, sm_90 and sm_100: no spills, wide accesses."""
+"""Test the kernels' machine code for sm_80, sm_90 and sm_100: no spills, wide accesses."""
 
 import json
 import subprocess
@@ -12,16 +12,16 @@ from tests.kernels.compiled import ARCHITECTURES, is_kernel, kernel_modules
 from tests.programs import users_environment
 
 ROOT = Path(__file__).parents[2]
-# How often a kernel that walks through M loads and stores a tile of the gradient or of its memory.
+# How often a kernel that walks through M loads and stores a tile of the gradient or of the error memory.
 TILES_MOVED = {
     "_project_kernel": (2, 1),
     "_back_project_kernel": (1, 0),
     "_reconstruct_kernel": (0, 1),
 }
 PANEL_KERNELS = ("_gram_kernel", "_orthonormalize_kernel", "_orthonormalize_blocks_kernel")
-# How often a thread of the quantized all-reduce's kernels loads and stores 128 bits by bits: of a tile of
-# gradients or errors in fp32, of which it holds 64 bytes, or twice as many in dequantize at 4 bits; and there
-# of codes and of the exact elements, of which it holds as many.
+# How often a thread of the quantized all-reduce's kernels loads and stores 128 bits, by bits. A thread holds
+# 64 bytes of a tile of gradients or errors in fp32; in dequantize at 4 bits, 128 bytes. In dequantize it also
+# moves codes, and as many exact elements as gradients.
 QUANTIZED_MOVED = {
     "_quantize_kernel": {8: (12, 4), 4: (12, 4)},
     "_average_kernel": {8: (8, 8), 4: (8, 8)},
@@ -31,7 +31,7 @@ COPYING = ("_cast_kernel", "_flatten_kernel")
 
 
 def compile_all(architecture: int) -> dict[str, dict]:
-    """Return what compiling every variant for one architecture gives, by the variant's name."""
+    """Compile every variant for one architecture; return compile_for's report, by the variant's name."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiled", str(architecture), "--json"],
         cwd=ROOT, env=users_environment(), capture_output=True, text=True, timeout=800,
@@ -41,14 +41,14 @@ def compile_all(architecture: int) -> dict[str, dict]:
 
 
 def kernels_not_among(compiled: Iterable[str]) -> set[str]:
-    """The kernels (functions named _*_kernel) of gradcomp.kernels that are not among the compiled ones."""
+    """Return the kernels of gradcomp.kernels (functions named _*_kernel) that were not compiled."""
     found = {name for module in kernel_modules() for name in vars(module) if is_kernel(name)}
     assert found, "no kernel found: the search is broken"
     return found - set(compiled)
 
 
 def wide(facts: dict, operation: str) -> int:
-    """Return the number of accesses of 128 bits: LDG or STG, or LDGSTS by way of shared memory."""
+    """Return the number of 128-bit accesses by LDG or STG, or by LDGSTS into shared memory."""
     return sum(
         count * (2 if "256" in name else 1)
         for name, count in facts["memory"].items()
@@ -57,7 +57,7 @@ def wide(facts: dict, operation: str) -> int:
 
 
 def resident_warps(facts: dict) -> int:
-    """Return how many warps of whole blocks 65,536 registers hold, given out by eights."""
+    """Return how many warps of whole blocks 65,536 registers hold, allocated in units of eight."""
     block = -(-facts["registers"] // 8) * 8 * 32 * facts["num_warps"]
     return 65536 // block * facts["num_warps"]
 
@@ -76,7 +76,7 @@ def check_nothing_spills(report):
 
 
 def check_twelve_warps_fit_a_multiprocessor(report):
-    """Check copies and small ranks, whose limit is memory: warps in flight must hide its latency."""
+    """Check copies and small ranks: they are limited by memory, and warps in flight must hide its latency."""
     checked = {
         name: facts
         for name, facts in report.items()
@@ -88,7 +88,7 @@ def check_twelve_warps_fit_a_multiprocessor(report):
 
 
 def check_two_programs_fit_a_multiprocessor(report):
-    """Check ranks up to 16, so that one program computes while the other waits for memory."""
+    """Check ranks up to 16: one program must compute while another waits for memory."""
     checked = {name: facts for name, facts in report.items() if 0 < facts["rank"] <= 16 and is_walk(facts)}
     assert len(checked) > 20
     assert {name: facts["programs"] for name, facts in checked.items() if facts["programs"] < 2} == {}
@@ -107,11 +107,11 @@ def check_copies_move_128_bits_at_a_time(report):
 
 
 def check_matrices_move_128_bits_at_a_time(report):
-    """Check the branch for gradients that start on 16 bytes."""
+    """Check the branch for gradients that are aligned to 16 bytes."""
     checked = 0
     for name, facts in report.items():
         loads, stores = TILES_MOVED.get(facts["kernel"], (0, 0))
-        # Without error feedback there is no memory.
+        # Without error feedback there is no error memory.
         if facts["kernel"] == "_project_kernel" and "plain" in name:
             loads, stores = 1, 0
         assert wide(facts, "LDG") >= loads * facts["accesses_per_tile"], f"{name}: {facts['memory']}"
@@ -121,15 +121,15 @@ def check_matrices_move_128_bits_at_a_time(report):
 
 
 def check_factors_move_128_bits_at_a_time(report):
-    """Check the copies between partial sums, wires and panels, and those of the uncompressed tensors.
+    """Check copies between partial sums, wires and panels, and copies of uncompressed tensors.
 
-    A thread holds 8 elements of a factor and 16 of an uncompressed tensor, and in reconstruct what 128 bits
-    hold of each column of Q.
+    A thread holds 8 elements of a factor and 16 elements of an uncompressed tensor. In reconstruct it also
+    holds 128 bits of each column of Q.
     """
     checked = 0
     for name, facts in report.items():
         if facts["kernel"] in ("_pack_kernel", "_reconstruct_kernel"):
-            # The first pointer is the gradient, or the partial sums, for which the name has the wire's dtype.
+            # itemsize is of the first pointer, a gradient or partial sums. The name has the wire's dtype.
             itemsize = 2 if "16 r=" in name else facts["itemsize"]
             expected = (8 + 16) * itemsize // 16
             columns = facts["rank"] if facts["kernel"] == "_reconstruct_kernel" and facts["rank"] <= 8 else 0
@@ -140,7 +140,7 @@ def check_factors_move_128_bits_at_a_time(report):
 
 
 def check_codes_of_factors_move_128_bits_at_a_time(report):
-    """Check the partial sums, of which a thread holds 64 bytes, the codes, and the uncompressed tensors."""
+    """Check partial sums (a thread holds 64 bytes), codes, and uncompressed tensors."""
     checked = 0
     for name, facts in report.items():
         if facts["kernel"] == "_pack_codes_kernel" and "fp64" not in name:
@@ -152,8 +152,7 @@ def check_codes_of_factors_move_128_bits_at_a_time(report):
 
 
 def check_panels_move_128_bits_at_a_time(report):
-    """Check the loads of P from the wire, and the stores of orthonormal P, where a block gives each thread
-    16 bytes.
+    """Check loads of P from the wire, and stores of orthonormal P, if a block has 16 bytes per thread.
 
     In pairs of fp32, _orthonormalize_kernel loads single columns of 8 bytes per thread.
     """
@@ -177,7 +176,7 @@ def check_panels_move_128_bits_at_a_time(report):
 
 
 def check_blocks_move_128_bits_at_a_time(report):
-    """Check gradients, errors and what dequantize reads, in blocks of the default size."""
+    """Check gradients, errors, and dequantize's inputs, in blocks of the default size."""
     checked = 0
     for name, facts in report.items():
         if facts["kernel"] in QUANTIZED_MOVED and "[fp32" in name and "size=128 W=8" in name:
@@ -189,7 +188,7 @@ def check_blocks_move_128_bits_at_a_time(report):
 
 
 def check_pairs_leave_fp64_alone(report):
-    """Check that only epsilon, an argument in fp64, is converted from it."""
+    """Check that no fp64 instruction is left, except to convert epsilon, an argument in fp64."""
     checked = 0
     for name, facts in report.items():
         if name.endswith("pairs]") and facts["kernel"] in ("_gram_kernel", "_orthonormalize_kernel"):
@@ -201,7 +200,7 @@ def check_pairs_leave_fp64_alone(report):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids="sm_{}".format)
 def test_machine_code(architecture):
-    """This is one test, so that each architecture is compiled once by one worker of pytest-xdist."""
+    """All checks are one test, so that one worker of pytest-xdist compiles an architecture once."""
     report = compile_all(architecture)
     check_every_kernel_is_compiled(report)
     check_nothing_spills(report)

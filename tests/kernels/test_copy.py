@@ -1,4 +1,4 @@
-"""flatten, unflatten and the arguments of all copies: the Triton kernels and plain torch against float64."""
+"""Compare flatten and unflatten, in Triton and plain torch, with float64; test all copies' arguments."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ AWKWARD = [(0,), (), (1, 7), (7, 1), (31, 37), (BLOCK - 1,), (BLOCK,), (BLOCK + 
 
 
 def in_plain_torch(name: str) -> Callable[..., object]:
-    """An operation of ops.py that computes in plain torch, as on a CPU without Triton's interpreter."""
+    """Return an operation of ops.py that computes in plain torch, as on a CPU without the interpreter."""
 
     def operation(*args: object, **kwargs: object) -> object:
         with pytest.MonkeyPatch.context() as patch:
@@ -33,7 +33,7 @@ def implementations(name: str) -> list[Callable[..., object]]:
 
 
 def concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The oracle: row-major concatenation in float64."""
+    """Return the expected buffer: the tensors' row-major concatenation in float64."""
     return torch.cat([tensor.double().reshape(-1) for tensor in tensors])
 
 
@@ -65,7 +65,7 @@ def strided_views(device: torch.device, dtype: torch.dtype = torch.float32) -> l
     return [
         base[:91].view(7, 13).t(),
         base[5:105:3],
-        base[1 : BLOCK + 1],  # contiguous, but on 4 bytes only
+        base[1 : BLOCK + 1],  # contiguous, but aligned to 4 bytes only
         base[: 2 * 3 * 4 * 5].view(2, 3, 4, 5).to(memory_format=torch.channels_last),
         base[3 : 3 + 2 * BLOCK].view(2, BLOCK)[:, ::2],
     ]
@@ -86,7 +86,7 @@ def test_unflatten_writes_strided_and_unaligned_tensors(unflatten, dtype, device
     shapes = [view.shape for view in strided_views(device)]
     layout = FlatLayout(shapes)
     flat = torch.randn(layout.numel, device=device)
-    # A fresh view each, so that none overwrites another; what surrounds a view must stay as it was.
+    # Each tensor is a view of a buffer of its own. Elements around a view must not change.
     for index, (offset, numel) in enumerate(zip(layout.offsets, layout.numels, strict=True)):
         view = strided_views(device, dtype)[index]
         around = view._base if view._base is not None else view
@@ -106,7 +106,7 @@ def test_unflatten_writes_strided_and_unaligned_tensors(unflatten, dtype, device
     lead=st.integers(0, 9),
 )
 def test_flatten_then_unflatten_is_the_identity(shapes, dtype, lead):
-    """It is for any list of shapes, in a buffer at any alignment."""
+    """It is the identity for any list of shapes, in a buffer of any alignment."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors = tensors_of(shapes, dtype, device)
     layout = FlatLayout(shapes)
@@ -121,7 +121,7 @@ def test_flatten_then_unflatten_is_the_identity(shapes, dtype, lead):
 
 
 def test_tables_follow_the_tensors_addresses(device):
-    """The second step's gradients lie elsewhere: the kept table must not remember the first ones."""
+    """The second step's gradients lie elsewhere: the table kept from the first step must not be used."""
     layout = FlatLayout([(5,), (BLOCK + 3,)])
     out = poisoned(layout.numel, torch.float32, device)
     kept = []
@@ -160,7 +160,7 @@ def test_one_launch_whatever_the_number_of_tensors(monkeypatch, device):
 
 
 def test_offsets_beyond_2_to_the_31(device):
-    """One tile of five elements is copied at the far end of a buffer of more than 2³¹ elements."""
+    """Copy one tile of five elements at the far end of a buffer of more than 2³¹ elements."""
     start = 2**31 + 3
     flat = torch.empty(start + 5, dtype=torch.float16, device=device)
     source = torch.arange(1, 6, dtype=torch.float16, device=device)
@@ -208,7 +208,7 @@ def test_bad_arguments_are_named(device):
 
 
 def test_gradients_that_require_grad_are_only_data(device):
-    """With create_graph=True a gradient is part of a graph; copying it must not be."""
+    """With create_graph=True a gradient is part of a graph. The copy must not be part of it."""
     tensors = [torch.ones(3, device=device, requires_grad=True)]
     out = ops.flatten(tensors, FlatLayout([(3,)]), out=torch.empty(3, device=device), scale=0.5)
     assert not out.requires_grad

@@ -1,4 +1,4 @@
-"""Launching what was compiled: the arguments of Triton's own launch, and when Triton's own is taken.
+"""Launch compiled kernels: with the arguments of Triton's own launch, and, if needed, by Triton's own launch.
 
 Triton's launchers run on the libcuda of benchmarks.stub_cuda, in another process: this one interprets
 kernels.
@@ -89,7 +89,7 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher needs a C compiler")
 def test_compiled_launches_are_tritons_own():
-    # In the environment's Triton, which may be another one than the installed.
+    # PYTHONPATH: the environment's Triton may be another one than the installed Triton.
     done = run_python("-c", PROGRAM, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -99,7 +99,7 @@ def test_compiled_launches_are_tritons_own():
         assert num_ordinary == 0
         assert direct == observed
     assert found["direct 0"] != found["direct 4"]
-    # A profiler, and an address that the kernels weren't compiled for, take Triton's own launch.
+    # A profiler, or an address that the kernels weren't compiled for, needs Triton's own launch.
     assert found["observed 0"][1] == found["unaligned"] == 7
     assert found["after"] == 0
     # Each reason is logged once.
@@ -114,7 +114,7 @@ def test_compiled_launches_are_tritons_own():
 
 
 class Kernel:
-    """Stands in for a kernel: notes with which arguments it is launched."""
+    """A stand-in for a kernel that notes its launches' arguments."""
 
     def __init__(self):
         self.launched = []

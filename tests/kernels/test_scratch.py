@@ -1,4 +1,4 @@
-"""Plans that share one scratch have the bits of plans with their own, and no other memory of that kind."""
+"""Plans that share one scratch compute the same bits as plans with their own, and have no other scratch."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""A recorder's values against float64, and that recording changes nothing, on simulated ranks."""
+"""On simulated ranks, compare a recorder's values with float64, and test that recording changes nothing."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ def powersgd(**options):
     return lambda: powerSGD_hook.PowerSGDState(None, **POWERSGD | options)
 
 
-# Of each hook: a function that makes a state, and the hook.
+# name -> (a function that makes a state, the hook)
 HOOKS = {
     "PowerSGD": (powersgd(), powerSGD_hook.powerSGD_hook),
     "PowerSGD without error feedback": (powersgd(use_error_feedback=False), powerSGD_hook.powerSGD_hook),
@@ -52,7 +52,7 @@ def gradient_of(rank, step, index, dtype=torch.float32):
 
 
 def errors_of(state):
-    """Return this rank's error of every bucket in float64, zeros where it keeps none."""
+    """Return this rank's error of every bucket; zeros if the state keeps no error."""
     buckets = state.state_dict()["buckets"].values()
     numels = [starts(shapes)[-1] for shapes in SHAPES]
     found = [bucket.get("error") for bucket in buckets] or [None, None]
@@ -119,7 +119,7 @@ def test_values_against_float64(name):
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.usefixtures("plain_torch")
 def test_recording_changes_no_bit(name):
-    """Nor what crosses the wire, until complete() is called."""
+    """Without complete(), recording changes no sent byte either."""
     without = simulate(train, 2, name)
     for every in (1, 5):
         recorded = simulate(train, 2, name, every, False)
@@ -154,7 +154,7 @@ def test_bytes_are_those_of_the_statistics():
 
 @pytest.mark.usefixtures("plain_torch")
 def test_the_first_compressed_step_has_the_relative_error_of_compression_report():
-    """There is no error yet, so the mean of gradients plus errors is that of the gradients."""
+    """There is no error yet, so the mean of gradients plus errors is the gradients' mean."""
     shape = (96, 80)
     tall, wide = random_gradient([(96, 2)], 0, 0).view(96, 2), random_gradient([(2, 80)], 0, 0).view(2, 80)
     noise = [random_gradient([shape], rank, START).view(shape) for rank in range(2)]
@@ -176,7 +176,7 @@ def test_the_first_compressed_step_has_the_relative_error_of_compression_report(
         gradients,
         make_state=lambda group: powerSGD_hook.PowerSGDState(group, **POWERSGD),
     )
-    # Both project on random directions, though not on the same ones.
+    # The two project on different random directions.
     assert math.isclose(found, report.overall.relative_error, rel_tol=SKETCHED_RATIO)
 
 
@@ -189,7 +189,7 @@ def test_every_and_max_rows():
 
 
 def one_rank(*names, steps=5):
-    """Return (state, recorder) of a run of one rank with the first bucket alone."""
+    """Run a single rank with the first bucket only; return (state, recorder)."""
     make_state, hook = HOOKS["int4"]
     state = make_state()
     recording = Recorder(state, **dict.fromkeys(names, 2))
@@ -233,7 +233,7 @@ def test_a_step_of_inf_or_nan_is_a_row_like_others(name, value):
     first, _ = simulate(not_finite, 2, name, value)
     assert len(first) == 6
     assert not math.isfinite(first[3]["gradient_norm"])
-    if name != "top-k":  # which sends other elements than inf first, or NaN never
+    if name != "top-k":  # it sends inf and keeps a finite error, so ‖E‖ / ‖M‖ may be 0
         assert not math.isfinite(first[3]["relative_error"])
     for row in (first[2], *first[4:]):
         assert all(math.isfinite(each) for each in row.values() if each is not None)
@@ -262,7 +262,7 @@ def saved_with_a_recorder(rank, name):
 @pytest.mark.parametrize("name", ["PowerSGD", "int4", "top-k"])
 @pytest.mark.usefixtures("plain_torch")
 def test_checkpoints_do_not_contain_it(name, monkeypatch):
-    if name == "top-k":  # its class is in no module that pickle finds
+    if name == "top-k":  # pickle finds no module with its class
         monkeypatch.setattr(CompressorState, "__getstate__", lambda self: self.state_dict())
         monkeypatch.setattr(CompressorState, "__setstate__", load_top_k)
     for without, recorded in simulate(saved_with_a_recorder, 2, name):
@@ -294,7 +294,7 @@ def test_a_step_that_is_not_due_is_not_measured(monkeypatch):
 
 
 def record_steps(rank, num_steps, *everies):
-    """Record steps 1 to num_steps, every so many on each rank."""
+    """Take steps 0 to num_steps, and record from step 1 on; rank r records every everies[r]-th step."""
     make_state, hook = HOOKS["int4"]
     state = make_state()
     hook(state, Bucket(gradient_of(rank, 0, 0), SHAPES[0])).wait()
@@ -305,7 +305,7 @@ def record_steps(rank, num_steps, *everies):
     return recording.rows()
 
 
-@pytest.mark.parametrize("other", [2, 100])  # with 100, a rank has no rows at all
+@pytest.mark.parametrize("other", [2, 100])  # with 100, rank 1 has no rows
 @pytest.mark.usefixtures("plain_torch")
 def test_ranks_with_other_rows_are_told_so(other):
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Where a recorder's work goes on CUDA, and that no step waits for the host, with CUDA stubbed."""
+"""With CUDA stubbed, test that a recorder computes on the side stream, and that no step waits for it."""
 
 import json
 import shutil
@@ -115,6 +115,6 @@ def test_everything_is_on_the_side_stream_and_nothing_waits():
     assert found["log"] == [[name, found["side"]] for name in order]
     assert found["waits in steps"] == []
     assert found["waits of rows()"] == ["synchronize", "tolist"]
-    # The time from the first event to the second, though a third one has been recorded since.
+    # The time is from the first event to the second, though a third event has been recorded since.
     assert found["times"] == [None, None, 1.5, 1.5, 1.5]
     assert (found["kept"], found["kept in the end"]) == (3, 0)

@@ -23,7 +23,7 @@ WAYS = ("torch's DDP", "gradcomp's DDP", "Reducer", "average_")
 
 
 class Net(nn.Module):
-    """Three layers, the second of which every other step leaves out."""
+    """Three layers. Even steps leave the second one out."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 def train(rank, name, way, is_recorded):
-    """Return the rows and the parameters after some steps."""
+    """Train in one of WAYS; return the recorder's rows and the parameters at the end."""
     torch.manual_seed(0)
     model, (make_state, hook) = Net(), STATES[name]
     state, wrapped = make_state(), model
@@ -103,7 +103,7 @@ def test_every_way_to_train(run_ranks, name):
 
 
 def sharded_replicas(rank):
-    """Return rows and weights of a model that FSDP2 shards, with and without a recorder."""
+    """Return the rows and the weights of a model sharded by FSDP2, with and without a recorder."""
     grid, results = new_grid(), []
     for is_recorded in (False, True):
         state = PowerSGDState(None, 2, 2, min_compression_rate=1)
@@ -137,7 +137,7 @@ def test_replicas_that_fsdp2_shards(run_ranks):
 
 
 def logged(rank, folder):
-    """Return what flush gives to a logger, and leave files; every rank in its own."""
+    """Save rows to a file per rank; return the last rows, and the arguments of flush's calls to a logger."""
     torch.manual_seed(0)
     model, state = Net(), STATES["PowerSGD"][0]()
     ddp = gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.01, find_unused_parameters=True)

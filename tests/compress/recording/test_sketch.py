@@ -1,4 +1,4 @@
-"""Sketches estimate norms, are linear, and cope with what gradients look like."""
+"""Sketches estimate norms, also of gradients with few large rows or columns, and are linear."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_the_norm_of_every_length(numel):
 
 
 def shaped(kind):
-    """Return a [512, 256] gradient whose energy is in a few rows or columns, or low in rank."""
+    """Return a [512, 256] gradient: random, large in a few rows or columns, constant, or of rank 1."""
     generator = torch.Generator().manual_seed(5)
     values = torch.randn(512, 256, generator=generator)
     if kind == "columns":

@@ -15,7 +15,8 @@ from tests.tolerances import POWERSGD_STAGE as STAGE
 from tests.tolerances import POWERSGD_STEP as STEP
 
 COMPRESS_ALL = 1e-9  # a min_compression_rate that every matrix passes
-# Of several blocks both ways, with edges; the second is aligned to 16 bytes, the first is not.
+# Matrices of several blocks in both directions, with edges. The second one is aligned to 16 bytes, the first
+# one is not.
 MIXED = [(1,), (33, 67), (4,), (40, 72), (0,), (9, 20)]
 
 
@@ -28,7 +29,7 @@ def plans_of(
     world_size: int = 1,
     **options: Any,
 ) -> list[PowerSGDPlan]:
-    """Return one plan per simulated rank, with NaN in all that a step must write before it reads."""
+    """Return one plan per simulated rank, with NaN in all scratch that a step must write before it reads."""
     layout = shapes if isinstance(shapes, PowerSGDLayout) else PowerSGDLayout(shapes, rank, COMPRESS_ALL)
     chosen = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0} | options
     plans = [PowerSGDPlan(layout, dtype, device, **chosen) for _ in range(world_size)]
@@ -49,7 +50,7 @@ def random_grads(
 
 
 def step(plans: Sequence[PowerSGDPlan], grads: Sequence[torch.Tensor], seed: int = 0) -> None:
-    """Take one PowerSGD step of several simulated ranks: the all-reduces are sums in rank order."""
+    """Take one PowerSGD step of several simulated ranks. The all-reduces are sums in rank order."""
     scale = 1 / len(plans)
     for plan, grad in zip(plans, grads, strict=True):
         plan.project(grad, scale)
@@ -70,7 +71,7 @@ def _all_reduce(wires: Sequence[torch.Tensor]) -> None:
 
 
 def matrices_of(layout: PowerSGDLayout, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The matrices of a flat buffer, n×m in float64 on the CPU; elements that don't exist are zeros."""
+    """Return a flat buffer's matrices, n×m in float64 on the CPU. Elements that don't exist are zeros."""
     result = []
     for matrix in layout.matrices:
         whole = torch.zeros(matrix.rows * matrix.cols, dtype=torch.float64)
@@ -80,18 +81,18 @@ def matrices_of(layout: PowerSGDLayout, flat: torch.Tensor) -> list[torch.Tensor
 
 
 def sums_of(plan: PowerSGDPlan, grad: torch.Tensor) -> list[torch.Tensor]:
-    """The M that the plan's next step forms: gradient + error, in float64 on the CPU."""
+    """Return the M that the plan's next step forms: gradient + error, in float64 on the CPU."""
     gradients, errors = matrices_of(plan.layout, grad), matrices_of(plan.layout, plan.error())
     return [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
 
 
 def directions_of(plan: PowerSGDPlan) -> list[torch.Tensor]:
-    """The Q that the plan's next step projects on, in columns of length 1, in float64 on the CPU."""
+    """Return the Q that the plan's next step projects on, with columns of length 1, in float64 on the CPU."""
     return [q / q.norm(dim=0) for q in (direction.double().cpu() for direction in plan.directions())]
 
 
 def on_wire(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
-    """Return P or Q of a matrix as it crosses the wire, but for the wire's factor, in float64 on the CPU."""
+    """Return a matrix's P or Q from the wire, without the wire's scale factor, in float64 on the CPU."""
     matrix, start = plan.layout.matrices[index], plan._field(index, f"{factor}_wire")
     length, wire = (matrix.rows, plan.p_wire) if factor == "p" else (matrix.cols, plan.q_wire)
     stride = wire_stride(length, wire.itemsize)
@@ -101,13 +102,13 @@ def on_wire(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
 
 
 def panel_of(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
-    """Return P, Q or the random Q of a matrix as the plan keeps it, in float64 on the CPU."""
+    """Return P, Q or the random Q that the plan keeps of a matrix, in float64 on the CPU."""
     panel = plan._panel(plan._p if factor == "p" else plan._q, index, factor).double().cpu()
     return panel / SHRINK.value if factor == "q" else panel
 
 
 def assert_padding_is_zero(plan: PowerSGDPlan) -> None:
-    """Check that the memory and the panels are zero outside the matrices and factors, as the kernels need."""
+    """Check that the memory and the panels are zero outside matrices and factors. The kernels rely on it."""
     indices = range(len(plan.layout.matrices))
     held = {
         "memory": (plan._memory, [plan._matrix(i) for i in indices] if plan._feedback else []),
@@ -119,7 +120,7 @@ def assert_padding_is_zero(plan: PowerSGDPlan) -> None:
 
 
 def orthonormal(p: torch.Tensor, tolerance: float = 1e-13) -> torch.Tensor:
-    """Orthonormalize by Gram–Schmidt in float64, twice; zero and dependent columns become zeros."""
+    """Orthonormalize twice by Gram–Schmidt in float64. Zero and dependent columns become zeros."""
     result = torch.zeros_like(p)
     for j in range(p.shape[1]):
         column = p[:, j].clone()
@@ -131,7 +132,7 @@ def orthonormal(p: torch.Tensor, tolerance: float = 1e-13) -> torch.Tensor:
 
 
 def reference_step(sums: Sequence[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
-    """The output of algorithm 1 in Vogels et al. 2019 from every rank's M and a common Q, in float64."""
+    """Return algorithm 1's output (Vogels et al. 2019) for every rank's M and a common Q, in float64."""
     mean = torch.stack(list(sums)).mean(0)
     p = orthonormal(mean @ q)
     return p @ (mean.T @ p).T
@@ -143,12 +144,12 @@ def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def condition(p: torch.Tensor) -> float:
-    """Return P's condition number once its columns have length 1, at most 100."""
+    """Return the condition number of P with columns scaled to length 1; at most 100."""
     return min(float(torch.linalg.cond(p / p.norm(dim=0))), 100.0) if p.norm(dim=0).all() else 100.0
 
 
 def check_step(plans, grads, seed: int = 0) -> None:
-    """Take one step and compare everything that it leaves with float64."""
+    """Take one step, and compare its outputs and memory with float64."""
     layout, dtype, feedback = plans[0].layout, grads[0].dtype, plans[0]._feedback
     sums = [sums_of(plan, grad) for plan, grad in zip(plans, grads, strict=True)]
     directions = directions_of(plans[0])

@@ -1,4 +1,4 @@
-"""PowerSGD's factors packed as codes in one launch, against packing and quantizing one after another."""
+"""PowerSGD's factors packed as codes in one launch have the bits of packing, then quantizing."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from tests.kernels.quantize.ranks import all_gather, all_to_all
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SIZE = 128
-# Blocks with elements of several matrices; columns shorter and longer than a block, of lengths that aren't
-# multiples of 4; vectors of odd lengths.
+# Some blocks have elements of several matrices. Columns are shorter and longer than a block; their lengths
+# aren't multiples of 4. Some vectors have odd lengths.
 SHAPES = [(33, 67), (5,), (1, 40), (150, 9), (70,), (9, 20)]
 
 
 def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, exact_dtype=None):
-    """Return a plan, and those of the quantized all-reduces of its P and Q."""
+    """Return a plan, and the plans of the quantized all-reduces of its P and Q."""
     wide = torch.promote_types(dtype, FP32)
     (plan,) = plans_of(shapes, rank, dtype, device, wire_dtype=wide)
     p_numel, uncompressed_numel, q_numel = plan.wire_numels
@@ -37,7 +37,7 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, exact_dtype=N
 
 
 def check_same_bits(shapes, rank, dtype, device, *, left_out=(), **options):
-    """Compare the payloads of P and Q with those of a plan whose wires are quantized."""
+    """Compare P's and Q's payloads with the quantized wires of another plan."""
     plan, codes = plans_with_codes(shapes, rank, dtype, device, **options)
     other, expected = plans_with_codes(shapes, rank, dtype, device, **options)
     plan.send_in_codes(*codes)
@@ -73,13 +73,13 @@ def test_every_dtype(dtype, exact_dtype, device):
 
 @pytest.mark.parametrize("world_size", [1, 3, 7])
 def test_every_number_of_shards(world_size, device):
-    """The uncompressed tensors are cut at shards, some of which are padded."""
+    """Shards cut the uncompressed tensors. Some shards are padded."""
     check_same_bits(SHAPES, 4, FP32, device, world_size=world_size)
 
 
 def test_these_matrices_have_all_cases(device):
     plan, codes = plans_with_codes(SHAPES, 4, FP32, device)
-    # Several partial sums are added up for a block of rows or columns.
+    # A block of rows or columns has several partial sums.
     assert max(row[5] for row in plan._work.pack_work) > 1
     assert max(row[5] for row in plan._work.reduce_work) > 1
     for factor, each in zip("pq", codes, strict=True):
@@ -90,7 +90,7 @@ def test_these_matrices_have_all_cases(device):
 
 
 def test_factors_that_are_shorter_than_a_block_are_sent_exactly(device):
-    """They go by way of the wires; so do both factors, if one of them is short."""
+    """Short factors are written to the wires. If one factor is short, both factors are written there."""
     for shapes in ([(6, 9), (3,), (30, 10)], [(2, 400)], [(5,), (40,)]):
         (plan,) = plans_of(shapes, 2, FP32, device)
         assert not is_packed_as_codes(plan._work, SIZE)
@@ -98,7 +98,7 @@ def test_factors_that_are_shorter_than_a_block_are_sent_exactly(device):
 
 
 def average(codes, wires):
-    """Average what the ranks have packed, and write it to their wires."""
+    """Average the ranks' packed codes, and write the means to their wires."""
     all_to_all(codes)
     for rank, each in enumerate(codes):
         each.average(rank)
@@ -109,7 +109,7 @@ def average(codes, wires):
 
 @pytest.mark.parametrize("shapes", [[(40, 60), (5,), (70, 30), (30, 40)], [(12, 9), (8, 3)]], ids=str)
 def test_matrices_that_are_left_out_are_sent_as_zeros(shapes, device):
-    """Whether packed as codes or, where factors are short, on the wires; the others lose nothing."""
+    """This holds for codes, and for short factors on the wires. All other matrices lose nothing."""
     ranks = [plans_with_codes(shapes, 2, FP32, device) for _ in range(2)]
     plans = [plan for plan, _ in ranks]
     layout = plans[0].layout
@@ -128,7 +128,7 @@ def test_matrices_that_are_left_out_are_sent_as_zeros(shapes, device):
     for index, matrix in enumerate(layout.matrices):
         part = slice(matrix.offset, matrix.offset + matrix.numel)
         assert grads[0][part].any() == (index != 1)
-        # What is left out stays in the errors, whole.
+        # A matrix that is left out stays in the errors, complete.
         errors = sum(plan.error()[part] for plan in plans) / 2
         assert torch.allclose(grads[0][part] + errors, mean[part], atol=1e-5)
         if index == 1:

@@ -1,4 +1,4 @@
-"""What PowerSGD projects on: by which powers of two columns of Q are scaled, also after a restart."""
+"""Test PowerSGD's directions: Q's columns, scaled by powers of two, also after a restart."""
 
 import math
 
@@ -14,7 +14,8 @@ from gradcomp.layout import Matrix
 from tests.kernels.powersgd.ranks import MIXED, plans_of, random_grads, step
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-# Squared lengths: powers of four and their neighbors, other numbers, the ends, and what is replaced.
+# Squared lengths: powers of four and their neighbors, other numbers, and both ends of the range. Columns of
+# the lengths in REPLACED are replaced by random columns.
 POWERS = [4.0**k for k in (-99, -10, -1, 0, 1, 2, 50, 127)]
 SQUARED = [
     *POWERS,
@@ -63,7 +64,7 @@ def test_the_kernel_and_the_host_scale_columns_alike(unit, device):
         assert (length - 1).abs().max() < 1e-15
     else:
         assert torch.equal(factor.log2(), factor.log2().round())
-        # Exactly: the root of a neighbor of a power of four rounds to the power of two.
+        # Compare squares: the root of a power of four's neighbor would round to the power of two.
         scaled = (factor * factor * squared)[kept]
         assert ((scaled > 0.25) & (scaled <= 1)).all()
 
@@ -75,14 +76,14 @@ def test_the_kernel_and_the_host_scale_columns_alike(unit, device):
     ids=str,
 )  # fmt: skip
 def test_a_resumed_run_computes_the_same_bits(dtype, rank, options, device):
-    """Without error feedback the directions are all that a run continues from; resumed after every step."""
+    """Without error feedback a run continues from its directions alone. It is resumed after every step."""
     options = {"error_feedback": False, **options}
     (plan,) = plans_of(MIXED, rank, dtype, device, **options)
     for seed in range(3):
         (resumed,) = plans_of(MIXED, rank, dtype, device, **options)
         resumed.load(plan.error(), plan.directions())
         (grad,) = random_grads(plan.layout, dtype, device, seed)
-        # One matrix gets no gradient at first: its columns stay the random ones.
+        # One matrix gets no gradient at first, so its columns stay random.
         matrix = plan.layout.matrices[0]
         if seed == 0:
             grad[matrix.offset : matrix.offset + matrix.numel] = 0

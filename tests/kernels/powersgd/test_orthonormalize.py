@@ -14,7 +14,7 @@ from tests.tolerances import ORTHONORMAL, SPAN
 
 
 def with_arithmetic(*ranks: int) -> pytest.MarkDecorator:
-    """Give a test these ranks, in fp64 and, up to 32, in pairs of fp32."""
+    """Run a test with these ranks in fp64, and with ranks up to 32 also in pairs of fp32."""
     cases = [(rank, pairs) for rank in ranks for pairs in (False, True) if rank <= 32 or not pairs]
     ids = [f"{rank}-{'pairs' if pairs else 'fp64'}" for rank, pairs in cases]
     return pytest.mark.parametrize(("rank", "pairs"), cases, ids=ids)
@@ -22,14 +22,14 @@ def with_arithmetic(*ranks: int) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Split panels of more than 64 rows."""
+    """Split panels of more than 64 rows into chunks."""
     monkeypatch.setattr(powersgd_work, "CHUNK_NUMEL", 64)
 
 
 def orthonormalized(
     panels: list[torch.Tensor], epsilon: float = 0.0, *, pairs: bool = False
 ) -> list[torch.Tensor]:
-    """The launch on these n×r panels."""
+    """Launch the kernels on these n×r panels; return their orthonormal bases."""
     device, wire_dtype = panels[0].device, panels[0].dtype
     dtype = torch.float64 if wire_dtype == torch.float64 else torch.float32
     rank = max(panel.shape[1] for panel in panels)
@@ -68,7 +68,7 @@ def with_condition(n: int, r: int, condition: float, seed: int = 0) -> torch.Ten
 
 
 def check(panel: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that q is an orthonormal basis of a panel in fp32."""
+    """Check that q is an orthonormal basis of the panel, to fp32's precision."""
     assert deviation(q) <= ORTHONORMAL[torch.float32]
     p, q = panel.double(), q.double()
     assert float((p - q @ (q.T @ p)).norm() / p.norm()) <= SPAN[torch.float32]
@@ -91,7 +91,7 @@ def test_orthonormal_up_to_a_million(rank, pairs, device):
 @pytest.mark.parametrize("rank", [1, 4, 16, 40])
 def test_in_fp64(rank, device):
     panel = with_condition(130, rank, 1e4 if rank > 1 else 1).to(device)
-    (q,) = orthonormalized([panel], pairs=True)  # of fp32 they wouldn't do
+    (q,) = orthonormalized([panel], pairs=True)  # pairs are ignored: pairs of fp32 would be too coarse
     assert deviation(q) <= ORTHONORMAL[torch.float64]
     assert float((panel - q @ (q.T @ panel)).norm() / panel.norm()) <= SPAN[torch.float64]
 
@@ -140,7 +140,7 @@ def test_any_scale(rank, pairs, scale, device):
 @with_arithmetic(2, 16)
 @pytest.mark.usefixtures("small_chunks")
 def test_chunks_and_columns_of_unlike_scale(rank, pairs, device):
-    """A chunk's largest element says nothing about another chunk's, nor a column's about another column's."""
+    """A chunk's largest element may be far from another chunk's, and a column's from another column's."""
     panel = torch.randn(200, rank, generator=torch.Generator().manual_seed(1))
     panel[:64] *= 1e-15
     panel[64:128] *= 1e15
@@ -148,7 +148,7 @@ def test_chunks_and_columns_of_unlike_scale(rank, pairs, device):
     panel[:, 1] *= 1e-18
     (q,) = orthonormalized([panel.to(device)], pairs=pairs)
     assert deviation(q) <= ORTHONORMAL[torch.float32]
-    # The first chunk is lost beside the second, and the third is zero.
+    # The first chunk is negligible beside the second, and the third is zero.
     check(panel[64:128] / panel[64:128].norm(dim=0), q[64:128].cpu())
     assert not q[128:].any()
 
@@ -156,7 +156,7 @@ def test_chunks_and_columns_of_unlike_scale(rank, pairs, device):
 @with_arithmetic(4, 16)
 @pytest.mark.usefixtures("small_chunks")
 def test_chunks(rank, pairs, device):
-    """Chunks have 64 rows: one row, one chunk and one row more or less, many chunks; some ill-conditioned."""
+    """Chunks have 64 rows. Panels have one row, 63 to 65 rows, or many chunks; some are ill-conditioned."""
     lengths = (max(rank, 63), 64, 65, 640 if rank == 4 else 330)
     conditions = (10, 1e6, 10, 1e6)
     panels = [
@@ -172,7 +172,7 @@ def test_chunks(rank, pairs, device):
 
 @with_arithmetic(4, 16)
 def test_chunks_make_no_difference_but_rounding(rank, pairs, device, monkeypatch):
-    """Every program of a matrix takes the same decisions; in another's place a row would be another's."""
+    """Every program of a matrix takes the same decisions, and computes its own rows."""
     panel = with_condition(200, rank, 1e2).to(device, torch.float32)
     (whole,) = orthonormalized([panel], pairs=pairs)
     monkeypatch.setattr(powersgd_work, "CHUNK_NUMEL", 64)
@@ -190,14 +190,14 @@ def test_a_panel_with_anything_not_finite_becomes_so_and_no_other(rank, pairs, d
         panels.append(good.clone())
         panels[-1][row, column] = bad
     *bad_ones, untouched = orthonormalized([*panels, good], pairs=pairs)
-    # One column of NaN is enough: every element of P Qᵀ is a sum over all columns.
+    # One column of NaN is enough, since every element of P Qᵀ is a sum over all columns.
     assert all(q.isnan().all(dim=0).any() for q in bad_ones)
     assert untouched.isfinite().all()
 
 
 @with_arithmetic(1, 4, 16, 40)
 def test_epsilon_as_in_torch(rank, pairs, device):
-    epsilon = {1: 1.0, 4: 1e-2}.get(rank, 1e-8)  # beyond rank 32 it is only nearly torch's
+    epsilon = {1: 1.0, 4: 1e-2}.get(rank, 1e-8)  # beyond rank 32 its effect is only nearly torch's
     panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1))
     expected = panel.double().unsqueeze(0).clone()
     _orthogonalize_gram_schmidt(expected, epsilon)

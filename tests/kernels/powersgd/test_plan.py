@@ -1,4 +1,4 @@
-"""PowerSGD's plan on the kernels: a step's launches, offsets beyond 2³¹, and plain torch beside it."""
+"""Test PowerSGD's plan on the kernels: a step's launches, offsets beyond 2³¹, and plain torch's results."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.tolerances import POWERSGD_STEP as STEP
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = [(70, 45), (13,), (9, 5, 3), (33, 130), (70, 45), (4,)]
-# What torch calls without launching anything or taking memory.
+# Operations of torch that launch nothing and allocate nothing.
 VIEWS = {
     "view",
     "_unsafe_view",
@@ -35,7 +35,7 @@ VIEWS = {
 
 
 class LaunchingOps(TorchDispatchMode):
-    """Notes every torch operation that isn't a view."""
+    """A mode that notes every torch operation except views."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class LaunchingOps(TorchDispatchMode):
 
 
 class Noted:
-    """Stands in for a kernel: notes that it would be launched."""
+    """A stand-in for a kernel that notes its launches."""
 
     def __init__(self, name: str, launched: list[str]):
         self.name, self.launched = name, launched
@@ -61,7 +61,7 @@ class Noted:
 
 @pytest.fixture
 def launched(monkeypatch) -> list[str]:
-    """The names of the kernels launched from here on, none of which runs."""
+    """Return the list of the kernels launched from here on. None runs."""
     names: list[str] = []
     for module in kernel_modules():
         for name in filter(is_kernel, vars(module).copy()):
@@ -70,7 +70,7 @@ def launched(monkeypatch) -> list[str]:
 
 
 def step_of(plan, buffer: torch.Tensor, seed: int = 0) -> None:
-    """A step of a single rank."""
+    """Take a step of a single rank."""
     plan.project(buffer, 1.0)
     plan.back_project(buffer, 1.0)
     plan.reconstruct(buffer, seed)
@@ -116,7 +116,7 @@ def test_a_step_is_seven_launches_and_allocates_nothing(count, rank, launched, d
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize(("rank", "square"), [(1, True), (3, False), (16, False)])
 def test_as_in_plain_torch(rank, square, dtype, device):
-    """Steps follow one another, each from the state that the kernels' plan hands over."""
+    """Plain torch takes each step from the error and the directions of the kernels' plan."""
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     layout = PowerSGDLayout.square(numel, rank) if square else PowerSGDLayout(SHAPES, rank, 1.1)
     assert layout.matrices
@@ -153,7 +153,7 @@ def test_another_plan_continues_from_what_is_saved(device):
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("plan_class", [PowerSGDPlan, cpu.PowerSGDPlan], ids=["kernels", "plain"])
 def test_what_is_added_to_the_error_lies_where_its_parameter_does(plan_class, square, device):
-    """A compressed matrix has it added; what isn't compressed has no error."""
+    """Values are added to a compressed matrix's error. Other tensors have no error."""
     device = device if plan_class is PowerSGDPlan else torch.device("cpu")
     numels = [torch.Size(shape).numel() for shape in SHAPES]
     layout = PowerSGDLayout.square(sum(numels), 2) if square else PowerSGDLayout(SHAPES, 2, 1.1)
@@ -169,7 +169,7 @@ def test_what_is_added_to_the_error_lies_where_its_parameter_does(plan_class, sq
 
 
 def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
-    """What fits only once it is divided by the number of ranks doesn't overflow."""
+    """A value that fits only after division by the number of ranks doesn't overflow."""
     (plan,) = plans_of([(16, 64), (3,)], 1, FP16, device)
     plan.load(torch.zeros(plan.layout.numel, dtype=FP16, device=device), [torch.ones(64, 1, device=device)])
     buffer = torch.full((plan.layout.numel,), 3e4, dtype=FP16, device=device)
@@ -183,7 +183,7 @@ def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
 
 @pytest.mark.parametrize("plan_class", [PowerSGDPlan, cpu.PowerSGDPlan], ids=["kernels", "plain"])
 def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
-    """It would make the next step infinite."""
+    """An infinite error would make the next step infinite."""
     device = device if plan_class is PowerSGDPlan else torch.device("cpu")
     layout = PowerSGDLayout([(4, 4)], 1, COMPRESS_ALL)
     plan = plan_class(layout, FP16, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)
@@ -203,7 +203,7 @@ def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
 
 
 def test_a_matrix_behind_2_to_the_31(device):
-    """A whole step; the bucket, a vector and a matrix start beyond, none of the memory between is touched."""
+    """Take whole steps. A vector and a matrix start beyond 2³¹, and the memory before them isn't touched."""
     start = 2**31 + 5
     layout = PowerSGDLayout.__new__(PowerSGDLayout)
     layout._set(start + 99, [Matrix(start, 9, 10, 90, 2)], [(start + 90, 9)])
@@ -220,7 +220,7 @@ def test_a_matrix_behind_2_to_the_31(device):
 
 
 def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
-    """The last program of every walk through it, in a gradient and a memory of which little is touched."""
+    """Run the last program of every walk through the matrix. It touches little of the gradient and memory."""
     n, m, r = 2**16 + 50, 2**15 + 8, 2
     work = PowerSGDWork([Matrix(0, n, m, n * m)], [], rank=r, itemsize=2)
     assert min(work.memory_numel, n * m) > 2**31
@@ -241,8 +241,8 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     norms = torch.zeros(work.num_norms, work.rank, dtype=torch.float64, device=device)
     partial = torch.zeros(work.rank * 64, device=device)
 
-    # P and Q are zero, so M = gradient + memory; Q's lengths too, so that M is projected on the random Q: on
-    # ones.
+    # P and Q are zero, so M = gradient + memory. Q's lengths are zero, so M is projected on the random Q,
+    # which holds ones here.
     q[work.q_panel_numel // 2 :][:m] = 1.0
     project(
         grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, unit=False, **blocks
@@ -254,7 +254,7 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
 
     p[:n] = 1.0
     back_project(memory, p, matrices, tables[1], out=partial, feedback=True, **blocks)()
-    # project turned the last rows into 3; those before them still hold 2.
+    # project has set M to 3 in the last rows. The rows before them still hold 2.
     total = 3.0 * rows + 2.0 * (first_row - back_row)
     assert partial[: m - back_col].tolist() == [total * shrink] * (m - back_col)
 

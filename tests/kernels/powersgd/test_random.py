@@ -1,4 +1,4 @@
-"""The random Q that PowerSGD starts from."""
+"""Test the random Q that PowerSGD starts from."""
 
 import math
 
@@ -9,12 +9,12 @@ from gradcomp.kernels.powersgd.random import random_q
 from gradcomp.kernels.powersgd.work import PowerSGDWork
 from gradcomp.layout import Matrix
 
-# Of seed 3, row 100.
+# Row 100 for seed 3.
 GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620734p-5", "0x1.28f7a2p-4")]
 
 
 def drawn(rank: int, seed: int, device: torch.device) -> torch.Tensor:
-    """The random Q [203, rank] of a bucket's second matrix."""
+    """Return the random Q [203, rank] of a bucket's second matrix."""
     work = PowerSGDWork([Matrix(0, 50, 64, 3200), Matrix(0, 60, 203, 60 * 203)], [], rank=rank, itemsize=4)
     out = torch.full((work.q_panel_numel,), math.nan, device=device)
     matrices, rows = (

@@ -22,13 +22,13 @@ FP32, FP16 = torch.float32, torch.float16
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Every program walks through several tiles, as in a large bucket."""
+    """Let every program walk through several tiles, as in a large bucket."""
     monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 4)
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16])
 def test_zero_gradients_and_back(rank, device):
-    """Zeros give zeros; a layer whose gradient was zero isn't lost, for its Q becomes random again."""
+    """Zeros give zeros. A layer is compressed again after a gradient of zero, as its Q becomes random."""
     plans = plans_of(MIXED, rank, FP32, device)
     for _ in range(2):
         grad = torch.zeros(plans[0].layout.numel, device=device)
@@ -60,14 +60,14 @@ def test_not_finite_everywhere_and_sound_again(rank, bad, feedback, device):
     check_step(plans, random_grads(layout, FP32, device, 2, world_size))
 
 
-# Of numpy, in the interpreter: the large step itself may overflow.
+# numpy warns in the interpreter: the large step itself may overflow.
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
 @pytest.mark.parametrize(
     ("rank", "shape", "kind"),
     [(1, (64, 64), "signs"), (4, (40, 150), "signs"), (1, (40, 150), "uniform"), (16, (40, 150), "uniform")],
 )  # fmt: skip
 def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(rank, shape, kind, device):
-    """An error whose factors might not fit fp16 is shortened before it is used; what is used adds up."""
+    """An error is shortened before use if its factors might not fit fp16. Outputs and errors still add up."""
     plans = plans_of([shape], rank, FP16, device, world_size=2)
     generator = torch.Generator().manual_seed(0)
 
@@ -97,6 +97,6 @@ def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(rank, s
         for used, gradient, error in zip(sums, gradients, before, strict=True):
             used = used.double() - gradient.double()
             cut = error - used
-            # Between nothing of it and all of it.
+            # Between nothing and all of the error is used.
             assert (torch.maximum(used.abs(), cut.abs()) <= error.abs() + 4 * resolution).all()
             assert bool(cut.abs().max() > 4 * resolution) == (number == 0), "it is shortened once"

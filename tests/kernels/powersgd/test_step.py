@@ -1,4 +1,4 @@
-"""Whole PowerSGD steps in Triton, on simulated ranks, against the algorithm in float64."""
+"""Compare whole PowerSGD steps in Triton, on simulated ranks, with the algorithm in float64."""
 
 import math
 
@@ -27,14 +27,14 @@ from tests.tolerances import POWERSGD_STAGE_DOT as STAGE_DOT
 from tests.tolerances import POWERSGD_STEP as STEP
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-# One row, one column, primes, one element around a block's end in both directions, several chunks of a slim
-# matrix. The vectors between them, one of them longer than COPY_BLOCK, make the offsets odd.
+# One row, one column, primes, one element more or less than a block in both directions, several chunks of a
+# slim matrix. The vectors between them make the offsets odd. One vector is longer than COPY_BLOCK.
 AWKWARD = [(3,), (1, 70), (5,), (70, 1), (1,), (31, 37), (33, 65), (2100,), (32, 64), (10, 523), (523, 10)]
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Every program walks through several tiles, as in a large bucket."""
+    """Let every program walk through several tiles, as in a large bucket."""
     monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 4)
 
 
@@ -53,7 +53,7 @@ def test_awkward_shapes(dtype, rank, world_size, device):
     ("dtype", "rank"), [(FP32, 4), (FP32, 32), (BF16, 4), (FP16, 32), (FP64, 16)], ids=str
 )
 def test_on_and_off_16_bytes(dtype, rank, device):
-    """The branch with wide accesses; beside it, the same bucket in a buffer that starts off 16 bytes."""
+    """Compare the branch with wide accesses with the branch for a bucket that isn't aligned to 16 bytes."""
     (on,), (off,) = (plans_of([(40, 72), (8,), (32, 64)], rank, dtype, device) for _ in range(2))
     for seed in range(2):
         (grad,) = random_grads(on.layout, dtype, device, seed)
@@ -75,7 +75,7 @@ def test_without_error_feedback(rank, warm_start, device):
 
 
 def test_without_warm_start(device):
-    """Every step projects on new random columns, the same on all ranks, and feeds the error back."""
+    """Every step projects on new random columns, equal on all ranks, and feeds the error back."""
     plans = plans_of([(33, 67)], 4, FP32, device, world_size=2, warm_start=False)
     seen = []
     for seed in range(3):
@@ -88,7 +88,7 @@ def test_without_warm_start(device):
 
 @pytest.mark.parametrize("rank", [3, 16])
 def test_every_stage(rank, device):
-    """Each stage by itself, from what the stage before it left."""
+    """Compare each stage with float64, from the outputs of the stage before it."""
     (plan,) = plans_of(MIXED, rank, FP32, device)
     bound = STAGE[FP32] if rank <= 8 else STAGE_DOT
     first, grad = (random_grads(plan.layout, FP32, device, seed)[0] for seed in range(2))
@@ -119,9 +119,9 @@ def test_every_stage(rank, device):
     ("dtype", "rank", "world_size"), [(FP64, 1, 1), (FP32, 4, 2), (FP32, 16, 1), (BF16, 4, 2)], ids=str
 )
 def test_error_feedback_identity(dtype, rank, world_size, device):
-    """The sum of outputs and the mean final error are the sum of mean inputs, over six steps.
+    """Σ outputs + mean final error = Σ mean inputs, over six steps.
 
-    Rounding M is all that is lost, once a step: the output's rounding is part of the error.
+    Only M's rounding is lost, once per step. The output's rounding is part of the error.
     """
     plans = plans_of([(33, 70), (5,)], rank, dtype, device, world_size=world_size)
     layout = plans[0].layout
@@ -134,14 +134,14 @@ def test_error_feedback_identity(dtype, rank, world_size, device):
         received += matrices_of(layout, grads[0])[0]
         lost += sum(float(plan._matrix(0).double().norm()) for plan in plans) / world_size
     error = sum(matrices_of(layout, plan.error())[0] for plan in plans) / world_size
-    # A rounding error per element and step, and what fp32 sums of products add to the approximation.
+    # One rounding error per element and step, and the rounding of fp32 sums of products.
     assert (received + error - given).norm() <= 2 * STAGE[dtype] * lost
     assert error.norm() > 0.1 * given.norm(), "nothing was left out: the test is idle"
 
 
 @pytest.mark.parametrize(("dtype", "rank"), [(BF16, 8), (FP16, 16)], ids=str)
 def test_the_error_includes_the_rounding_of_the_output(dtype, rank, device):
-    """At full rank, rounding is all there is to the error: the next M, if the gradient is zero."""
+    """At full rank the error is rounding alone. With a gradient of zero, the next M is the error."""
     (plan,) = plans_of([(rank, 70)], rank, dtype, device)
     (grad,) = random_grads(plan.layout, dtype, device, 0)
     step([plan], [grad])
@@ -176,13 +176,13 @@ def test_sixty_matrices(device):
 
 @pytest.mark.parametrize("numel", [70 * 70 - 3, 70 * 69 - 2, 72 * 72 - 5])
 def test_a_matrix_whose_end_does_not_exist(numel, device):
-    """The batched hook makes a square with more elements than its bucket, the last of them zeros."""
+    """The batched hook makes a square with more elements than its bucket. The surplus ones are zeros."""
     plans = plans_of(PowerSGDLayout.square(numel, 4), 4, FP32, device)
     side = plans[0].layout.matrices[0].cols
     assert side * side > numel
     assert (side % 4 == 0) == (numel > 70 * 70), "rows on 16 bytes, of which the last lacks its end"
     for seed in range(2):
-        # Beyond the end lies somebody else's memory.
+        # Memory beyond the end belongs to other tensors.
         home = torch.full((numel + 200,), math.nan, device=device)
         grad = home[:numel]
         grad.copy_(random_grads(plans[0].layout, FP32, device, seed)[0])

@@ -1,4 +1,4 @@
-"""PowerSGD in Triton with wires of another dtype than the bucket's, against float64 and plain torch."""
+"""Compare PowerSGD in Triton, with wires of another dtype than the bucket's, with float64 and plain torch."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_step(dtype, wire_dtype, rank, device):
 
 
 def test_factors_have_the_same_place_on_the_wire(device):
-    """Both plans' wires are columns one after another; the kernels' are padded to 16 bytes."""
+    """Both plans' wires are columns one after another. The kernels' columns are padded to 16 bytes."""
     (plan,) = plans_of(MIXED, 3, FP32, device, wire_dtype=FP32)
     plain = PlainPlan(
         plan.layout,
@@ -70,7 +70,7 @@ def test_factors_have_the_same_place_on_the_wire(device):
     for index, matrix in enumerate(plan.layout.matrices):
         sent = plain.sent_p(index).view(matrix.rank, matrix.rows).T.double()
         own = on_wire(plan, index, "p")
-        # The kernels' directions are scaled otherwise.
+        # The two plans scale their directions differently.
         assert relative(own / own.norm(dim=0), sent / sent.norm(dim=0)) <= POWERSGD_STEP[FP32]
     numels = (len(plan.p_wire) - plan.wire_numels[1], *plan.wire_numels[1:])
     assert (plan.wire_numels, sum(numels[:2])) == (numels, len(plan.p_wire))

@@ -1,4 +1,4 @@
-"""PowerSGD's tables: what they promise to the kernels, by arithmetic alone."""
+"""Test PowerSGD's tables without kernels: the properties that the kernels rely on."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ OTHERS = [(7, 3), (400000, 5000)]
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """Every program walks through several tiles."""
+    """Let every program walk through several tiles."""
     monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 3)
 
 
@@ -28,7 +28,7 @@ def work_of(rank: int, itemsize: int = 4) -> PowerSGDWork:
 
 @pytest.mark.parametrize(("rate", "compressed"), [(0, 5), (1, 3), (3, 2), (4, 1)])
 def test_what_is_worth_compressing(rate, compressed):
-    """Torch's rule decides, (rows + cols) · rank · rate < rows · cols; with rate 0 all that is a matrix."""
+    """Torch's rule: (rows + cols) · rank · rate < rows · cols. With rate 0, all matrices are compressed."""
     shapes = [(64, 64), (20, 3, 3), (12, 12), (4, 4), (1, 7), (9,), (0, 5), (5, 0), ()]
     layout = PowerSGDLayout(shapes, 2, rate)
     assert len(layout.matrices) == compressed
@@ -121,7 +121,7 @@ def test_partial_sums_are_all_added():
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_the_memory_is_the_size_of_the_gradients(itemsize):
-    """Each row is padded to 16 bytes at most, each matrix to 128 bytes."""
+    """Each row is padded to a multiple of 16 bytes at most, each matrix to a multiple of 128 bytes."""
     vector = 16 // itemsize
     bound = sum(n * (m + vector - 1) + 128 // itemsize for n, m in SHAPES)
     assert sum(n * m for n, m in SHAPES) <= work_of(4, itemsize).memory_numel <= bound
@@ -157,12 +157,12 @@ def test_impossible_arguments():
 
 
 def test_the_layout_and_its_work_agree():
-    """They agree on a matrix's rank, and on where factors and uncompressed tensors begin on the wires."""
+    """They agree on each matrix's rank, and on the wires' lengths and where uncompressed tensors start."""
     layout = PowerSGDLayout([(31, 33), (7,), (4, 300), (65, 2, 3), (31, 33)], 4, 0.5)
     assert [matrix.rank for matrix in layout.matrices] == [4, 4, 4, 4]
     work = PowerSGDWork.of(layout, 4)
     assert work.ranks == tuple(matrix.rank for matrix in layout.matrices)
-    # Every column and uncompressed tensor is padded to 4 elements: of 31, 4 and 65 rows, of 33, 300 and 6.
+    # Columns and uncompressed tensors are padded to multiples of 4: P has 31, 4 or 65 rows, Q 33, 300 or 6.
     assert work.p_wire_numel == layout.wire_numel + 4 * (1 + 0 + 3 + 1) + 1
     assert work.q_wire_numel == layout.q_numel + 4 * (3 + 0 + 2 + 3)
     assert work.uncompressed_start == layout.p_numel + 4 * (1 + 0 + 3 + 1)

@@ -1,4 +1,4 @@
-"""Quantized all-reduces of simulated ranks, and what quantized blocks must be, for the kernels' tests."""
+"""Quantized all-reduces of simulated ranks, and checks of quantized blocks, for the kernels' tests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def all_gather(plans: Sequence[Any]) -> None:
 
 
 def all_reduce(plans: Sequence[Any], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what every rank's bucket becomes."""
+    """Run the all-reduce; return every rank's averaged bucket."""
     outputs = [grad.clone() for grad in grads]
     for rank, plan in enumerate(plans):
         plan.quantize(outputs[rank], rank)
@@ -68,13 +68,13 @@ def sections_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the codes [blocks, bytes], scales and exact elements of one payload, on the CPU."""
     sections, _ = layout.sections(bits, dtype.itemsize)
-    # Empty sections may lie anywhere, which view refuses.
+    # Copy: view refuses an empty section that isn't aligned.
     codes, scales, exact = (payload.cpu()[section].clone() for section in sections)
     return codes.view(-1, layout.code_bytes(bits)), scales.view(torch.bfloat16), exact.view(dtype)
 
 
 def blocks_of(layout: BlockLayout, flat: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """Return a bucket's quantized tensors in blocks [blocks, size], zeros in their padding."""
+    """Return a bucket's quantized tensors in blocks [blocks, size], with zeros as padding."""
     blocks = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
     for part in layout.quantized:
         blocks[part.stored] = flat[part.in_bucket].cpu().to(wide)
@@ -82,13 +82,13 @@ def blocks_of(layout: BlockLayout, flat: torch.Tensor, wide: torch.dtype) -> tor
 
 
 def decoded_4(codes: torch.Tensor) -> torch.Tensor:
-    """Return the levels of codes of 4 bits, in float64."""
+    """Return the levels of 4-bit codes, in float64."""
     pairs = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
     return plain.levels().double()[pairs.long()]
 
 
 def assert_quantized(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """Check codes and scales of finite blocks, fp32 or fp64, against the definition."""
+    """Compare codes and scales of finite blocks (fp32 or fp64) with the definition."""
     if bits == 8:
         own_codes, own_scales = torch.empty_like(codes), torch.empty_like(scales)
         plain.quantize(values.clone(), codes=own_codes, scales=own_scales, bits=8)
@@ -106,6 +106,6 @@ def assert_quantized(values: torch.Tensor, codes: torch.Tensor, scales: torch.Te
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor, wide: torch.dtype, bits: int) -> torch.Tensor:
-    """Return what codes stand for, rounded once."""
+    """Return the codes' values, rounded once."""
     decoded = codes.view(torch.int8) if bits == 8 else decoded_4(codes)
     return decoded.to(wide) * scales.to(wide)[:, None]

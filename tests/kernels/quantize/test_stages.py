@@ -1,4 +1,4 @@
-"""The quantized all-reduce on the kernels, stage by stage, against float64 and plain torch."""
+"""Compare the quantized all-reduce on the kernels with float64 and plain torch, stage by stage."""
 
 import math
 
@@ -24,9 +24,10 @@ from tests.kernels.quantize.ranks import (
 from tests.tolerances import QUANTIZED_IDENTITY, SMALLEST, average
 
 BITS = pytest.mark.parametrize("bits", [4, 8])
-# Matrices at offsets that aren't multiples of 16 bytes, vectors between them, ±1 around a block of 16.
+# Matrices at offsets that aren't multiples of 16 bytes, with vectors between them. Some are one element
+# shorter, or longer, than a block of 16.
 MIXED = [(3,), (7, 13), (3, 5), (4, 4), (1, 17), (0, 4), (40, 9), (33,)]
-# Of two tiles, and a bit more than two, of blocks of 128.
+# With blocks of 128: a matrix of two tiles, and a matrix of a bit more than two.
 WHOLE = [(32, 128), (5,), (33, 131)]
 WIDE = {dtype: torch.promote_types(dtype, torch.float32) for dtype in FLOATS}
 
@@ -90,7 +91,7 @@ def check_dequantized(plans, flats, bits, dtype):
 
 
 def check_steps(layout, bits, dtype, device, num_steps=2, offset=0):
-    """Check every stage of some steps. offset: of the buckets in their memory, in elements."""
+    """Check every stage of some steps. offset: how far a bucket lies from its memory's start, in elements."""
     plans = plans_of(layout, dtype, device, bits=bits)
     for step in range(num_steps):
         grads = random_grads(layout, dtype, device, step)
@@ -127,7 +128,7 @@ def test_every_block_size(bits, block_size, device):
     "shapes", [[(4, 4)], [(1, 16)], [(17, 1)], [(5,)], [(2, 8), (8, 2)], [(0,), (0, 3)], []], ids=str
 )
 def test_few_blocks(bits, shapes, device):
-    """One block, one and an element, only vectors, two tensors that are one run, nothing."""
+    """One block, one element more than a block, only vectors, two tensors in one run, no elements."""
     for world_size in (1, 3):
         check_steps(BlockLayout(shapes, 16, world_size), bits, torch.float32, device, 1)
 
@@ -146,7 +147,7 @@ def test_many_tensors(bits, device):
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_8_bits_are_those_of_plain_torch(dtype, world_size, device):
-    """Outputs, errors and what the ranks exchange, but for sums of what is sent exactly."""
+    """Outputs, errors, codes and scales have the same bits; sums of exactly sent elements may differ."""
     layout = BlockLayout(MIXED, 16, world_size)
     plans = plans_of(layout, dtype, device, bits=8)
     plain = plain_plans_of(layout, dtype, bits=8, error_feedback=True)
@@ -167,7 +168,7 @@ def test_8_bits_are_those_of_plain_torch(dtype, world_size, device):
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nothing_is_lost(bits, dtype, device):
-    """Outputs plus the mean error are the inputs, and every rank has the same output."""
+    """Σ outputs + mean error = Σ mean inputs, and every rank has the same output."""
     layout = BlockLayout(MIXED, 16, 3)
     plans = plans_of(layout, dtype, device, bits=bits)
     inputs, outputs = torch.zeros(layout.numel).double(), torch.zeros(layout.numel).double()
@@ -193,7 +194,7 @@ def test_without_feedback(bits, device):
     for _ in range(2):
         assert all(plan.error is None and plan.shard_error is None for plan in plans)
         outputs = all_reduce(plans, grads)
-    for output, other in zip(outputs, all_reduce(same, grads), strict=True):  # whose errors are zero so far
+    for output, other in zip(outputs, all_reduce(same, grads), strict=True):  # same has zero errors so far
         assert torch.equal(output, other)
 
 
@@ -217,7 +218,7 @@ def test_magnitudes_at_the_ends_of_fp32(bits, scale, device):
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_blocks_that_are_not_finite(bits, dtype, device):
-    """They are NaN on every rank, leave no error, and the others are as they would be without them."""
+    """Such blocks are NaN on every rank, and leave no error. All other blocks are unchanged by them."""
     layout = BlockLayout([(8, 16), (3,)], 16, 2)
     plans, others = (plans_of(layout, dtype, device, bits=bits) for _ in range(2))
     grads = random_grads(layout, dtype, device, 0)
@@ -237,7 +238,7 @@ def test_blocks_that_are_not_finite(bits, dtype, device):
 
 @BITS
 def test_layers_that_are_skipped_keep_their_errors(bits, device):
-    """A tensor that no rank uses: what is sent of it is zero, and the errors are the old ones."""
+    """A tensor that no rank uses is sent as zeros, and its errors stay."""
     layout = BlockLayout([(5, 7), (6, 11)], 16, 2)
     plans = plans_of(layout, torch.float32, device, bits=bits)
     plain = plain_plans_of(layout, torch.float32, bits=bits, error_feedback=True)
@@ -267,7 +268,7 @@ def test_layers_that_are_skipped_keep_their_errors(bits, device):
         assert not grad[first.in_bucket].any()
 
 
-SMALLEST_ERROR = 2.0**-24 + SMALLEST[torch.float32]  # a rounding of a number below one
+SMALLEST_ERROR = 2.0**-24 + SMALLEST[torch.float32]  # one rounding of a number below 1
 
 
 def test_codes_of_opposite_signs_cancel(device):

@@ -1,4 +1,4 @@
-"""The tables of the quantized all-reduce: what they promise to the kernels, by arithmetic alone."""
+"""Test the quantized all-reduce's tables without kernels: the properties that the kernels rely on."""
 
 from collections import Counter
 
@@ -79,7 +79,7 @@ def test_tiles_of_the_default_block():
 
 
 def test_positions_beyond_two_billion():
-    """No place overflows 32 bits on its way into the table."""
+    """No position is cut to 32 bits in the table."""
     layout = BlockLayout([(60_000, 50_000), (5,)], 128, 1)
     work = QuantizedWork.__new__(QuantizedWork)
     work.layout, work.bits, work.code_bytes, work.payload_bytes = layout, 4, 64, 1 << 33
