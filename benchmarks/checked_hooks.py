@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
@@ -48,6 +49,21 @@ def _power_sgd_state() -> powerSGD_hook.PowerSGDState:
     )
 
 
+def _node_size() -> int:
+    """Return the ranks of a node: two, so that two ranks are one node, if they fill the nodes."""
+    return 2 if dist.get_world_size() % 2 == 0 else 1
+
+
+def _state_with_nodes(**options: Any) -> quantization_hooks.QuantizationState:
+    return _quantization_state(ranks_per_node=_node_size(), **options)
+
+
+def _sixteen_bits_hook() -> Callable:
+    """Return a hook with a state of its own, which keeps no errors."""
+    state = quantization_hooks.QuantizationState(bits=16)
+    return lambda _, bucket: quantization_hooks.quantization_hook(state, bucket)
+
+
 _quantization_state = partial(quantization_hooks.QuantizationState, None, start_iter=NUM_PLAIN_STEPS)
 
 HOOKS = {
@@ -72,6 +88,11 @@ HOOKS = {
     "quantization_hook int4": HookCheck(
         lambda: quantization_hooks.quantization_hook, make_state=partial(_quantization_state, bits=4)
     ),
+    "quantization_hook int4 by nodes": HookCheck(
+        lambda: quantization_hooks.quantization_hook, make_state=partial(_state_with_nodes, bits=4)
+    ),
+    "quantization_hook 16 bits": HookCheck(lambda: _sixteen_bits_hook(), torch.bfloat16),
+    "node_wrapper": HookCheck(lambda: default_hooks.node_wrapper(default_hooks.allreduce_hook, _node_size())),
     # Senders and owner each lose half of a 127th of a block's largest value, and 2⁻⁸ by rounding the scale:
     # 0.016, and more of a bias, which shares blocks with weights that have larger gradients. Measured 0.048.
     "quantization_pertensor_hook": HookCheck(
