@@ -156,7 +156,9 @@ def check_replicas(parameters: list[Tensor]) -> None:
     dist.all_reduce(highest, dist.ReduceOp.MAX)
     if differing := int((lowest != highest).sum()):
         notes = {"CPU capability": torch.backends.cpu.get_cpu_capability()}
-        unlike = require_same_on_all_ranks("", {}, dist.group.WORLD, bits.device, "", notes)
+        unlike = "; ".join(
+            require_same_on_all_ranks("", {}, dist.group.WORLD, bits.device, "", notes).values()
+        )
         cause = "the hook has given the ranks different gradients"
         if unlike and bits.device.type == "cpu":
             cause = (
