@@ -144,14 +144,14 @@ def nodes_in(
     Every rank of the group must call this in the same place among its collectives. Raises RuntimeError on
     every rank if nodes have different numbers of ranks, ValueError if the ranks don't fill the last node.
     """
-    launched = Launched.of(ranks_per_node, group)
+    launched = LaunchedNodes.of(ranks_per_node, group)
     advice = "Give every rank the same ranks_per_node"
     unlike = require_same_on_all_ranks(whose, launched.compared(), group, device, advice, launched.noted())
     return launched.agreed_nodes(group, unlike)
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedNodes:
     """The nodes of a group as this rank knows them, before the ranks have compared.
 
     ranks_per_node: the given number; for "auto" torchrun's LOCAL_WORLD_SIZE if the group is the default one
@@ -164,7 +164,7 @@ class Launched:
     are_consecutive: bool
 
     @classmethod
-    def of(cls, ranks_per_node: int | str, group: dist.ProcessGroup) -> Launched:
+    def of(cls, ranks_per_node: int | str, group: dist.ProcessGroup) -> LaunchedNodes:
         """Return this rank's knowledge. Reads the environment only."""
         if isinstance(ranks_per_node, int):
             return cls(ranks_per_node, True)

@@ -28,8 +28,8 @@ from ..rules import (
 )
 from .checkpoint import as_list, checked_tensor, require_error
 from .compressor import BucketSpec, Compressor, State
-from .quantized import QuantizedCompressor, QuantizedOptions, average_payload
-from .quantized_nodes import NodesAllReduce
+from .quantized import QuantizedCompressor, QuantizedOptions
+from .quantized_all_reduce import NodesAllReduce, average_payload
 
 
 @dataclass(frozen=True)
@@ -174,24 +174,25 @@ class PowerSGDCompressor(Compressor):
     def warm_up(cls, bucket: BucketSpec, options: PowerSGDOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
         exact_dtype = options.uncompressed_dtype or bucket.dtype
+        # By nodes, factors are packed on wires and quantized later.
+        is_packed_as_codes = options.is_quantized and bucket.ranks_per_node == 1
         ops.compile_powersgd(
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
-            **({"codes": (exact_dtype, options.BLOCK_SIZE)} if options.is_quantized else {}),
+            **({"codes": (exact_dtype, options.BLOCK_SIZE)} if is_packed_as_codes else {}),
         )
         if options.is_quantized:
             # The quantization kernels don't depend on shapes.
-            ops.compile_quantized(
-                BlockLayout([(1, options.BLOCK_SIZE)], options.BLOCK_SIZE, bucket.world_size),
-                torch.promote_types(bucket.dtype, torch.float32),
-                bucket.device,
-                bits=8,
-                error_feedback=False,
-                exact_dtype=exact_dtype,
-            )
+            layout = BlockLayout([(1, options.BLOCK_SIZE)], options.BLOCK_SIZE, bucket.world_size)
+            dtype = torch.promote_types(bucket.dtype, torch.float32)
+            quantized: dict[str, Any] = {"bits": 8, "error_feedback": False, "exact_dtype": exact_dtype}
+            if is_packed_as_codes:
+                ops.compile_quantized(layout, dtype, bucket.device, **quantized)
+            else:
+                NodesAllReduce.compile(layout, dtype, bucket.device, bucket.ranks_per_node, **quantized)
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send zeros as P of these tensors' matrices. If all ranks do so, the matrices' errors stay."""

@@ -6,7 +6,7 @@
     all-gather: every rank gets the means of all shards, and dequantizes the same bytes
 
 Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks. If
-several ranks share a network card, quantized_nodes.py sends these through the card once.
+several ranks share a network card, NodesAllReduce sends these through the card once.
 """
 
 import math
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
 
-from ..comm.exchange import Works, all_gather, all_to_all
+from ..comm.exchange import Works
 from ..comm.nodes import nodes_of
 from ..comm.pipeline import run_through
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, UNCOMPRESSED_DTYPE, check_fields, checked_field
 from .checkpoint import require_error
 from .compressor import BucketSpec, Compressor, State
-from .quantized_nodes import NodesAllReduce
+from .quantized_all_reduce import NodesAllReduce, quantized_all_reduce
 
 
 @dataclass(frozen=True)
@@ -241,24 +241,3 @@ class QuantizedCompressor(Compressor):
         for run in self._layout.runs:
             flat[run.in_bucket] = blocks[run.stored]
         return flat
-
-
-def quantized_all_reduce(
-    plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
-) -> Works:
-    """Replace a bucket by its mean over the ranks. Yields each of the two collectives in progress.
-
-    unused: the layout's parts that this rank's backward has not used; see ops.quantized_plan.
-    """
-    if plan.payload.numel():
-        plan.quantize(flat, group.rank(), unused)
-        yield from average_payload(plan, flat, group)
-
-
-def average_payload(plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
-    """Run quantized_all_reduce from the all-to-all on; plan.payload already holds this rank's codes."""
-    if plan.payload.numel():
-        yield all_to_all(plan.received, plan.payload, group)
-        plan.average(group.rank())
-        yield all_gather(plan.payload, plan.mean, group)
-        plan.dequantize(flat)

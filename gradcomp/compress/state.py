@@ -31,7 +31,7 @@ from gradcomp import ops
 
 from ..comm.bucket import checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.nodes import Launched, groups_of_mesh, require_ranks_per_node
+from ..comm.nodes import LaunchedNodes, groups_of_mesh, require_ranks_per_node
 from ..comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once, run_through
 from ..comm.process_group import Operation, joined_group, require_group
 from ..comm.streams import Future, average_in_place, run_on_side_stream
@@ -492,7 +492,7 @@ class CompressorState:
         if is_first:
             require_same_group(f"{hook_name}'s state", group)
         device = bucket.buffer().device
-        launched = Launched.of(self._ranks_per_node, group)
+        launched = LaunchedNodes.of(self._ranks_per_node, group)
         values |= launched.compared()
         processor = {} if self._compressor.is_same_on_all_processors else ops.processor(device)
         unlike = require_same_on_all_ranks(

@@ -79,7 +79,7 @@ class PowerSGDPlan:
             group.direction.copy_(direction)
 
     def send_in_codes(self, p: Any, q: Any) -> None:
-        """From the next step on, also quantize p_wire and q_wire.
+        """Quantize p_wire and q_wire, too, from the next step on.
 
         p, q: the QuantizedPlans; their payloads receive the codes.
         """

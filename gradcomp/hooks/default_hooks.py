@@ -251,9 +251,10 @@ def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
         index, is_last, parameters = bucket.index(), bucket.is_last(), bucket.parameters()
 
         def stages() -> Stages:
-            parts = buffer.new_zeros(nodes.ranks_per_node, -(-buffer.numel() // nodes.ranks_per_node))
-            whole = parts.view(-1)[: buffer.numel()]
+            parts = buffer.new_empty(nodes.ranks_per_node, -(-buffer.numel() // nodes.ranks_per_node))
+            whole, padding = parts.view(-1).tensor_split([buffer.numel()])
             torch.div(buffer, nodes.ranks_per_node, out=whole)
+            padding.zero_()
             part = torch.empty_like(parts[0])
             yield from reduce_scatter(part, parts, nodes.within)
             averaged = hook(nodes.between, GradBucket(index, part, parameters, is_last))

@@ -18,7 +18,8 @@ from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.pipeline import Stages, explained, run_through
 from gradcomp.comm.process_group import Operation
 from gradcomp.comm.streams import Future, completed, run_on_side_stream
-from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions, quantized_all_reduce
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
+from gradcomp.compress.quantized_all_reduce import quantized_all_reduce
 from gradcomp.compress.state import CompressorState
 from gradcomp.layout.blocks import BlockLayout
 from gradcomp.rules import BLOCK_SIZE, described

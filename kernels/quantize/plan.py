@@ -65,7 +65,7 @@ class QuantizedPlan:
         }
         self.largest_scale = largest_scale
         self._quantizing, self._averaging, self._dequantizing = self._stages(dtype)
-        self._used = [self._quantizing, self._averaging, self._dequantizing][2 * only_dequantizes :]
+        self._only_dequantizes = only_dequantizes
         if has_streams(device):
             with launching_on(device):
                 self.compile()
@@ -82,8 +82,10 @@ class QuantizedPlan:
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
-        for stage in self._used:
-            stage.compile()
+        self._dequantizing.compile()
+        if not self._only_dequantizes:
+            self._quantizing.compile()
+            self._averaging.compile()
 
     def quantize(
         self,

@@ -1,13 +1,15 @@
 """A compressor is warmed up once per bucket, in a plain step."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.compress import Compressor, CompressorState, compress_hook
+from gradcomp.compress import BucketSpec, Compressor, CompressorState, compress_hook
 from gradcomp.compress import quantized as quantized
+from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.hooks import powerSGD_hook as powersgd
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_oracle import Bucket
@@ -111,3 +113,27 @@ def test_the_quantized_all_reduce_compiles_for_its_options(monkeypatch):
     simulate(train, 2, make_state, quantization_hook, 3)
     # Two buckets on two ranks.
     assert compiled == [(2, torch.float32, {"bits": 8, "error_feedback": False, "exact_dtype": None})] * 4
+
+
+def test_by_nodes_the_kernels_of_both_plans_compile(monkeypatch):
+    """By nodes, int8 factors are packed on wires, and quantized in pieces: no codes of factors are packed."""
+    compiled = []
+    monkeypatch.setattr(
+        "gradcomp.ops.compile_quantized",
+        lambda layout, dtype, device, **options: compiled.append((layout.world_size, options)),
+    )
+    monkeypatch.setattr("gradcomp.ops.compile_powersgd", lambda *_, **options: compiled.append(options))
+    options = PowerSGDOptions(factor_dtype=torch.int8)
+    bucket = BucketSpec(((5, 6), (6,)), torch.float32, torch.device("cpu"), 6, 0, ranks_per_node=3)
+    PowerSGDCompressor.warm_up(bucket, options)
+    packing, piece, whole = compiled
+    assert "codes" not in packing
+    # Two nodes average pieces of gradients that were multiplied by a quarter.
+    assert piece[0] == 2
+    assert piece[1]["divisor"] == 6 / 4
+    assert whole[0] == 6
+    assert whole[1]["only_dequantizes"]
+    compiled.clear()
+    PowerSGDCompressor.warm_up(replace(bucket, ranks_per_node=1), options)
+    assert [type(each) for each in compiled] == [dict, tuple]
+    assert "codes" in compiled[0]

@@ -1,4 +1,6 @@
-"""The quantized all-reduce by nodes: exact within each node, in codes between nodes.
+"""The quantized all-reduce of one bucket: flat, or by nodes.
+
+Flat, see quantized.py. By nodes it is exact within each node, and in codes between nodes:
 
     node i, place j    bucket ──copy──▶ piece 0 │ piece 1 │ … │ piece g−1
     reduce-scatter within the node: the rank of place j gets the node's sum of piece j
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
@@ -24,6 +27,32 @@ from ..comm.exchange import Works, all_gather, all_to_all, reduce_scatter
 
 if TYPE_CHECKING:
     from ..comm.nodes import Nodes
+
+
+def quantized_all_reduce(
+    plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
+) -> Works:
+    """Replace a bucket by its mean over the ranks. Yields each of the two collectives in progress.
+
+    unused: the layout's parts that this rank's backward has not used; see ops.quantized_plan.
+    """
+    if plan.payload.numel():
+        plan.quantize(flat, group.rank(), unused)
+        yield from average_payload(plan, flat, group)
+
+
+def average_payload(plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """Run quantized_all_reduce from the all-to-all on; plan.payload already holds this rank's codes."""
+    if plan.payload.numel():
+        yield from _average_codes(plan, group)
+        plan.dequantize(flat)
+
+
+def _average_codes(plan: ops.QuantizedPlan, group: dist.ProcessGroup) -> Works:
+    """Replace this rank's codes in plan.payload by the codes of the means."""
+    yield all_to_all(plan.received, plan.payload, group)
+    plan.average(group.rank())
+    yield all_gather(plan.payload, plan.mean, group)
 
 
 class NodesAllReduce:
@@ -35,7 +64,7 @@ class NodesAllReduce:
     ranks_per_node: g; it divides the layout's number of shards.
     bits, error_feedback, exact_dtype: see ops.quantized_plan.
 
-    plan: the plan of this rank's piece. Its errors are those of the node's sum of the piece, times unit.
+    plan: the plan of this rank's piece. It keeps the errors of the node's sum of the piece, times unit.
     unit: a power of two, 1 / g or less. Gradients are multiplied by it before they are summed within the
         node, so that no sum overflows.
 
@@ -54,13 +83,12 @@ class NodesAllReduce:
         exact_dtype: torch.dtype | None = None,
     ):
         self.layout = layout
-        self.unit = 0.5 ** (ranks_per_node - 1).bit_length()
+        self.unit = _unit(ranks_per_node)
         wide = torch.promote_types(dtype, torch.float32)
         piece_layout, piece_options, whole_options = _plans(
             layout,
             dtype,
             ranks_per_node,
-            self.unit,
             bits=bits,
             error_feedback=error_feedback,
             exact_dtype=exact_dtype,
@@ -76,8 +104,7 @@ class NodesAllReduce:
         layout: BlockLayout, dtype: torch.dtype, device: torch.device, ranks_per_node: int, **options: Any
     ) -> None:
         """Compile the kernels that a NodesAllReduce with these arguments launches."""
-        unit = 0.5 ** (ranks_per_node - 1).bit_length()
-        piece_layout, piece_options, whole_options = _plans(layout, dtype, ranks_per_node, unit, **options)
+        piece_layout, piece_options, whole_options = _plans(layout, dtype, ranks_per_node, **options)
         wide = torch.promote_types(dtype, torch.float32)
         ops.compile_quantized(piece_layout, wide, device, **piece_options)
         ops.compile_quantized(layout, dtype, device, **whole_options)
@@ -113,20 +140,18 @@ class NodesAllReduce:
             blocks = self._pieces[:, : extra.numel() // len(self._pieces)]
             blocks += extra.view(len(self._pieces), -1) * self.unit
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
-        plan, node = self.plan, nodes.between.rank()
+        plan = self.plan
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
         parts = self._parts_of_piece(unused, nodes)
         stays = [_is_in_zero_block(self._piece[part.in_bucket], self.layout.block_size) for part in parts]
-        plan.quantize(self._piece, node, parts, stays)
-        yield all_to_all(plan.received, plan.payload, nodes.between)
-        plan.average(node)
-        yield all_gather(plan.payload, plan.mean, nodes.between)
+        plan.quantize(self._piece, nodes.between.rank(), parts, stays)
+        yield from _average_codes(plan, nodes.between)
         codes = self._whole.payload.view(nodes.ranks_per_node, -1)
         yield all_gather(codes, plan.payload.view(-1), nodes.within)
         self._whole.dequantize(flat)
 
     def _parts_of_piece(self, parts: Sequence[Part], nodes: Nodes) -> list[Part]:
-        """Return what this rank's piece has of the layout's parts, by element of the piece."""
+        """Return the layout's parts in this rank's piece, by element of the piece."""
         piece, found = self.piece(nodes), []
         for part in parts:
             start, stop = max(part.stored.start, piece.start), min(part.stored.stop, piece.stop)
@@ -155,6 +180,11 @@ class NodesAllReduce:
                     start += length
 
 
+def _unit(ranks_per_node: int) -> float:
+    """Return the largest power of two that is at most 1 / ranks_per_node."""
+    return 0.5 ** (ranks_per_node - 1).bit_length()
+
+
 def _is_in_zero_block(gradients: torch.Tensor, block_size: int) -> torch.Tensor:
     """Return for each element whether its block's gradients are all zero.
 
@@ -169,7 +199,6 @@ def _plans(
     layout: BlockLayout,
     dtype: torch.dtype,
     ranks_per_node: int,
-    unit: float,
     *,
     bits: int,
     error_feedback: bool,
@@ -185,7 +214,7 @@ def _plans(
     piece = {
         **shared,
         "error_feedback": error_feedback,
-        "divisor": layout.world_size * unit,
+        "divisor": layout.world_size * _unit(ranks_per_node),
         "averages_dtype": dtype,
     }
     whole = {**shared, "error_feedback": False, "only_dequantizes": True}
