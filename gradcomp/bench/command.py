@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradcomp.comm.nodes import AUTO
 from gradcomp.plan.candidates import candidate_named
 from gradcomp.plan.command import OneLineParser, not_negative, positive, positive_int
 from gradcomp.plan.measurements import NOOP
@@ -145,6 +146,8 @@ def bench_parser() -> BenchParser:
     parser.add_argument(
         "--bucket-cap-mb", type=positive, default=25.0, metavar="MB", help="DDP's option (default: 25)"
     )
+    text = "of a node, which share its network cards (default: torchrun's, if they follow one another)"
+    parser.add_argument("--ranks-per-node", type=positive_int, metavar="N", help=text)
     parser.add_argument("--cpu", action="store_true", help="on the CPU and gloo, though there are GPUs")
     parser.add_argument(
         "--max-loss",
@@ -181,7 +184,7 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
         workloads.append(workload)
 
     try:
-        group = join(options.cpu, prepare)
+        group = join(options.cpu, options.ranks_per_node or AUTO, prepare)
     except ValueError as error:
         parser.error(str(error))
     try:

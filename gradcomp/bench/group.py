@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.comm.exchange import all_gather, all_to_all
+from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
+from gradcomp.comm.nodes import Nodes, nodes_in
+from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.plan.candidates import CollectiveKind
-from gradcomp.plan.measurements import KINDS, LinkSample
+from gradcomp.plan.candidates import Group as Place
+from gradcomp.plan.measurements import LinkSample
 
 TIMEOUT = timedelta(seconds=120)
 # The path of the file through which processes started by bench find each other.
@@ -42,12 +45,20 @@ def synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """The default process group, and this rank's device."""
+    """The default process group, and this rank's device.
+
+    nodes: this rank's groups within its node and between nodes; None if there are no nodes of several ranks.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     backend: str
+    nodes: Nodes | None
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.nodes.ranks_per_node if self.nodes else 1
 
     def agree(self, value: int) -> int:
         """Return rank 0's value. A collective."""
@@ -62,14 +73,16 @@ class Group:
         return [float(each) for each in shared]
 
 
-def join(use_cpu: bool, prepare: Callable[[torch.device], object]) -> Group:
+def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.device], object]) -> Group:
     """Prepare this rank, then join the other ranks' process group.
 
     use_cpu: whether to use CPUs and gloo on machines with GPUs, too.
+    ranks_per_node: see QuantizationState.
     prepare: called with this rank's device before the group exists.
 
     The backend is NCCL if every rank of a machine has a GPU of its own, else gloo. If prepare raises
-    ValueError on any rank, every rank raises ValueError, with the message of the first of these ranks.
+    ValueError on any rank, every rank raises ValueError, with the message of the first of these ranks. Every
+    rank raises ValueError, too, for nodes with different numbers of ranks.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -89,7 +102,13 @@ def join(use_cpu: bool, prepare: Callable[[torch.device], object]) -> Group:
     dist.init_process_group(
         backend, store=dist.PrefixStore("bench", store), rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    return Group(rank, world_size, device, backend)
+    world = resolve_group("python -m gradcomp bench", None)
+    try:
+        nodes = nodes_in("python -m gradcomp bench", ranks_per_node, world, device)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    has_nodes = nodes is not None and nodes.num_nodes > 1
+    return Group(rank, world_size, device, backend, nodes if has_nodes else None)
 
 
 def _store(world_size: int) -> dist.Store:
@@ -131,46 +150,68 @@ MIN_CALLS, MAX_CALLS = 3, 30
 LONG_S = 0.5
 
 
-def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
-    """Yield the median time of each kind of collective at each size, on the slowest rank. A collective.
+# The collectives that hooks use: of all ranks; with nodes, also within a node and between nodes.
+_TIMED: dict[Place, tuple[CollectiveKind, ...]] = {
+    "all": ("all-reduce", "all-to-all", "all-gather"),
+    "within": ("all-reduce", "reduce-scatter", "all-gather"),
+    "between": ("all-reduce", "all-to-all", "all-gather"),
+}
 
-    limit_s: the time for all of them together. Every kind is measured at two sizes at least, limit or not.
+
+def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
+    """Yield the median time of each collective at each size, on the slowest rank. A collective.
+
+    limit_s: the time for all of them together. Every one is measured at two sizes at least, limit or not.
     """
-    for kind in KINDS:
-        deadline = time.perf_counter() + limit_s / len(KINDS)
+    world = resolve_group("python -m gradcomp bench", None)
+    groups: dict[Place, dist.ProcessGroup] = {"all": world}
+    if group.nodes is not None:
+        groups |= {"within": group.nodes.within, "between": group.nodes.between}
+    timed = [(place, kind) for place in groups for kind in _TIMED[place]]
+    for place, kind in timed:
+        ranks = groups[place]
+        deadline = time.perf_counter() + limit_s / len(timed)
         for index, size in enumerate(SIZES_BYTES):
-            num_bytes = -(-size // (4 * group.world_size)) * 4 * group.world_size
-            call = _call(kind, num_bytes, group)
+            num_bytes = -(-size // (4 * ranks.size())) * 4 * ranks.size()
+            call = _call(kind, num_bytes, ranks, group.device)
             first_s = _timed(call, 2, group)[-1]
             left_s = deadline - time.perf_counter()
             fair_s = left_s / (len(SIZES_BYTES) - index)
             num_calls = group.agree(min(MAX_CALLS, max(MIN_CALLS, int(fair_s / max(first_s, 1e-6)))))
             seconds = statistics.median(group.slowest(_timed(call, num_calls, group)))
-            yield LinkSample(kind, num_bytes, seconds)
+            # Between nodes, all ranks of a node have such a buffer.
+            yield LinkSample(
+                kind, num_bytes * (group.ranks_per_node if place == "between" else 1), seconds, place
+            )
             is_over = seconds > LONG_S or time.perf_counter() > deadline
             if group.agree(is_over and index > 0):
                 break
 
 
-def _call(kind: CollectiveKind, num_bytes: int, group: Group) -> Callable[[], object]:
+def _call(
+    kind: CollectiveKind, num_bytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], object]:
     """Return a function that runs the collective.
 
-    num_bytes: the size of the whole buffer, all ranks' parts together.
+    num_bytes: the size of the whole buffer, all parts together.
     """
 
     def buffer(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=group.device)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     if kind == "all-reduce":
         summed = buffer(num_bytes // 4, dtype=torch.float32)
-        return lambda: dist.all_reduce(summed)
-    shape = group.world_size, num_bytes // group.world_size
+        return lambda: dist.all_reduce(summed, group=group)
+    shape = group.size(), num_bytes // group.size()
+    if kind == "reduce-scatter":
+        parts = buffer(shape[0], shape[1] // 4, dtype=torch.float32)
+        own = torch.empty_like(parts[0])
+        return lambda: run_through(reduce_scatter(own, parts, group))
     received = buffer(*shape)
     exchange, sent = (all_to_all, buffer(*shape)) if kind == "all-to-all" else (all_gather, buffer(shape[1]))
-    world = resolve_group("python -m gradcomp bench", None)
 
     def call() -> None:
-        pending = exchange(received, sent, world)
+        pending = exchange(received, sent, group)
         if pending is not None:
             pending.wait()
 

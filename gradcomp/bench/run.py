@@ -13,11 +13,18 @@ import torch
 import triton
 
 from gradcomp import ops
-from gradcomp.plan.candidates import candidate_named
+from gradcomp.plan.candidates import candidate_named, form_named
 from gradcomp.plan.measurements import DTYPES, FORMAT, NOOP, Measurements
 from gradcomp.plan.models import Shape, buckets_of
 from gradcomp.plan.prediction import step_work
-from gradcomp.plan.recommendation import LEAST_HEADROOM, SOURCE, accuracy_cost, recommend, sentences
+from gradcomp.plan.recommendation import (
+    LEAST_HEADROOM,
+    SOURCE,
+    accuracy_cost,
+    forms_of,
+    recommend,
+    sentences,
+)
 from gradcomp.plan.show import WIDTH, aligned, bandwidth, seconds
 
 from .group import Group, link_samples
@@ -55,7 +62,7 @@ class Progress:
 class BenchOptions:
     """Options of a measurement.
 
-    hooks: by name, without NOOP.
+    hooks: by name, without NOOP. With nodes, each hook with codes is measured flat and by nodes.
     seconds: the time of steps with each hook.
     bucket_cap_mb: DDP's option.
     """
@@ -83,18 +90,21 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
     progress.show(f"{group.world_size} ranks, {group.backend}: links")
     link = []
     for sample in link_samples(group, LINK_PART * options.seconds):
+        where = WHERE[sample.group] if group.nodes else ""
         progress.show(
-            f"links: {sample.kind} of {sample.num_bytes:,} bytes took {sample.seconds * 1e3:.3f} ms"
+            f"links: {sample.kind}{where} of {sample.num_bytes:,} bytes took {sample.seconds * 1e3:.3f} ms"
         )
         link.append(sample)
     trainer = Trainer(workload, group, options.bucket_cap_mb)
     progress.show("forward, backward and optimizer")
     parts = step_parts(trainer, options.seconds / NUM_ROUNDS)
-    samples = hook_times(trainer, (NOOP, *options.hooks), options.seconds, progress.show)
+    forms = forms_of(map(candidate_named, options.hooks), has_nodes=group.nodes is not None)
+    names = [NOOP, *(form.name for form in forms)]
+    samples = hook_times(trainer, names, options.seconds, progress.show)
     dtype = DTYPES[dtype_name(workload)]
     shapes: list[Shape] = [tuple(each.shape) for each in workload.parameters]
     buckets = buckets_of(shapes, dtype.itemsize, options.bucket_cap_mb * 2**20)
-    local_s: dict[str, float | None] = dict.fromkeys((NOOP, *options.hooks))
+    local_s: dict[str, float | None] = dict.fromkeys(names)
     for name in options.hooks:
         if not candidate_named(name).is_compressing:
             continue
@@ -133,6 +143,7 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
         optimizer_s=parts.optimizer_s,
         link=link,
         hooks=[hook_time(name, each, local_s[name]) for name, each in samples.items()],
+        ranks_per_node=group.ranks_per_node,
     )
 
 
@@ -150,7 +161,7 @@ def table(read: Measurements, max_loss: float) -> str:
     assert noop_s is not None
     rows = [["hook", "step", "p20", "p80", "steps", "× none", "own work", "loss, nats"]]
     for hook in read.hooks:
-        cost = None if hook.name == NOOP else accuracy_cost(candidate_named(hook.name))
+        cost = None if hook.name == NOOP else accuracy_cost(form_named(hook.name))
         without = "averages nothing: for timing only"
         rows.append(
             [
@@ -164,8 +175,8 @@ def table(read: Measurements, max_loss: float) -> str:
         )
     return "\n".join(
         [
-            f"measured {read.date_utc}: {read.world_size} ranks on {read.device}, {read.backend}, "
-            f"{read.num_threads} threads each",
+            f"measured {read.date_utc}: {read.world_size} ranks on {read.device}, {read.backend}"
+            f"{_nodes(read)}, {read.num_threads} threads each",
             f"model    {read.model}: {read.numel:,} parameters, gradients in {read.dtype}",
             f"step     forward {seconds(read.forward_s)}, backward {seconds(read.backward_s)}, optimizer "
             f"{seconds(read.optimizer_s)}, without communication",
@@ -183,25 +194,40 @@ def table(read: Measurements, max_loss: float) -> str:
     )
 
 
+def _nodes(read: Measurements) -> str:
+    per_node = read.ranks_per_node
+    return "" if per_node == 1 else f", {read.world_size // per_node} nodes of {per_node} ranks"
+
+
+# Where a collective takes place, for behind its name.
+WHERE = {"all": " of all ranks", "within": " within a node", "between": " between nodes"}
+
+
 def _links(read: Measurements) -> list[str]:
-    """Return a line per kind of collective, with its bandwidth and latency."""
-    return [
-        f"link     {kind}: {bandwidth(rate.bytes_per_s)} per rank, {rate.latency_s * 1e6:.0f} µs per message"
-        for kind, rate in read.fitted_link().measured.items()
-    ]
+    """Return a line per collective, with its bandwidth and latency."""
+    has_nodes, lines = read.ranks_per_node > 1, []
+    for (kind, group), rate in read.fitted_link().measured.items():
+        name = kind + WHERE[group] if has_nodes else kind
+        whose = "node" if has_nodes and group != "within" else "rank"
+        lines.append(
+            f"link     {name}: {bandwidth(rate.bytes_per_s)} per {whose}, {rate.latency_s * 1e6:.0f} µs per "
+            "message"
+        )
+    return lines
 
 
 def recommendation(read: Measurements, max_loss: float) -> str:
     """Return the hook to use, by the measured steps, in words."""
     noop_s = read.step_s(NOOP)
     assert noop_s is not None
-    hooks = [candidate_named(each.name) for each in read.hooks if each.name != NOOP]
+    hooks = [form_named(each.name) for each in read.hooks if each.name != NOOP]
     buckets, link = read.buckets(), read.fitted_link()
     device, compute = read.measured_device(), read.compute()
     steps = {}
     for hook in hooks:
-        work = step_work(buckets, hook, read.world_size, device, read.torch_dtype)
+        work = step_work(buckets, hook, read.world_size, device, read.torch_dtype, read.ranks_per_node)
         measured_s = read.step_s(hook.name)
         assert measured_s is not None
         steps[hook.name] = replace(work.on(link, compute), step_s=measured_s)
-    return sentences(recommend(steps, noop_s, hooks, max_loss), steps, hooks, max_loss)
+    found = recommend(steps, noop_s, hooks, max_loss)
+    return sentences(found, steps, hooks, max_loss, read.ranks_per_node)

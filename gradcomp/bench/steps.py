@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp import ops
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
-from gradcomp.plan.candidates import Candidate, candidate_named
+from gradcomp.plan.candidates import Candidate, form_named
 from gradcomp.plan.measurements import NOOP, HookTime
 
 from .group import Group, synchronize
@@ -26,16 +26,20 @@ from .workloads import Workload
 FIRST_COMPRESSED_STEP = 2
 
 
-def register(model: DistributedDataParallel, name: str) -> None:
-    """Register the hook of this name. "none" stands for no hook."""
+def register(model: DistributedDataParallel, name: str, ranks_per_node: int) -> None:
+    """Register the hook of this name; see form_named. "none" stands for no hook.
+
+    ranks_per_node: for a hook by nodes.
+    """
     if name == NOOP:
         model.register_comm_hook(None, debugging_hooks.noop_hook)
     elif name != "none":
-        model.register_comm_hook(*state_and_hook(candidate_named(name)))
+        model.register_comm_hook(*state_and_hook(form_named(name), ranks_per_node))
 
 
-def state_and_hook(candidate: Candidate) -> tuple[Any, Any]:
-    """Return a candidate's state and hook, for the default group."""
+def state_and_hook(candidate: Candidate, ranks_per_node: int) -> tuple[Any, Any]:
+    """Return a candidate's state and hook, for the default group. ranks_per_node: for a hook by nodes."""
+    ranks_per_node = ranks_per_node if candidate.is_by_nodes else 1
     if candidate.rank is not None:
         options = candidate.powersgd_options
         state = powerSGD_hook.PowerSGDState(
@@ -45,11 +49,12 @@ def state_and_hook(candidate: Candidate) -> tuple[Any, Any]:
             min_compression_rate=options.min_compression_rate,
             factor_dtype=options.factor_dtype,
             uncompressed_dtype=options.uncompressed_dtype,
+            ranks_per_node=ranks_per_node,
         )
         return state, powerSGD_hook.powerSGD_hook
     if candidate.bits is not None:
         quantized = quantization_hooks.QuantizationState(
-            bits=candidate.bits, start_iter=FIRST_COMPRESSED_STEP
+            bits=candidate.bits, start_iter=FIRST_COMPRESSED_STEP, ranks_per_node=ranks_per_node
         )
         return quantized, quantization_hooks.quantization_hook
     hooks = {
@@ -181,7 +186,8 @@ def hook_times(
     for index in range(NUM_ROUNDS):
         for name in names if index % 2 == 0 else reversed(names):
             progress(f"round {index + 1} of {NUM_ROUNDS}: steps with {name}")
-            with trainer.model(partial(register, name=name)) as model:
+            add_hook = partial(register, name=name, ranks_per_node=trainer.group.ranks_per_node)
+            with trainer.model(add_hook) as model:
                 samples[name] += trainer.timed_steps(model, limit_s / NUM_ROUNDS)
     return samples
 

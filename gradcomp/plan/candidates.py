@@ -19,7 +19,7 @@ from gradcomp.layout.blocks import SCALE_BYTES
 
 from .models import Shape
 
-CollectiveKind = Literal["all-reduce", "all-to-all", "all-gather"]
+CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-to-all", "all-gather"]
 Group = Literal["all", "within", "between"]
 
 RANKS = (1, 4, 8, 16)
@@ -41,7 +41,7 @@ class Collective:
         Every rank of a node is in a "between" of its own.
     """
 
-    kind: CollectiveKind | Literal["reduce-scatter"]
+    kind: CollectiveKind
     num_bytes: int
     group: Group = "all"
 
@@ -326,3 +326,12 @@ def candidate_named(name: str) -> Candidate:
         return Candidate(name, rank=int(rank), wire_dtype=FACTOR_DTYPES.get(factors))
     known = "none, bf16, fp16, int8, int4, and powersgd:RANK, powersgd:RANK:bf16, powersgd:RANK:int8"
     raise ValueError(f"there is no hook {name!r}; known are {known}")
+
+
+def form_named(name: str) -> Candidate:
+    """Return the hook of this name; its form by nodes if the name ends with BY_NODES.
+
+    Raises ValueError for an unknown name, and for a hook that can't be by nodes.
+    """
+    flat = candidate_named(name.removesuffix(BY_NODES))
+    return flat.by_nodes() if name.endswith(BY_NODES) else flat

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,12 @@ def plan_parser() -> OneLineParser:
     )
     text = "of each network card, such as 200Mbit or 10Gbit (default: 10Gbit, or FILE's)"
     network.add_argument("--bandwidth", type=bits_per_s, metavar="RATE", help=text)
-    text = "ranks of a node, which share its network cards (default: 1)"
-    network.add_argument("--ranks-per-node", type=positive_int, default=1, metavar="N", help=text)
-    network.add_argument("--cards-per-node", type=positive_int, default=1, metavar="N", help="default: 1")
+    text = "ranks of a node, which share its network cards (default: 1, or FILE's)"
+    network.add_argument("--ranks-per-node", type=positive_int, metavar="N", help=text)
+    network.add_argument("--cards-per-node", type=positive_int, metavar="N", help="default: 1")
     text = (
-        "of each rank's links within its node, in one direction, such as 450GB/s (default: 80%% of the GPU's "
-        "data sheet on nccl; on gloo and with FILE there is none)"
+        "of each rank's links within its node, in one direction, such as 450GB/s (default: FILE's, or 80%% "
+        "of the GPU's data sheet on nccl; on gloo there is none)"
     )
     network.add_argument("--bandwidth-within", type=bits_per_s, metavar="RATE", help=text)
     text = "per message between two ranks (default: 10 for nccl, 50 for gloo, or FILE's)"
@@ -129,23 +130,41 @@ def _from_options(
     )
     bits = 10e9 if options.bandwidth is None else options.bandwidth
     latency_us = LATENCIES_US[backend] if options.latency_us is None else options.latency_us
-    world_size = options.ranks or max(1, 64 // options.ranks_per_node) * options.ranks_per_node
+    per_node = options.ranks_per_node or 1
+    world_size = options.ranks or max(1, 64 // per_node) * per_node
+    # gloo sends a GPU's gradients through the host's memory, not over NVLink.
+    within = device.within_bytes_per_s if isinstance(device, Gpu) and backend == "nccl" else None
     link = Link(
         bits / 8,
         latency_us / 1e6,
         has_tree=backend == "nccl",
-        nodes=_nodes(options, world_size, device, backend),
+        nodes=_nodes(
+            options,
+            per_node,
+            world_size,
+            None if within is None else BANDWIDTH_UTILIZATION * within,
+            f"{backend}'s links within a node of {device.name}",
+        ),
         gathers_by_messages=backend == "gloo",
     )
     return scenario, link, world_size, None
 
 
-def _nodes(options: argparse.Namespace, world_size: int, device: Device, backend: str) -> Nodes:
-    """Return the nodes.
+def _nodes(
+    options: argparse.Namespace,
+    per_node: int,
+    world_size: int,
+    within_bytes_per_s: float | None,
+    within: str,
+) -> Nodes:
+    """Return nodes of per_node ranks.
+
+    within_bytes_per_s: the bandwidth within a node if --bandwidth-within isn't given; None if unknown.
+    within: the links within a node, for messages.
 
     Raises ValueError for ranks that aren't whole nodes, and for an unknown bandwidth within.
     """
-    per_node, cards, bits = options.ranks_per_node, options.cards_per_node, options.bandwidth_within
+    cards, bits = options.cards_per_node or 1, options.bandwidth_within
     if world_size % per_node:
         raise ValueError(f"--ranks is {world_size}; it must be a multiple of --ranks-per-node, {per_node}")
     if per_node == 1:
@@ -153,13 +172,10 @@ def _nodes(options: argparse.Namespace, world_size: int, device: Device, backend
             raise ValueError("--bandwidth-within needs --ranks-per-node of at least 2")
         return Nodes(1, ONE_RANK_NODES.within_bytes_per_s, cards)
     if bits is not None:
-        return Nodes(per_node, bits / 8, cards)
-    # gloo sends a GPU's gradients through the host's memory, not over NVLink.
-    if not isinstance(device, Gpu) or device.within_bytes_per_s is None or backend != "nccl":
-        raise ValueError(
-            f"nothing is known of {backend}'s links within a node of {device.name}: give --bandwidth-within"
-        )
-    return Nodes(per_node, BANDWIDTH_UTILIZATION * device.within_bytes_per_s, cards)
+        within_bytes_per_s = bits / 8
+    if within_bytes_per_s is None:
+        raise ValueError(f"nothing is known of {within}: give --bandwidth-within")
+    return Nodes(per_node, within_bytes_per_s, cards)
 
 
 def _compute(options: argparse.Namespace, model: Model, device: Device) -> tuple[Compute, str]:
@@ -231,20 +247,26 @@ def _from_file(
         cost_source=f"own work measured for {read.world_size} ranks; for another number the same is assumed",
     )
     fitted = read.fitted_link()
-    link = fitted
     world_size = options.ranks or read.world_size
-    nodes = _nodes(options, world_size, device, read.backend)
-    if nodes != ONE_RANK_NODES and options.bandwidth is None:
-        raise ValueError("--ranks-per-node needs --bandwidth: the file has the rate of a rank, not of a card")
-    if options.bandwidth is not None or options.latency_us is not None:
-        link = Link(
-            fitted.bytes_per_s if options.bandwidth is None else options.bandwidth / 8,
-            fitted.latency_s if options.latency_us is None else options.latency_us / 1e6,
-            has_tree=fitted.has_tree,
-            nodes=nodes,
-            gathers_by_messages=fitted.gathers_by_messages,
+    per_node = options.ranks_per_node or fitted.nodes.ranks
+    if per_node > 1 and fitted.nodes.ranks == 1 and options.bandwidth is None:
+        raise ValueError(
+            f"--ranks-per-node needs --bandwidth: {options.file} was measured without nodes, so it has the "
+            "rate of a rank, not of a network card"
         )
-    is_as_measured = link is fitted and world_size == read.world_size
+    if options.cards_per_node and options.bandwidth is None:
+        raise ValueError("--cards-per-node needs --bandwidth, which is then of each card")
+    within = fitted.nodes.within_bytes_per_s if fitted.nodes.ranks > 1 else None
+    nodes = _nodes(options, per_node, world_size, within, f"the links within a node in {options.file}")
+    link = replace(fitted, nodes=nodes)
+    if any(given is not None for given in (options.bandwidth, options.latency_us, options.bandwidth_within)):
+        link = replace(
+            link,
+            bytes_per_s=fitted.bytes_per_s if options.bandwidth is None else options.bandwidth / 8,
+            latency_s=fitted.latency_s if options.latency_us is None else options.latency_us / 1e6,
+            measured={},
+        )
+    is_as_measured = link == fitted and world_size == read.world_size
     measured = {hook.name: hook.step_p50_s for hook in read.hooks} if is_as_measured else None
     return scenario, link, world_size, measured
 

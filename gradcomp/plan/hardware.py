@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .candidates import Candidate, Collective, CollectiveKind, Group, Payload
@@ -57,7 +57,8 @@ class Link:
     bytes_per_s: of a network card, in one direction.
     latency_s: of a message from one rank to another.
     has_tree: whether the backend may all-reduce along a tree, as NCCL does with small buffers.
-    measured: by kind of collective, a rate that replaces the link's.
+    measured: by a collective's kind and group, a rate that replaces the link's. Within a node it is a rank's
+        rate, otherwise a network card's.
     nodes: by default every rank is a node of its own, with its own card.
     gathers_by_messages: whether all ranks all-gather by a message to every other rank, as hooks do on gloo.
         Otherwise they all-gather along a ring.
@@ -68,7 +69,7 @@ class Link:
     bytes_per_s: float
     latency_s: float
     has_tree: bool = False
-    measured: Mapping[CollectiveKind, Rate] = field(default_factory=dict)
+    measured: Mapping[tuple[CollectiveKind, Group], Rate] = field(default_factory=dict)
     nodes: Nodes = ONE_RANK_NODES
     gathers_by_messages: bool = False
 
@@ -78,8 +79,11 @@ class Link:
         if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
             raise ValueError(f"a link's latency is {self.latency_s!r} s; it must not be negative")
 
-    def rate(self, kind: CollectiveKind) -> Rate:
-        return self.measured.get(kind) or Rate(self.bytes_per_s, self.latency_s)
+    def rate(self, collective: Collective) -> Rate:
+        """Return a network card's rate; for a collective within a node, a rank's."""
+        is_within = collective.group == "within"
+        usual = Rate(self.nodes.within_bytes_per_s if is_within else self.bytes_per_s, self.latency_s)
+        return self.measured.get((collective.kind, collective.group), usual)
 
     def num_nodes(self, world_size: int) -> int:
         """Return the number of nodes. Raises ValueError if world_size isn't a multiple of a node's ranks."""
@@ -94,21 +98,32 @@ class Link:
 
         The slower of the node's cards and a rank's links within the node counts.
         """
-        kind, nodes = collective.kind, self.nodes
-        rate = Rate(self.bytes_per_s, self.latency_s) if kind == "reduce-scatter" else self.rate(kind)
+        kind, nodes, rate = collective.kind, self.nodes, self.rate(collective)
+        time = self.num_messages(collective, world_size) * rate.latency_s
+        if collective.group == "within":
+            return time + self._within_bytes(collective, world_size) / rate.bytes_per_s
         cards_bytes_per_s = nodes.cards * rate.bytes_per_s
-        time = ring_steps(kind, _group_size(collective.group, world_size, nodes.ranks)) * rate.latency_s
         time += max(
             self.leaving_bytes(collective, world_size) / cards_bytes_per_s,
             self._within_bytes(collective, world_size) / nodes.within_bytes_per_s,
         )
-        if kind == "all-reduce" and self.has_tree and world_size > 1:
+        if kind == "all-reduce" and collective.group == "all" and self.has_tree and world_size > 1:
             along_tree = 2 * math.ceil(math.log2(world_size)) * rate.latency_s
             leaving = 2 * collective.num_bytes if self.num_nodes(world_size) > 1 else 0
             within = 2 * collective.num_bytes if nodes.ranks > 1 else 0
             transfer = max(leaving / cards_bytes_per_s, within / nodes.within_bytes_per_s)
             return min(time, along_tree + transfer)
         return time
+
+    def num_messages(self, collective: Collective, world_size: int) -> int:
+        """Return the number of messages that follow one another."""
+        return ring_steps(collective.kind, _group_size(collective.group, world_size, self.nodes.ranks))
+
+    def rated_bytes(self, collective: Collective, world_size: int) -> float:
+        """Return the bytes that take the time of rate(collective), besides messages."""
+        if collective.group == "within":
+            return self._within_bytes(collective, world_size)
+        return self.leaving_bytes(collective, world_size)
 
     def leaving_bytes(self, collective: Collective, world_size: int) -> float:
         """Return the bytes that leave a node in a ring, or in messages to every other rank.
@@ -154,23 +169,27 @@ def _group_size(group: Group, world_size: int, ranks_per_node: int) -> int:
     return {"all": world_size, "within": ranks_per_node, "between": world_size // ranks_per_node}[group]
 
 
-def fitted_rate(kind: CollectiveKind, world_size: int, samples: Iterable[tuple[int, float]]) -> Rate:
+def fitted_rate(samples: Sequence[tuple[Collective, float]], link: Link, world_size: int) -> Rate:
     """Fit a rate to measured times, with the least relative errors.
 
-    samples: (bytes, seconds) of collectives of this kind.
+    samples: (collective, seconds), of one kind and group.
+    link: the measured link. Its nodes count, not its own rates.
+
+    Within a node the rate is a rank's, otherwise that of all cards of a node together.
 
     A negative latency becomes zero. A negative transfer time becomes zero too: the bandwidth is infinite.
     Raises ValueError for fewer than two sizes, or fewer than two ranks.
     """
-    steps = ring_steps(kind, world_size)
     rows = [
-        (steps / seconds, sent_bytes(Collective(kind, num_bytes), world_size) / seconds)
-        for num_bytes, seconds in samples
+        (link.num_messages(each, world_size) / seconds, link.rated_bytes(each, world_size) / seconds)
+        for each, seconds in samples
     ]
-    if steps < 1 or len({sent / latency for latency, sent in rows}) < 2:
+    if len({sent / messages for messages, sent in rows if messages}) < 2:
+        names = {each.kind for each, _ in samples}
         raise ValueError(
-            f"{kind} must be measured with at least two sizes, on at least 2 ranks, to tell latency from "
-            f"bandwidth; there are {len(rows)} measurements on {world_size} ranks"
+            f"{', '.join(sorted(names)) or 'a collective'} must be measured with at least two sizes, on at "
+            f"least 2 ranks, to tell latency from bandwidth; there are {len(rows)} measurements on "
+            f"{world_size} ranks"
         )
     # Least squares of latency · a + seconds per byte · b = 1.
     aa = sum(a * a for a, _ in rows)

@@ -11,17 +11,18 @@ import reprlib
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from .candidates import CollectiveKind, candidate_named
-from .hardware import Link, MeasuredDevice, Rate, fitted_rate
+from .candidates import Collective, CollectiveKind, Group, form_named
+from .hardware import ONE_RANK_NODES, Link, MeasuredDevice, Nodes, fitted_rate
 from .models import Bucket, Shape, buckets_of, num_elements
 from .prediction import Compute
 
 FORMAT = 1
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+GROUPS: tuple[Group, ...] = get_args(Group)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOOP = "noop"  # the name of a step without any communication
 
@@ -35,15 +36,17 @@ def _require(holds: bool, name: str, value: object, wanted: str) -> None:
 class LinkSample:
     """The time of one collective, in seconds.
 
-    num_bytes: of the whole buffer, all ranks' parts together.
+    kind, num_bytes, group: see candidates.Collective. All nodes' ranks run their collectives at once.
     """
 
-    kind: str
+    kind: CollectiveKind
     num_bytes: int
     seconds: float
+    group: Group = "all"
 
     def __post_init__(self) -> None:
         _require(self.kind in KINDS, "kind", self.kind, f"be one of {', '.join(KINDS)}")
+        _require(self.group in GROUPS, "group", self.group, f"be one of {', '.join(GROUPS)}")
         _require(self.num_bytes >= 1, "num_bytes", self.num_bytes, "be at least 1")
         _require(self.seconds > 0, "seconds", self.seconds, "be positive")
 
@@ -52,7 +55,7 @@ class LinkSample:
 class HookTime:
     """The times of steps with a hook, in seconds.
 
-    name: as in docs/accuracy.md, or NOOP.
+    name: as in docs/accuracy.md, by nodes if it ends with BY_NODES, or NOOP.
     step_p20_s, step_p50_s, step_p80_s: quantiles over num_steps steps.
     local_s: the hook's own work in a step; None for a hook without any.
     """
@@ -66,7 +69,7 @@ class HookTime:
 
     def __post_init__(self) -> None:
         if self.name != NOOP:
-            candidate_named(self.name)
+            form_named(self.name)
         for name in ("step_p20_s", "step_p50_s", "step_p80_s"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "be positive")
         _require(self.local_s is None or self.local_s >= 0, "local_s", self.local_s, "not be negative")
@@ -79,6 +82,7 @@ class Measurements:
     shapes: the parameters with gradients, in registration order.
     ready_at: for every bucket, the part of backward's time after which the bucket was ready; empty if that
         wasn't measured.
+    ranks_per_node: the number of ranks on every node, if there were several nodes of several ranks; else 1.
     """
 
     format: int
@@ -99,10 +103,15 @@ class Measurements:
     optimizer_s: float
     link: list[LinkSample]
     hooks: list[HookTime]
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, "dtype", self.dtype, f"be one of {', '.join(DTYPES)}")
         _require(self.world_size >= 1, "world_size", self.world_size, "be at least 1")
+        per_node = self.ranks_per_node
+        _require(per_node >= 1, "ranks_per_node", per_node, "be at least 1")
+        wanted = f"divide world_size, {self.world_size}"
+        _require(self.world_size % per_node == 0, "ranks_per_node", per_node, wanted)
         _require(self.bucket_cap_mb > 0, "bucket_cap_mb", self.bucket_cap_mb, "be positive")
         _require(bool(self.shapes), "shapes", self.shapes, "hold at least one parameter")
         for index, shape in enumerate(self.shapes):
@@ -141,24 +150,30 @@ class Measurements:
         return Compute(self.forward_s, self.backward_s, self.optimizer_s)
 
     def fitted_link(self) -> Link:
-        """Return the link with a rate for each kind of collective: if not measured, the all-reduce's.
+        """Return the link with a rate for each collective: if not measured, the all-reduce's.
 
-        Raises ValueError if no all-reduce was measured.
+        A node counts as having one network card: the rates are those of all its cards together.
+        Raises ValueError if no all-reduce was measured, of all ranks and within a node.
         """
-        rates: dict[CollectiveKind, Rate] = {}
-        for kind in KINDS:
-            samples = [(each.num_bytes, each.seconds) for each in self.link if each.kind == kind]
-            if samples:
-                rates[kind] = fitted_rate(kind, self.world_size, samples)
-        if "all-reduce" not in rates:
+        is_gloo, per_node = self.backend == "gloo", self.ranks_per_node
+        unknown = Link(math.inf, 0.0, nodes=Nodes(per_node, math.inf), gathers_by_messages=is_gloo)
+        samples: dict[tuple[CollectiveKind, Group], list[tuple[Collective, float]]] = {}
+        for each in self.link:
+            collective = Collective(each.kind, each.num_bytes, each.group)
+            samples.setdefault((each.kind, each.group), []).append((collective, each.seconds))
+        rates = {key: fitted_rate(found, unknown, self.world_size) for key, found in samples.items()}
+        usual, within = rates.get(("all-reduce", "all")), rates.get(("all-reduce", "within"))
+        if usual is None:
             raise ValueError("link has no all-reduce; without one no step can be predicted")
-        usual = rates["all-reduce"]
+        if per_node > 1 and within is None:
+            raise ValueError("link has no all-reduce within a node; without one no step can be predicted")
         return Link(
             usual.bytes_per_s,
             usual.latency_s,
             has_tree=self.backend == "nccl",
             measured=rates,
-            gathers_by_messages=self.backend == "gloo",
+            nodes=Nodes(per_node, within.bytes_per_s) if within else ONE_RANK_NODES,
+            gathers_by_messages=is_gloo,
         )
 
     def measured_device(self) -> MeasuredDevice:
@@ -196,12 +211,15 @@ class Measurements:
 def _read(value: Any, expected: Any, name: str) -> Any:
     """Return a JSON value as a type; raise ValueError if it is of another type.
 
-    expected: float, int, str, list[type], dict[str, type], a dataclass, or one of these | None.
+    expected: float, int, str, a Literal of strings, list[type], dict[str, type], a dataclass, or one of these
+        | None.
     name: the value's place in the file, such as link[1].seconds; empty for the whole file.
     """
     arguments, kind = get_args(expected), get_origin(expected) or expected
     if isinstance(expected, UnionType):
         return None if value is None else _read(value, arguments[0], name)
+    if kind is Literal:
+        return _read(value, str, name)  # the object that has the value knows which strings can be
     if kind is list and isinstance(value, list):
         return [_read(each, arguments[0], f"{name}[{index}]") for index, each in enumerate(value)]
     if kind is dict and isinstance(value, dict):

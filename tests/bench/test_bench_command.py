@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradcomp.__main__ import main
-from gradcomp.plan.measurements import KINDS, Measurements
+from gradcomp.plan.measurements import Measurements
 from tests.programs import ROOT, TORCHRUN, run_module, run_python, users_environment
 
 MODEL = "tests.bench.benchmarked"
@@ -43,7 +43,8 @@ def test_what_is_measured_is_what_plan_reads(tmp_path, capsys):
     read = Measurements.read(file)
     assert (read.world_size, read.backend, read.device_type) == (2, "gloo", "cpu")
     assert read.shapes == [[300, 40], [300], [50, 300], [50], [3, 50], [3]]
-    assert {sample.kind for sample in read.link} == set(KINDS)
+    assert {sample.kind for sample in read.link} == {"all-reduce", "all-to-all", "all-gather"}
+    assert {sample.group for sample in read.link} == {"all"}
     assert len(read.ready_at) == len(read.buckets()) > 1
     assert min(read.forward_s, read.backward_s, read.optimizer_s) > 0
     assert [hook.name for hook in read.hooks] == ["noop", "none", "fp16", "int4", "powersgd:2:int8"]
@@ -56,6 +57,33 @@ def test_what_is_measured_is_what_plan_reads(tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert [hook["hook"] for hook in plan["hooks"]] == ["none", "fp16", "int4", "powersgd:2:int8"]
     assert plan["compute"]["backward_s"] == read.backward_s
+
+
+def test_within_and_between_nodes(tmp_path, capsys):
+    file = tmp_path / "measured.json"
+    arguments = ["bench", "--cpu", "--ranks", "4", "--ranks-per-node", "2", *QUICK, "--out", file]
+    done = run_python("-m", "gradcomp", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks on " in done.stdout
+    assert "gloo, 2 nodes of 2 ranks" in done.stdout
+    for line in ("all-reduce of all ranks", "reduce-scatter within a node", "all-to-all between nodes"):
+        assert f"link     {line}: " in done.stdout
+    read = Measurements.read(file)
+    assert read.ranks_per_node == 2
+    assert {sample.group for sample in read.link} == {"all", "within", "between"}
+    forms = ["int4", "int4 by nodes", "powersgd:2:int8", "powersgd:2:int8 by nodes"]
+    assert [hook.name for hook in read.hooks] == ["noop", "none", "fp16", *forms]
+
+    main(["plan", "--from", str(file), "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert [hook["hook"] for hook in plan["hooks"]] == ["none", "fp16", *forms]
+    assert plan["nodes"]["ranks"] == 2
+
+
+def test_ranks_that_do_not_fill_nodes_are_refused():
+    done = run_module("gradcomp", "bench", "--cpu", "--ranks", "3", "--ranks-per-node", "2", *QUICK)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.count("ranks_per_node is 2, but 3 ranks don't fill such nodes") == 1, "rank 0 alone"
 
 
 def test_under_torchrun():

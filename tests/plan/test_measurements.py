@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gradcomp.plan.measurements import Measurements
-from tests.plan.measured import LINK, as_written
+from tests.plan.measured import LINK, NODES_LINK, as_written, as_written_with_nodes
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -25,6 +25,24 @@ def test_the_link_is_fitted():
     assert found.latency_s == pytest.approx(LINK.latency_s)
     assert not found.has_tree
     assert Measurements.checked(as_written() | {"backend": "nccl"}).fitted_link().has_tree
+
+
+def test_the_link_within_and_between_nodes_is_fitted():
+    found = Measurements.checked(as_written_with_nodes()).fitted_link()
+    assert found.nodes.ranks == 2
+    assert found.nodes.within_bytes_per_s == pytest.approx(NODES_LINK.nodes.within_bytes_per_s)
+    assert len(found.measured) == 9
+    for (_, group), rate in found.measured.items():
+        usual = NODES_LINK.nodes.within_bytes_per_s if group == "within" else NODES_LINK.bytes_per_s
+        assert rate.bytes_per_s == pytest.approx(usual)
+        assert rate.latency_s == pytest.approx(NODES_LINK.latency_s)
+
+
+def test_a_link_with_nodes_needs_all_reduces_within():
+    given = as_written_with_nodes()
+    given["link"] = [each for each in given["link"] if each["group"] != "within"]
+    with pytest.raises(ValueError, match="link has no all-reduce within a node"):
+        Measurements.checked(given).fitted_link()
 
 
 def test_hooks_own_work_is_per_element():
@@ -67,6 +85,8 @@ def changed(path, value):
         ("backward_s", True, "backward_s is True; it must be a finite number"),
         ("world_size", 0, "world_size is 0; it must be at least 1"),
         ("world_size", 2.5, "world_size is 2.5; it must be a whole number"),
+        ("ranks_per_node", 0, "ranks_per_node is 0; it must be at least 1"),
+        ("ranks_per_node", 3, "ranks_per_node is 3; it must divide world_size, 4"),
         ("dtype", "int8", "dtype is 'int8'; it must be one of float32"),
         ("model", None, "model is None; it must be a string"),
         ("versions.torch", 2.13, r"versions\.torch is 2\.13; it must be a string"),
@@ -81,7 +101,10 @@ def changed(path, value):
         ("bucket_cap_mb", 0, "bucket_cap_mb is 0.0; it must be positive"),
         ("link.1", 5, r"link\[1\] is 5; it must be an object"),
         ("link.1.kind", "send", r"link\[1\]: kind is 'send'; it must be one of all-reduce"),
+        ("link.1.kind", 3, r"link\[1\]\.kind is 3; it must be a string"),
+        ("link.1.group", "here", r"link\[1\]: group is 'here'; it must be one of all, within, between"),
         ("link.1.seconds", 0, r"link\[1\]: seconds is 0\.0; it must be positive"),
+        ("hooks.1.name", "none by nodes", r"hooks\[1\]: none exchanges no codes"),
         ("hooks.1.name", "int2", r"hooks\[1\]: there is no hook 'int2'"),
         ("hooks.2.step_p50_s", 0, r"hooks\[2\]: step_p50_s is 0\.0; it must be positive"),
         ("hooks.2.color", "red", r"hooks\[2\] has 'color', which are unknown here"),

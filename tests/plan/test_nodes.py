@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradcomp.plan.candidates import CANDIDATES, Collective
-from gradcomp.plan.hardware import CPU, GPUS, Link, Nodes
+from gradcomp.plan.hardware import CPU, GPUS, Link, Nodes, Rate
 from gradcomp.plan.models import buckets_of, built_in_model
 from gradcomp.plan.prediction import Compute, predict_step
 
@@ -123,6 +123,14 @@ def test_the_slower_of_cards_and_links_within_counts():
     assert two_cards.seconds(ring, 12) == pytest.approx(22 * 0.5 + 2200 / 2000)
     assert on.seconds(Collective("reduce-scatter", 1200, "within"), 12) == pytest.approx(1.5 + 900 / 500)
     assert on.seconds(Collective("all-gather", 1200, "within"), 12) == pytest.approx(1.5 + 900 / 500)
+    assert on.seconds(Collective("all-to-all", 1200, "between"), 12) == pytest.approx(1.0 + 800 / 1000)
+
+
+def test_a_measured_rate_within_a_node_is_a_ranks_and_between_nodes_a_cards():
+    measured = {("all-gather", "within"): Rate(250.0, 2.0), ("all-gather", "between"): Rate(100.0, 3.0)}
+    on = Link(1000.0, 0.5, nodes=Nodes(4, 500.0), measured=measured)
+    assert on.seconds(Collective("all-gather", 1200, "within"), 12) == pytest.approx(3 * 2.0 + 900 / 250)
+    assert on.seconds(Collective("all-gather", 1200, "between"), 12) == pytest.approx(2 * 3.0 + 800 / 100)
     assert on.seconds(Collective("all-to-all", 1200, "between"), 12) == pytest.approx(1.0 + 800 / 1000)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gradcomp.__main__ import main
 from gradcomp.plan.show import seconds, with_prefix
-from tests.plan.measured import as_written
+from tests.plan.measured import as_written, as_written_with_nodes
 from tests.programs import ROOT, run_python
 
 QUICK = ["plan", "--model", "resnet50", "--hook", "bf16,int4,powersgd:16:int8"]
@@ -259,7 +259,38 @@ def test_nodes_of_measured_ranks(capsys, file):
     assert "int4 by nodes" in output
     assert "give --bandwidth-within" in refused(capsys, *arguments, "--bandwidth", "1Gbit")
     said = refused(capsys, *arguments, "--bandwidth-within", "5Gbit")
-    assert "--ranks-per-node needs --bandwidth: the file has the rate of a rank, not of a card" in said
+    assert "--ranks-per-node needs --bandwidth: " in said
+    assert "measured without nodes, so it has the rate of a rank, not of a network card" in said
+
+
+def row_of(output, hook):
+    """Return the cells of a hook's row, by column."""
+    header, row = (
+        next(line for line in output.splitlines() if line.startswith(f"{name}  ")) for name in ("hook", hook)
+    )
+    return dict(zip(*(re.split(r"  +", each) for each in (header, row)), strict=True))
+
+
+def test_measured_nodes_need_no_bandwidth(capsys, tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(as_written_with_nodes()))
+    output = plan(capsys, "--from", str(file))
+    assert "ranks    4 on a CPU, gloo, 2 nodes of 2 ranks" in output
+    assert "1 Gbit/s per network card, 1 network card per node" in output
+    assert "1 GB/s per rank within a node" in output
+    assert row_of(output, "int4")["measured"] == "500 ms"
+    assert row_of(output, "int4 by nodes")["measured"] == "300 ms"
+    # As many nodes of other sizes, on the measured links.
+    for ranks, per_node in ((8, 4), (4, 1)):
+        other = plan(capsys, "--from", str(file), "--ranks", str(ranks), "--ranks-per-node", str(per_node))
+        assert "1 Gbit/s per" in other
+        assert "measured:" not in other
+    slower_within = plan(capsys, "--from", str(file), "--bandwidth-within", "100Mbit")
+    assert "measured:" not in slower_within
+    assert "12.5 MB/s per rank within a node" in slower_within
+    with_cards = ["--from", str(file), "--cards-per-node", "2"]
+    assert "2 network cards per node" in plan(capsys, *with_cards, "--bandwidth", "1Gbit")
+    assert "--cards-per-node needs --bandwidth, which is then of each card" in refused(capsys, *with_cards)
 
 
 def test_a_map_of_nodes_has_whole_nodes(capsys, tmp_path):

@@ -63,17 +63,22 @@ def test_a_latency_must_not_be_negative(bad):
 @pytest.mark.parametrize("kind", ["all-reduce", "all-to-all", "all-gather"])
 def test_a_fit_finds_the_link_that_it_was_measured_on(kind):
     link = Link(bytes_per_s=2.5e8, latency_s=40e-6)
-    samples = [(size, link.seconds(Collective(kind, size), 5)) for size in (1000, 30_000, 10**6, 10**7)]
-    found = fitted_rate(kind, 5, samples)
+    measured = [Collective(kind, size) for size in (1000, 30_000, 10**6, 10**7)]
+    found = fitted_rate([(each, link.seconds(each, 5)) for each in measured], INFINITE, 5)
     assert found.bytes_per_s == pytest.approx(2.5e8)
     assert found.latency_s == pytest.approx(40e-6)
 
 
+def fitted_to(world_size, *samples):
+    timed = [(Collective("all-reduce", size), seconds) for size, seconds in samples]
+    return fitted_rate(timed, INFINITE, world_size)
+
+
 def test_a_fit_has_no_negative_rate():
-    faster_when_larger = fitted_rate("all-reduce", 2, [(1000, 2.0), (2000, 1.0)])
+    faster_when_larger = fitted_to(2, (1000, 2.0), (2000, 1.0))
     assert faster_when_larger.bytes_per_s == math.inf
     assert faster_when_larger.latency_s > 0
-    steep = fitted_rate("all-reduce", 2, [(1000, 1.0), (2000, 4.0)])
+    steep = fitted_to(2, (1000, 1.0), (2000, 4.0))
     assert steep.latency_s == 0
     assert 0 < steep.bytes_per_s < math.inf
 
@@ -81,13 +86,13 @@ def test_a_fit_has_no_negative_rate():
 @pytest.mark.parametrize("samples", [[], [(1000, 1.0)], [(1000, 1.0), (1000, 2.0)]])
 def test_a_fit_needs_two_sizes(samples):
     with pytest.raises(ValueError, match="with at least two sizes"):
-        fitted_rate("all-reduce", 2, samples)
+        fitted_to(2, *samples)
     with pytest.raises(ValueError, match="on at least 2 ranks"):
-        fitted_rate("all-reduce", 1, [(1000, 1.0), (2000, 2.0)])
+        fitted_to(1, (1000, 1.0), (2000, 2.0))
 
 
 def test_a_measured_collective_has_its_own_rate():
-    link = Link(1e9, 0.0, measured={"all-to-all": Rate(1e3, 0.0)})
+    link = Link(1e9, 0.0, measured={("all-to-all", "all"): Rate(1e3, 0.0)})
     assert link.seconds(Collective("all-to-all", 2000), 2) == 1.0
     assert link.seconds(Collective("all-gather", 2000), 2) == 1e-6
 
