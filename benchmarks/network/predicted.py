@@ -1,13 +1,14 @@
-"""What gradcomp.plan predicts of the measured steps, from those of one host and of no communication.
+"""What gradcomp.plan predicts of the measured steps, from those of one rank and of no communication.
 
-A hook's own work is what a step of one host takes with it more than with noop_hook, in proportion to the
-bytes that it moves on as many hosts (one host quantizes all of the mean, each of two a half). The rest of a
-step is that of noop_hook on as many hosts, and the link is fitted to the all-reduces timed on it. Nothing is
-fitted to the steps that are predicted.
+A hook's own work is what a step of one rank takes with it more than with noop_hook, in proportion to the
+bytes that it moves on as many ranks (one rank quantizes all of the mean, each of two a half). The rest of a
+step is that of noop_hook on as many ranks. The link is fitted to the all-reduces timed on it, of all ranks
+and within a host. Nothing is fitted to the steps that are predicted.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +24,15 @@ from gradcomp.plan import (
     Compute,
     Link,
     MeasuredDevice,
+    Nodes,
+    Rate,
     buckets_of,
     fitted_rate,
     predict_step,
 )
+from gradcomp.plan.candidates import Collective, Group
+
+FLAT = ":flat"  # the end of a hook's name
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Compared:
     """One row's step, in ms."""
 
     hosts: int
+    ranks_per_host: int
     mbit_per_s: int
     model: str
     hook: str
@@ -47,43 +54,60 @@ class Compared:
 
 
 def compare(rows: Sequence[Row]) -> list[Compared]:
-    """Predict the steps of gradcomp's hooks on torch's DDP, with one rank per host, that rows allow for."""
-    sound = [row for row in rows if "failed" not in row and row.get("ranks_per_host", 1) == 1]
+    """Predict the steps of gradcomp's hooks on torch's DDP that rows allow for."""
+    sound = [{"ranks_per_host": 1, **row} for row in rows if "failed" not in row]
     stepped = of(sound, job="steps", hooks="gradcomp", wrapper="torch")
     found = []
     for row in stepped:
-        hosts, link, model, hook = row["hosts"], row["mbit_per_s"], row["model"], row["hook"]
-        alone = of(stepped, hosts=1, model=model)
-        idle = of(stepped, hosts=hosts, model=model, hook="noop")
-        timed = of(sound, job="link", hosts=hosts, mbit_per_s=link)
-        if (
-            hosts == 1
-            or hook == "noop"
-            or not (of(alone, hook="noop") and of(alone, hook=hook) and idle and timed)
-        ):
+        hosts, per_host, link = row["hosts"], row["ranks_per_host"], row["mbit_per_s"]
+        model, name = row["model"], row["hook"]
+        flat_name = name.removesuffix(FLAT)
+        alone = of(stepped, hosts=1, ranks_per_host=1, model=model)
+        without, with_hook = (of(alone, hook=each) for each in ("noop", flat_name))
+        idle = of(stepped, hosts=hosts, ranks_per_host=per_host, model=model, hook="noop")
+        timed = of(sound, job="link", hosts=hosts, ranks_per_host=per_host, mbit_per_s=link)
+        if hosts == 1 or name == "noop" or not (without and with_hook and idle and timed):
             continue
-        buckets = _buckets(model)
-        rate = fitted_rate("all-reduce", hosts, timed[0]["all_reduce_seconds"])
-        (without, *_), (with_hook, *_) = of(alone, hook="noop"), of(alone, hook=hook)
         compute = Compute(
             *(statistics.median(each[part] for each in idle) / 1e3 for part in ("forward_ms", "backward_ms")),
             statistics.median(each["optimizer_ms"] for each in idle) / 1e3,
         )
-        # Hosts that share cores compute as much more slowly as they do without communication.
-        slower = compute.step_s * 1e3 / without["step_ms"]
-        local_s = max(0.0, with_hook["step_ms"] - without["step_ms"]) / 1e3 * slower
+        buckets, hook, world_size = _buckets(model), CANDIDATES[flat_name], hosts * per_host
+        # Ranks that share cores compute as much more slowly as they do without communication.
+        slower = compute.step_s * 1e3 / without[0]["step_ms"]
+        local_s = max(0.0, with_hook[0]["step_ms"] - without[0]["step_ms"]) / 1e3 * slower
         moved_alone, moved = (
-            sum(CANDIDATES[hook].payload(each.shapes, torch.float32, ranks).moved_bytes for each in buckets)
-            for ranks in (1, hosts)
+            sum(hook.payload(each.shapes, torch.float32, ranks).moved_bytes for each in buckets)
+            for ranks in (1, world_size)
         )
         if moved_alone:
             local_s *= moved / moved_alone
-        device = MeasuredDevice("cpu", {hook: local_s * 1e9 / sum(bucket.numel for bucket in buckets)})
+        device = MeasuredDevice("cpu", {flat_name: local_s * 1e9 / sum(bucket.numel for bucket in buckets)})
+        is_by_nodes = per_host > 1 and hook.is_quantized and not name.endswith(FLAT)
         prediction = predict_step(
-            buckets, CANDIDATES[hook], Link(rate.bytes_per_s, rate.latency_s), hosts, compute, device
+            buckets,
+            hook.by_nodes() if is_by_nodes else hook,
+            _fitted_link(timed[0], hosts, per_host),
+            world_size,
+            compute,
+            device,
         )
-        found.append(Compared(hosts, link, model, hook, prediction.step_s * 1e3, row["step_ms"]))
+        found.append(Compared(hosts, per_host, link, model, name, prediction.step_s * 1e3, row["step_ms"]))
     return found
+
+
+def _fitted_link(timed: Row, hosts: int, per_host: int) -> Link:
+    """Fit the network of hosts to a row of the job "link"."""
+    unknown = Link(math.inf, 0.0, nodes=Nodes(per_host, math.inf))
+
+    def rate(column: str, group: Group) -> Rate:
+        samples = [(Collective("all-reduce", size, group), seconds) for size, seconds in timed[column]]
+        return fitted_rate(samples, unknown, hosts * per_host)
+
+    within = rate("within_seconds", "within").bytes_per_s if per_host > 1 else math.inf
+    between = rate("all_reduce_seconds", "all")
+    nodes = Nodes(per_host, within)
+    return Link(between.bytes_per_s, between.latency_s, nodes=nodes, gathers_by_messages=True)
 
 
 @cache
@@ -96,16 +120,18 @@ def table(compared: Sequence[Compared]) -> str:
     links = sorted({each.mbit_per_s for each in compared})
     lines = ["| predicted / measured, ms | " + " | ".join(f"{link:,} Mbit/s" for link in links) + " |"]
     lines.append("|" + "---|" * (len(links) + 1))
-    for key in dict.fromkeys((each.model, each.hosts, each.hook) for each in compared):
+    for key in dict.fromkeys((each.model, each.hosts, each.ranks_per_host, each.hook) for each in compared):
+        model, hosts, per_host, hook = key
         cells = [
             "".join(
                 f"{each.predicted_ms:.1f} / {each.measured_ms:.1f}"
                 for each in compared
-                if (each.model, each.hosts, each.hook, each.mbit_per_s) == (*key, link)
+                if (each.model, each.hosts, each.ranks_per_host, each.hook, each.mbit_per_s) == (*key, link)
             )
             for link in links
         ]
-        lines.append(f"| {key[0]}, {key[1]} hosts, {key[2]} | " + " | ".join(cells) + " |")
+        ranks = "" if per_host == 1 else f" of {per_host} ranks"
+        lines.append(f"| {model}, {hosts} hosts{ranks}, {hook} | " + " | ".join(cells) + " |")
     errors = sorted(abs(each.error) for each in compared)
     median, within = statistics.median(errors), errors[round(0.9 * (len(errors) - 1))]
     lines += [

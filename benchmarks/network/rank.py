@@ -32,6 +32,7 @@ import gradcomp
 from benchmarks.accuracy import runs
 from benchmarks.demo.measure import WireMeter, check_replicas
 from benchmarks.network.workloads import WORKLOADS, Workload
+from gradcomp.comm.nodes import nodes_of
 
 TIMEOUT = timedelta(seconds=60)
 WARM_UP_STEPS = 5  # torch's DDP arranges its buckets anew after the first; compression starts after the third
@@ -164,6 +165,16 @@ def loss(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def link(job: dict[str, Any]) -> dict[str, Any]:
+    """Time all-reduces of all ranks and, with several per host, within a host: (bytes, median seconds)."""
+    found = {"all_reduce_seconds": all_reduce_seconds(None)}
+    if int(RANKS_PER_HOST) > 1:
+        group = dist.group.WORLD
+        assert group is not None
+        found["within_seconds"] = all_reduce_seconds(nodes_of(group, int(RANKS_PER_HOST)).within)
+    return found
+
+
+def all_reduce_seconds(group: dist.ProcessGroup | None) -> list[tuple[int, float]]:
     """Time all-reduces: (bytes, median seconds) of each size."""
     found = []
     for num_bytes in LINK_BYTES:
@@ -171,11 +182,11 @@ def link(job: dict[str, Any]) -> dict[str, Any]:
         times = []
         for number in range(4 if num_bytes > 10**6 else 12):
             started = time.perf_counter()
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=group)
             if number:
                 times.append(time.perf_counter() - started)
         found.append((num_bytes, statistics.median(times)))
-    return {"all_reduce_seconds": found}
+    return found
 
 
 JOBS = {"steps": steps, "loss": loss, "link": link}

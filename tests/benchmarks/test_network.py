@@ -244,3 +244,33 @@ def test_a_prediction_takes_own_work_from_one_host_and_the_link_from_its_all_red
     assert 20 + 60 < int4.predicted_ms < 20 + 60 + whole_ms / 7
     assert predicted.table([none, int4]).splitlines()[-1].startswith("2 steps: the prediction is off by")
     assert predicted.compare(rows[3:]) == []
+
+
+def test_a_prediction_by_nodes_takes_both_links():
+    """Two hosts of two ranks. The network takes 20 ns per byte, the links within a host 2 ns."""
+    alone = {"hosts": 1, "mbit_per_s": None}
+    places = {"hosts": 2, "ranks_per_host": 2}
+    sizes = (1000, 100_000, 4_000_000)
+    link = {
+        "all_reduce_seconds": [(size, 6e-3 + 1.5 * size * 20e-9) for size in sizes],
+        "within_seconds": [(size, 2e-3 + size * 2e-9) for size in sizes],
+    }
+    rows = [
+        row("noop", **timed_steps(10.0), **alone),
+        row("int4", **timed_steps(10.0), **alone),
+        row("noop", **{**timed_steps(10.0), **places}),
+        row("int4", **{**timed_steps(50.0), **places}),
+        row("int4:flat", **{**timed_steps(100.0), **places}),
+        {"job": "link", "mbit_per_s": 200, **places, **link},
+    ]
+    by_nodes, flat = predicted.compare(rows)
+    assert (by_nodes.ranks_per_host, by_nodes.hook, flat.hook) == (2, "int4", "int4:flat")
+    code_ms = MLP_BYTES / 7.75 * 20e-9 * 1e3
+    # Flat, a host sends the codes twice. Backward hides a part.
+    assert 10 + 2 * code_ms - 7 < flat.predicted_ms < 10 + 2.1 * code_ms + 12
+    # By nodes it sends them once, and the fp32 gradients pass half of the link within.
+    within_ms = MLP_BYTES / 2 * 2e-9 * 1e3
+    assert 10 + code_ms + within_ms - 7 < by_nodes.predicted_ms < 10 + 1.1 * (code_ms + within_ms) + 16
+    lines = predicted.table([by_nodes, flat]).splitlines()
+    assert lines[2].startswith("| mlp, 2 hosts of 2 ranks, int4 | ")
+    assert predicted.compare([*rows[:-1], {**rows[-1], "ranks_per_host": 1}]) == []
