@@ -93,10 +93,11 @@ def test_nothing_survives_the_program(number, tmp_path):
 
 
 @pytest.mark.usefixtures("allowed")
-def test_bench_on_two_hosts(tmp_path):
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_bench_on_two_hosts(tmp_path, ranks_per_host):
     file = tmp_path / "measured.json"
-    arguments = ["--model", "mlp", "--hook", "powersgd:4", "--seconds", "0.05", "--out", str(file)]
-    program = [sys.executable, "-m", "tests.bench.two_hosts", str(tmp_path), *arguments]
+    arguments = ["--model", "mlp", "--hook", "int4", "--seconds", "0.05", "--out", str(file)]
+    program = [sys.executable, "-m", "tests.bench.two_hosts", str(tmp_path), str(ranks_per_host), *arguments]
     done = subprocess.run(
         hosts.isolated(program),
         cwd=ROOT,
@@ -108,10 +109,13 @@ def test_bench_on_two_hosts(tmp_path):
     said = [(tmp_path / f"host{rank}").read_text() for rank in range(2)]
     assert done.returncode == 0, (done.stdout, done.stderr, said)
     read = Measurements.read(file)
-    assert read.world_size == 2
-    # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
+    assert (read.world_size, read.ranks_per_node) == (2 * ranks_per_host, ranks_per_host)
     steps = {hook.name: hook.step_p50_s for hook in read.hooks}
-    assert steps["none"] > 0.9 * MLP_BYTES * 8 / (two_hosts.LINK_MBIT_PER_S * 1e6)
+    assert ("int4 by nodes" in steps) is (ranks_per_host == 2)
+    # A fast machine can't send faster than the link; how slow a busy one is doesn't matter. A ring of four
+    # ranks sends 1.5 times the gradients from each host.
+    sent_bytes = MLP_BYTES * (1.5 if ranks_per_host == 2 else 1)
+    assert steps["none"] > 0.9 * sent_bytes * 8 / (two_hosts.LINK_MBIT_PER_S * 1e6)
 
 
 class HostOf:
