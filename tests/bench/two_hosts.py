@@ -1,8 +1,7 @@
 """Run `python -m gradcomp bench` with torchrun on two hosts, which are network namespaces of this machine.
 
-A program for benchmarks.network.hosts.isolated(). The arguments are a folder for the hosts' stderr, the number
-of ranks per host, and bench's arguments. Prints the first host's output, and exits with the hosts' largest
-status.
+A program for benchmarks.network.hosts.isolated(). The arguments: a folder for the hosts' stderr, the number of
+ranks per host, and bench's arguments. Prints the first host's output, and exits with the largest status.
 """
 
 import os
@@ -23,7 +22,8 @@ def main() -> int:
         programs = []
         for rank, host in enumerate(network.hosts):
             torchrun = ["torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank)]
-            torchrun += ["--nproc-per-node", ranks_per_host, "--master-addr", "10.0.0.1", "--master-port", "29500"]
+            torchrun += ["--nproc-per-node", ranks_per_host]
+            torchrun += ["--master-addr", "10.0.0.1", "--master-port", "29500"]
             command = [sys.executable, "-m", *torchrun, "-m", "gradcomp", "bench", *arguments]
             programs.append(host.start(command, environment, Path(folder) / f"host{rank}"))
         output, _ = programs[0].communicate(timeout=TIMEOUT_S)
