@@ -1,6 +1,6 @@
 """The collectives of a quantized all-reduce: each rank's shard to its owner, and the owners' means to all.
 
-Between nodes, an exact reduce-scatter and an all-gather of codes within each node come before and after.
+Between nodes, a reduce-scatter and an all-gather of codes within each node come before and after.
 
 gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
 sends first. So the rank that starts later, with its peer ready, hands its whole message to the connection
@@ -58,7 +58,8 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
 def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Works:
     """Sum row r of every rank's ``sent`` [ranks, n] into rank r's ``own`` [n]. Yields the collective.
 
-    On NCCL the sum is NCCL's; elsewhere it is in the order of the ranks.
+    On NCCL the sum is NCCL's. Elsewhere it is in the order of the ranks, and rounded once: torch.sum adds 16
+    bits in fp32.
     """
     if dist.get_backend(group) == "nccl":
         dist.reduce_scatter_tensor(own, sent.view(-1), group=group)

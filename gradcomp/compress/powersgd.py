@@ -21,8 +21,8 @@ from ..rules import (
     FLAG,
     RANK,
     RATE,
+    SIXTEEN_BITS,
     START_BITS,
-    UNCOMPRESSED_DTYPE,
     check_fields,
     checked_field,
 )
@@ -51,7 +51,7 @@ class PowerSGDOptions:
     orthogonalization_epsilon: float = checked_field(0.0, EPSILON)
     batch_tensors_with_same_shape: bool = checked_field(False, FLAG, is_compared=False)
     factor_dtype: torch.dtype | None = checked_field(None, FACTOR_DTYPE)
-    uncompressed_dtype: torch.dtype | None = checked_field(None, UNCOMPRESSED_DTYPE)
+    uncompressed_dtype: torch.dtype | None = checked_field(None, SIXTEEN_BITS)
     start_bits: int | None = checked_field(None, START_BITS)
     square: bool = checked_field(False, FLAG)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.exchange import all_gather, all_to_all
+from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
+from gradcomp.comm.pipeline import run_through
 
 
 def row(source, destination, length):
@@ -40,6 +41,19 @@ def on_every_rank(rank):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_row_arrives(run_ranks, world_size):
     run_ranks(on_every_rank, world_size)
+
+
+def summed(rank, dtype):
+    sent = torch.full((3, 5), 256.0 if rank == 0 else 1.0, dtype=dtype)
+    own = torch.empty(5, dtype=dtype)
+    run_through(reduce_scatter(own, sent, dist.group.WORLD))
+    return own
+
+
+def test_sums_in_16_bits_are_rounded_once(run_ranks):
+    """In bf16, 256 + 1 is 256 again, so partial sums in bf16 would give 256."""
+    for own in run_ranks(summed, 3, torch.bfloat16):
+        assert torch.equal(own, torch.full((5,), 258.0, dtype=torch.bfloat16))
 
 
 def on_some_ranks(rank):
