@@ -61,7 +61,7 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
     On NCCL the sum is NCCL's. Elsewhere it is in the order of the ranks, and rounded once: torch.sum adds 16
     bits in fp32.
     """
-    if dist.get_backend(group) == "nccl":
+    if _is_on("nccl", sent, group):
         dist.reduce_scatter_tensor(own, sent.view(-1), group=group)
         yield None
     else:
@@ -71,7 +71,12 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
 
 
 def _takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return tensor.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return tensor.device.type == "cpu" and _is_on("gloo", tensor, group)
+
+
+def _is_on(backend: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether this backend communicates the tensor. A group may have one for each type of device."""
+    return f"{tensor.device.type}:{backend}" in dist.get_backend_config(group).split(",")
 
 
 class _Messages(dist.Work):

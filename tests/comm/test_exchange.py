@@ -56,6 +56,21 @@ def test_sums_in_16_bits_are_rounded_once(run_ranks):
         assert torch.equal(own, torch.full((5,), 258.0, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("config", ["cpu:nccl", "cuda:gloo,cpu:nccl"])
+def test_nccl_sums_whichever_backends_a_group_has(run_ranks, config):
+    (calls,) = run_ranks(summed_by, 1, config)
+    assert calls == 1
+
+
+def summed_by(rank, config):
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=config),
+        mock.patch.object(dist, "reduce_scatter_tensor") as reduce_scatter_tensor,
+    ):
+        run_through(reduce_scatter(torch.zeros(4), torch.zeros(1, 4), dist.group.WORLD))
+    return reduce_scatter_tensor.call_count
+
+
 def on_some_ranks(rank):
     group = dist.new_group([1, 3], timeout=timedelta(seconds=10))
     if rank in (1, 3):
