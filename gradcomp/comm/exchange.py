@@ -9,15 +9,20 @@ collective takes up to twice as long. On gloo's CPU tensors, therefore, each ran
 others at once, and posts every receive before any send.
 """
 
-from collections.abc import Generator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+
+if TYPE_CHECKING:
+    from .nodes import Nodes
 
 # Collectives that are under way, or None.
 Works = Generator[dist.Work | None, None, None]
@@ -68,6 +73,31 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
         received = torch.empty_like(sent)
         yield all_to_all(received, sent, group)
         torch.sum(received, 0, out=own)
+
+
+def reduce_by_nodes(
+    flat: torch.Tensor,
+    nodes: Nodes,
+    between: Callable[[torch.Tensor], Generator[dist.Work | None, None, torch.Tensor]],
+    scale: float = 1.0,
+) -> Works:
+    """Sum a buffer within each node, reduce the sums between nodes, and write the result back on every rank.
+
+    flat: [numel], floating-point.
+    between: called with [part], the node's sum of scale · this rank's part of the buffer. Reduces it between
+        the ranks of equal place, and returns the result. The last part is padded with zeros.
+
+    Yields each collective in progress. Ranks whose between returns equal bits get equal bits.
+    """
+    parts = flat.new_empty(nodes.ranks_per_node, -(-flat.numel() // nodes.ranks_per_node))
+    whole, padding = parts.view(-1).tensor_split([flat.numel()])
+    torch.mul(flat, scale, out=whole)
+    padding.zero_()
+    part = torch.empty_like(parts[0])
+    yield from reduce_scatter(part, parts, nodes.within)
+    reduced = yield from between(part)
+    yield all_gather(parts, reduced, nodes.within)
+    flat.copy_(whole)
 
 
 def _takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

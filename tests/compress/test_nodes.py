@@ -13,6 +13,7 @@ from gradcomp import testing
 from gradcomp.comm.nodes import nodes_of
 from gradcomp.compress import BucketSpec
 from gradcomp.compress.consolidation import average_errors
+from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -208,18 +209,35 @@ def test_every_property_of_the_kit_with_powersgds_int8_factors():
     check_hook(powerSGD_hook, powersgd_state, world_size=4, max_examples=3).raise_if_failed()
 
 
+def factor_steps(rank, group, ranks_per_node, factor_dtype):
+    state = PowerSGDState(group, 2, 2, 1, factor_dtype=factor_dtype, ranks_per_node=ranks_per_node)
+    return [take_step(state, rank, step, hook=powerSGD_hook)[1] for step in range(6)]
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES[:4])
+@pytest.mark.parametrize(
+    ("factor_dtype", "bound"), [(None, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.05)], ids=str
+)
+def test_factors_are_averaged_as_without_nodes(world_size, ranks_per_node, factor_dtype, bound):
+    by_nodes = testing.run_ranks(factor_steps, world_size, ranks_per_node, factor_dtype)
+    flat = testing.run_ranks(factor_steps, world_size, 1, factor_dtype)
+    for outputs in by_nodes:
+        assert all(torch.equal(one, other) for one, other in zip(outputs, by_nodes[0], strict=True))
+    for one, other in zip(by_nodes[0], flat[0], strict=True):
+        assert relative(one, other.double()) < bound
+
+
 LARGE = [(300, 400), (17,)]
 
 
-def sent_between_nodes(rank, group, ranks_per_node, factors, within=None):
+def sent_between_nodes(rank, group, ranks_per_node, kind, within=None):
     """Return the bytes that a rank's groups sent in a step: (within the node, between nodes)."""
-    if factors:
-        state, hook = (
-            PowerSGDState(group, 16, 2, 1, factor_dtype=torch.int8, ranks_per_node=ranks_per_node),
-            powerSGD_hook,
-        )
-    else:
+    if kind == "int4":
         state, hook = state_of(4, ranks_per_node, within_dtype=within), quantization_hook
+    else:
+        dtype = torch.int8 if kind == "int8 factors" else None
+        state = PowerSGDState(group, 16, 2, 1, factor_dtype=dtype, ranks_per_node=ranks_per_node)
+        hook = powerSGD_hook
     for step in range(3):
         hook(state, Bucket(random_gradient(LARGE, rank, step), LARGE)).wait()
     groups = [group]
@@ -231,11 +249,11 @@ def sent_between_nodes(rank, group, ranks_per_node, factors, within=None):
     return [each.sent_bytes - already for each, already in zip(groups, before, strict=True)]
 
 
-@pytest.mark.parametrize("factors", [False, True], ids=["int4", "int8 factors"])
-def test_a_node_sends_what_one_rank_would(factors):
-    one_per_node = sum(sent[0] for sent in testing.run_ranks(sent_between_nodes, 2, 1, factors))
+@pytest.mark.parametrize("kind", ["int4", "int8 factors", "factors"])
+def test_a_node_sends_what_one_rank_would(kind):
+    one_per_node = sum(sent[0] for sent in testing.run_ranks(sent_between_nodes, 2, 1, kind))
     for ranks_per_node in (2, 3):
-        sent = testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, factors)
+        sent = testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, kind)
         between = sum(each[1] for each in sent)
         assert between <= 1.25 * one_per_node  # shards of few blocks are padded
 
@@ -243,7 +261,7 @@ def test_a_node_sends_what_one_rank_would(factors):
 @pytest.mark.parametrize("ranks_per_node", [2, 3])
 def test_16_bits_halve_the_gradients_bytes_within_a_node(ranks_per_node):
     exact, halved = (
-        testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, False, within)[0]
+        testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, "int4", within)[0]
         for within in (None, torch.bfloat16)
     )
     assert halved[1] == exact[1]
@@ -252,14 +270,21 @@ def test_16_bits_halve_the_gradients_bytes_within_a_node(ranks_per_node):
     assert saved <= exact[0] - halved[0] <= 1.01 * saved
 
 
-def skip_a_layer(rank, group, users):
+COMPRESSORS = {
+    "int4": (QuantizedCompressor, QuantizedOptions(4, 16)),
+    "factors": (PowerSGDCompressor, PowerSGDOptions(2, 1.0)),
+}
+
+
+def skip_a_layer(rank, group, kind, users):
     """Take two steps, then one in which only the ranks `users` use the first tensor.
 
     Returns (error before that step, gradient, output, error after it).
     """
     nodes_of(group, 2)
     spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), group.size(), 0, ranks_per_node=2)
-    compressor = QuantizedCompressor(spec, QuantizedOptions(4, 16))
+    compressor_class, options = COMPRESSORS[kind]
+    compressor = compressor_class(spec, options)
     for step in range(2):
         compressor.average(random_gradient(SHAPES, rank, step), group, step)
     before = compressor.state()
@@ -272,11 +297,13 @@ def skip_a_layer(rank, group, users):
     return before["error"], gradient, flat, compressor.state()["error"]
 
 
+@pytest.mark.parametrize("kind", COMPRESSORS)
 @pytest.mark.parametrize("users", [[], [0], [1, 2], [0, 1, 2, 3]])
-def test_a_layer_that_some_ranks_skip(users):
+def test_a_layer_that_some_ranks_skip(kind, users):
     """The layer's errors stay if no rank uses it. The average plus the mean error always loses nothing."""
     befores, gradients, outputs, afters = (
-        torch.stack(each).double() for each in zip(*testing.run_ranks(skip_a_layer, 4, users), strict=True)
+        torch.stack(each).double()
+        for each in zip(*testing.run_ranks(skip_a_layer, 4, kind, users), strict=True)
     )
     first, second = slice(0, 1200), slice(1217, 1337)
     if not users:
@@ -297,6 +324,9 @@ def trained(rank, hook):
     elif hook == "int8 factors":
         state = PowerSGDState(None, 2, 2, 1, factor_dtype=torch.int8, start_bits=8, ranks_per_node=2)
         ddp.register_comm_hook(state, powerSGD_hook)
+    elif hook != "none":
+        state = PowerSGDState(None, 2, 2, 1, ranks_per_node=2 if hook == "factors" else 1)
+        ddp.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     x = torch.randn(32, 20, generator=torch.Generator().manual_seed(rank))
     losses = []
@@ -315,10 +345,15 @@ def test_it_trains_on_gloo(run_ranks, interpret):
     """Ranks are processes, where collectives of the three groups may overtake one another."""
     (first, uncompressed, _), *_ = run_ranks(trained, 4, "none")
     assert uncompressed < 0.5 * first
-    for hook in ("int4", "int8 factors"):
+    for hook in ("int4", "int8 factors", "factors"):
         results = run_ranks(trained, 4, hook, interpret=interpret)
         assert abs(results[0][1] - uncompressed) < 0.03 * first
         assert all(torch.equal(parameters, results[0][2]) for *_, parameters in results)
+
+
+def test_training_on_factors_goes_as_without_nodes(run_ranks):
+    by_nodes, flat = (run_ranks(trained, 4, hook)[0][2] for hook in ("factors", "flat factors"))
+    assert relative(by_nodes, flat.double()) < 1e-5
 
 
 def steps_on_kernels(rank, bits, within):
