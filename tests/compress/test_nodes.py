@@ -2,13 +2,14 @@
 
 import io
 import os
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import gradcomp
 from gradcomp import testing
 from gradcomp.comm.nodes import nodes_of
 from gradcomp.compress import BucketSpec
@@ -485,3 +486,34 @@ def test_it_trains_everywhere(run_ranks, way):
     assert last < 0.9 * first
     assert abs(last - uncompressed) < 0.01 * first
     assert all(torch.equal(one, other) for *_, other in others)
+
+
+def averages(rank, with_reducer, ranks_per_node):
+    """Take four steps of two backwards each; return their gradients, averaged by a Reducer or average_."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 8))
+    state = state_of(4, ranks_per_node)
+    if with_reducer:
+        reducer = gradcomp.Reducer(model.parameters())
+        reducer.register_comm_hook(state, quantization_hook)
+    found, weights = [], list(model.parameters())
+    for step in range(4):
+        model.zero_grad()
+        first, second = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(10 * rank + step))
+        with reducer.no_sync() if with_reducer else nullcontext():
+            model(first).square().mean().backward()
+        model(second).square().mean().backward()
+        if not with_reducer:
+            # In the order of the Reducer's bucket: blocks and their owners are the same.
+            gradcomp.average_([weight.grad for weight in weights[::-1]], quantization_hook, state)
+        found.append(torch.cat([weight.grad.flatten() for weight in weights]))
+    assert state._nodes == (2, "2 nodes of 2 ranks")
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, "auto"])
+def test_the_reducer_averages_as_average_(run_ranks, ranks_per_node):
+    by_reducer = run_ranks(averages, 4, True, ranks_per_node)
+    for found in by_reducer + run_ranks(averages, 4, False, ranks_per_node):
+        assert torch.equal(found, by_reducer[0])
