@@ -50,12 +50,13 @@ class Rule:
         return self.convert(value)
 
 
-def checked_field(default: Any, rule: Rule, *, is_compared: bool = True) -> Any:
+def checked_field(default: Any, rule: Rule, *, is_compared: bool = True, is_optional: bool = False) -> Any:
     """Return a field of a frozen dataclass of options. `check_fields` checks the field's value by the rule.
 
     is_compared: False to ignore the field when options are compared by ==, or between ranks.
+    is_optional: True for an option that older checkpoints lack. Loading them sets the default.
     """
-    return field(default=default, compare=is_compared, metadata={"rule": rule})
+    return field(default=default, compare=is_compared, metadata={"rule": rule, "is_optional": is_optional})
 
 
 def check_fields(options: Any) -> None:
@@ -83,7 +84,7 @@ FACTOR_DTYPE = Rule(
     "None, torch.bfloat16, torch.float16 or torch.int8",
     lambda value: value in (None, torch.bfloat16, torch.float16, torch.int8),
 )
-UNCOMPRESSED_DTYPE = Rule(
+SIXTEEN_BITS = Rule(
     "None, torch.bfloat16 or torch.float16", lambda value: value in (None, torch.bfloat16, torch.float16)
 )
 BITS = Rule("4, 8 or 16", lambda value: type(value) is int and value in (4, 8, 16))

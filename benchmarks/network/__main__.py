@@ -35,7 +35,7 @@ MODELS = ("mlp", "gpt")
 OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
 # With several ranks per host, quantized averages go by nodes; these don't.
-FLAT = ("int8:flat", "int4:flat", "powersgd:8:int8:flat")
+FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
 # Trained to a validation loss on torch's DDP: (whose, hook).
 TO_LOSS = (
     *(

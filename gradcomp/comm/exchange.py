@@ -1,6 +1,6 @@
 """The collectives of a quantized all-reduce: each rank's shard to its owner, and the owners' means to all.
 
-Between nodes, an exact reduce-scatter and an all-gather of codes within each node come before and after.
+Between nodes, a reduce-scatter and an all-gather of codes within each node come before and after.
 
 gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
 sends first. So the rank that starts later, with its peer ready, hands its whole message to the connection
@@ -9,15 +9,20 @@ collective takes up to twice as long. On gloo's CPU tensors, therefore, each ran
 others at once, and posts every receive before any send.
 """
 
-from collections.abc import Generator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+
+if TYPE_CHECKING:
+    from .nodes import Nodes
 
 # Collectives that are under way, or None.
 Works = Generator[dist.Work | None, None, None]
@@ -58,9 +63,10 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
 def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Works:
     """Sum row r of every rank's ``sent`` [ranks, n] into rank r's ``own`` [n]. Yields the collective.
 
-    On NCCL the sum is NCCL's; elsewhere it is in the order of the ranks.
+    On NCCL the sum is NCCL's. Elsewhere it is in the order of the ranks, and rounded once: torch.sum adds 16
+    bits in fp32.
     """
-    if dist.get_backend(group) == "nccl":
+    if _is_on("nccl", sent, group):
         dist.reduce_scatter_tensor(own, sent.view(-1), group=group)
         yield None
     else:
@@ -69,8 +75,38 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
         torch.sum(received, 0, out=own)
 
 
+def reduce_by_nodes(
+    flat: torch.Tensor,
+    nodes: Nodes,
+    between: Callable[[torch.Tensor], Generator[dist.Work | None, None, torch.Tensor]],
+    scale: float = 1.0,
+) -> Works:
+    """Sum a buffer within each node, reduce the sums between nodes, and write the result back on every rank.
+
+    flat: [numel], floating-point.
+    between: called with [part], the node's sum of scale · this rank's part of the buffer. Reduces it between
+        the ranks of equal place, and returns the result. The last part is padded with zeros.
+
+    Yields each collective in progress. Ranks whose between returns equal bits get equal bits.
+    """
+    parts = flat.new_empty(nodes.ranks_per_node, -(-flat.numel() // nodes.ranks_per_node))
+    whole, padding = parts.view(-1).tensor_split([flat.numel()])
+    torch.mul(flat, scale, out=whole)
+    padding.zero_()
+    part = torch.empty_like(parts[0])
+    yield from reduce_scatter(part, parts, nodes.within)
+    reduced = yield from between(part)
+    yield all_gather(parts, reduced, nodes.within)
+    flat.copy_(whole)
+
+
 def _takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return tensor.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return tensor.device.type == "cpu" and _is_on("gloo", tensor, group)
+
+
+def _is_on(backend: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether this backend communicates the tensor. A group may have one for each type of device."""
+    return f"{tensor.device.type}:{backend}" in dist.get_backend_config(group).split(",")
 
 
 class _Messages(dist.Work):

@@ -12,17 +12,17 @@ from gradcomp import ops
 from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
-from ..comm.exchange import Works
+from ..comm.exchange import Works, reduce_by_nodes
 from ..comm.nodes import nodes_of
-from ..comm.pipeline import run_through
+from ..comm.pipeline import Stages, run_through
 from ..rules import (
     EPSILON,
     FACTOR_DTYPE,
     FLAG,
     RANK,
     RATE,
+    SIXTEEN_BITS,
     START_BITS,
-    UNCOMPRESSED_DTYPE,
     check_fields,
     checked_field,
 )
@@ -51,7 +51,7 @@ class PowerSGDOptions:
     orthogonalization_epsilon: float = checked_field(0.0, EPSILON)
     batch_tensors_with_same_shape: bool = checked_field(False, FLAG, is_compared=False)
     factor_dtype: torch.dtype | None = checked_field(None, FACTOR_DTYPE)
-    uncompressed_dtype: torch.dtype | None = checked_field(None, UNCOMPRESSED_DTYPE)
+    uncompressed_dtype: torch.dtype | None = checked_field(None, SIXTEEN_BITS)
     start_bits: int | None = checked_field(None, START_BITS)
     square: bool = checked_field(False, FLAG)
 
@@ -119,6 +119,7 @@ class PowerSGDCompressor(Compressor):
         self._num_tensors = len(bucket.shapes)
         self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
+        self._ranks_per_node = bucket.ranks_per_node
         self._left_out: list[int] = []
         self._unused: Sequence[int] = ()
         self.plan = ops.powersgd_plan(
@@ -211,7 +212,7 @@ class PowerSGDCompressor(Compressor):
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in three stages, or five with quantized factors. Yields each collective in progress."""
+        """Average in a stage before, between and after collectives. Yields each collective in progress."""
         plan, wires = self.plan, self._wires
         # The quantized all-reduce already divides by the world size.
         scale = 1.0 if wires else 1 / group.size()
@@ -225,12 +226,28 @@ class PowerSGDCompressor(Compressor):
             plan.back_project(flat, scale)
             yield from wires.average_q(plan.q_wire, group)
         else:
-            is_async = not ops.has_streams(flat.device)
-            yield dist.all_reduce(plan.p_wire, group=group, async_op=is_async)
+            yield from self._sum(plan.p_wire, group)
             plan.back_project(flat, scale)
             if plan.q_wire.numel():
-                yield dist.all_reduce(plan.q_wire, group=group, async_op=is_async)
+                yield from self._sum(plan.q_wire, group)
         plan.reconstruct(flat, seed)
+
+    def _sum(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
+        """Sum a wire over all ranks. Yields each collective in progress.
+
+        On a CPU with nodes, the sum goes by nodes. NCCL's rings pass each node once anyway.
+        """
+        is_on_cpu = not ops.has_streams(wire.device)
+        if self._ranks_per_node == 1 or not is_on_cpu:
+            yield dist.all_reduce(wire, group=group, async_op=is_on_cpu)
+            return
+        nodes = nodes_of(group, self._ranks_per_node)
+
+        def between(part: torch.Tensor) -> Stages:
+            yield dist.all_reduce(part, group=nodes.between, async_op=True)
+            return part
+
+        yield from reduce_by_nodes(wire, nodes, between)
 
     def state(self) -> State:
         directions = self.plan.directions()

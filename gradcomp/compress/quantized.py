@@ -23,7 +23,7 @@ from gradcomp.layout.blocks import BlockLayout, Part
 from ..comm.exchange import Works
 from ..comm.nodes import nodes_of
 from ..comm.pipeline import run_through
-from ..rules import BITS, BLOCK_SIZE, FEEDBACK, UNCOMPRESSED_DTYPE, check_fields, checked_field
+from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
 from .checkpoint import require_error
 from .compressor import BucketSpec, Compressor, State
 from .quantized_all_reduce import NodesAllReduce, quantized_all_reduce
@@ -39,6 +39,8 @@ class QuantizedOptions:
         False with 16, which keep no errors.
     uncompressed_dtype: the dtype in which vectors and small tensors are sent, with 16 bits all tensors:
         torch.bfloat16 or torch.float16. None: the bucket's dtype; with 16 bits torch.bfloat16.
+    within_dtype: by nodes, the dtype in which the ranks of a node exchange gradients to sum them:
+        torch.bfloat16 or torch.float16. Error feedback doesn't include that rounding. None: exactly.
 
     Raises ValueError for an invalid value, and for error_feedback=True with 16 bits.
     """
@@ -46,7 +48,8 @@ class QuantizedOptions:
     bits: int = checked_field(4, BITS)
     block_size: int = checked_field(128, BLOCK_SIZE)
     error_feedback: bool | None = checked_field(None, FEEDBACK)
-    uncompressed_dtype: torch.dtype | None = checked_field(None, UNCOMPRESSED_DTYPE)
+    uncompressed_dtype: torch.dtype | None = checked_field(None, SIXTEEN_BITS)
+    within_dtype: torch.dtype | None = checked_field(None, SIXTEEN_BITS, is_optional=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -77,6 +80,10 @@ class QuantizedOptions:
             "exact_dtype": self.uncompressed_dtype,
         }
 
+    def nodes_options(self) -> dict[str, Any]:
+        """Return the options of NodesAllReduce."""
+        return {**self.plan_options(), "within_dtype": self.within_dtype}
+
 
 class QuantizedCompressor(Compressor):
     """The quantized all-reduce of one bucket, with error feedback on a shard's senders and on its owner.
@@ -101,7 +108,7 @@ class QuantizedCompressor(Compressor):
         self._by_nodes: NodesAllReduce | None = None
         if bucket.ranks_per_node > 1:
             arguments = (*arguments, bucket.ranks_per_node)
-            self._by_nodes = NodesAllReduce(*arguments, **options.plan_options())
+            self._by_nodes = NodesAllReduce(*arguments, **options.nodes_options())
             self._plan, num_bytes = self._by_nodes.plan, self._by_nodes.num_bytes
         else:
             self._plan = ops.quantized_plan(*arguments, **options.plan_options())
@@ -126,7 +133,7 @@ class QuantizedCompressor(Compressor):
         layout = options.layout(bucket.shapes, bucket.world_size)
         if bucket.ranks_per_node > 1:
             arguments = (layout, bucket.dtype, bucket.device, bucket.ranks_per_node)
-            NodesAllReduce.compile(*arguments, **options.plan_options())
+            NodesAllReduce.compile(*arguments, **options.nodes_options())
         else:
             ops.compile_quantized(layout, bucket.dtype, bucket.device, **options.plan_options())
 

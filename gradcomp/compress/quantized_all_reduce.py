@@ -1,6 +1,6 @@
 """The quantized all-reduce of one bucket: flat, or by nodes.
 
-Flat, see quantized.py. By nodes it is exact within each node, and in codes between nodes:
+Flat, see quantized.py. By nodes it is exact within each node (or in 16 bits), and in codes between nodes:
 
     node i, place j    bucket ──copy──▶ piece 0 │ piece 1 │ … │ piece g−1
     reduce-scatter within the node: the rank of place j gets the node's sum of piece j
@@ -63,12 +63,14 @@ class NodesAllReduce:
     device: the bucket's device.
     ranks_per_node: g; it divides the layout's number of shards.
     bits, error_feedback, exact_dtype: see ops.quantized_plan.
+    within_dtype: the dtype in which the ranks of a node exchange gradients to sum them; None for fp32 (fp64
+        for fp64). Errors are in fp32 (fp64) all the same, and don't include that rounding.
 
     plan: the plan of this rank's piece. It keeps the errors of the node's sum of the piece, times unit.
     unit: a power of two, 1 / g or less. Gradients are multiplied by it before they are summed within the
         node, so that no sum overflows.
 
-    Allocates the whole bucket, padded, in fp32 (fp64 for fp64), and a g-th of it twice.
+    Allocates the whole bucket, padded, in within_dtype, and a g-th of it in within_dtype and for errors.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class NodesAllReduce:
         bits: int,
         error_feedback: bool,
         exact_dtype: torch.dtype | None = None,
+        within_dtype: torch.dtype | None = None,
     ):
         self.layout = layout
         self.unit = _unit(ranks_per_node)
-        wide = torch.promote_types(dtype, torch.float32)
         piece_layout, piece_options, whole_options = _plans(
             layout,
             dtype,
@@ -93,20 +95,27 @@ class NodesAllReduce:
             error_feedback=error_feedback,
             exact_dtype=exact_dtype,
         )
-        self.plan = ops.quantized_plan(piece_layout, wide, device, **piece_options)
+        within_dtype, self._piece_dtype = _piece_dtypes(dtype, within_dtype)
+        self.plan = ops.quantized_plan(piece_layout, self._piece_dtype, device, **piece_options)
         self._whole = ops.quantized_plan(layout, dtype, device, **whole_options)
-        self._pieces = torch.zeros(ranks_per_node, piece_layout.numel, dtype=wide, device=device)
-        self._piece = torch.zeros(piece_layout.numel, dtype=wide, device=device)
+        self._pieces = torch.zeros(ranks_per_node, piece_layout.numel, dtype=within_dtype, device=device)
+        self._piece = torch.zeros(piece_layout.numel, dtype=within_dtype, device=device)
         self._copy = ops.PartsCopy(list(self._copies()), device)
 
     @staticmethod
     def compile(
-        layout: BlockLayout, dtype: torch.dtype, device: torch.device, ranks_per_node: int, **options: Any
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks_per_node: int,
+        *,
+        within_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         """Compile the kernels that a NodesAllReduce with these arguments launches."""
         piece_layout, piece_options, whole_options = _plans(layout, dtype, ranks_per_node, **options)
-        wide = torch.promote_types(dtype, torch.float32)
-        ops.compile_quantized(piece_layout, wide, device, **piece_options)
+        _, piece_dtype = _piece_dtypes(dtype, within_dtype)
+        ops.compile_quantized(piece_layout, piece_dtype, device, **piece_options)
         ops.compile_quantized(layout, dtype, device, **whole_options)
 
     @property
@@ -144,7 +153,7 @@ class NodesAllReduce:
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
         parts = self._parts_of_piece(unused, nodes)
         stays = [_is_in_zero_block(self._piece[part.in_bucket], self.layout.block_size) for part in parts]
-        plan.quantize(self._piece, nodes.between.rank(), parts, stays)
+        plan.quantize(self._piece.to(self._piece_dtype), nodes.between.rank(), parts, stays)
         yield from _average_codes(plan, nodes.between)
         codes = self._whole.payload.view(nodes.ranks_per_node, -1)
         yield all_gather(codes, plan.payload.view(-1), nodes.within)
@@ -183,6 +192,18 @@ class NodesAllReduce:
 def _unit(ranks_per_node: int) -> float:
     """Return the largest power of two that is at most 1 / ranks_per_node."""
     return 0.5 ** (ranks_per_node - 1).bit_length()
+
+
+def _piece_dtypes(dtype: torch.dtype, within_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+    """Return (the dtype in which pieces are summed within a node, the dtype in which a plan takes a sum).
+
+    dtype: the bucket's dtype.
+    within_dtype: see NodesAllReduce.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    summed = within_dtype or wide
+    # A plan's errors have the bucket's precision, also in checkpoints: they are in fp64 for fp64 input only.
+    return summed, torch.float64 if wide == torch.float64 else summed
 
 
 def _is_in_zero_block(gradients: torch.Tensor, block_size: int) -> torch.Tensor:

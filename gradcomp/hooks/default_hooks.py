@@ -24,7 +24,7 @@ from gradcomp.comm.bucket import (
     require_bucket,
     require_dense_floats,
 )
-from gradcomp.comm.exchange import all_gather, reduce_scatter
+from gradcomp.comm.exchange import reduce_by_nodes
 from gradcomp.comm.kept_buffers import keep_wire, take_wire
 from gradcomp.comm.nodes import AUTO, Nodes, nodes_in, require_ranks_per_node
 from gradcomp.comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once, run_through
@@ -250,17 +250,14 @@ def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
             return hook(process_group, bucket)
         index, is_last, parameters = bucket.index(), bucket.is_last(), bucket.parameters()
 
-        def stages() -> Stages:
-            parts = buffer.new_empty(nodes.ranks_per_node, -(-buffer.numel() // nodes.ranks_per_node))
-            whole, padding = parts.view(-1).tensor_split([buffer.numel()])
-            torch.div(buffer, nodes.ranks_per_node, out=whole)
-            padding.zero_()
-            part = torch.empty_like(parts[0])
-            yield from reduce_scatter(part, parts, nodes.within)
+        def between(part: torch.Tensor) -> Stages:
             averaged = hook(nodes.between, GradBucket(index, part, parameters, is_last))
             yield averaged  # type: ignore[misc]  # it is waited for as a collective is
-            yield all_gather(parts, averaged.value(), nodes.within)
-            return buffer.copy_(whole)
+            return averaged.value()
+
+        def stages() -> Stages:
+            yield from reduce_by_nodes(buffer, nodes, between, 1 / nodes.ranks_per_node)
+            return buffer
 
         running = explained(stages(), Operation.averaging(index, "node_wrapper", group))
         if ops.has_streams(buffer.device):

@@ -54,6 +54,9 @@ class QuantizationState(CompressorState):
         within a node, in codes between nodes. "auto": torchrun's LOCAL_WORLD_SIZE if process_group is the
         default one, there are several nodes, and a node's ranks follow one another; otherwise 1. 1: without
         nodes.
+    within_dtype: by nodes, the dtype in which the ranks of a node exchange gradients to sum them:
+        torch.bfloat16 or torch.float16, half of fp32's bytes. Error feedback doesn't include that rounding.
+        In float16, gradients must fit ±65504 times ranks_per_node. None: exactly. No effect without nodes.
 
     A DeviceMesh of two dimensions, (between nodes, within nodes), as process_group also sets ranks_per_node.
 
@@ -77,10 +80,11 @@ class QuantizationState(CompressorState):
         uncompressed_dtype: torch.dtype | None = None,
         compression_stats_logging_frequency: int = 10_000,
         ranks_per_node: int | str = AUTO,
+        within_dtype: torch.dtype | None = None,
     ):
         super().__init__(
             QuantizedCompressor,
-            QuantizedOptions(bits, block_size, use_error_feedback, uncompressed_dtype),
+            QuantizedOptions(bits, block_size, use_error_feedback, uncompressed_dtype, within_dtype),
             process_group,
             start_iter=start_iter,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
@@ -107,8 +111,8 @@ def quantization_hook(
     With 16 bits there are no blocks, scales and errors: step 1 and 2 round the bucket to 16 bits, and step 4
     rounds the mean. So the mean is rounded twice. A 16-bit all-reduce rounds partial sums up to W times.
 
-    With ranks_per_node, ranks of a node first sum their buckets exactly; each then does the steps with a part
-    of the sum, between nodes. The means are gathered as codes.
+    With ranks_per_node, ranks of a node first sum their buckets, exactly or in within_dtype; each then does
+    the steps with a part of the sum, between nodes. The means are gathered as codes.
 
     To read the algorithm first, see `quantized_all_reduce` in gradcomp/testing/simple.py: 30 lines.
 

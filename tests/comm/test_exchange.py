@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.exchange import all_gather, all_to_all
+from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
+from gradcomp.comm.pipeline import run_through
 
 
 def row(source, destination, length):
@@ -40,6 +41,34 @@ def on_every_rank(rank):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_row_arrives(run_ranks, world_size):
     run_ranks(on_every_rank, world_size)
+
+
+def summed(rank, dtype):
+    sent = torch.full((3, 5), 256.0 if rank == 0 else 1.0, dtype=dtype)
+    own = torch.empty(5, dtype=dtype)
+    run_through(reduce_scatter(own, sent, dist.group.WORLD))
+    return own
+
+
+def test_sums_in_16_bits_are_rounded_once(run_ranks):
+    """In bf16, 256 + 1 is 256 again, so partial sums in bf16 would give 256."""
+    for own in run_ranks(summed, 3, torch.bfloat16):
+        assert torch.equal(own, torch.full((5,), 258.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("config", ["cpu:nccl", "cuda:gloo,cpu:nccl"])
+def test_nccl_sums_whichever_backends_a_group_has(run_ranks, config):
+    (calls,) = run_ranks(summed_by, 1, config)
+    assert calls == 1
+
+
+def summed_by(rank, config):
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value=config),
+        mock.patch.object(dist, "reduce_scatter_tensor") as reduce_scatter_tensor,
+    ):
+        run_through(reduce_scatter(torch.zeros(4), torch.zeros(1, 4), dist.group.WORLD))
+    return reduce_scatter_tensor.call_count
 
 
 def on_some_ranks(rank):

@@ -2,17 +2,19 @@
 
 import io
 import os
-from contextlib import redirect_stderr
+from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import gradcomp
 from gradcomp import testing
 from gradcomp.comm.nodes import nodes_of
 from gradcomp.compress import BucketSpec
 from gradcomp.compress.consolidation import average_errors
+from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -25,7 +27,10 @@ from tests.tolerances import QUANTIZED_IDENTITY
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2), (7, 9)]
 # Blocks have 16 elements, so that pieces and shards cut blocks, and the last blocks are padded.
 EXACT = [slice(1200, 1217), slice(1337, 1344)]
-LOSS = {4: 0.2, 8: 0.02}
+LOSS = {4: 0.2, 8: 0.02, 16: 0.005}
+WITHIN = [torch.bfloat16, torch.float16]
+# Gradients and the node's sum are each rounded to half an ulp, at most 2⁻⁹ of bf16 and 2⁻¹² of fp16 values.
+LOSS_WITHIN = {torch.bfloat16: 0.004, torch.float16: 0.0005}
 BITS = pytest.mark.parametrize("bits", [4, 8])
 # (world size, ranks per node)
 NODES = [(4, 2), (6, 3), (6, 2), (4, 4), (3, 1)]
@@ -43,8 +48,8 @@ def take_step(state, rank, step, dtype=torch.float32, hook=quantization_hook):
     return gradient, output
 
 
-def steps_of(rank, group, bits, ranks_per_node, dtype, num_steps=1):
-    state = state_of(bits, ranks_per_node)
+def steps_of(rank, group, bits, ranks_per_node, dtype, num_steps=1, within=None):
+    state = state_of(bits, ranks_per_node, within_dtype=within)
     return [take_step(state, rank, step, dtype) for step in range(num_steps)], state.state_dict()
 
 
@@ -63,6 +68,32 @@ def test_the_mean(bits, world_size, ranks_per_node, dtype):
         assert torch.allclose(
             outputs[0][part].double(), mean[part], rtol=2 * torch.finfo(dtype).eps, atol=1e-7
         )
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("within", WITHIN, ids=str)
+def test_the_mean_of_sums_in_16_bits(bits, world_size, ranks_per_node, dtype, within):
+    results = testing.run_ranks(steps_of, world_size, bits, ranks_per_node, dtype, 1, within)
+    mean = torch.stack([steps[0][0].double() for steps, _ in results]).mean(0)
+    for steps, saved in results:
+        output = steps[0][1]
+        assert output.dtype == dtype
+        assert torch.equal(output, results[0][0][0][1])
+        assert relative(output, mean) < LOSS[bits] + LOSS_WITHIN[within]
+        if bits != 16:
+            assert saved["buckets"][0]["error"].dtype == torch.promote_types(dtype, torch.float32)
+            for part in EXACT:
+                assert relative(output[part], mean[part]) < LOSS_WITHIN[within]
+
+
+def test_without_nodes_the_dtype_within_has_no_effect():
+    outputs = [
+        testing.run_ranks(steps_of, 3, 4, 1, torch.float32, 2, within)[0][0][1][1]
+        for within in (None, torch.bfloat16)
+    ]
+    assert torch.equal(*outputs)
 
 
 def error_in(state_dict):
@@ -113,27 +144,42 @@ def test_errors_go_on_with_other_nodes(bits, before, after):
         assert relative(resumed[0][1] + after_errors, inputs + errors) < 1e-6
 
 
-def broken_off(rank, group, bits, ranks_per_node):
-    whole, first = state_of(bits, ranks_per_node), state_of(bits, ranks_per_node)
-    expected = [take_step(whole, rank, step)[1] for step in range(6)]
+def broken_off(rank, group, bits, ranks_per_node, dtype, within):
+    whole, first = (state_of(bits, ranks_per_node, within_dtype=within) for _ in range(2))
+    expected = [take_step(whole, rank, step, dtype)[1] for step in range(6)]
     for step in range(3):
-        take_step(first, rank, step)
+        take_step(first, rank, step, dtype)
     second = state_of(bits, ranks_per_node)
     second.load_state_dict(reload(first.state_dict()))
+    assert second.options.within_dtype == within
     saved_again = second.state_dict()["buckets"][0]
     assert all(
         torch.equal(value, first.state_dict()["buckets"][0][name])
         for name, value in saved_again.items()
         if "error" in name
     )
-    return expected[3:], [take_step(second, rank, step)[1] for step in range(3, 6)]
+    return expected[3:], [take_step(second, rank, step, dtype)[1] for step in range(3, 6)]
 
 
 @BITS
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES[:4])
-def test_a_resumed_run_has_the_same_bits(bits, world_size, ranks_per_node):
-    for expected, resumed in testing.run_ranks(broken_off, world_size, bits, ranks_per_node):
+@pytest.mark.parametrize(
+    ("dtype", "within"),
+    [(torch.float32, None), (torch.float32, torch.bfloat16), (torch.float64, torch.float16)],
+    ids=str,
+)
+def test_a_resumed_run_has_the_same_bits(bits, world_size, ranks_per_node, dtype, within):
+    for expected, resumed in testing.run_ranks(broken_off, world_size, bits, ranks_per_node, dtype, within):
         assert all(torch.equal(one, other) for one, other in zip(expected, resumed, strict=True))
+
+
+def test_checkpoints_from_before_the_dtype_within_are_loaded():
+    (_, saved), *_ = testing.run_ranks(steps_of, 2, 4, 2, torch.float32)
+    del saved["options"]["within_dtype"], saved["buckets"][0]["kind"]["within_dtype"]
+    state = state_of(8, 2, within_dtype=torch.bfloat16)
+    state.load_state_dict(reload(saved))
+    assert state.options == QuantizedOptions(4, 16)
+    assert torch.equal(error_in(state.state_dict()), error_in(saved))
 
 
 @BITS
@@ -164,18 +210,35 @@ def test_every_property_of_the_kit_with_powersgds_int8_factors():
     check_hook(powerSGD_hook, powersgd_state, world_size=4, max_examples=3).raise_if_failed()
 
 
+def factor_steps(rank, group, ranks_per_node, factor_dtype):
+    state = PowerSGDState(group, 2, 2, 1, factor_dtype=factor_dtype, ranks_per_node=ranks_per_node)
+    return [take_step(state, rank, step, hook=powerSGD_hook)[1] for step in range(6)]
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES[:4])
+@pytest.mark.parametrize(
+    ("factor_dtype", "bound"), [(None, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.05)], ids=str
+)
+def test_factors_are_averaged_as_without_nodes(world_size, ranks_per_node, factor_dtype, bound):
+    by_nodes = testing.run_ranks(factor_steps, world_size, ranks_per_node, factor_dtype)
+    flat = testing.run_ranks(factor_steps, world_size, 1, factor_dtype)
+    for outputs in by_nodes:
+        assert all(torch.equal(one, other) for one, other in zip(outputs, by_nodes[0], strict=True))
+    for one, other in zip(by_nodes[0], flat[0], strict=True):
+        assert relative(one, other.double()) < bound
+
+
 LARGE = [(300, 400), (17,)]
 
 
-def sent_between_nodes(rank, group, ranks_per_node, factors):
+def sent_between_nodes(rank, group, ranks_per_node, kind, within=None):
     """Return the bytes that a rank's groups sent in a step: (within the node, between nodes)."""
-    if factors:
-        state, hook = (
-            PowerSGDState(group, 16, 2, 1, factor_dtype=torch.int8, ranks_per_node=ranks_per_node),
-            powerSGD_hook,
-        )
+    if kind == "int4":
+        state, hook = state_of(4, ranks_per_node, within_dtype=within), quantization_hook
     else:
-        state, hook = state_of(4, ranks_per_node), quantization_hook
+        dtype = torch.int8 if kind == "int8 factors" else None
+        state = PowerSGDState(group, 16, 2, 1, factor_dtype=dtype, ranks_per_node=ranks_per_node)
+        hook = powerSGD_hook
     for step in range(3):
         hook(state, Bucket(random_gradient(LARGE, rank, step), LARGE)).wait()
     groups = [group]
@@ -187,23 +250,42 @@ def sent_between_nodes(rank, group, ranks_per_node, factors):
     return [each.sent_bytes - already for each, already in zip(groups, before, strict=True)]
 
 
-@pytest.mark.parametrize("factors", [False, True], ids=["int4", "int8 factors"])
-def test_a_node_sends_what_one_rank_would(factors):
-    one_per_node = sum(sent[0] for sent in testing.run_ranks(sent_between_nodes, 2, 1, factors))
+@pytest.mark.parametrize("kind", ["int4", "int8 factors", "factors"])
+def test_a_node_sends_what_one_rank_would(kind):
+    one_per_node = sum(sent[0] for sent in testing.run_ranks(sent_between_nodes, 2, 1, kind))
     for ranks_per_node in (2, 3):
-        sent = testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, factors)
+        sent = testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, kind)
         between = sum(each[1] for each in sent)
         assert between <= 1.25 * one_per_node  # shards of few blocks are padded
 
 
-def skip_a_layer(rank, group, users):
+@pytest.mark.parametrize("ranks_per_node", [2, 3])
+def test_16_bits_halve_the_gradients_bytes_within_a_node(ranks_per_node):
+    exact, halved = (
+        testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, "int4", within)[0]
+        for within in (None, torch.bfloat16)
+    )
+    assert halved[1] == exact[1]
+    # 2 bytes less for each element, counted with the rank's own piece; pieces are padded.
+    saved = 2 * (300 * 400 + 17)
+    assert saved <= exact[0] - halved[0] <= 1.01 * saved
+
+
+COMPRESSORS = {
+    "int4": (QuantizedCompressor, QuantizedOptions(4, 16)),
+    "factors": (PowerSGDCompressor, PowerSGDOptions(2, 1.0)),
+}
+
+
+def skip_a_layer(rank, group, kind, users):
     """Take two steps, then one in which only the ranks `users` use the first tensor.
 
     Returns (error before that step, gradient, output, error after it).
     """
     nodes_of(group, 2)
     spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), group.size(), 0, ranks_per_node=2)
-    compressor = QuantizedCompressor(spec, QuantizedOptions(4, 16))
+    compressor_class, options = COMPRESSORS[kind]
+    compressor = compressor_class(spec, options)
     for step in range(2):
         compressor.average(random_gradient(SHAPES, rank, step), group, step)
     before = compressor.state()
@@ -216,11 +298,13 @@ def skip_a_layer(rank, group, users):
     return before["error"], gradient, flat, compressor.state()["error"]
 
 
+@pytest.mark.parametrize("kind", COMPRESSORS)
 @pytest.mark.parametrize("users", [[], [0], [1, 2], [0, 1, 2, 3]])
-def test_a_layer_that_some_ranks_skip(users):
+def test_a_layer_that_some_ranks_skip(kind, users):
     """The layer's errors stay if no rank uses it. The average plus the mean error always loses nothing."""
     befores, gradients, outputs, afters = (
-        torch.stack(each).double() for each in zip(*testing.run_ranks(skip_a_layer, 4, users), strict=True)
+        torch.stack(each).double()
+        for each in zip(*testing.run_ranks(skip_a_layer, 4, kind, users), strict=True)
     )
     first, second = slice(0, 1200), slice(1217, 1337)
     if not users:
@@ -241,6 +325,9 @@ def trained(rank, hook):
     elif hook == "int8 factors":
         state = PowerSGDState(None, 2, 2, 1, factor_dtype=torch.int8, start_bits=8, ranks_per_node=2)
         ddp.register_comm_hook(state, powerSGD_hook)
+    elif hook != "none":
+        state = PowerSGDState(None, 2, 2, 1, ranks_per_node=2 if hook == "factors" else 1)
+        ddp.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     x = torch.randn(32, 20, generator=torch.Generator().manual_seed(rank))
     losses = []
@@ -259,26 +346,33 @@ def test_it_trains_on_gloo(run_ranks, interpret):
     """Ranks are processes, where collectives of the three groups may overtake one another."""
     (first, uncompressed, _), *_ = run_ranks(trained, 4, "none")
     assert uncompressed < 0.5 * first
-    for hook in ("int4", "int8 factors"):
+    for hook in ("int4", "int8 factors", "factors"):
         results = run_ranks(trained, 4, hook, interpret=interpret)
         assert abs(results[0][1] - uncompressed) < 0.03 * first
         assert all(torch.equal(parameters, results[0][2]) for *_, parameters in results)
 
 
-def steps_on_kernels(rank, bits):
-    return steps_of(rank, None, bits, 2, torch.float32, num_steps=3)
+def test_training_on_factors_goes_as_without_nodes(run_ranks):
+    by_nodes, flat = (run_ranks(trained, 4, hook)[0][2] for hook in ("factors", "flat factors"))
+    assert relative(by_nodes, flat.double()) < 1e-5
+
+
+def steps_on_kernels(rank, bits, within):
+    return steps_of(rank, None, bits, 2, torch.float32, 3, within)
 
 
 @BITS
-def test_kernels_by_nodes(run_ranks, bits):
-    ranks = run_ranks(steps_on_kernels, 4, bits, interpret=True)
+@pytest.mark.parametrize("within", [None, *WITHIN], ids=str)
+def test_kernels_by_nodes(run_ranks, bits, within):
+    ranks = run_ranks(steps_on_kernels, 4, bits, within, interpret=True)
     inputs = torch.stack([torch.stack([step[0] for step in steps]) for steps, _ in ranks]).double().mean(0)
     outputs = torch.stack([step[1] for step in ranks[0][0]]).double()
     for steps, _ in ranks:
         assert torch.equal(torch.stack([step[1] for step in steps]).double(), outputs)
     assert relative(outputs[0], inputs[0]) < LOSS[bits]
     error = torch.stack([error_in(saved) for _, saved in ranks]).mean(0)
-    assert relative(outputs.sum(0) + error, inputs.sum(0)) < QUANTIZED_IDENTITY[torch.float32]
+    lost = LOSS_WITHIN.get(within, QUANTIZED_IDENTITY[torch.float32])
+    assert relative(outputs.sum(0) + error, inputs.sum(0)) < lost
 
 
 def launched_by_torchrun(rank, local_world_size, place):
@@ -392,3 +486,34 @@ def test_it_trains_everywhere(run_ranks, way):
     assert last < 0.9 * first
     assert abs(last - uncompressed) < 0.01 * first
     assert all(torch.equal(one, other) for *_, other in others)
+
+
+def averages(rank, with_reducer, ranks_per_node):
+    """Take four steps of two backwards each; return their gradients, averaged by a Reducer or average_."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 8))
+    state = state_of(4, ranks_per_node)
+    if with_reducer:
+        reducer = gradcomp.Reducer(model.parameters())
+        reducer.register_comm_hook(state, quantization_hook)
+    found, weights = [], list(model.parameters())
+    for step in range(4):
+        model.zero_grad()
+        first, second = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(10 * rank + step))
+        with reducer.no_sync() if with_reducer else nullcontext():
+            model(first).square().mean().backward()
+        model(second).square().mean().backward()
+        if not with_reducer:
+            # In the order of the Reducer's bucket: blocks and their owners are the same.
+            gradcomp.average_([weight.grad for weight in weights[::-1]], quantization_hook, state)
+        found.append(torch.cat([weight.grad.flatten() for weight in weights]))
+    assert state._nodes == (2, "2 nodes of 2 ranks")
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, "auto"])
+def test_the_reducer_averages_as_average_(run_ranks, ranks_per_node):
+    by_reducer = run_ranks(averages, 4, True, ranks_per_node)
+    for found in by_reducer + run_ranks(averages, 4, False, ranks_per_node):
+        assert torch.equal(found, by_reducer[0])

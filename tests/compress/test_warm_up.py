@@ -10,6 +10,7 @@ from gradcomp import ops
 from gradcomp.compress import BucketSpec, Compressor, CompressorState, compress_hook
 from gradcomp.compress import quantized as quantized
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks import powerSGD_hook as powersgd
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_oracle import Bucket
@@ -120,7 +121,7 @@ def test_by_nodes_the_kernels_of_both_plans_compile(monkeypatch):
     compiled = []
     monkeypatch.setattr(
         "gradcomp.ops.compile_quantized",
-        lambda layout, dtype, device, **options: compiled.append((layout.world_size, options)),
+        lambda layout, dtype, device, **options: compiled.append((layout.world_size, dtype, options)),
     )
     monkeypatch.setattr("gradcomp.ops.compile_powersgd", lambda *_, **options: compiled.append(options))
     options = PowerSGDOptions(factor_dtype=torch.int8)
@@ -130,9 +131,12 @@ def test_by_nodes_the_kernels_of_both_plans_compile(monkeypatch):
     assert "codes" not in packing
     # Two nodes average pieces of gradients that were multiplied by a quarter.
     assert piece[0] == 2
-    assert piece[1]["divisor"] == 6 / 4
+    assert piece[2]["divisor"] == 6 / 4
     assert whole[0] == 6
-    assert whole[1]["only_dequantizes"]
+    assert whole[2]["only_dequantizes"]
+    compiled.clear()
+    QuantizedCompressor.warm_up(bucket, QuantizedOptions(within_dtype=torch.bfloat16))
+    assert [each[:2] for each in compiled] == [(2, torch.bfloat16), (6, torch.float32)]
     compiled.clear()
     PowerSGDCompressor.warm_up(replace(bucket, ranks_per_node=1), options)
     assert [type(each) for each in compiled] == [dict, tuple]

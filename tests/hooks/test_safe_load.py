@@ -201,7 +201,8 @@ def test_a_file_cannot_build_an_odd_state(state):
 
 
 def test_a_quantization_state_is_loaded():
-    state = QuantizationState(None, 8, 64, start_iter=3, uncompressed_dtype=torch.bfloat16)
+    options = {"uncompressed_dtype": torch.bfloat16, "within_dtype": torch.float16}
+    state = QuantizationState(None, 8, 64, start_iter=3, **options)
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -171,16 +171,16 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         plan.dequantize(buffer)
         options = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
         yield f"{TYPE_NAMES[dtype]} bits={bits} {options}"
-    # Between 4 nodes of 3 ranks, whose gradients are multiplied by 1/4.
-    for bits in (4, 8):
+    # Between 4 nodes of 3 ranks, whose gradients are multiplied by 1/4, and summed within the node in dtype.
+    for bits, dtype in product((4, 8), (FP32, BF16, FP16)):
         layout = BlockLayout([(128, 4), (3,)], 128, 4)
-        constants = quantizer(bits, FP32)
         plan = QuantizedPlan(
-            layout, FP32, torch.device("cpu"), bits=bits, error_feedback=True, divisor=3.0, **constants
-        )
-        plan.quantize(torch.zeros(layout.numel), 0)
+            layout, dtype, torch.device("cpu"), bits=bits, error_feedback=True, exact_dtype=FP32,
+            divisor=3.0, **quantizer(bits, FP32),
+        )  # fmt: skip
+        plan.quantize(torch.zeros(layout.numel, dtype=dtype), 0)
         plan.average(0)
-        yield f"fp32 bits={bits} by nodes"
+        yield f"{TYPE_NAMES[dtype]} bits={bits} by nodes"
 
 
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:
