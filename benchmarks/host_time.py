@@ -5,6 +5,7 @@ stands in for CUDA. Prints median, p20 and p80 of the whole hook. Further calls 
 clocks around the parts add some 0.5 µs each.
 """
 
+# ruff: noqa: E402 the stub has to be there before gradcomp is imported
 from __future__ import annotations
 
 import argparse
@@ -15,7 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks import environment, models, stub_cuda
+from benchmarks import stub_cuda
+
+stub_cuda.install()
+
+import torch
+import torch.distributed as dist
+import triton
+
+from benchmarks import environment, models
+from gradcomp.comm import pipeline
+from gradcomp.compress import state
+from gradcomp.hooks import powerSGD_hook as powersgd
+from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 
 WARM_UP_CALLS = 20
 
@@ -60,8 +73,6 @@ class Parts:
 
 def ddp_bucket(shapes: Sequence[models.Shape]) -> Any:
     """Return the bucket that torch's DDP gives to a hook for parameters of these shapes."""
-    import torch
-
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     module = torch.nn.Module()
     for index, parameter in enumerate(reversed(parameters)):
@@ -88,26 +99,19 @@ def ddp_bucket(shapes: Sequence[models.Shape]) -> Any:
 @contextmanager
 def clocked() -> Iterator[Parts]:
     """Put clocks around the parts of a hook's call while the context lasts."""
-    import torch
-    import torch.distributed as dist
-
-    from gradcomp.comm import streams
-    from gradcomp.compress import state
-    from gradcomp.hooks import powerSGD_hook as powersgd
-    from gradcomp.kernels.powersgd.plan import PowerSGDPlan
-
     parts = Parts()
     for stage in ("project", "back_project", "reconstruct"):
         parts.clock("launches", PowerSGDPlan, stage)
     parts.clock("all_reduce", dist, "all_reduce")
     parts.clock("Future", torch.futures.Future, "__init__")
     parts.clock("Future", torch.futures.Future, "set_result")
-    parts.clock("streams", state, "run_on_side_stream")
-    parts.clock("streams", streams, "completed")
+    parts.clock("streams", pipeline, "on_side_stream")
+    parts.clock("streams", pipeline, "wait_for_current_stream")
+    parts.clock("pipeline", pipeline.Pipeline, "add")
     parts.clock("state", state.CompressorState, "average")
     parts.clock("state", powersgd, "powerSGD_hook")
-    # The sequence that run_on_side_stream runs is the state's and the compressor's.
-    parts.clock("state", powersgd.PowerSGDCompressor, "average")
+    # The stages that the pipeline runs are the state's and the compressor's.
+    parts.clock("state", pipeline, "_advanced")
     try:
         yield parts
     finally:
@@ -126,13 +130,11 @@ def samples_us(call: Callable[[], object], num_calls: int) -> list[float]:
 
 def measure(shapes: Sequence[models.Shape], rank: int, num_calls: int) -> dict[str, list[float]]:
     """Return the times of the whole hook and of its parts for one bucket, in µs."""
-    from gradcomp.hooks import powerSGD_hook as powersgd
-
     bucket = ddp_bucket(shapes)
-    state = powersgd.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    own = powersgd.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
     def call() -> None:
-        powersgd.powerSGD_hook(state, bucket)
+        powersgd.powerSGD_hook(own, bucket)
 
     samples_us(call, WARM_UP_CALLS)
     times = {"hook": samples_us(call, num_calls)}
@@ -150,10 +152,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--calls", type=int, default=1000, help="calls per bucket and measurement")
     parser.add_argument("--models", nargs="*", default=list(models.MODELS), choices=models.MODELS)
     arguments = parser.parse_args(argv)
-    stub_cuda.install()
-    import torch
-    import triton
-
     torch.set_num_threads(1)
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     print(f"commit {environment.commit()}, {versions}, rank {arguments.rank}; µs per bucket")

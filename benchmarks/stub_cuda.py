@@ -6,8 +6,7 @@ needs a C compiler, as always. Streams, events and futures keep torch's Python c
 future's set_result looks for tensors in its value, as with devices. Not counted: the time of CUDA's own
 functions (a launch some 2 µs, an event 1 µs), and NCCL.
 
-install() changes torch and Triton for the whole process: call it in a process of its own, before gradcomp is
-imported.
+install() changes torch and Triton for the whole process, so call it in a process of its own.
 """
 
 from __future__ import annotations
@@ -39,20 +38,25 @@ _C_FUNCTIONS = {
 
 
 def install(architecture: int = 90) -> None:
-    """Replace CUDA in torch and Triton, and start a process group of one rank with empty collectives."""
+    """Replace CUDA in torch and Triton, and start a process group of one rank with empty collectives.
+
+    Raises RuntimeError if gradcomp has been imported: its classes have torch's as bases.
+    """
+    if "gradcomp" in sys.modules:
+        raise RuntimeError("stub_cuda.install() must come before gradcomp is imported")
     _install_libcuda()
     _install_torch(architecture)
-    import gradcomp.kernels
+    import gradcomp  # noqa: F401 its modules are changed
 
-    def is_device(_: torch.device) -> bool:
-        return True
-
+    replaced = {
+        "has_streams": lambda device: True,
+        "runs_triton": lambda device: True,
+        "pinned": lambda host, device: host,
+    }
     for name, module in list(sys.modules.items()):
         if name.startswith("gradcomp."):
-            for asks in ("has_streams", "runs_triton"):
-                if hasattr(module, asks):
-                    setattr(module, asks, is_device)
-    gradcomp.kernels.device.pinned = lambda host, _: host
+            for function in replaced.keys() & vars(module).keys():
+                setattr(module, function, replaced[function])
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 registers the backend
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
@@ -137,11 +141,13 @@ def _install_torch(architecture: int) -> None:
     c._cuda_exchangeDevice = c._cuda_maybeExchangeDevice = lambda _: 0
     c._cuda_getCurrentStream = lambda _: (current[0], 0, 1)
     c._cuda_getCurrentRawStream = lambda _: current[0]
+    c._cuda_getDefaultStream = lambda _: (0, 0, 1)
     c._cuda_setStream = set_stream
     cuda: Any = torch.cuda
     cuda._initialized = True
     cuda._exchange_device = cuda._maybe_exchange_device = lambda _: 0
     cuda.is_available = lambda: True
+    cuda.is_current_stream_capturing = lambda: False
     cuda.get_device_capability = lambda *_: divmod(architecture, 10)
     index_of = cuda._get_device_index
     # The tensors' device is the CPU.

@@ -250,9 +250,9 @@ def powersgd_plan(
     seed: the seed of the first step's random directions, the same on every rank.
     wire_dtype: the dtype of p_wire and q_wire; None for the bucket's. If given, factors are stored column
         after column.
-    shares_scratch: let all such plans on the kernels share one buffer for partial sums and wires. Then p_wire
-        and q_wire are undefined before project and after reconstruct, and this thread must call all three
-        stages of one such plan before it calls another plan's, on one stream per device.
+    shares_scratch: let such plans on the kernels take buffers for partial sums and wires in turns, from
+        project to reconstruct: as many buffers as plans under way. Before and after, p_wire and q_wire are
+        undefined. All stages of such plans must be on one stream per device.
 
     A step:
 

@@ -1,4 +1,4 @@
-"""Scratch: device memory that all of a thread's plans on a device share, one plan at a time."""
+"""Scratch: device memory that plans on a device take in turns, each for the stages of one step."""
 
 import threading
 import weakref
@@ -14,10 +14,12 @@ class Scratch:
 
     memory: uint8, as many bytes as the largest user needs. When the scratch grows, `memory` becomes another
         tensor, and the old one is freed at once. A user that finds another tensor must take its parts again.
+    is_taken: whether a plan is between its first and last stage.
     """
 
     def __init__(self, device: torch.device):
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.is_taken = False
 
     def reserve(self, num_bytes: int) -> None:
         """Grow to num_bytes if the scratch is smaller."""
@@ -28,26 +30,28 @@ class Scratch:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-class _Scratches(threading.local):
-    """A thread's scratch on each device. The plans that use a scratch keep it alive."""
-
-    def __init__(self) -> None:
-        self.by_device: weakref.WeakValueDictionary[torch.device, Scratch] = weakref.WeakValueDictionary()
+# Each device's scratches. The plans that have used a scratch keep it alive.
+_scratches: dict[torch.device, weakref.WeakSet[Scratch]] = {}
+_lock = threading.Lock()
 
 
-_scratches = _Scratches()
+def take_scratch(device: torch.device, last: Scratch | None) -> Scratch:
+    """Return a scratch that no other plan has; a new one if all are taken.
 
+    last: the scratch to prefer. A plan that gets its last one again needs no new views.
 
-def shared_scratch(device: torch.device) -> Scratch:
-    """Return this thread's scratch on a device.
-
-    Plans that share a scratch must use it on one stream. Between a plan's first and last stage in a step, no
-    other plan may run a stage. The first use must be on that stream too, because it allocates the memory.
+    There are as many scratches as plans that were under way at once. A scratch is used on the device's side
+    stream, and by collectives that this stream waits for before the scratch is given back. So a plan that
+    takes it later, from whatever thread, comes after all earlier work on it.
     """
-    scratch = _scratches.by_device.get(device)
-    if scratch is None:
-        scratch = _scratches.by_device[device] = Scratch(device)
-    return scratch
+    with _lock:
+        scratches = _scratches.setdefault(device, weakref.WeakSet())
+        found = next((each for each in (last, *scratches) if each is not None and not each.is_taken), None)
+        if found is None:
+            found = Scratch(device)
+            scratches.add(found)
+        found.is_taken = True
+    return found
 
 
 def parts_of_scratch(memory: torch.Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:

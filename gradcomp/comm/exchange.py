@@ -19,12 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
-
 if TYPE_CHECKING:
     from .nodes import Nodes
 
-# Collectives that are under way, or None.
+# Collectives that are under way.
 Works = Generator[dist.Work | None, None, None]
 
 # all_gather_single is torch 2.13's name.
@@ -34,29 +32,25 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**30
 
 
-def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Give row r of ``sent`` [ranks, n] to rank r; get row r of ``received`` from it.
 
-    Returns what to wait for before either is used again; None where the current stream waits by itself.
+    Returns the collective under way.
     """
     if _takes_messages(sent, group):
         return _Messages(received, sent.unbind(), group, kind=0)
-    work: dist.Work | None = dist.all_to_all_single(
-        received.view(-1), sent.view(-1), group=group, async_op=not ops.has_streams(sent.device)
-    )
+    work: dist.Work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
     return work
 
 
-def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Give ``sent`` [n] to every rank; get row r of ``received`` [ranks, n] from rank r.
 
-    Returns what to wait for before either is used again; None where the current stream waits by itself.
+    Returns the collective under way.
     """
     if _takes_messages(sent, group):
         return _Messages(received, [sent] * group.size(), group, kind=1)
-    work: dist.Work | None = _all_gather_single(
-        received.view(-1), sent, group=group, async_op=not ops.has_streams(sent.device)
-    )
+    work: dist.Work = _all_gather_single(received.view(-1), sent, group=group, async_op=True)
     return work
 
 
@@ -67,8 +61,7 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
     bits in fp32.
     """
     if _is_on("nccl", sent, group):
-        dist.reduce_scatter_tensor(own, sent.view(-1), group=group)
-        yield None
+        yield dist.reduce_scatter_tensor(own, sent.view(-1), group=group, async_op=True)
     else:
         received = torch.empty_like(sent)
         yield all_to_all(received, sent, group)

@@ -1,7 +1,8 @@
-"""Several collectives per bucket on a CPU, while later buckets are computed and compressed.
+"""Collectives under way while later buckets are computed and compressed.
 
 A bucket's average is a sequence of stages with a collective between each two. A stage waits for the
-collective before it. So on one thread a bucket's stages are spread over the calls of the hook:
+collective before it: on CUDA the side stream waits, not the host. So on one thread, and on one side stream, a
+bucket's stages are spread over the calls of the hook:
 
     hook of bucket 0   stage 1 ─ A₀ ▷
     backward, and A₀ is under way
@@ -14,13 +15,19 @@ The newest bucket's first stage comes before the others' next stages. So every r
 an order that depends on the buckets alone, with no thread or callback.
 """
 
+import threading
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from gradcomp import ops
+
 from .process_group import Operation
+from .streams import Future, devices_of_future, on_side_stream, wait_for_current_stream
 
 # Yields each collective under way, or None for one that needs no waiting. Returns the averaged bucket.
 Stages = Generator[dist.Work | None, None, torch.Tensor]
@@ -57,9 +64,9 @@ def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) 
 class PipelinedFuture(torch.futures.Future[torch.Tensor]):
     """A future that runs the stages left when it is waited for: no hook of a later bucket may come."""
 
-    def __init__(self, complete: Callable[[], None]):
-        super().__init__()
-        self._complete = complete
+    def __init__(self, complete: Callable[[], None], device: torch.device):
+        super().__init__(devices=devices_of_future(device))
+        self._complete, self._device = complete, device
 
     def wait(self) -> Any:
         if not self.done():
@@ -67,7 +74,7 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        chained = PipelinedFuture(self._complete)
+        chained = PipelinedFuture(self._complete, self._device)
 
         def follow(done: Any) -> None:
             try:
@@ -79,25 +86,35 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
         return chained
 
 
+class _Running(NamedTuple):
+    """A bucket under way. work: the collective that its next stage waits for."""
+
+    stages: Stages
+    work: dist.Work | None
+    future: PipelinedFuture
+    device: torch.device
+
+
 class Pipeline:
     """The buckets of a step whose stages are under way, the newest first."""
 
     def __init__(self) -> None:
-        self._running: list[tuple[Stages, dist.Work | None, PipelinedFuture]] = []
-        self._unfinished: set[PipelinedFuture] = set()
+        self._running: list[_Running] = []
+        self._unfinished: dict[PipelinedFuture, _Running] = {}
 
-    def add(self, stages: Stages, *, is_first: bool, is_last: bool) -> PipelinedFuture:
+    def add(self, stages: Stages, device: torch.device, *, is_first: bool, is_last: bool) -> PipelinedFuture:
         """Begin a bucket's stages, and take every bucket before it one stage further, the newest first.
+
+        device: the bucket's. The first stage comes after the current stream's work so far.
 
         Raises the error of any bucket, on the thread that calls the hooks.
         """
         if is_first:
             self.finish()  # buckets that an error in backward has left, the same on every rank
+        wait_for_current_stream(device)
         earlier, self._running = self._running, []
-        future = PipelinedFuture(self.finish)
-        self._unfinished.add(future)
-        begun = self._step(stages, None, future)
-        self._running = [each for each in (begun, *(self._step(*each) for each in earlier)) if each]
+        future = PipelinedFuture(self.finish, device)
+        self._running = self._advance([_Running(stages, None, future, device), *earlier])
         if is_last:
             self.finish()
         elif self._running and not earlier and torch._C._current_graph_task_id() != -1:
@@ -109,27 +126,75 @@ class Pipeline:
         """Take all buckets to their end, one stage each in turn."""
         while self._running:
             earlier, self._running = self._running, []
-            self._running = [each for each in [self._step(*each) for each in earlier] if each]
+            self._running = self._advance(earlier)
 
-    def _step(
-        self, stages: Stages, work: dist.Work | None, future: PipelinedFuture
-    ) -> tuple[Stages, dist.Work | None, PipelinedFuture] | None:
-        """Wait for a bucket's collective and run its next stage. Returns None after the last stage.
+    def _advance(self, buckets: list[_Running]) -> list[_Running]:
+        """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""
+        found: list[_Running | None] = []
+        for device, of_device in groupby(buckets, lambda each: each.device):
+            found += on_side_stream(device, partial(self._step_each, list(of_device)))
+        return [each for each in found if each]
+
+    def _step_each(self, buckets: list[_Running]) -> list[_Running | None]:
+        return [self._step(each) for each in buckets]
+
+    def _step(self, bucket: _Running) -> _Running | None:
+        """Run a bucket's next stage. Returns None after the last stage.
 
         After an error no bucket under way is averaged, and their futures hold the error.
         """
+        self._unfinished[bucket.future] = bucket
         try:
-            return stages, _next(stages, work), future
-        except StopIteration as end:
-            future.set_result(end.value)
+            advanced = _advanced(bucket)
         except Exception as error:
-            for each in {future, *self._unfinished}:
-                if not each.done():
-                    each.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
+            for each in self._unfinished.values():
+                if not each.future.done():
+                    each.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
+                if each.work is not None and ops.has_streams(each.device) and each is not bucket:
+                    # The memory of its buffers is used again, after the collective.
+                    on_side_stream(each.device, each.work.wait)
             self._unfinished.clear()
             raise
-        self._unfinished.discard(future)
+        if advanced is None:
+            del self._unfinished[bucket.future]
+        else:
+            self._unfinished[bucket.future] = advanced
+        return advanced
+
+
+def _advanced(bucket: _Running) -> _Running | None:
+    """Wait for a bucket's collective and run its next stage. The last stage completes the future."""
+    try:
+        return bucket._replace(work=_next(bucket.stages, bucket.work))
+    except StopIteration as end:
+        bucket.future.set_result(end.value)
         return None
+
+
+class _Pipelines(threading.local):
+    """A thread's pipeline for hooks that keep nothing between buckets."""
+
+    def __init__(self) -> None:
+        self.shared = Pipeline()
+
+
+_of_thread = _Pipelines()
+
+
+def average_in_stages(
+    bucket: dist.GradBucket, stages: Stages, operation: Operation, pipeline: Pipeline | None = None
+) -> Future:
+    """Return a future of the bucket's average, while its stages run.
+
+    operation: explains errors of the collectives.
+    pipeline: by default the thread's one.
+    """
+    return (pipeline or _of_thread.shared).add(
+        explained(stages, operation),
+        bucket.buffer().device,
+        is_first=bucket.index() == 0,
+        is_last=bucket.is_last() or is_waited_for_at_once(bucket),
+    )
 
 
 def is_waited_for_at_once(bucket: dist.GradBucket) -> bool:

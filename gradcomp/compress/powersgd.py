@@ -129,7 +129,7 @@ class PowerSGDCompressor(Compressor):
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
             seed=bucket.seed,
-            # Safe, because run_on_side_stream runs all stages of one bucket before the next bucket's.
+            # Safe, because all stages run on the device's side stream.
             shares_scratch=True,
         )
         self._wires = _QuantizedWires(self.plan, bucket, options) if options.is_quantized else None
@@ -237,9 +237,8 @@ class PowerSGDCompressor(Compressor):
 
         On a CPU with nodes, the sum goes by nodes. NCCL's rings pass each node once anyway.
         """
-        is_on_cpu = not ops.has_streams(wire.device)
-        if self._ranks_per_node == 1 or not is_on_cpu:
-            yield dist.all_reduce(wire, group=group, async_op=is_on_cpu)
+        if self._ranks_per_node == 1 or ops.has_streams(wire.device):
+            yield dist.all_reduce(wire, group=group, async_op=True)
             return
         nodes = nodes_of(group, self._ranks_per_node)
 

@@ -29,12 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradcomp import ops
 
+from ..comm.all_reduce import average_in_place
 from ..comm.bucket import checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
 from ..comm.nodes import LaunchedNodes, groups_of_mesh, require_ranks_per_node
-from ..comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once, run_through
+from ..comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once
 from ..comm.process_group import Operation, joined_group, require_group
-from ..comm.streams import Future, average_in_place, run_on_side_stream
+from ..comm.streams import Future
 from ..rules import described
 from . import checkpoint
 from .announcement import announce_start
@@ -413,7 +414,7 @@ class CompressorState:
         buffer = bucket.buffer()
         if self.recorder is not None:
             self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
-        return average_in_place(buffer, group, Operation.averaging(bucket.index(), hook_name, group))
+        return average_in_place(bucket, group, Operation.averaging(bucket.index(), hook_name, group))
 
     def _average_compressed(
         self,
@@ -446,11 +447,9 @@ class CompressorState:
         if self.recorder is not None:
             named = (self.iter, bucket.index(), buffer)
             running = self.recorder.recorded(running, *named, parts, compressors, group)
-        if ops.runs_triton(buffer.device):
-            future: Future = run_on_side_stream(buffer.device, lambda: run_through(running))
-        else:
-            is_last = bucket.is_last() or is_waited_for_at_once(bucket)
-            future = self._pipeline.add(running, is_first=self._step.num_buckets == 1, is_last=is_last)
+        is_first = self._step.num_buckets == 1
+        is_last = bucket.is_last() or is_waited_for_at_once(bucket)
+        future = self._pipeline.add(running, buffer.device, is_first=is_first, is_last=is_last)
         sent_numel = sum(compressor.sent_numel for compressor in compressors)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += sent_numel

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradcomp import ops
+from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import require_same_group, require_same_on_all_ranks
 from gradcomp.comm.process_group import Operation, require_group
-from gradcomp.comm.streams import average_in_place
 from gradcomp.compress import CompressorState, compress_hook
 
 from .param_groups import ParamGroup, call_after_backward, param_groups_of
@@ -64,7 +64,7 @@ class ReplicaAverage:
         operation = Operation.averaging(bucket.index(), "compress_replicas", self.group)
         with operation:
             if self._state is None:
-                average_in_place(bucket.buffer(), self.group, operation).wait()
+                average_in_place(bucket, self.group, operation).wait()
             else:
                 compress_hook(self._state, bucket).wait()
 

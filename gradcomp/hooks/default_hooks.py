@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.comm.all_reduce import all_reduce_compressed, average_in_place, run_hook_compressed
 from gradcomp.comm.bucket import (
     GradBucket,
     Hook,
@@ -27,14 +28,8 @@ from gradcomp.comm.bucket import (
 from gradcomp.comm.exchange import reduce_by_nodes
 from gradcomp.comm.kept_buffers import keep_wire, take_wire
 from gradcomp.comm.nodes import AUTO, Nodes, nodes_in, require_ranks_per_node
-from gradcomp.comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once, run_through
+from gradcomp.comm.pipeline import Pipeline, Stages, average_in_stages
 from gradcomp.comm.process_group import Operation, joined_group, resolve_group
-from gradcomp.comm.streams import (
-    all_reduce_compressed,
-    average_in_place,
-    run_hook_compressed,
-    run_on_side_stream,
-)
 
 __all__ = [
     "allreduce_hook",
@@ -92,7 +87,7 @@ def allreduce_hook(
     buffer = bucket.buffer()
     if not (buffer.is_floating_point() or buffer.is_complex()):
         raise TypeError(f"allreduce_hook averages floating-point buckets, got {buffer.dtype}")
-    return average_in_place(buffer, group, Operation.averaging(bucket.index(), "allreduce_hook", group))
+    return average_in_place(bucket, group, Operation.averaging(bucket.index(), "allreduce_hook", group))
 
 
 def fp16_compress_hook(
@@ -166,7 +161,7 @@ def _compress_hook(
         return buffer
 
     return all_reduce_compressed(
-        buffer.device, group, Operation.averaging(bucket.index(), name, group), compress, decompress
+        bucket, group, Operation.averaging(bucket.index(), name, group), compress, decompress
     )
 
 
@@ -259,11 +254,8 @@ def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
             yield from reduce_by_nodes(buffer, nodes, between, 1 / nodes.ranks_per_node)
             return buffer
 
-        running = explained(stages(), Operation.averaging(index, "node_wrapper", group))
-        if ops.has_streams(buffer.device):
-            return run_on_side_stream(buffer.device, lambda: run_through(running))
-        at_once = is_last or is_waited_for_at_once(bucket)
-        return pipeline.add(running, is_first=index == 0, is_last=at_once)
+        operation = Operation.averaging(index, "node_wrapper", group)
+        return average_in_stages(bucket, stages(), operation, pipeline)
 
     return node_wrapper_hook
 
@@ -302,7 +294,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         is_group = isinstance(hook_state, dist.ProcessGroup)
         group = joined_group(hook_state if is_group else getattr(hook_state, "process_group", None))
         operation = Operation.averaging(bucket.index(), full_name, group)
-        return run_hook_compressed(buffer.device, operation, start, finish)
+        return run_hook_compressed(bucket, operation, start, finish)
 
     full_name = f"{name}({getattr(hook, '__qualname__', hook)})"
     compress_wrapper_hook.__qualname__ = full_name

@@ -15,9 +15,9 @@ from gradcomp import ops
 from gradcomp.comm.bucket import checked_bucket, require_bucket
 from gradcomp.comm.kept_buffers import KeptBuffers
 from gradcomp.comm.nodes import AUTO
-from gradcomp.comm.pipeline import Stages, explained, run_through
+from gradcomp.comm.pipeline import Stages, average_in_stages
 from gradcomp.comm.process_group import Operation
-from gradcomp.comm.streams import Future, completed, run_on_side_stream
+from gradcomp.comm.streams import Future, completed
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.quantized_all_reduce import quantized_all_reduce
 from gradcomp.compress.state import CompressorState
@@ -212,7 +212,7 @@ def _average_in_8_bits(
     buffer = bucket.buffer()
     numel, size = buffer.numel(), group.size()
     if not numel:
-        return completed(buffer.device, lambda: buffer)
+        return completed(buffer.device, buffer)
     key = _PlanKey(numel, block_size_of(numel, size), buffer.dtype, buffer.device, size)
     parameters = bucket.parameters()
 
@@ -224,8 +224,7 @@ def _average_in_8_bits(
         return buffer
 
     # stages() makes the plan, so that on CUDA the plan's tensors belong to the side stream.
-    operation = Operation.averaging(bucket.index(), hook_name, group)
-    return run_on_side_stream(buffer.device, lambda: run_through(explained(stages(), operation)))
+    return average_in_stages(bucket, stages(), Operation.averaging(bucket.index(), hook_name, group))
 
 
 def _make_plan(key: _PlanKey) -> ops.QuantizedPlan:

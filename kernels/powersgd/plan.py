@@ -11,7 +11,7 @@ import torch
 from ..device import has_streams, is_fp64_slow, launching_on, send
 from ..launch import Launch, Slot, Stage
 from ..quantize.plan import QuantizedPlan
-from ..scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
+from ..scratch import Scratch, num_bytes_of, parts_of_scratch, take_scratch
 from .back_project import back_project
 from .codes_work import is_packed_as_codes
 from .orthonormalize import orthonormalize
@@ -226,7 +226,8 @@ class PowerSGDPlan:
     """One bucket's plan on a device that runs Triton; see ops.powersgd_plan.
 
     layout: a PowerSGDLayout.
-    shares_scratch: True to keep partial sums and wires in the thread's shared_scratch.
+    shares_scratch: True to keep partial sums and wires in a scratch of take_scratch, from project to
+        reconstruct.
 
     Everything else is allocated here: M (as large as the compressed gradients, in their dtype) and the
     factors. A step allocates nothing.
@@ -258,7 +259,7 @@ class PowerSGDPlan:
         self._scratch: Scratch | None = None
         self._quantized: tuple[QuantizedPlan, QuantizedPlan] | None = None
         self._codes: tuple[FactorCodes, FactorCodes] | None = None
-        self._shares_scratch = shares_scratch
+        self._shares_scratch, self._has_taken_scratch = shares_scratch, False
         with launching_on(device):
             own.randomize(work)(seed=seed)
         if not shares_scratch:
@@ -299,8 +300,9 @@ class PowerSGDPlan:
 
         left_out: indices of matrices. Zeros are sent as their P.
         """
-        if self._shares_scratch:
-            scratch = shared_scratch(self._device)
+        if self._shares_scratch and not self._has_taken_scratch:
+            scratch = take_scratch(self._device, self._scratch)
+            self._has_taken_scratch = True
             if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
                 self._use(scratch)
         with launching_on(self._device):
@@ -338,6 +340,9 @@ class PowerSGDPlan:
         """Write P Qᵀ and the averages of uncompressed tensors to the buffer, and keep Q. One launch."""
         with launching_on(self._device):
             self._stages.reconstruct(buffer=buffer, seed=seed)
+        if self._has_taken_scratch:
+            assert self._scratch is not None
+            self._scratch.is_taken = self._has_taken_scratch = False
 
     # For checkpoints, in plain torch, one matrix at a time: their time doesn't matter.
 

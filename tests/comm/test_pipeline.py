@@ -6,6 +6,8 @@ import torch
 from gradcomp.comm.pipeline import Pipeline, explained, run_through
 from gradcomp.comm.process_group import ExplainedError, Operation
 
+CPU = torch.device("cpu")
+
 
 class Work:
     """Stands in for a collective."""
@@ -34,7 +36,7 @@ def test_every_bucket_goes_one_stage_further_with_each_hook():
     log, pipeline, futures = [], Pipeline(), []
     for index in range(4):
         log.append(f"hook {index}")
-        futures.append(pipeline.add(bucket(index, log), is_first=index == 0, is_last=index == 3))
+        futures.append(pipeline.add(bucket(index, log), CPU, is_first=index == 0, is_last=index == 3))
     assert issued(log) == ["A0", "A1", "B0", "A2", "B1", "A3", "B2", "B3"]
     # A hook returns while its collective is under way, and waits for earlier buckets' collectives only.
     assert log[:4] == ["hook 0", "issue A0", "hook 1", "issue A1"]
@@ -47,7 +49,7 @@ def test_every_bucket_goes_one_stage_further_with_each_hook():
 def test_buckets_may_have_different_numbers_of_stages(lengths):
     log, pipeline = [], Pipeline()
     futures = [
-        pipeline.add(bucket(index, log, "ABCD"[:length]), is_first=index == 0, is_last=index == 2)
+        pipeline.add(bucket(index, log, "ABCD"[:length]), CPU, is_first=index == 0, is_last=index == 2)
         for index, length in enumerate(lengths)
     ]
     assert [future.value() for future in futures] == [0, 1, 2]
@@ -58,7 +60,7 @@ def test_whoever_waits_completes_a_future():
     """A caller may wait for each bucket before it hands out the next."""
     log, pipeline = [], Pipeline()
     for index in range(3):
-        future = pipeline.add(bucket(index, log), is_first=index == 0, is_last=False)
+        future = pipeline.add(bucket(index, log), CPU, is_first=index == 0, is_last=False)
         assert not future.done()
         assert future.wait() == index
     assert issued(log) == ["A0", "B0", "A1", "B1", "A2", "B2"]
@@ -66,7 +68,7 @@ def test_whoever_waits_completes_a_future():
 
 def test_whoever_waits_for_what_follows_completes_it():
     pipeline = Pipeline()
-    future = pipeline.add(bucket(3, []), is_first=True, is_last=False)
+    future = pipeline.add(bucket(3, []), CPU, is_first=True, is_last=False)
     doubled = future.then(lambda done: done.value() * 2).then(lambda done: done.value() + 1)
     assert doubled.wait() == 7
     failed = future.then(lambda done: 1 / 0)
@@ -80,11 +82,11 @@ def test_an_error_is_raised_in_the_hook():
         raise RuntimeError("connection lost")
 
     log, pipeline = [], Pipeline()
-    pipeline.add(failing(), is_first=True, is_last=False)
+    pipeline.add(failing(), CPU, is_first=True, is_last=False)
     with pytest.raises(RuntimeError, match="connection lost"):
-        pipeline.add(bucket(1, log), is_first=False, is_last=True)
+        pipeline.add(bucket(1, log), CPU, is_first=False, is_last=True)
     # The next step starts without the failed bucket.
-    assert pipeline.add(bucket(0, log), is_first=True, is_last=True).value() == 0
+    assert pipeline.add(bucket(0, log), CPU, is_first=True, is_last=True).value() == 0
 
 
 def test_whoever_waits_after_an_error_gets_it():
@@ -98,15 +100,15 @@ def test_whoever_waits_after_an_error_gets_it():
 
     log, pipeline = [], Pipeline()
     operation = Operation("average bucket 0 with a hook", 1, 2)
-    future = pipeline.add(explained(lost(log), operation), is_first=True, is_last=False)
+    future = pipeline.add(explained(lost(log), operation), CPU, is_first=True, is_last=False)
     with pytest.raises(
         ExplainedError, match="rank 1 of 2 could not average bucket 0 with a hook: connection"
     ):
-        pipeline.add(bucket(1, log), is_first=False, is_last=False)
+        pipeline.add(bucket(1, log), CPU, is_first=False, is_last=False)
     for waited_for in (future, future.then(lambda done: done.value())):
         with pytest.raises(RuntimeError, match="connection lost"):
             waited_for.wait()
-    assert pipeline.add(bucket(0, log), is_first=True, is_last=True).value() == 0
+    assert pipeline.add(bucket(0, log), CPU, is_first=True, is_last=True).value() == 0
 
 
 def test_other_errors_of_stages_stay_what_they_are():
@@ -122,8 +124,8 @@ def test_other_errors_of_stages_stay_what_they_are():
 def test_a_step_that_backward_broke_off_is_finished_by_the_next():
     """Every rank has issued the broken step's collectives, so they must be completed."""
     log, pipeline = [], Pipeline()
-    broken_off = pipeline.add(bucket(7, log), is_first=True, is_last=False)
-    pipeline.add(bucket(0, log), is_first=True, is_last=True)
+    broken_off = pipeline.add(bucket(7, log), CPU, is_first=True, is_last=False)
+    pipeline.add(bucket(0, log), CPU, is_first=True, is_last=True)
     assert broken_off.value() == 7
     assert issued(log) == ["A7", "B7", "A0", "B0"]
 

@@ -1,4 +1,4 @@
-"""Test the stream that a hook's sequence runs on, with CUDA stubbed in another process."""
+"""Test the stream that hooks' work runs on, with CUDA stubbed in another process."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from benchmarks import stub_cuda
 
 stub_cuda.install()
 import torch
-from gradcomp.comm.streams import run_on_side_stream, side_stream
+from gradcomp.comm.streams import on_side_stream, side_stream
 
 device = torch.device("cuda", 0)
 side = side_stream(device)
@@ -31,10 +31,10 @@ def fails():
 found["before"] = current()
 for index in (0, 1):
     torch.cuda.current_device = lambda: index
-    found[f"during {index}"] = run_on_side_stream(device, current).value()
+    found[f"during {index}"] = on_side_stream(device, current)
     found[f"after {index}"] = current()
     try:
-        run_on_side_stream(device, fails)
+        on_side_stream(device, fails)
     except ValueError:
         found[f"after an error {index}"] = current()
 print(json.dumps(found))
@@ -42,7 +42,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the stub of CUDA needs a C compiler")
-def test_a_sequence_runs_on_the_side_stream_and_leaves_the_current_one():
+def test_work_runs_on_the_side_stream_and_leaves_the_current_one():
     done = run_python("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

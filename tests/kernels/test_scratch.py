@@ -1,13 +1,13 @@
-"""Plans that share one scratch compute the same bits as plans with their own, and have no other scratch."""
+"""Plans that take scratches in turns compute the same bits as plans with their own, and have no others."""
 
 import math
-import threading
+import weakref
 
 import pytest
 import torch
 
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
-from gradcomp.kernels.scratch import Scratch, num_bytes_of, parts_of_scratch, shared_scratch
+from gradcomp.kernels.scratch import Scratch, num_bytes_of, parts_of_scratch, take_scratch
 from gradcomp.layout import PowerSGDLayout
 from tests.kernels.powersgd.ranks import COMPRESS_ALL, random_grads, step
 
@@ -49,7 +49,8 @@ def test_plans_that_take_turns_have_one_memory(device):
     for _ in range(2):
         for plan in plans:
             step([plan], random_grads(plan.layout, FP32, device, 0))
-    memory = shared_scratch(device).memory
+    assert len({id(plan._scratch) for plan in plans}) == 1
+    memory = plans[0]._scratch.memory
     assert memory.numel() == max(num_bytes_of(plan._scratch_parts) for plan in plans)
     storages = {plan.p_wire.untyped_storage().data_ptr() for plan in plans}
     assert storages == {memory.untyped_storage().data_ptr()}
@@ -64,21 +65,50 @@ def test_growing_frees_the_old_memory(device):
     assert wire.untyped_storage().nbytes() == 0
 
 
+def test_plans_under_way_together_have_scratches_of_their_own(device):
+    """Each gets its own again in the next step, and the bits are those of plans one after another."""
+    results, before = [], []
+    for together in (False, True):
+        plans = [plan_of(SMALL, FP32, device, shares_scratch=True) for _ in range(3)]
+        for seed in range(3):
+            grads = [random_grads(plan.layout, FP32, device, seed)[0] for plan in plans]
+            if together:
+                for stage, *arguments in (("project", 1.0), ("back_project", 1.0), ("reconstruct", 0)):
+                    for plan, grad in zip(plans, grads, strict=True):
+                        getattr(plan, stage)(grad, *arguments)
+                scratches = [plan._scratch for plan in plans]
+                assert len(set(scratches)) == 3
+                assert scratches == before or not seed
+                before = scratches
+            else:
+                for plan, grad in zip(plans, grads, strict=True):
+                    step([plan], [grad])
+        results.append([*grads, *(plan.error() for plan in plans)])
+    for apart, overlapping in zip(*results, strict=True):
+        assert torch.equal(apart, overlapping)
+
+
+def test_a_plan_that_an_error_has_stopped_goes_on_with_its_scratch(device):
+    stopped, other = (plan_of(SMALL, FP32, device, shares_scratch=True) for _ in range(2))
+    (grad,) = random_grads(stopped.layout, FP32, device, 0)
+    stopped.project(grad.clone(), 1.0)
+    scratch = stopped._scratch
+    step([other], random_grads(other.layout, FP32, device, 0))
+    assert other._scratch is not scratch
+    step([stopped], [grad])
+    assert stopped._scratch is scratch
+    assert not scratch.is_taken
+
+
 def test_the_scratch_goes_with_its_last_plan(device):
     plan = plan_of(SMALL, FP32, device, shares_scratch=True)
     step([plan], random_grads(plan.layout, FP32, device, 0))
-    assert shared_scratch(device).memory.numel()
-    del plan
-    assert not shared_scratch(device).memory.numel()
-
-
-def test_threads_have_scratches_of_their_own(device):
-    mine, theirs = shared_scratch(device), []
-    thread = threading.Thread(target=lambda: theirs.append(shared_scratch(device)))
-    thread.start()
-    thread.join()
-    assert theirs[0] is not mine
-    assert shared_scratch(device) is mine
+    scratch = take_scratch(device, None)
+    assert scratch is plan._scratch
+    scratch.is_taken = False
+    memory = weakref.ref(scratch.memory)
+    del plan, scratch
+    assert memory() is None
 
 
 def test_parts_are_aligned_and_apart(device):

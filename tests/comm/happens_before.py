@@ -1,0 +1,323 @@
+"""A trace of the work that is enqueued on streams, on benchmarks.stub_cuda, and the mistakes in its order.
+
+Every launch, tensor operation and collective has a stream and the memory that it accesses. Two accesses to
+the same memory, one of them a write, must be ordered: by their stream, or by waits for events, collectives
+and futures. Each stream has a clock: for every stream, the number of accesses that have ended before the
+stream's next one (vector clocks: Fidge, and Mattern, 1988). A wait takes over the clock of the awaited.
+
+Memory that is freed may be used again at once, on the stream that allocated it. So all accesses to it must be
+ordered before that stream's next work. For Tensor.record_stream's streams the allocator waits.
+
+Nothing is computed: kernels don't run here. All tensors that a kernel gets count as read and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import stub_cuda
+
+Clock = dict[str, int]  # by stream
+
+
+@dataclass(frozen=True)
+class Access:
+    """An access to the bytes [start, stop), the count-th one of a stream. name: for messages."""
+
+    start: int
+    stop: int
+    is_write: bool
+    stream: str
+    count: int
+    name: str
+
+    def has_ended(self, clock: Clock) -> bool:
+        return self.count <= clock.get(self.stream, 0)
+
+    def conflicts_with(self, other: Access) -> bool:
+        overlaps = self.start < other.stop and other.start < self.stop
+        return overlaps and (self.is_write or other.is_write)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One piece of work: its name, its stream, and the accesses that have ended before it."""
+
+    name: str
+    stream: str
+    count: int
+    before: Clock
+
+    def is_after(self, other: Work) -> bool:
+        return other.count <= self.before.get(other.stream, 0)
+
+
+@dataclass
+class Block:
+    """A storage: the stream that allocated it, and the accesses to it.
+
+    recorded: the streams of Tensor.record_stream.
+    """
+
+    storage: StorageWeakRef
+    stream: str
+    accesses: list[Access] = field(default_factory=list)
+    recorded: set[str] = field(default_factory=set)
+
+
+class Trace(TorchDispatchMode):
+    """The work that is enqueued while the trace is entered.
+
+    problems: mistakes, in words.
+    works: everything that was enqueued, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: list[str] = []
+        self.works: list[Work] = []
+        self._clocks: dict[str, Clock] = {}
+        self._blocks: dict[int, Block] = {}  # by the storage's address
+        self._is_paused = False
+
+    def current_stream(self) -> str:
+        return f"stream {torch.cuda.current_stream().cuda_stream}"
+
+    def clock(self, stream: str | None = None) -> Clock:
+        """Return a stream's clock; by default the current stream's."""
+        return self._clocks.setdefault(stream or self.current_stream(), {})
+
+    def wait(self, clock: Clock, stream: str | None = None) -> None:
+        """Make a stream wait; by default the current one."""
+        merge(self.clock(stream), clock)
+
+    def enqueue(
+        self, name: str, tensors: Iterable[tuple[torch.Tensor, bool]], stream: str | None = None
+    ) -> None:
+        """Add work to a stream; by default to the current one.
+
+        tensors: (tensor, whether the work writes to it).
+        """
+        self._free()
+        stream = stream or self.current_stream()
+        clock = self.clock(stream)
+        count = clock[stream] = clock.get(stream, 0) + 1
+        self.works.append(Work(name, stream, count, {**clock, stream: count - 1}))
+        for tensor, is_write in tensors:
+            if not tensor.numel():
+                continue
+            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            access = Access(start, start + (last + 1) * tensor.itemsize, is_write, stream, count, name)
+            accesses = self.block(tensor, stream).accesses
+            self.problems += [
+                f"{name} on {stream} isn't ordered after {other.name} on {other.stream}"
+                for other in accesses
+                if access.conflicts_with(other) and not other.has_ended(clock)
+            ]
+            accesses.append(access)
+
+    def block(self, tensor: torch.Tensor, stream: str) -> Block:
+        """Return a tensor's block. stream: allocates the block if it isn't known."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._blocks:
+            self._blocks[address] = Block(StorageWeakRef(storage), stream)
+        return self._blocks[address]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Trace nothing: what runs inside is one piece of work, or none."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    def _free(self) -> None:
+        """Forget the storages that are gone by now."""
+        for address, block in list(self._blocks.items()):
+            if block.storage.expired():
+                clock = self.clock(block.stream).copy()
+                for stream in block.recorded:
+                    merge(clock, self.clock(stream))
+                self.problems += [
+                    f"memory of {block.stream} is freed before {each.name} on {each.stream} has ended"
+                    for each in block.accesses
+                    if not each.has_ended(clock)
+                ]
+                del self._blocks[address]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        arguments = func._schema.arguments
+        aliases = [each.alias_info for each in arguments]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if self._is_paused or is_view or func.namespace != "aten":
+            return out
+        if "empty" in str(func):
+            self._free()
+            for tensor in tensors_in(out):
+                self.block(tensor, self.current_stream())
+            return out
+        given = zip(args, aliases, strict=False)
+        named = [(kwargs[each.name], each.alias_info) for each in arguments if each.name in kwargs]
+        tensors = [
+            (each, alias is not None) for value, alias in [*given, *named] for each in tensors_in(value)
+        ]
+        self.enqueue(str(func), [*tensors, *((each, True) for each in tensors_in(out))])
+        return out
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Add to a clock what another has counted."""
+    for stream, count in other.items():
+        clock[stream] = max(clock.get(stream, 0), count)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    return []
+
+
+class TracedWork:
+    """A collective on NCCL's stream. It keeps its tensors until it is waited for, as NCCL's does."""
+
+    def __init__(self, trace: Trace, stream: str, tensors: Any):
+        self._trace, self._clock, self._tensors = trace, trace.clock(stream).copy(), tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._trace.wait(self._clock)
+        self._tensors = None
+        return True
+
+    def get_future(self) -> Any:
+        """Return a future like NCCL's: its callbacks run on a stream that waits for the collective."""
+        clock = self._clock
+
+        class Future(torch.futures.Future):  # type: ignore[type-arg]
+            def then(self, callback: Callable[[Any], Any]) -> Any:
+                chained: Any = torch.futures.Future()
+                chained.set_result(callback(self))
+                chained.clock = clock
+                return chained
+
+        future: Any = Future()
+        future.set_result(tensors_in(self._tensors))
+        future.clock = clock
+        return future
+
+
+def install(trace: Trace) -> None:
+    """Trace streams, futures, kernels and collectives, in the whole process.
+
+    stub_cuda.install() must have come before.
+    """
+    _trace_waits(trace)
+    _trace_kernels(trace)
+    _trace_collectives(trace)
+
+
+def _trace_waits(trace: Trace) -> None:
+    def record(event: Any, stream: Any = None) -> None:
+        event.clock = trace.clock(stream and f"stream {stream.cuda_stream}").copy()
+
+    def wait_for(event: Any, stream: Any = None) -> None:
+        trace.wait(event.clock, stream and f"stream {stream.cuda_stream}")
+
+    stub_cuda._Event.record, stub_cuda._Event.wait = record, wait_for  # type: ignore[method-assign]
+    future: Any = torch.futures.Future
+    set_result, wait = future.set_result, future.wait
+
+    def traced_set_result(self: Any, result: Any) -> None:
+        self.clock = trace.clock().copy()
+        set_result(self, result)
+
+    def traced_wait(self: Any) -> Any:
+        value = wait(self)
+        trace.wait(self.clock)
+        return value
+
+    future.set_result, future.wait = traced_set_result, traced_wait
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        trace.block(tensor, trace.current_stream()).recorded.add(f"stream {stream.cuda_stream}")
+
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
+
+
+def _trace_kernels(trace: Trace) -> None:
+    from gradcomp.kernels import flatten, launch
+
+    jit: Any = triton.runtime.JITFunction
+    run, stage = jit.run, launch.Stage.__call__
+
+    def traced_run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not (warmup or trace.is_paused):
+            trace.enqueue(self.__name__, [(each, True) for each in tensors_in(args)])
+        with trace.paused():
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    def traced_stage(self: Any, **values: Any) -> None:
+        for each in self._launches:
+            arguments = [values[a.name] if isinstance(a, launch.Slot) else a for a in each._arguments]
+            trace.enqueue(each._kernel.__name__, [(tensor, True) for tensor in tensors_in(arguments)])
+        with trace.paused():
+            stage(self, **values)
+
+    jit.run = traced_run
+    launch.Stage.__call__ = traced_stage  # type: ignore[method-assign]
+
+    def traced_copies(name: str, copy: Callable[..., None]) -> Callable[..., None]:
+        """Trace a kernel that gets the tensors' addresses in a table."""
+
+        def traced(source: Any, tables: Any, *, out: Any, scale: float = 1.0) -> None:
+            read, written = tensors_in(source), tensors_in(out)
+            trace.enqueue(name, [*((each, False) for each in read), *((each, True) for each in written)])
+            with trace.paused():
+                copy(source, tables, out=out, scale=scale)
+
+        return traced
+
+    for name in ("flatten", "unflatten"):
+        setattr(flatten, name, traced_copies(name, getattr(flatten, name)))
+
+
+def _trace_collectives(trace: Trace) -> None:
+    from gradcomp.comm import exchange
+
+    def traced_collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*tensors: Any, group: Any = None, async_op: bool = False, **named: Any) -> Any:
+            written = [(tensor, True) for tensor in tensors_in(tensors)]
+            with trace.paused():
+                function(*tensors, group=group, **named)
+            if not async_op:  # NCCL then works on the current stream
+                trace.enqueue(name, written)
+                return None
+            stream = f"NCCL's stream of group {id(group or dist.group.WORLD)}"
+            trace.wait(trace.clock().copy(), stream)
+            trace.enqueue(name, written, stream)
+            return TracedWork(trace, stream, tensors)
+
+        return traced
+
+    for name in ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "broadcast"):
+        setattr(dist, name, traced_collective(name, getattr(dist, name)))
+    exchange._all_gather_single = traced_collective("all_gather", exchange._all_gather_single)

@@ -1,0 +1,43 @@
+"""Test the order of the work that hooks enqueue on CUDA's streams, on a stub of CUDA in another process."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.programs import run_python
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the stub of CUDA needs a C compiler")
+
+
+@pytest.fixture(scope="module")
+def traced():
+    done = run_python("-m", "tests.comm.traced_hooks")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_no_hook_has_work_out_of_order(traced):
+    assert {name: found["problems"] for name, found in traced["hooks"].items() if found["problems"]} == {}
+
+
+def test_no_caller_of_hooks_has_work_out_of_order(traced):
+    assert len(traced["callers"]) == 12
+    assert {name: found for name, found in traced["callers"].items() if found} == {}
+
+
+def test_buckets_are_compressed_while_others_are_on_the_wire(traced):
+    apart = [name for name, found in traced["hooks"].items() if not found["overlaps"]]
+    assert apart == ["noop_hook"]
+
+
+def test_collectives_have_the_pipelines_order(traced):
+    exchanges = traced["hooks"]["quantization_hook int4"]["collectives"]
+    a, b = "all_to_all_single", "all_gather"
+    assert exchanges == [a, a, b, a, b, a, b, b]
+    assert traced["hooks"]["powerSGD_hook"]["collectives"] == ["all_reduce"] * 8
+
+
+def test_every_planted_mistake_is_found(traced):
+    assert len(traced["mistakes"]) == 7
+    assert [name for name, found in traced["mistakes"].items() if not found] == []

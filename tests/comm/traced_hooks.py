@@ -1,0 +1,223 @@
+"""Trace hooks and whatever calls them on CUDA's stub, also with mistakes planted. Prints JSON.
+
+python -m tests.comm.traced_hooks
+"""
+
+# ruff: noqa: E402 the stub has to be there before gradcomp is imported
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks import stub_cuda
+
+stub_cuda.install()
+
+import torch
+import torch.distributed as dist
+
+import gradcomp
+from benchmarks.checked_hooks import HOOKS
+from gradcomp.comm import pipeline
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.fsdp.replicas import AllReduceHook, ReplicaAverage
+from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.kernels.powersgd import plan as powersgd_plan
+from tests.comm.happens_before import Trace, TracedWork, install
+
+# One list of shapes per bucket.
+SHAPES = [[(64, 48), (48,)], [(32, 32), (7,)], [(16, 40)], [(24, 24), (5,)]]
+NUM_STEPS = 5  # the first two of states are plain
+
+TRACE = Trace()
+install(TRACE)
+
+
+def parameters_of(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+
+
+def as_ddp(hook: Callable[..., Any], state: Any) -> None:
+    """Call a hook as torch's DDP does: bucket after bucket on the current stream; then wait for all."""
+    buckets = []
+    for index, shapes in enumerate(SHAPES):
+        parameters = parameters_of(shapes)
+        buffer = torch.zeros(sum(each.numel() for each in parameters))
+        buckets.append(GradBucket(index, buffer, parameters, is_last=index == len(SHAPES) - 1))
+    for _ in range(NUM_STEPS):
+        TRACE.works.clear()
+        futures = []
+        for bucket in buckets:
+            bucket.buffer().normal_()  # backward
+            futures.append(hook(state, bucket))
+        for future in futures:
+            assert future.done()  # DDP waits in C++, which can't run the stages left
+            TRACE.wait(future.clock)
+        for bucket in buckets:
+            bucket.buffer().mul_(2)  # the optimizer
+
+
+def as_fsdp(hook: Callable[..., Any] | None, state: Any) -> None:
+    """Average replicas as FSDP2 does: after a reduce-scatter's stream, on an all-reduce's stream."""
+    scattering, reducing = (torch.cuda.Stream(stream_id=number) for number in (7, 8))
+    replicas = ReplicaAverage(dist.group.WORLD, state)
+    groups = []
+    for index, shapes in enumerate(SHAPES):
+        parameters = parameters_of(shapes)
+        fields = {"shard_group": dist.group.WORLD, "averages_now": True, "divide_factor": None}
+        group = SimpleNamespace(reduced=lambda output, parameters=parameters: parameters, **fields)
+        groups.append((AllReduceHook(index, group, replicas), sum(each.numel() for each in parameters)))
+    for _ in range(NUM_STEPS):
+        TRACE.works.clear()
+        for average, numel in groups:
+            with torch.cuda.stream(scattering):
+                output = torch.zeros(numel)
+            reducing.wait_stream(scattering)
+            with torch.cuda.stream(reducing):
+                average(output)
+                output = output.clone()
+        replicas.end_of_backward()
+        torch.cuda.current_stream().wait_stream(reducing)
+
+
+def make_net() -> torch.nn.Module:
+    layers = [torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 50), torch.nn.Linear(50, 3)]
+    return torch.nn.Sequential(*layers)
+
+
+def steps_of(
+    net: Callable[..., Any], parameters: list[torch.nn.Parameter], average: Callable[[], Any]
+) -> None:
+    for _ in range(NUM_STEPS):
+        TRACE.works.clear()
+        net(torch.randn(8, 40)).square().sum().backward()
+        average()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-1e-3)
+            parameter.grad = None
+
+
+def in_reducer(hook: Callable[..., Any] | None, state: Any) -> None:
+    net = make_net()
+    reducer = gradcomp.Reducer(net.parameters(), bucket_cap_mb=0.005)
+    if hook is not None:
+        reducer.register_comm_hook(state, hook)
+    steps_of(net, list(net.parameters()), lambda: None)
+
+
+def in_wrapper(hook: Callable[..., Any] | None, state: Any) -> None:
+    model = gradcomp.DistributedDataParallel(make_net(), bucket_cap_mb=0.005)
+    if hook is not None:
+        model.register_comm_hook(state, hook)
+    steps_of(model, list(model.parameters()), lambda: None)
+
+
+def by_average(hook: Callable[..., Any] | None, state: Any) -> None:
+    net = make_net()
+    parameters = list(net.parameters())
+    steps_of(net, parameters, lambda: gradcomp.average_([each.grad for each in parameters], hook, state))
+
+
+def problems(train: Callable[..., None], hook: Callable[..., Any] | None, state: Any) -> list[str]:
+    """Return the mistakes in a training, and leave the last step in TRACE.works."""
+    TRACE.problems.clear()
+    with TRACE:
+        train(hook, state)
+    return list(dict.fromkeys(TRACE.problems))
+
+
+def on_nccl() -> list[Any]:
+    return [work for work in TRACE.works if work.stream.startswith("NCCL")]
+
+
+def overlaps() -> bool:
+    """Return whether the second collective waits for nothing that waits for the first one."""
+    first, second = on_nccl()[:2]
+    side = [work for work in TRACE.works if work.stream == "stream 1"]
+    return not any(work.is_after(first) for work in side if second.is_after(work))
+
+
+@contextmanager
+def planted(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def state_of_powersgd() -> Any:
+    return powerSGD_hook.PowerSGDState(None, 4, 2, 1)
+
+
+def dropping_hook(_: object, bucket: GradBucket) -> Any:
+    """Free memory that a collective under way still reads."""
+    dist.all_reduce(bucket.buffer().clone(), async_op=True)
+    return default_hooks.fp16_compress_hook(None, bucket)
+
+
+def impatient_hook(_: object, bucket: GradBucket) -> Any:
+    """Change the bucket while its hook's work is under way."""
+    future = default_hooks.fp16_compress_hook(None, bucket)
+    bucket.buffer().mul_(2)
+    return future
+
+
+def mistakes() -> Iterator[tuple[str, list[str]]]:
+    """Yield each planted mistake, and what the trace says of it."""
+    fp16 = default_hooks.fp16_compress_hook
+    with planted(pipeline, "wait_for_current_stream", lambda device: None):
+        yield "gradients are not waited for", problems(as_ddp, fp16, None)
+    with planted(TracedWork, "wait", lambda self, timeout=None: True):
+        yield "collectives are not waited for", problems(as_ddp, fp16, None)
+    advanced = pipeline._advanced
+
+    def completed_elsewhere(bucket: Any) -> Any:
+        found = advanced(bucket)
+        if found is None:
+            bucket.future.clock = {}  # as if recorded on a stream that has nothing to do
+        return found
+
+    with planted(pipeline, "_advanced", completed_elsewhere):
+        yield "futures are completed on another stream", problems(as_ddp, fp16, None)
+    shared = powersgd_plan.take_scratch(torch.device("cpu"), None)
+    with planted(powersgd_plan, "take_scratch", lambda device, last: shared):
+        found = problems(as_ddp, powerSGD_hook.powerSGD_hook, state_of_powersgd())
+        yield "buckets under way share a scratch", found
+    with planted(torch.Tensor, "record_stream", lambda tensor, stream: None):
+        yield "FSDP2 frees its output too early", problems(as_fsdp, None, None)
+    yield "a hook frees memory too early", problems(as_ddp, dropping_hook, None)
+    yield "a bucket is changed too early", problems(as_ddp, impatient_hook, None)
+
+
+def callers() -> Iterator[tuple[str, list[str]]]:
+    """Yield the mistakes of everything that calls hooks, besides torch's DDP."""
+    for train in (in_reducer, in_wrapper, by_average, as_fsdp):
+        yield f"{train.__name__} without a hook", problems(train, None, None)
+        for name, hook, state in (
+            ("PowerSGD", powerSGD_hook.powerSGD_hook, state_of_powersgd()),
+            ("int4", quantization_hook, QuantizationState(bits=4, start_iter=1)),
+        ):
+            yield f"{train.__name__} with {name}", problems(train, hook, state)
+
+
+def main() -> None:
+    hooks = {}
+    for name, check in HOOKS.items():
+        found = problems(as_ddp, check.make(), check.make_state() if check.make_state else None)
+        collectives = [work.name for work in on_nccl()]
+        hooks[name] = {
+            "problems": found,
+            "collectives": collectives,
+            "overlaps": bool(collectives) and overlaps(),
+        }
+    json.dump({"hooks": hooks, "callers": dict(callers()), "mistakes": dict(mistakes())}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
