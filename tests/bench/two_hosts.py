@@ -1,7 +1,7 @@
 """Run `python -m gradcomp bench` with torchrun on two hosts, which are network namespaces of this machine.
 
-A program for benchmarks.network.hosts.isolated(). The arguments: a folder for the hosts' stderr, the number of
-ranks per host, and bench's arguments. Prints the first host's output, and exits with the largest status.
+A program for benchmarks.network.hosts.isolated(). The arguments: a folder for the hosts' stderr, the number
+of ranks per host, and bench's arguments. Prints the first host's output, and exits with the largest status.
 """
 
 import os
