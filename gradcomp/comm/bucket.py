@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ..rules import described
 from .process_group import ExplainedError, resolve_group
+from .streams import require_no_capture
 
 _PYTHON_REDUCER = (
     ". Likely cause: torch._dynamo.config.optimize_ddp is 'python_reducer', under which torch's DDP gives "
@@ -108,9 +109,10 @@ def checked_bucket(
     group_name: the group's name in messages.
 
     Raises TypeError for anything but a dense floating-point bucket, or but a process group; RuntimeError if
-    there is no default group.
+    there is no default group, and while a CUDA graph is captured.
     """
     require_bucket(hook_name, bucket)
+    require_no_capture(f"{hook_name} can't average gradients", bucket.buffer().device)
     group = resolve_group(hook_name, process_group, group_name)
     buffer: torch.Tensor = bucket.buffer()
     require_dense_floats(hook_name, buffer)

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
 from gradcomp.comm.process_group import Operation, joined_group, resolve_group
+from gradcomp.comm.streams import require_no_capture
 from gradcomp.hooks import default_hooks
 from gradcomp.layout import FlatLayout
 
@@ -39,7 +40,7 @@ def average_(
 
     Raises TypeError for anything but a list of floating-point or complex tensors; ValueError unless there is
     one distinct key per tensor; RuntimeError for a hook that returns no Future, or one with another number of
-    elements.
+    elements, and while a CUDA graph is captured.
 
     Example::
 
@@ -79,6 +80,7 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
         if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
+        require_no_capture("average_ can't average tensors", tensor.device)
     if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
         raise ValueError(
             f"average_ takes one key per tensor, each another one: got {list(keys)} for {len(tensors)} "

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.comm.process_group import resolve_group
+from gradcomp.comm.streams import require_no_capture
 
 from . import errors
 from .autograd import (
@@ -225,6 +226,7 @@ class Reducer:
 
     def _begin(self) -> Step:
         """Begin a step without the parameters that the running backward won't reach."""
+        require_no_capture("the Reducer can't average gradients", self._params[0].device)
         self._steps_in_backward.look()
         unused = self._usage.unused_by_this_rank(self._out_of_reach)
         if not self._stays_prepared:
