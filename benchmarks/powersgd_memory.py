@@ -2,8 +2,8 @@
 
 python -m benchmarks.powersgd_memory. Counted from shapes, in MB of 10⁶ bytes, for fp32 gradients in DDP's
 default buckets, with error feedback and warm start. Nothing is allocated on a device. Ours: the error's
-memory, the factors with tables and lengths, and three scratches. torch's: errors and factors, and during a step a
-clone of a bucket's gradients and a new error, counted here for the largest bucket.
+memory, the factors with tables and lengths, and three scratches. torch's: errors and factors, and during a
+step a clone of a bucket's gradients and a new error, counted here for the largest bucket.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
         if moved_alone:
             local_s *= moved / moved_alone
         device = MeasuredDevice("cpu", {flat_name: local_s * 1e9 / sum(bucket.numel for bucket in buckets)})
-        is_by_nodes = per_host > 1 and hook.is_quantized and not name.endswith(FLAT)
+        has_form = per_host > 1 and hook.has_form_by_nodes(is_gloo=True)
+        is_by_nodes = has_form and not name.endswith(FLAT)
         prediction = predict_step(
             buckets,
             hook.by_nodes() if is_by_nodes else hook,

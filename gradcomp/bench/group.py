@@ -105,7 +105,8 @@ def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.devi
     world = resolve_group("python -m gradcomp bench", None)
     try:
         nodes = nodes_in("python -m gradcomp bench", ranks_per_node, world, device)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        dist.destroy_process_group()
         raise ValueError(str(error)) from error
     has_nodes = nodes is not None and nodes.num_nodes > 1
     return Group(rank, world_size, device, backend, nodes if has_nodes else None)

@@ -62,7 +62,7 @@ class Progress:
 class BenchOptions:
     """Options of a measurement.
 
-    hooks: by name, without NOOP. With nodes, each hook with codes is measured flat and by nodes.
+    hooks: by name, without NOOP. With nodes, hooks are measured flat and by nodes.
     seconds: the time of steps with each hook.
     bucket_cap_mb: DDP's option.
     """
@@ -98,7 +98,8 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
     trainer = Trainer(workload, group, options.bucket_cap_mb)
     progress.show("forward, backward and optimizer")
     parts = step_parts(trainer, options.seconds / NUM_ROUNDS)
-    forms = forms_of(map(candidate_named, options.hooks), has_nodes=group.nodes is not None)
+    has_nodes, is_gloo = group.nodes is not None, group.backend == "gloo"
+    forms = forms_of(map(candidate_named, options.hooks), has_nodes=has_nodes, is_gloo=is_gloo)
     names = [NOOP, *(form.name for form in forms)]
     samples = hook_times(trainer, names, options.seconds, progress.show)
     dtype = DTYPES[dtype_name(workload)]

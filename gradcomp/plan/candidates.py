@@ -76,8 +76,9 @@ class Candidate:
     bits: the bits of a quantized all-reduce; None for other hooks.
     rank: PowerSGD's rank; None for other hooks.
     wire_dtype: dtype of a 16-bit all-reduce, or of PowerSGD's factors; None for the gradients' dtype.
-    is_by_nodes: whether a quantized all-reduce sums exactly within a node, and quantizes between nodes.
-        Otherwise it is flat: every rank exchanges codes with every other rank.
+    is_by_nodes: whether gradients or factors are summed exactly within a node, and sent between nodes by one
+        rank each. Otherwise the hook is flat: every rank exchanges codes with every other rank, or a ring
+        goes through all ranks.
     """
 
     name: str
@@ -96,6 +97,17 @@ class Candidate:
         return self.bits is not None or self.wire_dtype == torch.int8
 
     @property
+    def has_state(self) -> bool:
+        return (self.bits, self.rank) != (None, None)
+
+    def has_form_by_nodes(self, *, is_gloo: bool) -> bool:
+        """Return whether the hook can be by nodes on a backend.
+
+        On NCCL, factors that aren't codes are all-reduced in rings, which go node by node already.
+        """
+        return self.is_quantized or (is_gloo and self.rank is not None)
+
+    @property
     def is_16_bit(self) -> bool:
         return self.rank is None and self.wire_dtype in (torch.bfloat16, torch.float16)
 
@@ -105,22 +117,22 @@ class Candidate:
         return self.name.removesuffix(BY_NODES)
 
     def by_nodes(self) -> Candidate:
-        """Return this hook with a quantized all-reduce by nodes. Raises ValueError if it doesn't quantize."""
-        if not self.is_quantized:
-            raise ValueError(
-                f"{self.name} exchanges no codes, so it can't be by nodes; int4 can, for example"
-            )
+        """Return this hook by nodes. Raises ValueError for a hook without a state."""
+        if not self.has_state:
+            raise ValueError(f"{self.name} can't be by nodes; hooks with a state can, such as int4")
         return replace(self, name=self.flat_name + BY_NODES, is_by_nodes=True)
 
     def state(self, ranks_per_node: int) -> str:
-        """Return the Python expression of a quantizing hook's state, for nodes of ranks_per_node ranks."""
+        """Return the Python expression of the hook's state, for nodes of ranks_per_node ranks."""
         nodes = f"ranks_per_node={ranks_per_node if self.is_by_nodes else 1}"
         if self.rank is None:
             return f"QuantizationState(bits={self.bits}, {nodes})"
-        return (
-            f"PowerSGDState(None, matrix_approximation_rank={self.rank}, factor_dtype=torch.int8, "
-            f"uncompressed_dtype=torch.bfloat16, {nodes})"
-        )
+        arguments = ["None", f"matrix_approximation_rank={self.rank}"]
+        if self.wire_dtype is not None:
+            arguments.append(f"factor_dtype={self.wire_dtype}")
+        if self.is_quantized:
+            arguments.append("uncompressed_dtype=torch.bfloat16")
+        return f"PowerSGDState({', '.join([*arguments, nodes])})"
 
     @property
     def powersgd_options(self) -> PowerSGDOptions:
@@ -257,7 +269,7 @@ def _powersgd(
 ) -> Payload:
     """Return PowerSGD's payload: P with the uncompressed tensors, then Q.
 
-    ranks_per_node: more than 1 for int8 factors by nodes. Other factors are all-reduced.
+    ranks_per_node: more than 1 by nodes.
 
     A compressed element has five accesses: project reads gradient and M and writes M, back_project reads M,
     reconstruct writes the gradient. An uncompressed element has four: to the wire and back.
@@ -270,10 +282,9 @@ def _powersgd(
     launches = 7 if layout.matrices else 2
     if not options.is_quantized:
         itemsize = (options.factor_dtype or dtype).itemsize
-        sizes = (layout.wire_numel * itemsize, layout.q_numel * itemsize)
-        return Payload(
-            tuple(Collective("all-reduce", size) for size in sizes if size), float(moved), launches
-        )
+        sizes = [size for size in (layout.wire_numel * itemsize, layout.q_numel * itemsize) if size]
+        collectives = [each for size in sizes for each in _all_reduce(size, ranks_per_node)]
+        return Payload(tuple(collectives), float(moved), launches)
     exact_itemsize = (options.uncompressed_dtype or dtype).itemsize
     wires = [
         _quantized(
@@ -296,6 +307,17 @@ def _powersgd(
         moved + sum(wire.moved_bytes for wire in wires),
         launches + sum(wire.num_launches for wire in wires),
     )
+
+
+def _all_reduce(num_bytes: int, ranks_per_node: int) -> list[Collective]:
+    """Return the collectives of an all-reduce: one if ranks_per_node is 1, else by nodes."""
+    if ranks_per_node == 1:
+        return [Collective("all-reduce", num_bytes)]
+    return [
+        Collective("reduce-scatter", num_bytes, "within"),
+        Collective("all-reduce", num_bytes, "between"),
+        Collective("all-gather", num_bytes, "within"),
+    ]
 
 
 def _all() -> Iterable[Candidate]:

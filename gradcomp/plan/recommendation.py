@@ -266,12 +266,13 @@ class Scenario:
         return sum(bucket.numel for bucket in self.buckets)
 
     def forms(self, link: Link, world_size: int) -> tuple[Candidate, ...]:
-        """Return the hooks; between nodes of several ranks, a form by nodes after each hook with codes.
+        """Return the hooks; between nodes of several ranks, each is followed by its form by nodes, if any.
 
         Raises ValueError for ranks that aren't whole nodes.
         """
         num_nodes = link.num_nodes(world_size)
-        return tuple(forms_of(self.hooks, has_nodes=num_nodes > 1 and link.nodes.ranks > 1))
+        has_nodes = num_nodes > 1 and link.nodes.ranks > 1
+        return tuple(forms_of(self.hooks, has_nodes=has_nodes, is_gloo=link.gathers_by_messages))
 
     def predict(self, link: Link, world_size: int) -> dict[str, StepPrediction]:
         """Return the prediction for every form of every hook, by name, and for a 16-bit hook if possible."""
@@ -311,9 +312,9 @@ class Scenario:
         return recommend(predictions, self.compute.step_s, hooks, self.max_loss)
 
 
-def forms_of(hooks: Iterable[Candidate], *, has_nodes: bool) -> Iterator[Candidate]:
-    """Yield hooks. If has_nodes, each hook with codes is followed by its form by nodes."""
+def forms_of(hooks: Iterable[Candidate], *, has_nodes: bool, is_gloo: bool) -> Iterator[Candidate]:
+    """Yield hooks. If has_nodes, each is followed by its form by nodes, if it has one."""
     for hook in hooks:
         yield hook
-        if has_nodes and hook.is_quantized:
+        if has_nodes and hook.has_form_by_nodes(is_gloo=is_gloo):
             yield hook.by_nodes()

@@ -161,8 +161,8 @@ def _notes(hooks: Sequence[Candidate], is_shared: bool, has_measured: bool) -> l
         notes.append("node sends: the bytes that leave a node through its network cards in a step.")
     if any(hook.is_by_nodes for hook in hooks):
         notes.append(
-            "by nodes: a node's ranks sum exactly, and codes go between nodes. Otherwise int8, int4 and int8 "
-            "factors are flat: codes go from every rank to every other."
+            "by nodes: a node's ranks sum exactly, and send the sum on together. Otherwise the hook is flat: "
+            "codes go from every rank to every other, factors around a ring of all ranks."
         )
     if has_measured:
         notes.append("measured: the step that bench has timed; all other columns are predicted.")
@@ -311,7 +311,7 @@ def _axis(first: float, last: float) -> list[float]:
 def _names(scenario: Scenario, found: Sequence[Sequence[Recommendation]]) -> list[str]:
     """Return the names of the hooks on the map: "none", then the others in the scenario's order."""
     on_map = {hook for row in found for each in row for hook in (each.hook, each.untested)}
-    names = [hook.name for hook in forms_of(scenario.hooks, has_nodes=True)]
+    names = [hook.name for hook in forms_of(scenario.hooks, has_nodes=True, is_gloo=True)]
     return ["none", *(name for name in names if name in on_map and name != "none")]
 
 

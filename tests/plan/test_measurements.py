@@ -104,7 +104,7 @@ def changed(path, value):
         ("link.1.kind", 3, r"link\[1\]\.kind is 3; it must be a string"),
         ("link.1.group", "here", r"link\[1\]: group is 'here'; it must be one of all, within, between"),
         ("link.1.seconds", 0, r"link\[1\]: seconds is 0\.0; it must be positive"),
-        ("hooks.1.name", "none by nodes", r"hooks\[1\]: none exchanges no codes"),
+        ("hooks.1.name", "none by nodes", r"hooks\[1\]: none can't be by nodes"),
         ("hooks.1.name", "int2", r"hooks\[1\]: there is no hook 'int2'"),
         ("hooks.2.step_p50_s", 0, r"hooks\[2\]: step_p50_s is 0\.0; it must be positive"),
         ("hooks.2.color", "red", r"hooks\[2\] has 'color', which are unknown here"),

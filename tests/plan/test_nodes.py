@@ -16,7 +16,7 @@ GPT2 = buckets_of(built_in_model("gpt2-medium").parameters)
 RESNET50 = buckets_of(built_in_model("resnet50").parameters)
 # The multilayer perceptron of docs/network.md.
 MLP = buckets_of([(1024, 784), (1024,), (1024, 1024), (1024,), (10, 1024), (10,)])
-QUANTIZED = [name for name, hook in CANDIDATES.items() if hook.is_quantized]
+WITH_STATE = [name for name, hook in CANDIDATES.items() if hook.has_state]
 NVLINK = 360e9
 
 
@@ -73,6 +73,14 @@ def test_bytes_are_those_that_two_hosts_sent_on_gloo(name, per_node):
         assert 0.93 * megabytes < found < 1.01 * megabytes
 
 
+def test_factors_on_gloo_leave_a_node_once():
+    """Of twice the factors half leaves each of two hosts by nodes, and five sixths in a ring of six ranks."""
+    alone = step("powersgd:4", link(1, is_gloo=True), 2, MLP, CPU).leaving_bytes
+    on = link(3, is_gloo=True)
+    assert step("powersgd:4 by nodes", on, 6, MLP, CPU).leaving_bytes == pytest.approx(alone)
+    assert step("powersgd:4", on, 6, MLP, CPU).leaving_bytes == pytest.approx(5 / 3 * alone)
+
+
 def test_messages_and_rings_by_hand():
     """12 ranks on 3 nodes of 4: a ring leaves a node once, messages 4 · 8 times."""
     for kind, on_nccl, on_gloo in (
@@ -103,7 +111,7 @@ def test_by_nodes_no_more_leaves_a_node_of_many_ranks_than_a_rank_alone():
                 assert step(name, on, 4 * ranks).leaving_bytes > 1.3 * alone
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", WITH_STATE)
 def test_both_forms_save_equally_many_bytes(name):
     """Both forms keep equally much of a gradient; collective_bytes is compared with docs/accuracy.md."""
     flat, by_nodes = (step(each, link(), 32) for each in (name, f"{name} by nodes"))
@@ -168,7 +176,7 @@ def test_a_measured_device_quantizes_a_part():
 # --- limits ---
 
 
-@pytest.mark.parametrize("name", [*CANDIDATES, *(f"{name} by nodes" for name in QUANTIZED)])
+@pytest.mark.parametrize("name", [*CANDIDATES, *(f"{name} by nodes" for name in WITH_STATE)])
 def test_nodes_of_one_rank_are_the_ranks(name):
     for is_gloo in (False, True):
         plain = Link(12.5e9 / 8, 1e-5, has_tree=not is_gloo)
@@ -179,7 +187,7 @@ def test_nodes_of_one_rank_are_the_ranks(name):
         assert as_nodes.leaving_bytes == as_nodes.sent_bytes == flat.sent_bytes
 
 
-@pytest.mark.parametrize("name", [*CANDIDATES, *(f"{name} by nodes" for name in QUANTIZED)])
+@pytest.mark.parametrize("name", [*CANDIDATES, *(f"{name} by nodes" for name in WITH_STATE)])
 def test_nothing_leaves_the_only_node(name):
     slow_card, fast_card = (step(name, link(8, gigabits=gigabits), 8) for gigabits in (0.001, 100))
     assert slow_card.leaving_bytes == 0
@@ -187,7 +195,7 @@ def test_nothing_leaves_the_only_node(name):
     assert slow_card.sent_bytes > 0
 
 
-@pytest.mark.parametrize("name", [*CANDIDATES, *(f"{name} by nodes" for name in QUANTIZED)])
+@pytest.mark.parametrize("name", [*CANDIDATES, *(f"{name} by nodes" for name in WITH_STATE)])
 def test_more_cards_and_faster_links_are_never_slower(name):
     for is_gloo in (False, True):
         usual = step(name, link(is_gloo=is_gloo), 32).step_s
@@ -207,11 +215,13 @@ def test_a_card_per_rank_is_a_link_per_rank_for_messages():
 # --- errors ---
 
 
-def test_only_quantized_hooks_are_by_nodes():
-    for name, hook in CANDIDATES.items():
-        if not hook.is_quantized:
-            with pytest.raises(ValueError, match=f"{name} exchanges no codes, so it can't be by nodes"):
-                hook.by_nodes()
+def test_only_hooks_with_a_state_are_by_nodes():
+    for name in CANDIDATES.keys() - WITH_STATE:
+        with pytest.raises(ValueError, match=f"{name} can't be by nodes; hooks with a state can"):
+            CANDIDATES[name].by_nodes()
+    for name, on_nccl in (("bf16", False), ("int4", True), ("powersgd:4", False), ("powersgd:4:int8", True)):
+        assert CANDIDATES[name].has_form_by_nodes(is_gloo=False) is on_nccl
+        assert CANDIDATES[name].has_form_by_nodes(is_gloo=True) is (name != "bf16")
     twice = CANDIDATES["int4"].by_nodes().by_nodes()
     assert twice == CANDIDATES["int4"].by_nodes()
     assert (twice.name, twice.flat_name) == ("int4 by nodes", "int4")
