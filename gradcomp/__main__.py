@@ -23,23 +23,29 @@ from .recordings import page as report_page
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of gradcomp, Python, torch and Triton, by name."""
+    """Return the versions of gradcomp, Python, torch, Triton, and torch's back end for GPUs, by name."""
+    cuda = torch.version.cuda
     return {
         "gradcomp": __version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "Triton": triton.__version__,
+        "GPU back end": f"ROCm {torch.version.hip}" if ops.is_rocm() else f"CUDA {cuda}" if cuda else "none",
     }
 
 
 def devices() -> Iterator[tuple[str, str]]:
-    """Yield (name, description) of the CPU and of each CUDA device."""
+    """Yield (name, description) of the CPU and of each CUDA or ROCm device."""
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{platform.machine()} with {capability}, {torch.get_num_threads()} threads"
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        memory = f"{found.total_memory / 2**30:.0f} GiB"
-        yield f"cuda:{index}", f"{found.name}, compute capability {found.major}.{found.minor}, {memory}"
+        architecture = f"compute capability {found.major}.{found.minor}"
+        if ops.is_rocm():
+            architecture = ops.amd_architecture(torch.device("cuda", index))
+            if architecture not in ops.AMD_ARCHITECTURES:
+                architecture += " (no kernels for it)"
+        yield f"cuda:{index}", f"{found.name}, {architecture}, {found.total_memory / 2**30:.0f} GiB"
 
 
 def backends() -> list[str]:

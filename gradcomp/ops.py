@@ -1,7 +1,7 @@
 """One function per operation: it checks its arguments and chooses between kernel and plain torch.
 
-The Triton kernels compute on CUDA tensors. With TRITON_INTERPRET=1 they also compute on CPU tensors, in
-Triton's interpreter. Plain torch (cpu/) computes on all other tensors.
+The Triton kernels compute on CUDA tensors; those on AMD's GPUs are CUDA tensors, too. With TRITON_INTERPRET=1
+they also compute on CPU tensors, in Triton's interpreter. Plain torch (cpu/) computes on all other tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .cpu import quantize as cpu_quantize
 from .cpu import quantize_plan as cpu_quantized_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
-from .kernels.device import has_streams, processor, send
+from .kernels.device import AMD_ARCHITECTURES, amd_architecture, has_streams, is_rocm, processor, send
 from .kernels.powersgd import plan as powersgd_kernels
 from .kernels.quantize import plan as quantize_kernels
 
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, PowerSGDLayout
 
 __all__ = [
+    "AMD_ARCHITECTURES",
     "PartsCopy",
     "PowerSGDPlan",
     "QuantizedPlan",
+    "amd_architecture",
     "compile_powersgd",
     "compile_quantized",
     "compress_cast",
     "decompress_cast",
     "flatten",
     "has_streams",
+    "is_rocm",
     "powersgd_plan",
     "processor",
     "quantized_plan",

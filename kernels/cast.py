@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from .device import launching_on
+from .launch import Launch
 from .tile import COPY_REGISTERS, copy_tile
 
 BLOCK = 4096  # elements per program: each of 128 threads has 8 loads of 16 bytes (fp32) in flight
@@ -32,16 +33,17 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
         otherwise the two must not share memory.
     """
     numel = src.numel()
-    if numel:
-        grid = (triton.cdiv(numel, BLOCK),)
-        with launching_on(out.device):
-            _cast_kernel[grid](
-                src,
-                out,
-                numel,
-                scale,
-                BLOCK=BLOCK,
-                num_warps=NUM_WARPS,
-                maxnreg=COPY_REGISTERS,
-                enable_fp_fusion=False,
-            )
+    launch = Launch(
+        _cast_kernel,
+        triton.cdiv(numel, BLOCK),
+        src,
+        out,
+        numel,
+        scale,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        maxnreg=COPY_REGISTERS,
+        enable_fp_fusion=False,
+    )
+    with launching_on(out.device):
+        launch()

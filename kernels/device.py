@@ -6,20 +6,64 @@ To support another kind of device, begin here. For hooks on streams see comm/str
 import functools
 import threading
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 # Compute capabilities with fast fp64: half of fp32's rate, or all of it on tensor cores. All others run fp64
 # at 1/32 or 1/64 of fp32's rate (CUDA C++ programming guide, throughput of arithmetic instructions).
 FAST_FP64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
+# AMD's GPUs for which the kernels are known to compile: MI200, MI300 and MI350. Their fp64 is fast, too.
+AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 
 _interpreter = threading.RLock()
 _no_change = nullcontext()
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether the device enqueues work on streams without waiting: True for CUDA."""
+    """Return whether the device enqueues work on streams without waiting: True for CUDA and ROCm."""
     return device.type == "cuda"
+
+
+def is_rocm() -> bool:
+    """Return whether torch was built for AMD's GPUs, on which tensors have the device type "cuda" too."""
+    return torch.version.hip is not None
+
+
+@functools.cache
+def amd_architecture(device: torch.device) -> str:
+    """Return the architecture of an AMD GPU, such as "gfx942"."""
+    name: str = torch.cuda.get_device_properties(device).gcnArchName  # gfx942:sramecc+:xnack-
+    return name.partition(":")[0]
+
+
+@functools.cache
+def require_kernels_for(device: torch.device) -> None:
+    """Raise RuntimeError for an AMD GPU that isn't among AMD_ARCHITECTURES."""
+    architecture = amd_architecture(device)
+    if architecture not in AMD_ARCHITECTURES:
+        raise RuntimeError(
+            f"gradcomp has no kernels for {device}, an AMD GPU of architecture {architecture}: they are "
+            f"compiled for {', '.join(AMD_ARCHITECTURES)}. On this GPU use torch's own DDP and its hooks"
+        )
+
+
+def accepted_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a launch that the back end takes. On ROCm Triton raises KeyError for maxnreg."""
+    if is_rocm():
+        return {name: value for name, value in options.items() if name != "maxnreg"}
+    return options
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return the input_precision of matrix products that are as precise as FMAs in fp32, or in fp64.
+
+    dtype: of the products, fp32 or fp64.
+
+    CUDA's tensor cores have no fp32: tf32x3 adds up three products of tf32. AMD's matrix cores have fp32, and
+    Triton refuses tf32x3 for them.
+    """
+    return "ieee" if dtype == torch.float64 or is_rocm() else "tf32x3"
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
@@ -28,9 +72,13 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
     Triton launches on the current CUDA device, so the context makes this device the current one.
     Triton's interpreter launches on a CPU. It keeps its state in globals, while hooks run on several threads:
     there the context is a lock.
+
+    Raises RuntimeError for an AMD GPU that has no kernels.
     """
     if not has_streams(device):
         return _interpreter
+    if is_rocm():
+        require_kernels_for(device)
     if device.index is None or device.index == torch.cuda.current_device():
         return _no_change  # hooks are on their device already, and torch's context takes longer
     return torch.cuda.device(device)
@@ -40,9 +88,13 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
 def is_fp64_slow(device: torch.device) -> bool:
     """Return whether kernels should avoid fp64 on a device: True for CUDA outside FAST_FP64.
 
-    False on a CPU, where Triton's interpreter has no reason to avoid fp64.
+    False on a CPU, where Triton's interpreter has no reason to avoid fp64, and on AMD_ARCHITECTURES.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) not in FAST_FP64
+    if device.type != "cuda":
+        return False
+    if is_rocm():
+        return amd_architecture(device) not in AMD_ARCHITECTURES
+    return torch.cuda.get_device_capability(device) not in FAST_FP64
 
 
 def processor(device: torch.device) -> dict[str, str]:
@@ -51,8 +103,10 @@ def processor(device: torch.device) -> dict[str, str]:
     They should be equal on all ranks.
     """
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
         arithmetic = "pairs of fp32" if is_fp64_slow(device) else "fp64"
+        if is_rocm():
+            return {"GPU architecture": amd_architecture(device), "orthonormalizing in": arithmetic}
+        major, minor = torch.cuda.get_device_capability(device)
         return {"GPU compute capability": f"{major}.{minor}", "orthonormalizing in": arithmetic}
     return {"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {}
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .device import launching_on, pinned, send
+from .launch import Launch
 from .tile import COPY_REGISTERS, copy_tile
 
 BLOCK = 4096  # elements per program: each of 128 threads has 8 loads of 16 bytes (fp32) in flight
@@ -95,11 +96,12 @@ def _launch(
     *,
     to_flat: bool,
 ) -> None:
-    grid = (len(tables.tiles),)
-    if not grid[0]:
+    if not len(tables.tiles):
         return
     with launching_on(flat.device):
-        _flatten_kernel[grid](
+        Launch(
+            _flatten_kernel,
+            len(tables.tiles),
             tables.pointers(tensors),
             tables.tiles,
             flat,
@@ -110,7 +112,7 @@ def _launch(
             num_warps=NUM_WARPS,
             maxnreg=COPY_REGISTERS,
             enable_fp_fusion=False,
-        )
+        )()
 
 
 def flatten(

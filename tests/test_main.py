@@ -10,6 +10,7 @@ import triton
 
 import gradcomp
 from gradcomp.__main__ import main
+from gradcomp.kernels.device import amd_architecture
 from tests.programs import run_python
 
 WITHOUT_NUMPY = """
@@ -28,6 +29,7 @@ def test_a_users_process_is_told_versions_and_what_computes():
         f"gradcomp {gradcomp.__version__}",
         f"torch {torch.__version__}",
         f"Triton {triton.__version__}",
+        f"GPU back end {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'none'}",
         "CPU tensors plain torch",
         "CUDA tensors Triton kernels, but no CUDA device is available",
     ):
@@ -45,6 +47,27 @@ def test_a_gpu_is_described(monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "cuda:0        NVIDIA H200, compute capability 9.0, 139 GiB" in output
     assert "CUDA tensors  Triton kernels\n" in output
+
+
+def test_amd_gpus_are_described(monkeypatch, capsys):
+    names = ["gfx942:sramecc+:xnack-", "gfx1100"]
+    properties = [
+        SimpleNamespace(name="AMD GPU", gcnArchName=name, major=9, minor=4, total_memory=2**36)
+        for name in names
+    ]
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: properties[getattr(device, "index", device)]
+    )
+    amd_architecture.cache_clear()
+    main([])
+    amd_architecture.cache_clear()
+    output = capsys.readouterr().out
+    assert "GPU back end  ROCm 6.4.43482\n" in output
+    assert "cuda:0        AMD GPU, gfx942, 64 GiB\n" in output
+    assert "cuda:1        AMD GPU, gfx1100 (no kernels for it), 64 GiB\n" in output
 
 
 def test_the_interpreter_is_named(monkeypatch, capsys):

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device import dot_precision
 from ..launch import Launch, Slot, registers
 from .tile import (
     MAX_FMA_RANK,
@@ -97,15 +98,14 @@ def back_project_fma(
 def back_project_dot(
     source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one program's partial Q in matrix products, tf32x3 or fp64; see _back_project_kernel.
+    """Compute one program's partial Q in matrix products; see _back_project_kernel.
 
     M is read once for each RANK_BLOCK columns of Q. For the arguments see back_project_fma.
     """
     TYPE: tl.constexpr = source_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
@@ -128,7 +128,7 @@ def back_project_dot(
 def back_project_tiles(
     source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute one program's partial Q: in FMAs up to MAX_FMA_RANK, above it in matrix products."""
     if RANK <= MAX_FMA_RANK:
@@ -139,7 +139,7 @@ def back_project_tiles(
     else:
         back_project_dot(
             source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
         )  # fmt: skip
 
 
@@ -156,6 +156,7 @@ def _back_project_kernel(
     BLOCK_COLS: tl.constexpr,
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Compute partial SHRINK · Q = SHRINK · Mᵀ P over some rows.
 
@@ -163,6 +164,7 @@ def _back_project_kernel(
     p_ptr: the panels of P.
     partial_ptr: [programs, RANK, BLOCK_COLS].
     BLOCK_ROWS: PowerSGDWork's block_rows, divided by SPLIT.
+    PRECISION: see dot_precision.
     Grid: one program per row of work_ptr (PowerSGDWork._back_project_work).
     Moves 4 B per matrix element in fp32, and 4 · RANK · BLOCK_COLS B of partial sums per program. P comes
     from the cache.
@@ -173,12 +175,12 @@ def _back_project_kernel(
     if FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr, last.to(tl.int64) * (SPLIT * BLOCK_ROWS)):
         back_project_tiles(
             source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, True,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, True,
         )  # fmt: skip
     else:
         back_project_tiles(
             source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, False,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, False,
         )  # fmt: skip
 
 
@@ -226,6 +228,7 @@ def back_project(
         BLOCK_COLS=block_cols,
         SPLIT=block_rows // rows,
         FEEDBACK=feedback,
+        PRECISION=dot_precision(p.dtype),
         num_warps=num_warps,
         maxnreg=registers(num_warps, num_programs),
         enable_fp_fusion=True,

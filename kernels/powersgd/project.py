@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device import dot_precision
 from ..launch import Launch, Slot, registers
 from ..tile import round_to
 from .random import direction
@@ -166,15 +167,15 @@ def project_fma(
 def project_dot(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one program's partial P in matrix products, tf32x3 or fp64; see _project_kernel.
+    """Compute one program's partial P in matrix products; see _project_kernel.
 
     M is read once for each RANK_BLOCK columns of P. For the arguments see project_fma.
     """
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
     offs_rank = tl.arange(0, RANK_BLOCK)
@@ -235,7 +236,8 @@ def project_dot(
 def project_tiles(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute one program's partial P: in FMAs up to MAX_FMA_RANK, above it in matrix products."""
     if RANK <= MAX_FMA_RANK:
@@ -246,7 +248,7 @@ def project_tiles(
     else:
         project_dot(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, ALIGNED,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
         )  # fmt: skip
 
 
@@ -268,6 +270,7 @@ def _project_kernel(
     FEEDBACK: tl.constexpr,
     RELOADED: tl.constexpr,
     UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and partial SHRINK · P over some columns.
 
@@ -281,6 +284,7 @@ def _project_kernel(
     BLOCK_COLS: PowerSGDWork's block_cols, divided by SPLIT.
     RELOADED: see is_reloaded.
     UNIT: see direction.
+    PRECISION: see dot_precision.
     Grid: one program per row of work_ptr (PowerSGDWork._project_work).
     Moves 12 B per matrix element in fp32 (4 B without FEEDBACK), and 4 · RANK · BLOCK_ROWS B of partial sums
     per program. P and Q come from the cache.
@@ -302,13 +306,13 @@ def _project_kernel(
         project_tiles(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
             row_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, True,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, True,
         )  # fmt: skip
     else:
         project_tiles(
             grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
             row_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, False,
+            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, False,
         )  # fmt: skip
 
 
@@ -403,6 +407,7 @@ def project(
         FEEDBACK=feedback,
         RELOADED=is_reloaded(rank, grad.dtype),
         UNIT=unit,
+        PRECISION=dot_precision(p.dtype),
         enable_fp_fusion=True,
         **launch_options(rank, grad.dtype),
     )

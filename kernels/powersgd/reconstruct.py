@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device import dot_precision
 from ..launch import Launch, Slot, registers
 from ..tile import copy_tile, round_to
 from .random import randomize
@@ -73,12 +74,11 @@ def next_q(
 def reconstruct_tiles(
     grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, row_block, first, last,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute gradient = P Qᵀ for column blocks first .. last of one block of rows."""
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    PRECISION: tl.constexpr = "ieee" if TYPE == tl.float64 else "tf32x3"
     GROW: tl.constexpr = 1.0 if q_wire_ptr.dtype.element_ty == tl.float16 else 1.0 / SHRINK
     # m with padding: beyond Q's last row the wire holds zeros.
     m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), q_wire_ptr.dtype.element_ty)
@@ -138,6 +138,7 @@ def _reconstruct_kernel(
     NEXT_COLS: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
     WARM_START: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Write P Qᵀ and the uncompressed averages to the bucket; keep Q and its lengths for the next step.
 
@@ -150,6 +151,7 @@ def _reconstruct_kernel(
         (NEXT_Q, matrix, index of the norms, first column block, one past the last)
         (TILES, matrix, row block, first column block, one past the last)
         (UNPACK, first bucket element, first wire element, number of elements)
+    PRECISION: see dot_precision.
     Grid: one program per row of work_ptr.
     Writes 4 B per matrix element in fp32, plus the factors.
     """
@@ -176,12 +178,12 @@ def _reconstruct_kernel(
         if is_16_byte_aligned(grad_ptr, matrix_ptr, (second + 1) * BLOCK_ROWS):
             reconstruct_tiles(
                 grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
-                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, True,
+                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, PRECISION, True,
             )  # fmt: skip
         else:
             reconstruct_tiles(
                 grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
-                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, False,
+                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, PRECISION, False,
             )  # fmt: skip
 
 
@@ -236,6 +238,7 @@ def reconstruct(
         NEXT_COLS=cols,
         COPY_BLOCK=COPY_BLOCK,
         WARM_START=warm_start,
+        PRECISION=dot_precision(p.dtype),
         num_warps=NUM_WARPS,
         maxnreg=registers(NUM_WARPS, PROGRAMS.get(rank, 2)),
         enable_fp_fusion=True,

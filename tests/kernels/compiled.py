@@ -3,6 +3,7 @@
 `python -m tests.kernels.compiled 90` calls every launcher below as the library does, and records the
 launches. It compiles the kernels for these launches for sm_90. It prints the worst variant of each kernel:
 registers, spilled bytes, shared memory, programs that fit a multiprocessor.
+`python -m tests.kernels.compiled gfx942` does so for an AMD GPU, with the launches of a ROCm installation.
 
 --json: print all variants, and their memory instructions.
 --every: compile for each dtype and rank, not only for the selection that the tests have time for. This takes
@@ -35,6 +36,7 @@ from triton.compiler import ASTSource
 import gradcomp.kernels
 from gradcomp.cpu.quantize import largest_scale, quantizer
 from gradcomp.kernels import cast, flatten
+from gradcomp.kernels.device import is_rocm
 from gradcomp.kernels.powersgd.pack_codes import FactorCodes, pack_codes
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.powersgd.work import block_shape
@@ -43,8 +45,11 @@ from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
 ARCHITECTURES = (80, 90, 100)
-# Shared memory of a multiprocessor in KiB. Every program takes one KiB more than it asks for.
+# Shared memory of a multiprocessor in KiB. On CUDA every program takes one KiB more than it asks for.
 SHARED_KIB = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
+SHARED_KIB_OF_AMD = {"gfx90a": 64, "gfx942": 64, "gfx950": 160}
+# Triton sets these for a pointer that is aligned to 16 bytes and, on AMD, in storage of up to 2 GiB.
+POINTERS = {"cuda": [["tt.divisibility", 16]], "hip": [["tt.divisibility", 16], ["tt.pointer_range", 32]]}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 TYPE_NAMES = {FP64: "fp64", FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int64: "i64"}
@@ -60,6 +65,8 @@ POWERSGD = [
     (FP32, 4, False),
     (BF16, 32, False),
 ]
+# The tests compile fewer cases for AMD's GPUs, to save time.
+POWERSGD_ON_AMD = [case for case in POWERSGD if case[1] not in (2, 16)]
 # The quantized all-reduce's (dtype, bits, block size, world size, error feedback) that the tests compile.
 QUANTIZED = [
     *((dtype, bits, 128, 8, True) for dtype, bits in product((FP32, BF16, FP64), (4, 8))),
@@ -84,8 +91,7 @@ class Variant:
     arguments: dict[str, Any]
     options: dict[str, Any]
 
-    @property
-    def source(self) -> ASTSource:
+    def source(self, backend: str) -> ASTSource:
         constants = {p.name: self.arguments[p.name] for p in self.kernel.params if p.is_constexpr}
         signature: dict[str, str] = {}
         attributes = {}
@@ -95,8 +101,7 @@ class Variant:
                 signature[parameter.name] = "constexpr"
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = f"*{TYPE_NAMES[value.dtype]}"
-                # Triton sets this for a pointer that is aligned to 16 bytes.
-                attributes[parameter.num,] = [["tt.divisibility", 16]]
+                attributes[parameter.num,] = POINTERS[backend]
             else:
                 signature[parameter.name] = parameter.annotation_type
         return ASTSource(self.kernel, signature, constants, attributes)
@@ -144,7 +149,7 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         plan.back_project(buffer, 1.0)
         plan.reconstruct(buffer, 0)
         yield f"{TYPE_NAMES[dtype]} r={rank}{'' if feedback else ' plain'}"
-        if feedback and dtype != FP64:  # for GPUs whose fp64 is slow
+        if feedback and dtype != FP64 and not is_rocm():  # for GPUs whose fp64 is slow
             plan.orthonormalize(pairs=True)
             yield f"{TYPE_NAMES[dtype]} r={rank} pairs"
     for dtype, rank in product((FP32, BF16, FP64), (4, 32)):
@@ -217,7 +222,9 @@ def is_kernel(name: str) -> bool:
 def compile_for(variants: Iterable[Variant], architecture: int) -> dict[str, dict[str, Any]]:
     """Compile each variant; return its registers, shared memory, instructions etc., by the variant's name."""
     target = GPUTarget("cuda", architecture, 32)
-    compiled = {each: triton.compile(each.source, target=target, options=each.options) for each in variants}
+    compiled = {
+        each: triton.compile(each.source("cuda"), target=target, options=each.options) for each in variants
+    }
     instructions = disassemble([code_of(kernel.asm["cubin"]) for kernel in compiled.values()], architecture)
     return {
         variant.name: facts_of(variant, kernel, assembly, architecture)
@@ -253,6 +260,38 @@ def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) 
             re.findall(r"\b(?:D(?:FMA|ADD|MUL|MMA|SETP)\b|F2F[.\w]*F64[.\w]*|MUFU\.\w+64H)", assembly)
         ),
         "memory": Counter(re.findall(r"\b(?:LDG|LDGSTS|STG|LDL|STL)\b[.\w]*", assembly)),
+    }
+
+
+def compile_for_amd(variants: Iterable[Variant], architecture: str) -> dict[str, dict[str, Any]]:
+    """Compile each variant for an AMD GPU; return registers, shared memory etc., by the variant's name."""
+    target = GPUTarget("hip", architecture, 64)
+    return {
+        each.name: facts_on_amd(
+            each, triton.compile(each.source("hip"), target=target, options=each.options), architecture
+        )
+        for each in variants
+    }
+
+
+def facts_on_amd(variant: Variant, compiled: Any, architecture: str) -> dict[str, Any]:
+    assembly, num_warps = compiled.asm["amdgcn"], compiled.metadata.num_warps
+    found = {name: int(value) for name, value in re.findall(r"^\s*\.(\w+):\s+(\d+)$", assembly, re.M)}
+    # Each of the four SIMDs of a compute unit has 512 registers per lane, for up to 8 wavefronts.
+    resident = 4 * min(512 // (-(-found["vgpr_count"] // 8) * 8), 8)
+    shared = int(compiled.metadata.shared)
+    return {
+        "kernel": variant.kernel.__name__,
+        "itemsize": next(pointers_of(variant)).dtype.itemsize,
+        "rank": variant.arguments.get("RANK", 0),
+        "shared_bytes": shared,
+        "programs": min(resident // num_warps, SHARED_KIB_OF_AMD[architecture] * 1024 // max(shared, 1)),
+        "num_threads": found["max_flat_workgroup_size"],
+        "registers": found["vgpr_count"],
+        # Vector registers and local arrays. Scalar registers are spilled to vector registers, not to memory.
+        "spilled_bytes": max(found["private_segment_fixed_size"], 4 * found["vgpr_spill_count"]),
+        "spilled_scalars": found["sgpr_spill_count"],
+        "products": Counter(re.findall(r"\bv_mfma_\w+", assembly)),
     }
 
 
@@ -312,6 +351,10 @@ def _run(binary: str, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    architecture, chosen = int(sys.argv[1]), EVERY if "--every" in sys.argv else POWERSGD
-    report = compile_for(variants(chosen), architecture)
+    architecture, every = sys.argv[1], EVERY if "--every" in sys.argv else None
+    if architecture in SHARED_KIB_OF_AMD:
+        torch.version.hip = "stands for ROCm"  # launchers choose options and products as on ROCm
+        report = compile_for_amd(variants(every or POWERSGD_ON_AMD), architecture)
+    else:
+        report = compile_for(variants(every or POWERSGD), int(architecture))
     print(json.dumps(report) if "--json" in sys.argv else table(report))

@@ -1,6 +1,7 @@
-"""Test the kernels' machine code for sm_80, sm_90 and sm_100: no spills, wide accesses."""
+"""Test the kernels' machine code: no spills; for sm_80, sm_90 and sm_100 wide accesses, too."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gradcomp.kernels.device import AMD_ARCHITECTURES
 from tests.kernels.compiled import ARCHITECTURES, is_kernel, kernel_modules
 from tests.programs import users_environment
 
@@ -28,9 +30,13 @@ QUANTIZED_MOVED = {
     "_dequantize_kernel": {8: (1 + 4, 4 + 4), 4: (1 + 8, 8 + 8)},
 }
 COPYING = ("_cast_kernel", "_flatten_kernel")
+# AMD's architectures that every change is compiled for: MI200 and MI300. gfx950 is compiled by hand.
+TESTED_AMD = ("gfx90a", "gfx942")
+# What one program may have on an AMD GPU.
+MAX_THREADS, MAX_SHARED_BYTES = 1024, 65536
 
 
-def compile_all(architecture: int) -> dict[str, dict]:
+def compile_all(architecture: int | str) -> dict[str, dict]:
     """Compile every variant for one architecture; return compile_for's report, by the variant's name."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiled", str(architecture), "--json"],
@@ -71,7 +77,9 @@ def check_every_kernel_is_compiled(report):
 def check_nothing_spills(report):
     spilling = {name: facts for name, facts in report.items() if facts["spilled_bytes"]}
     assert not spilling
-    local = {name: facts for name, facts in report.items() if any(op[2] == "L" for op in facts["memory"])}
+    local = {
+        name: facts for name, facts in report.items() if any(op[2] == "L" for op in facts.get("memory", ()))
+    }
     assert not local
 
 
@@ -213,3 +221,36 @@ def test_machine_code(architecture):
     check_panels_move_128_bits_at_a_time(report)
     check_blocks_move_128_bits_at_a_time(report)
     check_pairs_leave_fp64_alone(report)
+
+
+def check_programs_fit_an_amd_gpu(report):
+    """Check threads, 64 per warp, and shared memory. Beyond these, a launch raises OutOfResources."""
+    large = {
+        name: facts
+        for name, facts in report.items()
+        if facts["num_threads"] > MAX_THREADS or facts["shared_bytes"] > MAX_SHARED_BYTES
+    }
+    assert not large
+    assert max(facts["num_threads"] for facts in report.values()) == MAX_THREADS
+
+
+def check_products_are_on_matrix_cores_in_fp32_and_fp64(report):
+    """Check that no product is in xf32 or bf16, which would round the factors."""
+    checked = 0
+    for name, facts in report.items():
+        dtype = "f64" if facts["itemsize"] == 8 else "f32"
+        if facts["kernel"] in TILES_MOVED and facts["rank"] > 8:
+            assert facts["products"], name
+            assert all(re.search(rf"x\d+_?{dtype}$", each) for each in facts["products"]), facts["products"]
+            checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize("architecture", TESTED_AMD)
+def test_machine_code_for_amd(architecture):
+    assert architecture in AMD_ARCHITECTURES
+    report = compile_all(architecture)
+    check_every_kernel_is_compiled(report)
+    check_nothing_spills(report)
+    check_programs_fit_an_amd_gpu(report)
+    check_products_are_on_matrix_cores_in_fp32_and_fp64(report)
