@@ -201,7 +201,10 @@ class Ranks:
 
 
 def measure(options: argparse.Namespace, rows: Path) -> list[str]:
-    """Do every job, append a row for each to a file, and return those that there was no time for."""
+    """Do every job, append a row for each to a file, and return those that there was no time for.
+
+    A hook that has failed with as many ranks isn't tried on another link: it may take a minute to hang again.
+    """
     environment = describe(torch.device("cpu"))
     deadline = time.monotonic() + 60 * options.minutes
     todo = {places: list(jobs(options, *places)) for places in product(options.hosts, options.ranks_per_host)}
@@ -209,6 +212,7 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
     for (hosts, ranks_per_host), found in todo.items():
         with Network(hosts) as network, tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(network, ranks_per_host, Path(folder))
+            failed: list[Job] = []
             for link, job in found:
                 number += 1
                 places = {"hosts": hosts, "ranks_per_host": ranks_per_host}
@@ -216,12 +220,15 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                 if time.monotonic() > deadline:
                     late.append(label)
                     continue
+                if job in failed:
+                    continue
                 if link is not None:
                     network.throttle(link)
                 try:
                     result = ranks.do(job)
                 except RankFailedError as error:
                     result = {"failed": str(error)}
+                    failed.append(job)
                 throttle = {"mbit_per_s": link, "burst_bytes": None if link is None else burst_bytes(link)}
                 row = {**environment, **places, **throttle, **job, **result}
                 with rows.open("a") as file:

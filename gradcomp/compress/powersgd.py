@@ -32,6 +32,11 @@ from .quantized import QuantizedCompressor, QuantizedOptions
 from .quantized_all_reduce import NodesAllReduce, average_payload
 
 
+# Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that they
+# save between nodes (docs/network.md).
+LEAST_BYTES_BY_NODES = 2**18
+
+
 @dataclass(frozen=True)
 class PowerSGDOptions:
     """PowerSGD's options, under torch's names where torch has the option; see PowerSGDState.
@@ -235,9 +240,10 @@ class PowerSGDCompressor(Compressor):
     def _sum(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
         """Sum a wire over all ranks. Yields each collective in progress.
 
-        On a CPU with nodes, the sum goes by nodes. NCCL's rings pass each node once anyway.
+        On a CPU with nodes, the sum of a large wire goes by nodes. NCCL's rings pass each node once anyway.
         """
-        if self._ranks_per_node == 1 or ops.has_streams(wire.device):
+        is_small = wire.nbytes < LEAST_BYTES_BY_NODES
+        if self._ranks_per_node == 1 or is_small or ops.has_streams(wire.device):
             yield dist.all_reduce(wire, group=group, async_op=True)
             return
         nodes = nodes_of(group, self._ranks_per_node)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from gradcomp.compress.powersgd import PowerSGDOptions
+from gradcomp.compress.powersgd import LEAST_BYTES_BY_NODES, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.layout import BlockLayout
 from gradcomp.layout.blocks import SCALE_BYTES
@@ -310,8 +310,8 @@ def _powersgd(
 
 
 def _all_reduce(num_bytes: int, ranks_per_node: int) -> list[Collective]:
-    """Return the collectives of an all-reduce: one if ranks_per_node is 1, else by nodes."""
-    if ranks_per_node == 1:
+    """Return the collectives of PowerSGD's all-reduce: one if ranks_per_node is 1, else by nodes."""
+    if ranks_per_node == 1 or num_bytes < LEAST_BYTES_BY_NODES:
         return [Collective("all-reduce", num_bytes)]
     return [
         Collective("reduce-scatter", num_bytes, "within"),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import gradcomp
 from gradcomp import testing
 from gradcomp.comm.nodes import nodes_of
-from gradcomp.compress import BucketSpec
+from gradcomp.compress import BucketSpec, powersgd
 from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
@@ -36,6 +36,13 @@ BITS = pytest.mark.parametrize("bits", [4, 8])
 NODES = [(4, 2), (6, 3), (6, 2), (4, 4), (3, 1)]
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
+
+
+
+
+@pytest.fixture(autouse=True)
+def small_wires_by_nodes(monkeypatch):
+    monkeypatch.setattr(powersgd, "LEAST_BYTES_BY_NODES", 0)
 
 
 def state_of(bits, ranks_per_node, **options):
@@ -259,6 +266,11 @@ def test_a_node_sends_what_one_rank_would(kind):
         assert between <= 1.25 * one_per_node  # shards of few blocks are padded
 
 
+def test_small_wires_of_factors_go_without_nodes(monkeypatch):
+    monkeypatch.setattr(powersgd, "LEAST_BYTES_BY_NODES", 2**18)
+    assert testing.run_ranks(sent_between_nodes, 4, 2, "factors") == [[0, 0]] * 4
+
+
 @pytest.mark.parametrize("ranks_per_node", [2, 3])
 def test_16_bits_halve_the_gradients_bytes_within_a_node(ranks_per_node):
     exact, halved = (
@@ -316,7 +328,8 @@ def test_a_layer_that_some_ranks_skip(kind, users):
 
 
 def trained(rank, hook):
-    """Return the loss before and after training with torch's DDP, and the parameters."""
+    """Return the loss before and after training with torch's DDP, and the parameters. In a process."""
+    powersgd.LEAST_BYTES_BY_NODES = 0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 1))
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from gradcomp.plan.candidates import CANDIDATES, Collective
-from gradcomp.plan.hardware import CPU, GPUS, Link, Nodes, Rate
+from gradcomp.plan.candidates import CANDIDATES, Collective, candidate_named
+from gradcomp.plan.hardware import CPU, GPUS, Link, MeasuredDevice, Nodes, Rate
 from gradcomp.plan.models import buckets_of, built_in_model
 from gradcomp.plan.prediction import Compute, predict_step
 
@@ -73,12 +73,20 @@ def test_bytes_are_those_that_two_hosts_sent_on_gloo(name, per_node):
         assert 0.93 * megabytes < found < 1.01 * megabytes
 
 
-def test_factors_on_gloo_leave_a_node_once():
+def test_large_factors_on_gloo_leave_a_node_once():
     """Of twice the factors half leaves each of two hosts by nodes, and five sixths in a ring of six ranks."""
-    alone = step("powersgd:4", link(1, is_gloo=True), 2, MLP, CPU).leaving_bytes
-    on = link(3, is_gloo=True)
-    assert step("powersgd:4 by nodes", on, 6, MLP, CPU).leaving_bytes == pytest.approx(alone)
-    assert step("powersgd:4", on, 6, MLP, CPU).leaving_bytes == pytest.approx(5 / 3 * alone)
+    hook, layer = candidate_named("powersgd:32"), buckets_of([(4096, 4096)])
+
+    def leaving(hook, ranks, buckets):
+        on = link(ranks, is_gloo=True)
+        device = MeasuredDevice("cpu", {"powersgd:32": 1.0})
+        return predict_step(buckets, hook, on, 2 * ranks, COMPUTE, device).leaving_bytes
+
+    alone = leaving(hook, 1, layer)
+    assert leaving(hook.by_nodes(), 3, layer) == pytest.approx(alone)
+    assert leaving(hook, 3, layer) == pytest.approx(5 / 3 * alone)
+    small = buckets_of([(256, 256)])  # its wires go around a ring in any case
+    assert leaving(hook.by_nodes(), 3, small) == leaving(hook, 3, small)
 
 
 def test_messages_and_rings_by_hand():
