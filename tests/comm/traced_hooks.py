@@ -22,10 +22,14 @@ import gradcomp
 from benchmarks.checked_hooks import HOOKS
 from gradcomp.comm import pipeline
 from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.nodes import Nodes
+from gradcomp.comm.process_group import Operation
+from gradcomp.compress.quantized_all_reduce import NodesAllReduce
 from gradcomp.fsdp.replicas import AllReduceHook, ReplicaAverage
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.kernels.powersgd import plan as powersgd_plan
+from gradcomp.layout import BlockLayout
 from tests.comm.happens_before import Trace, TracedWork, install
 
 # One list of shapes per bucket.
@@ -122,6 +126,27 @@ def by_average(hook: Callable[..., Any] | None, state: Any) -> None:
     steps_of(net, parameters, lambda: gradcomp.average_([each.grad for each in parameters], hook, state))
 
 
+class HookByNodes:
+    """Averages by nodes, although the stub's one rank is a node and all nodes."""
+
+    def __init__(self) -> None:
+        self._of_buckets: dict[int, NodesAllReduce] = {}
+
+    def __call__(self, _: object, bucket: GradBucket) -> Any:
+        buffer, index = bucket.buffer(), bucket.index()
+
+        def stages() -> pipeline.Stages:
+            if index not in self._of_buckets:
+                layout = BlockLayout(SHAPES[index], 16, 1)
+                options = {"bits": 4, "error_feedback": True}
+                self._of_buckets[index] = NodesAllReduce(layout, buffer.dtype, buffer.device, 1, **options)
+            yield from self._of_buckets[index].average(buffer, Nodes(dist.group.WORLD, dist.group.WORLD))
+            return buffer
+
+        operation = Operation.averaging(index, "HookByNodes", dist.group.WORLD)
+        return pipeline.average_in_stages(bucket, stages(), operation)
+
+
 def problems(train: Callable[..., None], hook: Callable[..., Any] | None, state: Any) -> list[str]:
     """Return the mistakes in a training, and leave the last step in TRACE.works."""
     TRACE.problems.clear()
@@ -196,7 +221,8 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
 
 
 def callers() -> Iterator[tuple[str, list[str]]]:
-    """Yield the mistakes of everything that calls hooks, besides torch's DDP."""
+    """Yield the mistakes of everything that calls hooks, besides torch's DDP, and of an average by nodes."""
+    yield "by nodes", problems(as_ddp, HookByNodes(), None)
     for train in (in_reducer, in_wrapper, by_average, as_fsdp):
         yield f"{train.__name__} without a hook", problems(train, None, None)
         for name, hook, state in (

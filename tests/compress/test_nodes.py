@@ -38,8 +38,6 @@ NODES = [(4, 2), (6, 3), (6, 2), (4, 4), (3, 1)]
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
-
-
 @pytest.fixture(autouse=True)
 def small_wires_by_nodes(monkeypatch):
     monkeypatch.setattr(powersgd, "LEAST_BYTES_BY_NODES", 0)
