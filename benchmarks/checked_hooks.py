@@ -43,10 +43,15 @@ class HookCheck:
         return NUM_STEPS_WITH_ERROR * each_step if self.make_state else each_step
 
 
-def _power_sgd_state() -> powerSGD_hook.PowerSGDState:
+def _power_sgd_state(**options: Any) -> powerSGD_hook.PowerSGDState:
     return powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=NUM_PLAIN_STEPS
+        process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=NUM_PLAIN_STEPS, **options
     )
+
+
+def _power_sgd_state_with_nodes() -> powerSGD_hook.PowerSGDState:
+    """Return a state with int8 factors: others are averaged by nodes on a CPU alone."""
+    return _power_sgd_state(factor_dtype=torch.int8, start_bits=8, ranks_per_node=_node_size())
 
 
 def _node_size() -> int:
@@ -82,6 +87,9 @@ HOOKS = {
     "batched_powerSGD_hook": HookCheck(
         lambda: powerSGD_hook.batched_powerSGD_hook, make_state=_power_sgd_state
     ),
+    "powerSGD_hook int8 by nodes": HookCheck(
+        lambda: powerSGD_hook.powerSGD_hook, make_state=_power_sgd_state_with_nodes
+    ),
     "quantization_hook int8": HookCheck(
         lambda: quantization_hooks.quantization_hook, make_state=partial(_quantization_state, bits=8)
     ),
@@ -90,6 +98,12 @@ HOOKS = {
     ),
     "quantization_hook int4 by nodes": HookCheck(
         lambda: quantization_hooks.quantization_hook, make_state=partial(_state_with_nodes, bits=4)
+    ),
+    # Error feedback leaves out the rounding within nodes.
+    "quantization_hook int4 by nodes, bf16 within": HookCheck(
+        lambda: quantization_hooks.quantization_hook,
+        make_state=partial(_state_with_nodes, bits=4, within_dtype=torch.bfloat16),
+        step_error=torch.finfo(torch.bfloat16).eps,
     ),
     "quantization_hook 16 bits": HookCheck(lambda: _sixteen_bits_hook(), torch.bfloat16),
     "node_wrapper": HookCheck(lambda: default_hooks.node_wrapper(default_hooks.allreduce_hook, _node_size())),

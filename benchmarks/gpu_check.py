@@ -1,24 +1,23 @@
-"""Run everything that needs a GPU: python -m benchmarks.gpu_check (make gpu-check).
+"""Run everything that needs a GPU, within 8 minutes: python -m benchmarks.gpu_check (make gpu-check).
 
-It needs a bare checkout with torch, triton, pytest and hypothesis, but no network, and takes under 9 minutes.
-First, all at once, the steps that check:
+It needs a bare checkout with torch, triton, numpy, pytest and hypothesis, and no network. In this order:
 
-- kernels, hooks, reducer ...: the tests of the folders in TESTS, on CUDA. Large folders run in several
-  processes (kernels:1, kernels:2 ...);
-- ddp-nccl, ddp-gloo: training with each hook, on torch's DDP and on gradcomp's Reducer (ddp_check.py). NCCL
-  has one rank per GPU. On gloo 2 ranks share the first GPU;
-- reducer-nccl, reducer-gloo: the Reducer, the wrapper and average_ in other scenarios, on the same ranks
-  (reducer_check.py);
+1. All at once, as they mostly compile kernels, each on a core of its own:
+   - streams: lifetimes and stream order; no hook makes the host wait (stream_check.py);
+   - ddp-nccl, ddp-gloo: training with each hook beside float64, on torch's DDP and on gradcomp's Reducer
+     (ddp_check.py). NCCL has one rank per GPU. On gloo 2 ranks share the first GPU;
+   - reducer-nccl, reducer-gloo: the Reducer, the wrapper, FSDP2 and average_ in other scenarios, on the same
+     ranks (reducer_check.py);
+2. benchmarks: python -m benchmarks alone on the GPU, its rows appended to benchmarks/results/;
+3. tests:1, tests:2 ...: processes that share the tests that compute on a GPU, from the folders in TESTS.
 
-then, one after another, the steps that need the GPU for themselves:
+Every step has a time limit. A step that fails or exceeds its limit doesn't stop the others. Every step's
+outcome is written to a file beside the device's rows as soon as the step ends. Rows of benchmarks name the
+steps that failed before. Nothing is recorded if steps were left out. Exit status: 0 if all steps passed, 1 if
+one did not, 2 without a GPU.
 
-- streams: no hook makes the host wait (stream_check.py);
-- benchmarks: python -m benchmarks, its rows appended to benchmarks/results/.
-
-A step that fails or exceeds its time limit doesn't stop the others. Every step's outcome is written to a file
-beside the device's rows as soon as the step ends. Rows of benchmarks name the steps that failed before.
-Nothing is recorded if steps were left out. Exit status: 0 if all steps passed, 1 if one did not, 2 without a
-GPU.
+On a CPU (--device cpu, to try the command out) NCCL's steps run on one rank of gloo. --quick leaves all but a
+little of each step out.
 """
 
 from __future__ import annotations
@@ -33,22 +32,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TOTAL_S = 520  # under 9 minutes, including the time to start and to end
-# Folders of tests/, and in how many processes their tests run on CUDA.
-TESTS = {
-    "kernels": 6,
-    "comm": 1,
-    "compress": 1,
-    "fsdp": 1,
-    "hooks": 2,
-    "parallel": 1,
-    "reducer": 1,
-    "testing": 2,
-}
+TOTAL_S = 470  # under 8 minutes, including the time to start and to end
+# Folders of tests/, with kernels last: what they test is computed in the other steps, too.
+TESTS = ("comm", "compress", "fsdp", "hooks", "parallel", "reducer", "testing", "kernels")
+# Processes that run tests, on CUDA: of 16 cores, some are left to the ranks of tests.
+TEST_PROCESSES = 12
+
+# The benchmark that --quick runs.
+QUICK_BENCHMARK = "compress_cast"
 
 PASSED = "passed"
 
@@ -67,49 +62,57 @@ class Outcome:
     seconds: float
 
 
-def stages(device: str) -> list[list[Step]]:
-    """List the steps for this device by stage. The steps of a stage run together.
+def stages(device: str, quick: bool = False, claims: str = "claims") -> list[list[Step]]:
+    """List the steps by stage. The steps of a stage run together.
 
-    On a CPU, for trying the command out, there are only the steps that need no GPU.
+    quick: leave out all but a little of each step.
+    claims: an empty folder, for tests/claimed.py.
     """
-    cuda = device == "cuda"
-    checks = [
-        Step("ddp-gloo", _on_ranks("ddp_check", device, "gloo", timeout_s=140), 150),
-        Step("reducer-gloo", _on_ranks("reducer_check", device, "gloo", timeout_s=210), 220),
-    ]
-    for folder, processes in TESTS.items():
-        checks += _tests(folder, processes if cuda else 1)
-    if cuda:
+    hooks, scenarios = [], []
+    if quick:
+        hooks = ["--hook", "bf16_compress_hook", "--hook", "quantization_hook int4 by nodes"]
+        scenarios = ["--scenario", "bucket views, Reducer", "--scenario", "FSDP2"]
+    checks = [Step("streams", ["-m", "benchmarks.stream_check", "--device", device], 150)]
+    for backend in ("nccl", "gloo"):
+        on_ranks = _on_ranks(device, backend)
         checks += [
-            Step("ddp-nccl", _on_ranks("ddp_check", device, "nccl", timeout_s=140), 150),
-            Step("reducer-nccl", _on_ranks("reducer_check", device, "nccl", timeout_s=210), 220),
+            Step(f"ddp-{backend}", ["-m", "benchmarks.ddp_check", *on_ranks, *hooks], 150),
+            Step(f"reducer-{backend}", ["-m", "benchmarks.reducer_check", *on_ranks, *scenarios], 150),
         ]
-    streams = [Step("streams", ["-m", "benchmarks.stream_check"], 50)]
-    benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 240)]
-    return [checks, streams, benchmarks] if cuda else [checks, benchmarks]
+    benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 170)]
+    return [checks, benchmarks, _tests(TEST_PROCESSES if device == "cuda" else 2, quick, claims)]
 
 
-def _tests(folder: str, processes: int) -> list[Step]:
-    """Make the steps that run the tests of a folder and its subfolders.
+def _on_ranks(device: str, backend: str) -> list[str]:
+    """Return a check's arguments for the backend's default ranks: 2 on gloo, one per GPU on NCCL."""
+    ranks = ["--device", device, "--backend", backend, "--timeout-s", "140"]
+    if (device, backend) == ("cpu", "nccl"):
+        ranks += ["--backend", "gloo", "--world-size", "1"]  # as NCCL's one rank on one GPU
+    return ranks
 
-    tests/kernels/test_compiled.py is left out: it takes minutes and needs no GPU.
+
+def _tests(processes: int, quick: bool, claims: str) -> list[Step]:
+    """Make the steps that share the tests that compute on a GPU; see tests/claimed.py."""
+    files = [str(path.relative_to(ROOT)) for path in files_of_tests()]
+    if quick:
+        files = ["tests/kernels/test_scratch.py"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.claimed", "--claims", claims]
+    command += ["-m", "device", "--durations=3", *files]
+    return [Step(f"tests:{i + 1}", command, 130) for i in range(processes)]
+
+
+def files_of_tests() -> list[Path]:
+    """Return the files of TESTS that name a device. pytest then chooses their tests marked so.
+
+    The other files have no such tests, and collecting takes long.
     """
-    paths = (path for path in (ROOT / "tests" / folder).rglob("test_*.py") if path.name != "test_compiled.py")
-    files = sorted(str(path.relative_to(ROOT)) for path in paths)
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=3"]
-    names = [folder] if processes == 1 else [f"{folder}:{i + 1}" for i in range(processes)]
-    return [Step(name, [*command, *files[i::processes]], 230) for i, name in enumerate(names)]
+    paths = [path for folder in TESTS for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    return [path for path in paths if "device" in path.read_text()]
 
 
 def _group(step: Step) -> str:
     """Return the name by which --only selects the step."""
     return step.name.partition(":")[0]
-
-
-def _on_ranks(check: str, device: str, backend: str, timeout_s: int) -> list[str]:
-    """Return the command of a check, on the backend's default ranks: 2 on gloo, one per GPU on NCCL."""
-    where = ["--device", device, "--backend", backend]
-    return ["-m", f"benchmarks.{check}", *where, "--timeout-s", str(timeout_s)]
 
 
 class Running:
@@ -213,6 +216,21 @@ def missing(device: str) -> str | None:
     return None
 
 
+def unproven(device: str) -> str:
+    """Return what a pass on this machine does not prove."""
+    import torch
+
+    if device == "cpu":
+        return "on a CPU a pass proves nothing about kernels, streams and NCCL: hooks compute in plain torch"
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 1:
+        return (
+            "on one GPU a pass doesn't prove that anything works between GPUs: NCCL has one rank, and on "
+            "gloo two ranks share the GPU"
+        )
+    return f"NCCL has {num_gpus} ranks, one per GPU; a pass doesn't prove that NCCL works between machines"
+
+
 def report_environment(device: str) -> dict[str, object]:
     """Print and return the device, the versions and the commit."""
     import torch
@@ -231,8 +249,9 @@ def report_environment(device: str) -> dict[str, object]:
 
 
 def results_folder(args: argparse.Namespace) -> Path | None:
-    """Return the folder to record in; None where nothing is recorded."""
-    if args.only or (args.device == "cpu" and not args.results):
+    """Return the folder to record in; None where nothing is recorded: without all steps, and in trials."""
+    is_trial = args.device == "cpu" or args.quick
+    if args.only or (is_trial and not args.results):
         return None
     folder: Path = args.results or ROOT / "benchmarks" / "results"
     return folder
@@ -253,15 +272,20 @@ def record(outcome: Outcome, facts: dict[str, object], folder: Path | None) -> N
 def run_all(args: argparse.Namespace, keep: Callable[[Outcome], object]) -> list[Outcome]:
     deadline = time.monotonic() + TOTAL_S
     outcomes: list[Outcome] = []
-    for stage in stages(args.device):
-        left_out = [step for step in stage if args.only and _group(step) not in args.only]
-        outcomes += [Outcome(step.name, "left out", 0.0) for step in left_out]
-        chosen = [step for step in stage if step not in left_out]
-        limit_s = max(0.0, deadline - time.monotonic())
-        extra = []
-        if [step.name for step in chosen] == ["benchmarks"]:
-            extra = _benchmark_arguments(args, outcomes, min(chosen[0].budget_s, limit_s))
-        outcomes += run_together(chosen, extra, limit_s, keep)
+    with tempfile.TemporaryDirectory(prefix="gradcomp-claims-") as claims:
+        waiting = stages(args.device, args.quick, claims)
+        while waiting:
+            stage = waiting.pop(0)
+            left_out = [step for step in stage if args.only and _group(step) not in args.only]
+            outcomes += [Outcome(step.name, "left out", 0.0) for step in left_out]
+            chosen = [step for step in stage if step not in left_out]
+            reserved_s = sum(max(step.budget_s for step in later) for later in waiting)
+            limit_s = max(0.0, deadline - time.monotonic() - reserved_s)
+            extra = []
+            if [step.name for step in chosen] == ["benchmarks"]:
+                chosen = [replace(chosen[0], budget_s=limit_s)]  # there are always more cases to time
+                extra = _benchmark_arguments(args, outcomes, limit_s)
+            outcomes += run_together(chosen, extra, limit_s, keep)
     return outcomes
 
 
@@ -270,6 +294,8 @@ def _benchmark_arguments(args: argparse.Namespace, before: Sequence[Outcome], ti
     arguments = ["--budget-s", str(max(0, round(timeout_s) - 35))]
     if args.quick or args.device == "cpu":
         arguments.append("--quick")
+    if args.quick:
+        arguments += ["--filter", QUICK_BENCHMARK]
     folder = results_folder(args)
     if folder is not None:
         arguments += ["--record", "--results", str(folder)]
@@ -286,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--results", type=Path, help="record here, not in benchmarks/results/")
-    parser.add_argument("--quick", action="store_true", help="small benchmarks")
+    parser.add_argument(
+        "--quick", action="store_true", help="a little of each step; recorded only with --results"
+    )
     parser.add_argument(
         "--only",
         action="append",
@@ -297,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu: try the check itself out where there is no GPU; recorded only with --results",
+        help="cpu: try the command out where there is no GPU; recorded only with --results",
     )
     args = parser.parse_args(argv)
     if args.results:
@@ -306,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem:
         print(f"gpu-check: {problem}; nothing was run")
         return 2
+    print(f"gpu-check: {unproven(args.device)}")
     facts = report_environment(args.device)
     outcomes = run_all(args, lambda outcome: record(outcome, facts, results_folder(args)))
     print("\n==== summary")

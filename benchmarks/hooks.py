@@ -32,12 +32,14 @@ Hook = Callable[[object, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
 class FakeBucket(GradBucket):
-    """The step's last bucket, with random gradients of these shapes."""
+    """A bucket with random gradients of these shapes."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device, index: int = 0):
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], device: torch.device, index: int = 0, is_last: bool = True
+    ):
         parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
         buffer = torch.randn(sum(p.numel() for p in parameters), device=device)
-        super().__init__(index, buffer, parameters, is_last=True)
+        super().__init__(index, buffer, parameters, is_last)
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Run the Reducer, the wrapper and average_ on real processes, and check what they average.
+"""Run the Reducer, the wrapper, FSDP2 and average_ on real processes, and check what they average.
 
 With python -m benchmarks.reducer_check --backend gloo --world-size 2 --device cuda all ranks share one GPU
 (or the CPU); with --backend nccl every rank has a GPU of its own. Each scenario (reducer_scenarios.py,
@@ -61,6 +61,7 @@ SCENARIOS: dict[str, Scenario] = {
     "join, wrapper": reducer_scenarios.join,
     "average_": state_scenarios.average_exactly,
     "average_, error feedback": state_scenarios.average_with_error_feedback,
+    "FSDP2": state_scenarios.fsdp_replicas,
 }
 
 

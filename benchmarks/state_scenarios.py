@@ -1,4 +1,4 @@
-"""Scenarios of reducer_check beside gradients: the module's state, average_, checkpoints of hooks' states."""
+"""Scenarios of reducer_check beside gradients: module state, average_, FSDP2, checkpoints of states."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
 from benchmarks import checked_hooks
-from benchmarks.checked_hooks import NUM_STEPS_WITH_ERROR, HookCheck
+from benchmarks.checked_hooks import NO_HOOK, NUM_STEPS_WITH_ERROR, HookCheck
 from benchmarks.rank_results import Results, rounding
 from benchmarks.reducer_models import Averaged, ConvNet, Given, On, loss_of, made, numbers, wrapped
+from gradcomp.fsdp import compress_replicas
 
 WITH_ERROR_FEEDBACK = ("powerSGD_hook", "quantization_hook int4")
 SHAPES = ((64, 48), (30,), (33, 70), (5, 8, 3, 3), (17,))
@@ -111,6 +114,29 @@ def average_with_error_feedback(device: torch.device, rank: int, world_size: int
             gradcomp.average_(tensors, hook, state, keys=keys)
             sums.add(own, tensors)
         sums.expect(results, name, _errors(state, range(len(SHAPES))), hook_check.max_error)
+    return results
+
+
+def fsdp_replicas(device: torch.device, rank: int, world_size: int) -> Results:
+    """Average the replicas of FSDP2 models exactly, through PowerSGD and in int4. A rank is a replica."""
+    results = Results(world_size)
+    for name in (NO_HOOK, *WITH_ERROR_FEEDBACK):
+        hook_check = checked_hooks.find(name)
+        state = hook_check.make_state() if hook_check.make_state else None
+        model = made(lambda: Given(SHAPES), device)
+        mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        compress_replicas(model, mesh["replicate"].get_group(), state)
+        sums = _Sums()
+        for step in range(NUM_STEPS_WITH_ERROR):
+            own = _gradients(device, rank, step)
+            model.zero_grad()
+            model(own).backward()
+            sums.add(own, [param.grad.to_local() for param in model.parameters()])
+        errors = {index: torch.zeros(shape, device=device) for index, shape in enumerate(SHAPES)}
+        if state is not None:
+            errors = _errors(state, range(len(SHAPES)))
+        sums.expect(results, name, errors, hook_check.max_error)
     return results
 
 

@@ -1,10 +1,11 @@
 """Stubs of CUDA that cost nothing, so that a hook's time on the host is Python's and Triton's.
 
 Tensors stay on the CPU and pose as the device's. Kernels are compiled for sm_90 as on a GPU. Triton's own
-launcher launches them on a libcuda of empty functions, so there is no need for a GPU or its driver. Triton
-needs a C compiler, as always. Streams, events and futures keep torch's Python code around empty calls. A
-future's set_result looks for tensors in its value, as with devices. Not counted: the time of CUDA's own
-functions (a launch some 2 µs, an event 1 µs), and NCCL.
+launcher launches them on a libcuda of empty functions, so there is no need for a GPU or its driver. A machine
+with a real libcuda is refused: the stub would take its place. Triton needs a C compiler, as always. Streams,
+events and futures keep torch's Python code around empty calls. A future's set_result looks for tensors in its
+value, as with devices. Not counted: the time of CUDA's own functions (a launch some 2 µs, an event 1 µs), and
+NCCL.
 
 install() changes torch and Triton for the whole process, so call it in a process of its own.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,13 +39,27 @@ _C_FUNCTIONS = {
 }
 
 
+def missing() -> str | None:
+    """Return the reason why the stub can't be installed here, or None if there is none."""
+    if shutil.which("cc") is None:
+        return "the stub of CUDA needs a C compiler"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return "the stub of CUDA takes the place of libcuda, and this machine has a real one"
+
+
 def install(architecture: int = 90) -> None:
     """Replace CUDA in torch and Triton, and start a process group of one rank with empty collectives.
 
-    Raises RuntimeError if gradcomp has been imported: its classes have torch's as bases.
+    Raises RuntimeError if gradcomp has been imported, as its classes have torch's as bases, and where
+    missing() gives a reason.
     """
     if "gradcomp" in sys.modules:
         raise RuntimeError("stub_cuda.install() must come before gradcomp is imported")
+    if reason := missing():
+        raise RuntimeError(reason)
     _install_libcuda()
     _install_torch(architecture)
     import gradcomp  # noqa: F401 its modules are changed

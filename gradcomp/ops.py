@@ -33,6 +33,7 @@ __all__ = [
     "PowerSGDPlan",
     "QuantizedPlan",
     "amd_architecture",
+    "compile_flatten",
     "compile_powersgd",
     "compile_quantized",
     "compress_cast",
@@ -84,6 +85,9 @@ def compress_cast(
     _check_cast("compress_cast", buffer, out)
     if runs_triton(out.device):
         cast_kernel.cast(buffer, out=out, scale=scale)
+        if has_streams(out.device):
+            # The way back is compiled now, not in backward when the average is there.
+            cast_kernel.compile_cast(out.dtype, buffer.dtype, out.device)
     else:
         cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale, overwrite=overwrite)
     return out
@@ -165,6 +169,17 @@ def unflatten(
     else:
         cpu.copy(parts or _parts(flat, layout), out=out, scale=scale)
     return out
+
+
+def compile_flatten(dtype: torch.dtype, device: torch.device, *, also_unflatten: bool) -> None:
+    """Compile the kernels that flatten, and if asked unflatten, launch; see compile_powersgd.
+
+    dtype: of the tensors and of the buffer.
+    """
+    if has_streams(device) and dtype in _FLOATS:
+        flatten_kernel.compile_flatten(dtype, device, to_flat=True)
+        if also_unflatten:
+            flatten_kernel.compile_flatten(dtype, device, to_flat=False)
 
 
 class PartsCopy:

@@ -1,5 +1,7 @@
 """Scale a buffer and change its dtype in one pass: to 16 bits for the wire, and back."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,9 @@ BLOCK = 4096  # elements per program: each of 128 threads has 8 loads of 16 byte
 NUM_WARPS = 4
 
 
-@triton.jit
+# Nothing is specialized on what differs between buckets: their sizes, and the addresses of parts of buffers.
+# copy_tile asks for alignment itself. So a pair of dtypes has one variant, which compile_cast can make early.
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["src_ptr", "dst_ptr"])
 def _cast_kernel(src_ptr, dst_ptr, numel: tl.int64, scale: tl.float64, BLOCK: tl.constexpr):
     """Compute dst[i] = round(scale · src[i]) for 0 <= i < numel.
 
@@ -32,8 +36,20 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
     out: contiguous, as many elements as src, any floating-point dtype, on src's device. It may be src itself;
         otherwise the two must not share memory.
     """
-    numel = src.numel()
-    launch = Launch(
+    with launching_on(out.device):
+        _launch(src, out, src.numel(), scale)()
+
+
+@functools.cache
+def compile_cast(src_dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what cast launches for tensors of these dtypes on a device with streams."""
+    src, out = (torch.empty(1, dtype=dtype, device="meta") for dtype in (src_dtype, out_dtype))
+    with launching_on(device):
+        _launch(src, out, 1, 1.0).compile()
+
+
+def _launch(src: torch.Tensor, out: torch.Tensor, numel: int, scale: float) -> Launch:
+    return Launch(
         _cast_kernel,
         triton.cdiv(numel, BLOCK),
         src,
@@ -45,5 +61,3 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
         maxnreg=COPY_REGISTERS,
         enable_fp_fusion=False,
     )
-    with launching_on(out.device):
-        launch()

@@ -1,5 +1,6 @@
 """Copy a list of tensors to one flat buffer, or back, in one launch."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -57,7 +58,8 @@ class FlattenTables:
         return self._pointers
 
 
-@triton.jit
+# The flat buffer may be a part of a bucket: copy_tile asks for alignment itself. See cast.py.
+@triton.jit(do_not_specialize_on_alignment=["flat_ptr"])
 def _flatten_kernel(
     pointers_ptr,
     tiles_ptr,
@@ -99,20 +101,54 @@ def _launch(
     if not len(tables.tiles):
         return
     with launching_on(flat.device):
-        Launch(
-            _flatten_kernel,
+        _launch_of(
             len(tables.tiles),
             tables.pointers(tensors),
             tables.tiles,
             flat,
             scale,
-            TENSOR_TYPE=_TRITON_DTYPES[tensors[0].dtype],
-            TO_FLAT=to_flat,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-            maxnreg=COPY_REGISTERS,
-            enable_fp_fusion=False,
+            tensor_dtype=tensors[0].dtype,
+            to_flat=to_flat,
         )()
+
+
+def _launch_of(
+    num_tiles: int,
+    pointers: torch.Tensor,
+    tiles: torch.Tensor,
+    flat: torch.Tensor,
+    scale: float,
+    *,
+    tensor_dtype: torch.dtype,
+    to_flat: bool,
+) -> Launch:
+    return Launch(
+        _flatten_kernel,
+        num_tiles,
+        pointers,
+        tiles,
+        flat,
+        scale,
+        TENSOR_TYPE=_TRITON_DTYPES[tensor_dtype],
+        TO_FLAT=to_flat,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+        maxnreg=COPY_REGISTERS,
+        enable_fp_fusion=False,
+    )
+
+
+@functools.cache
+def compile_flatten(dtype: torch.dtype, device: torch.device, *, to_flat: bool) -> None:
+    """Compile what flatten or unflatten launches, on a device with streams.
+
+    dtype: of the tensors and the flat buffer.
+    to_flat: whether for flatten.
+    """
+    table = torch.empty(1, dtype=torch.int64, device="meta")
+    flat = torch.empty(1, dtype=dtype, device="meta")
+    with launching_on(device):
+        _launch_of(1, table, table, flat, 1.0, tensor_dtype=dtype, to_flat=to_flat).compile()
 
 
 def flatten(

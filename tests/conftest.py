@@ -29,10 +29,19 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need processes: `-m "not processes"` leaves them out."""
+    """Mark the tests that need processes, and those that compute on the GPU if there is one."""
     for item in items:
         if "run_ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("processes")
+        if touches_device(item):
+            item.add_marker("device")
+
+
+def touches_device(item: pytest.Item) -> bool:
+    """Return whether a test takes the fixture `device`, or is in a file that imports device_of_rank."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    takes_fixture = "device" in getattr(item, "fixturenames", ()) and "device" not in parameters
+    return takes_fixture or hasattr(getattr(item, "module", None), "device_of_rank")
 
 
 @pytest.fixture

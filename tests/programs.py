@@ -5,8 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks import stub_cuda
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+# For tests of programs that install benchmarks.stub_cuda.
+needs_stub_cuda = pytest.mark.skipif(stub_cuda.missing() is not None, reason=str(stub_cuda.missing()))
 
 
 def users_environment(**changes: str) -> dict[str, str]:

@@ -2,44 +2,76 @@
 
 import json
 import os
+import re
 import select
-from types import SimpleNamespace
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from benchmarks import checked_hooks, ddp_check, gpu_check, stream_check
-from tests.programs import ROOT, run_module
+from tests.programs import ROOT, run_module, run_python
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("main", [lambda: gpu_check.main([]), stream_check.main], ids=["gpu", "stream"])
-def test_a_check_without_a_gpu_says_so(main, monkeypatch, capsys):
+@pytest.mark.parametrize("check", [gpu_check, stream_check])
+def test_a_check_without_a_gpu_says_so(check, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main() == 2
+    assert check.main([]) == 2
     assert "no CUDA GPU is available" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("group_of_one", "plain_torch")
+@pytest.mark.parametrize("step", stream_check.STEPS)
 @pytest.mark.parametrize("name", checked_hooks.HOOKS)
-def test_stream_check_judges_results(name, monkeypatch, group_of_one):
-    """On the CPU, which has no streams, the check still compares results with the gradient."""
-    monkeypatch.setattr(stream_check, "SHAPES", [(64, 48), (9,), (64, 48)])
-    for function in ("synchronize", "_sleep", "set_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, function, lambda *arguments: None)
-    event = SimpleNamespace(record=lambda: None, query=lambda: False)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    hook_check = checked_hooks.HOOKS[name]
-    state = hook_check.make_state() if hook_check.make_state else None
+def test_stream_check_judges_results(name, step):
+    """On the CPU, which has no streams, the check still compares results with the gradients."""
+    hook_check, shapes = checked_hooks.HOOKS[name], stream_check.STEPS_ON_CPU[step]
     hook = hook_check.make()
+    calls = []
 
     def wrong(state, bucket):
-        return hook(state, bucket).then(lambda future: future.value() * 1.1)
+        calls.append(bucket.index())
+        factor = 1.1 if bucket.is_last() else 1.0
+        return hook(state, bucket).then(lambda future: future.value() * factor)
 
-    assert stream_check.problem_of(hook, state, hook_check.max_error, CPU) is None
-    assert "off by" in stream_check.problem_of(wrong, state, hook_check.max_error, CPU)
-    if state:
-        assert state.compression_stats()[0] > 1, "nothing was compressed"
+    def problem(hook):
+        state = hook_check.make_state() if hook_check.make_state else None
+        found = stream_check.problem_of(hook, state, hook_check.max_error, CPU, shapes)
+        if state:
+            assert state.compression_stats()[0] > 1, "nothing was compressed"
+        return found
+
+    assert problem(hook) is None
+    assert f"bucket {len(shapes) - 1} is off by" in problem(wrong)
+    assert calls[: len(shapes)] == list(range(len(shapes)))
+
+
+def test_every_step_runs_to_the_end_on_a_cpu(tmp_path):
+    """Streams are traced on CUDA's stub, in tests/comm/test_stream_order.py: its kernels compute nothing."""
+    done = run_module(
+        *("benchmarks.gpu_check", "--device", "cpu", "--quick", "--results", str(tmp_path)), timeout_s=240
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("gpu-check: on a CPU a pass proves nothing about")
+    rows = [
+        json.loads(line) for path in tmp_path.glob("*-steps.jsonl") for line in path.read_text().splitlines()
+    ]
+    steps = {step.name for stage in gpu_check.stages("cpu") for step in stage}
+    assert {row["step"] for row in rows} == steps
+    assert {row["verdict"] for row in rows} == {"passed"}
+    (benchmarks,) = (path for path in tmp_path.iterdir() if not path.name.endswith("-steps.jsonl"))
+    cases = [json.loads(line)["case"] for line in benchmarks.read_text().splitlines()]
+    assert cases
+    assert all(gpu_check.QUICK_BENCHMARK in case for case in cases)
+
+
+@pytest.mark.parametrize(("num_gpus", "unproven"), [(1, "NCCL has one rank"), (2, "NCCL has 2 ranks")])
+def test_the_first_line_says_what_a_pass_does_not_prove(num_gpus, unproven, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert unproven in gpu_check.unproven("cuda")
 
 
 def test_a_step_that_takes_too_long_is_killed_with_its_children(tmp_path):
@@ -71,7 +103,7 @@ def test_what_passes_is_recorded_whatever_fails(exit_status, only, tmp_path, mon
     ]
     monkeypatch.setattr(gpu_check, "missing", lambda device: None)
     monkeypatch.setattr(gpu_check, "report_environment", lambda device: {"device": "A GPU"})
-    monkeypatch.setattr(gpu_check, "stages", lambda device: [steps[:-1], steps[-1:]])
+    monkeypatch.setattr(gpu_check, "stages", lambda *options: [steps[:-1], steps[-1:]])
     arguments = [argument for step in only for argument in ("--only", step)]
     status = gpu_check.main([*arguments, "--results", str(tmp_path)])
     output = capfd.readouterr().out
@@ -93,25 +125,82 @@ def test_what_passes_is_recorded_whatever_fails(exit_status, only, tmp_path, mon
     assert (f"FAILED (exit status {exit_status})" in output) == bool(exit_status)
 
 
-def test_the_stages_end_within_nine_minutes():
+def test_the_stages_end_within_eight_minutes():
     stages = gpu_check.stages("cuda")
-    names = {step.name.partition(":")[0] for stage in stages for step in stage}
-    checks = set(gpu_check.TESTS)
-    checks |= {f"{check}-{backend}" for check in ("ddp", "reducer") for backend in ("gloo", "nccl")}
-    assert names == checks | {"streams", "benchmarks"}
-    assert sum(max(step.budget_s for step in stage) for stage in stages) <= gpu_check.TOTAL_S < 9 * 60
+    assert [sorted({step.name.partition(":")[0] for step in stage}) for stage in stages] == [
+        ["ddp-gloo", "ddp-nccl", "reducer-gloo", "reducer-nccl", "streams"],
+        ["benchmarks"],
+        ["tests"],
+    ]
+    assert sum(max(step.budget_s for step in stage) for stage in stages) <= gpu_check.TOTAL_S < 8 * 60
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_every_test_file_of_its_folders_runs_once(device):
-    """test_compiled.py is left out: it compiles ahead of time, which takes minutes and needs no GPU."""
-    steps = [step for stage in gpu_check.stages(device) for step in stage]
-    files = [argument for step in steps for argument in step.command if argument.startswith("tests/")]
-    there = [path for folder in gpu_check.TESTS for path in (ROOT / "tests" / folder).rglob("test_*.py")]
-    expected = {str(path.relative_to(ROOT)) for path in there} - {"tests/kernels/test_compiled.py"}
-    assert "tests/testing/ranks/test_simulation.py" in expected
-    assert sorted(files) == sorted(expected)
-    assert len({step.name for step in steps}) == len(steps)
+def test_benchmarks_get_the_time_that_no_other_step_needs(monkeypatch, capfd):
+    steps = [[gpu_check.Step(name, ["-c", ""], 20)] for name in ("streams", "benchmarks", "tests")]
+    monkeypatch.setattr(gpu_check, "TOTAL_S", 100)
+    monkeypatch.setattr(gpu_check, "missing", lambda device: None)
+    monkeypatch.setattr(gpu_check, "stages", lambda *options: steps)
+    assert gpu_check.main(["--device", "cpu"]) == 0
+    limits = re.findall(r"(\w+): started, may take (\d+) s", capfd.readouterr().out)
+    assert [name for name, _ in limits] == ["streams", "benchmarks", "tests"]
+    given = dict(limits)
+    assert 60 < int(given["benchmarks"]) <= 80
+    assert given["streams"] == given["tests"] == "20"
+
+
+# --- the tests of the last step ---
+
+
+def collected(*arguments):
+    command = ["-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "device", *arguments]
+    done = run_python(*command)
+    assert done.returncode == 0, done.stdout
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_every_test_that_computes_on_a_gpu_is_in_the_files_that_are_collected():
+    folders = [f"tests/{folder}" for folder in gpu_check.TESTS]
+    files = [str(path.relative_to(ROOT)) for path in gpu_check.files_of_tests()]
+    tests = collected(*folders)
+    assert tests == collected(*files)
+    chosen = {test.partition("::")[0] for test in tests}
+    assert {"tests/kernels/test_cast.py", "tests/hooks/test_powersgd_kernels.py"} <= chosen
+    # Some compute on a CPU, others with CUDA's stub, which would take the place of a real libcuda.
+    others = {"tests/kernels/test_compiled.py", "tests/kernels/test_launch.py", "tests/comm/test_streams.py"}
+    assert not others & chosen
+
+
+TESTS = """
+import pytest
+
+@pytest.fixture(scope="module")
+def order():
+    order = []
+    yield order
+    assert order == sorted(order)
+
+@pytest.mark.parametrize("number", range(20))
+def test_one(number, order):
+    order.append(number)
+    print("ran", number)
+"""
+
+
+def test_processes_divide_tests(tmp_path):
+    """The second process runs while the first one does, and after it."""
+    (tmp_path / "test_them.py").write_text(TESTS)
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    command = [
+        *(sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", "-p", "tests.claimed"),
+        *("--claims", str(claims), "--rootdir", str(tmp_path), str(tmp_path)),
+    ]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    ran = [[int(number) for number in re.findall(r"ran (\d+)", output)] for output in outputs]
+    assert sorted(ran[0] + ran[1]) == list(range(20))
+    assert all(of_one == sorted(of_one) for of_one in ran)
 
 
 # --- the DDP run ---

@@ -1,14 +1,11 @@
 """Test that the benchmarks of PowerSGD's host time and memory run, and count plans' allocations."""
 
-import shutil
-
-import pytest
 import torch
 
 from benchmarks import models, powersgd_memory
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.layout import PowerSGDLayout
-from tests.programs import run_module
+from tests.programs import needs_stub_cuda, run_module
 
 BUCKETS = [[(300, 200), (200,)], [(500, 400), (90, 80)]]
 
@@ -32,7 +29,7 @@ def test_the_table_of_memory(monkeypatch, capsys):
     assert len({row.count("|") for row in rows}) == 1
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher needs a C compiler")
+@needs_stub_cuda
 def test_host_time():
     done = run_module("benchmarks.host_time", "--models", "gpt2-medium", "--calls", "20")
     assert done.returncode == 0, done.stdout

@@ -1,13 +1,12 @@
 """Test the order of the work that hooks enqueue on CUDA's streams, on a stub of CUDA in another process."""
 
 import json
-import shutil
 
 import pytest
 
-from tests.programs import run_python
+from tests.programs import needs_stub_cuda, run_python
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the stub of CUDA needs a C compiler")
+pytestmark = needs_stub_cuda
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,8 @@
 """Test the stream that hooks' work runs on, with CUDA stubbed in another process."""
 
 import json
-import shutil
 
-import pytest
-
-from tests.programs import run_python
+from tests.programs import needs_stub_cuda, run_python
 
 PROGRAM = """
 import json
@@ -41,7 +38,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="the stub of CUDA needs a C compiler")
+@needs_stub_cuda
 def test_work_runs_on_the_side_stream_and_leaves_the_current_one():
     done = run_python("-c", PROGRAM)
     assert done.returncode == 0, done.stderr

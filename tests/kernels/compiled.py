@@ -101,7 +101,10 @@ class Variant:
                 signature[parameter.name] = "constexpr"
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = f"*{TYPE_NAMES[value.dtype]}"
-                attributes[parameter.num,] = POINTERS[backend]
+                aligned = not parameter.do_not_specialize_on_alignment
+                hints = [each for each in POINTERS[backend] if aligned or each[0] != "tt.divisibility"]
+                if hints:
+                    attributes[parameter.num,] = hints
             else:
                 signature[parameter.name] = parameter.annotation_type
         return ASTSource(self.kernel, signature, constants, attributes)

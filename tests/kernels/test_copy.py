@@ -105,9 +105,8 @@ def test_unflatten_writes_strided_and_unaligned_tensors(unflatten, dtype, device
     dtype=st.sampled_from(FLOATS),
     lead=st.integers(0, 9),
 )
-def test_flatten_then_unflatten_is_the_identity(shapes, dtype, lead):
+def test_flatten_then_unflatten_is_the_identity(shapes, dtype, lead, device):
     """It is the identity for any list of shapes, in a buffer of any alignment."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors = tensors_of(shapes, dtype, device)
     layout = FlatLayout(shapes)
     storage = poisoned(lead + layout.numel + 1, dtype, device)

@@ -6,13 +6,11 @@ kernels.
 
 import json
 import os
-import shutil
 
-import pytest
 import torch
 
 from gradcomp.kernels.launch import Launch, Slot, Stage
-from tests.programs import run_python
+from tests.programs import needs_stub_cuda, run_python
 
 PROGRAM = """
 import json
@@ -87,7 +85,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launcher needs a C compiler")
+@needs_stub_cuda
 def test_compiled_launches_are_tritons_own():
     # PYTHONPATH: the environment's Triton may be another one than the installed Triton.
     done = run_python("-c", PROGRAM, PYTHONPATH=os.environ.get("PYTHONPATH", ""))

@@ -45,7 +45,7 @@ def test_our_hooks_hold_what_they_claim(name):
     "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
 )  # numpy warns about inf
 @pytest.mark.parametrize("name", OURS)
-def test_our_kernels_too(name, monkeypatch):
+def test_our_kernels_too(name, monkeypatch, device):
     """Under the interpreter, or on the GPU, hooks are checked on few and small workloads."""
     only = [
         "averages",
@@ -54,7 +54,7 @@ def test_our_kernels_too(name, monkeypatch):
         "error_feedback_identity",
         "nonfinite_seen_by_all",
     ]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device.type
     workload = Workload(((9, 8), (3,)), steps=4, noise=1.0, drift=0.5, device=device)
     hook, make_state = OURS[name]
     with monkeypatch.context() as plain_torch:  # the probe doesn't test kernels

@@ -1,11 +1,8 @@
 """With CUDA stubbed, test that a recorder computes on the side stream, and that no step waits for it."""
 
 import json
-import shutil
 
-import pytest
-
-from tests.programs import run_python
+from tests.programs import needs_stub_cuda, run_python
 
 PROGRAM = """
 import json
@@ -105,7 +102,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="the stub of CUDA needs a C compiler")
+@needs_stub_cuda
 def test_everything_is_on_the_side_stream_and_nothing_waits():
     done = run_python("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
