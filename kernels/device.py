@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-# Compute capabilities with fast fp64: half of fp32's rate, or all of it on tensor cores. All others run fp64
-# at 1/32 or 1/64 of fp32's rate (CUDA C++ programming guide, throughput of arithmetic instructions).
-FAST_FP64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
-# AMD's GPUs for which the kernels are known to compile: MI200, MI300 and MI350. Their fp64 is fast, too.
+# AMD's GPUs for which the kernels are known to compile: MI200, MI300 and MI350.
 AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 
 _interpreter = threading.RLock()
@@ -84,30 +81,16 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-@functools.cache
-def is_fp64_slow(device: torch.device) -> bool:
-    """Return whether kernels should avoid fp64 on a device: True for CUDA outside FAST_FP64.
-
-    False on a CPU, where Triton's interpreter has no reason to avoid fp64, and on AMD_ARCHITECTURES.
-    """
-    if device.type != "cuda":
-        return False
-    if is_rocm():
-        return amd_architecture(device) not in AMD_ARCHITECTURES
-    return torch.cuda.get_device_capability(device) not in FAST_FP64
-
-
 def processor(device: torch.device) -> dict[str, str]:
     """Return the properties of a device that decide the last bits of sums, by name.
 
     They should be equal on all ranks.
     """
     if device.type == "cuda":
-        arithmetic = "pairs of fp32" if is_fp64_slow(device) else "fp64"
         if is_rocm():
-            return {"GPU architecture": amd_architecture(device), "orthonormalizing in": arithmetic}
+            return {"GPU architecture": amd_architecture(device)}
         major, minor = torch.cuda.get_device_capability(device)
-        return {"GPU compute capability": f"{major}.{minor}", "orthonormalizing in": arithmetic}
+        return {"GPU compute capability": f"{major}.{minor}"}
     return {"CPU capability": torch.backends.cpu.get_cpu_capability()} if device.type == "cpu" else {}
 
 

@@ -1,6 +1,6 @@
 """Gram matrices of factor panels, and products of panels with a triangle, in fp64.
 
-gram_schmidt_pairs.py has the same operations in pairs of fp32. Both take panels of whole columns.
+Panels have whole columns.
 
 stride: the number of elements from one column to the next.
 length: the number of rows that may be loaded. Rows behind the panel's last row are zeros. The compiler must
@@ -55,7 +55,7 @@ def sum_chunks(slots_ptr, count, RANK: tl.constexpr):
     total = tl.zeros((RANK, RANK), tl.float64)
     for first in range(0, count, GROUP):
         slot = (first + tl.arange(0, GROUP))[:, None, None]
-        ptrs = slots_ptr + slot * (RANK * (RANK + 1)) + offs[None, :, :]
+        ptrs = slots_ptr + slot * (RANK * RANK) + offs[None, :, :]
         total += tl.sum(tl.load(ptrs, mask=slot < count, other=0.0), axis=0)
     return total
 

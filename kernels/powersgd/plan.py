@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..device import has_streams, is_fp64_slow, launching_on, send
+from ..device import has_streams, launching_on, send
 from ..launch import Launch, Slot, Stage
 from ..quantize.plan import QuantizedPlan
 from ..scratch import Scratch, num_bytes_of, parts_of_scratch, take_scratch
@@ -34,7 +34,6 @@ class PowerSGDArithmetic:
     error_feedback: bool
     warm_start: bool
     epsilon: float
-    in_pairs: bool  # True if pairs of fp32 take the place of the device's slow fp64
 
 
 def wire_factor(dtype: torch.dtype) -> float:
@@ -102,7 +101,7 @@ class PowerSGDStages:
         buffer = Slot.buffer(dtype)
         pack_p = self._pack(buffer, "pack", self.p_wire, work.block_rows)
         pack_q = self._pack(buffer, "reduce", self.q_wire, work.block_cols)
-        bases = self.orthonormalize_launches(arithmetic.in_pairs)
+        bases = self._orthonormalize()
         self.project = Stage([self._project(buffer), pack_p])
         self.pack_p = Stage([pack_p])
         self.orthonormalize = Stage(bases)
@@ -143,8 +142,7 @@ class PowerSGDStages:
             **self._blocks,
         )
 
-    def orthonormalize_launches(self, pairs: bool) -> list[Launch]:
-        """Return the launches that orthonormalize P, in pairs of fp32 or in fp64."""
+    def _orthonormalize(self) -> list[Launch]:
         own = self._tensors
         return orthonormalize(
             self.p_wire,
@@ -154,7 +152,6 @@ class PowerSGDStages:
             out=own.p,
             rank=self._work.rank,
             epsilon=self._arithmetic.epsilon * wire_factor(self.p_wire.dtype),
-            pairs=pairs,
         )
 
     def _back_project(self, buffer: Slot) -> Launch:
@@ -212,7 +209,7 @@ def compile_kernels(
     tensors = PowerSGDTensors(work, dtype, meta, error_feedback)
     parts = PowerSGDStages.scratch_parts(work, dtype, wire_dtype)
     memory = torch.empty(num_bytes_of(parts), dtype=torch.uint8, device=meta)
-    arithmetic = PowerSGDArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
+    arithmetic = PowerSGDArithmetic(error_feedback, warm_start, epsilon)
     of_factors = None
     if codes and is_packed_as_codes(work, codes[1]):
         of_factors = (FactorCodes.on_meta(*codes), FactorCodes.on_meta(*codes))
@@ -248,7 +245,7 @@ class PowerSGDPlan:
     ):
         self.layout = layout
         self._dtype, self._device, self._feedback = dtype, device, error_feedback
-        self._arithmetic = PowerSGDArithmetic(error_feedback, warm_start, epsilon, is_fp64_slow(device))
+        self._arithmetic = PowerSGDArithmetic(error_feedback, warm_start, epsilon)
         wire_dtype = wire_dtype or dtype
         self._work = work = PowerSGDWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
         first = work.uncompressed_start
@@ -317,17 +314,10 @@ class PowerSGDPlan:
             if self._quantized:
                 self._quantized[0].quantize(self.p_wire, 0)
 
-    def orthonormalize(self, pairs: bool | None = None) -> None:
-        """Set P to orthonormal bases of the panels in p_wire. Two launches.
-
-        pairs: compute in pairs of fp32 rather than in fp64; None if the device's fp64 is slow.
-        """
+    def orthonormalize(self) -> None:
+        """Set P to orthonormal bases of the panels in p_wire. Two launches."""
         with launching_on(self._device):
-            if pairs is None:
-                self._stages.orthonormalize()
-            else:
-                for launch in self._stages.orthonormalize_launches(pairs):
-                    launch()
+            self._stages.orthonormalize()
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """Orthonormalize P, and compute q_wire = scale · (all Mᵀ P). Four launches."""

@@ -36,7 +36,6 @@ MATRIX_FIELDS = tl.constexpr(len(powersgd_work.MATRIX_FIELDS))
 WORK_FIELDS = tl.constexpr(powersgd_work.WORK_FIELDS)
 
 MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
-MAX_CHUNKS = tl.constexpr(powersgd_work.MAX_CHUNKS)
 # Up to this rank products are FMAs, above it matrix products on tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
 MIN_BLOCK_ROWS = tl.constexpr(32)  # divides BLOCK_ROWS and the length of P's panels

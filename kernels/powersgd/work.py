@@ -130,7 +130,7 @@ class PowerSGDWork:
         ]
         self.reduce_work = list(self._reduce_work(self.back_project_work, self.block_cols, "cols", "q_wire"))
         self.orthonormalize_work = list(self._orthonormalize_work())
-        self.orthonormalize_numel = 3 * len(self.orthonormalize_work) * self.rank * (self.rank + 1)
+        self.orthonormalize_numel = len(self.orthonormalize_work) * self.rank**2
         self.reconstruct_work = [
             *self._next_q_work(),
             *((TILES, *row[:4], 0, 0) for row in self.project_work),

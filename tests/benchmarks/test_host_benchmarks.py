@@ -1,11 +1,14 @@
-"""Test that the benchmarks of PowerSGD's host time and memory run, and count plans' allocations."""
+"""Test the benchmarks of PowerSGD that need no GPU: memory, orthogonality, and time on the host."""
+
+import math
 
 import torch
 
-from benchmarks import models, powersgd_memory
+from benchmarks import models, powersgd_memory, powersgd_orthogonality
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.layout import PowerSGDLayout
 from tests.programs import needs_stub_cuda, run_module
+from tests.tolerances import ORTHONORMAL
 
 BUCKETS = [[(300, 200), (200,)], [(500, 400), (90, 80)]]
 
@@ -26,6 +29,24 @@ def test_the_table_of_memory(monkeypatch, capsys):
     powersgd_memory.main([])
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2 + len(powersgd_memory.RANKS)
+    assert len({row.count("|") for row in rows}) == 1
+
+
+def test_only_fp64_orthonormalizes_ill_conditioned_panels():
+    panel = powersgd_orthogonality.panel_of(8, 1e6, seed=0)
+    found = {
+        name: powersgd_orthogonality.deviation(panel, gram, 2)
+        for name, gram in powersgd_orthogonality.GRAMS.items()
+    }
+    assert found.pop("fp64") <= ORTHONORMAL[torch.float32]
+    assert set(found.values()) == {math.inf}
+
+
+def test_the_table_of_orthogonality(monkeypatch, capsys):
+    monkeypatch.setattr(powersgd_orthogonality, "NUM_PANELS", 1)
+    powersgd_orthogonality.main([])
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + len(powersgd_orthogonality.RANKS) * len(powersgd_orthogonality.CONDITIONS)
     assert len({row.count("|") for row in rows}) == 1
 
 

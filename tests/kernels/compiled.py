@@ -36,7 +36,6 @@ from triton.compiler import ASTSource
 import gradcomp.kernels
 from gradcomp.cpu.quantize import largest_scale, quantizer
 from gradcomp.kernels import cast, flatten
-from gradcomp.kernels.device import is_rocm
 from gradcomp.kernels.powersgd.pack_codes import FactorCodes, pack_codes
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.powersgd.work import block_shape
@@ -152,9 +151,6 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         plan.back_project(buffer, 1.0)
         plan.reconstruct(buffer, 0)
         yield f"{TYPE_NAMES[dtype]} r={rank}{'' if feedback else ' plain'}"
-        if feedback and dtype != FP64 and not is_rocm():  # for GPUs whose fp64 is slow
-            plan.orthonormalize(pairs=True)
-            yield f"{TYPE_NAMES[dtype]} r={rank} pairs"
     for dtype, rank in product((FP32, BF16, FP64), (4, 32)):
         partial = torch.zeros(1, dtype=torch.promote_types(dtype, FP32))
         codes, block = (
@@ -259,9 +255,6 @@ def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) 
         "accesses_per_tile": tile_bytes // (compiled.metadata.num_warps * 32 * 16),
         "registers": registers,
         "spilled_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
-        "fp64": Counter(
-            re.findall(r"\b(?:D(?:FMA|ADD|MUL|MMA|SETP)\b|F2F[.\w]*F64[.\w]*|MUFU\.\w+64H)", assembly)
-        ),
         "memory": Counter(re.findall(r"\b(?:LDG|LDGSTS|STG|LDL|STL)\b[.\w]*", assembly)),
     }
 

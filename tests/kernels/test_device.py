@@ -11,7 +11,7 @@ from gradcomp.kernels.quantize.work import tile_shape
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
 GPU = torch.device("cuda", 0)
-CACHED = (device.amd_architecture, device.require_kernels_for, device.is_fp64_slow)
+CACHED = (device.amd_architecture, device.require_kernels_for)
 
 
 @pytest.fixture
@@ -70,8 +70,7 @@ def test_kernels_are_launched_on_the_architectures_they_are_compiled_for(amd_gpu
     amd_gpu(f"{architecture}:sramecc+:xnack-")
     with device.launching_on(GPU):
         pass
-    assert not device.is_fp64_slow(GPU)
-    assert device.processor(GPU) == {"GPU architecture": architecture, "orthonormalizing in": "fp64"}
+    assert device.processor(GPU) == {"GPU architecture": architecture}
 
 
 @pytest.mark.parametrize("architecture", ["gfx1100", "gfx908"])
@@ -81,7 +80,6 @@ def test_no_kernel_is_launched_on_another_architecture(amd_gpu, architecture):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=message):
             device.launching_on(GPU)
-    assert device.is_fp64_slow(GPU)
 
 
 def test_a_program_has_at_most_1024_threads_with_64_in_a_warp():
