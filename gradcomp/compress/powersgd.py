@@ -31,9 +31,8 @@ from .compressor import BucketSpec, Compressor, State
 from .quantized import QuantizedCompressor, QuantizedOptions
 from .quantized_all_reduce import NodesAllReduce, average_payload
 
-
-# Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that they
-# save between nodes (docs/network.md).
+# Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
+# they save between nodes (docs/network.md).
 LEAST_BYTES_BY_NODES = 2**18
 
 
