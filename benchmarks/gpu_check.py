@@ -79,7 +79,7 @@ def stages(device: str, quick: bool = False, claims: str = "claims") -> list[lis
             Step(f"ddp-{backend}", ["-m", "benchmarks.ddp_check", *on_ranks, *hooks], 150),
             Step(f"reducer-{backend}", ["-m", "benchmarks.reducer_check", *on_ranks, *scenarios], 150),
         ]
-    benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 170)]
+    benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 150)]
     return [checks, benchmarks, _tests(TEST_PROCESSES if device == "cuda" else 2, quick, claims)]
 
 
@@ -98,7 +98,7 @@ def _tests(processes: int, quick: bool, claims: str) -> list[Step]:
         files = ["tests/kernels/test_scratch.py"]
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.claimed", "--claims", claims]
     command += ["-m", "device", "--durations=3", *files]
-    return [Step(f"tests:{i + 1}", command, 130) for i in range(processes)]
+    return [Step(f"tests:{i + 1}", command, 160) for i in range(processes)]
 
 
 def files_of_tests() -> list[Path]:

@@ -68,9 +68,8 @@ class Bucket:
         self._names, self._as_view = list(names), as_view
         numels = [parameter.numel() for parameter in parameters]
         self.buffer = torch.zeros(sum(numels), dtype=parameters[0].dtype, device=parameters[0].device)
-        ops.compile_flatten(
-            self.buffer.dtype, self.buffer.device, also_unflatten=not as_view
-        )  # not in backward
+        # Otherwise the first backward would compile.
+        ops.compile_flatten(self.buffer.dtype, self.buffer.device, also_unflatten=not as_view)
         parts = self.buffer.split(numels)
         self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]

@@ -56,13 +56,11 @@ def test_every_step_runs_to_the_end_on_a_cpu(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith("gpu-check: on a CPU a pass proves nothing about")
-    rows = [
-        json.loads(line) for path in tmp_path.glob("*-steps.jsonl") for line in path.read_text().splitlines()
-    ]
-    steps = {step.name for stage in gpu_check.stages("cpu") for step in stage}
-    assert {row["step"] for row in rows} == steps
+    (steps,) = tmp_path.glob("*-steps.jsonl")
+    rows = [json.loads(line) for line in steps.read_text().splitlines()]
+    assert {row["step"] for row in rows} == {step.name for stage in gpu_check.stages("cpu") for step in stage}
     assert {row["verdict"] for row in rows} == {"passed"}
-    (benchmarks,) = (path for path in tmp_path.iterdir() if not path.name.endswith("-steps.jsonl"))
+    (benchmarks,) = set(tmp_path.iterdir()) - {steps}
     cases = [json.loads(line)["case"] for line in benchmarks.read_text().splitlines()]
     assert cases
     assert all(gpu_check.QUICK_BENCHMARK in case for case in cases)
