@@ -38,6 +38,7 @@ def _orthonormalize_blocks_kernel(
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_EPSILON: tl.constexpr,
 ):
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, in fp64, for any RANK.
 
@@ -63,12 +64,12 @@ def _orthonormalize_blocks_kernel(
         from_ptr = source_ptr + rank_start * wire_length
         copy_panel(from_ptr, wire_length, block_ptr, stride, wire_length, cols, RANK_BLOCK, BLOCK)
         tl.debug_barrier()
-        for _ in range(tl.where(epsilon == 0.0, 2, 1)):
+        for _ in range(1 if HAS_EPSILON else 2):
             own = diagonal(gram(block_ptr, stride, stride, cols, RANK_BLOCK, BLOCK), RANK_BLOCK)
             for done in range(0, rank_start, RANK_BLOCK):
                 subtract_projection(block_ptr, out_ptr + done * stride, stride, n, cols, RANK_BLOCK, BLOCK)
             products = gram(block_ptr, stride, stride, cols, RANK_BLOCK, BLOCK)
-            transform, _ = triangle(products, own, epsilon, TOLERANCE, RANK_BLOCK)
+            transform, _ = triangle(products, own, epsilon, HAS_EPSILON, TOLERANCE, RANK_BLOCK)
             multiply(
                 block_ptr, stride, block_ptr, stride, 0, stride, stride, n, cols, transform,
                 RANK_BLOCK, BLOCK, True,
@@ -94,6 +95,7 @@ def orthonormalize_blocks(
         RANK=rank,
         RANK_BLOCK=32,
         BLOCK=block,
+        HAS_EPSILON=epsilon != 0,
         num_warps=BLOCKS_NUM_WARPS,
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=True,
@@ -149,6 +151,7 @@ def _orthonormalize_kernel(
     epsilon: tl.float64,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_EPSILON: tl.constexpr,
 ):
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for a chunk of a panel's rows.
 
@@ -157,6 +160,7 @@ def _orthonormalize_kernel(
     p_ptr: the padded panels, written whole. Zero and dependent columns become zeros. A panel with anything
         not finite becomes NaN.
     epsilon: added to the length by which a column is divided.
+    HAS_EPSILON: whether epsilon isn't zero.
     Grid: one program per row of work_ptr (PowerSGDWork._orthonormalize_work).
 
     Every program adds up all partial Gram matrices of its matrix, and computes T. All programs of a matrix
@@ -172,11 +176,11 @@ def _orthonormalize_kernel(
     out_stride = out_stride.to(tl.int32)
     first_ptr = scratch_ptr + tl.load(work + 3) * (RANK * RANK)
     products = sum_chunks(first_ptr, tl.load(work + 4).to(tl.int32), RANK)
-    transform, again = triangle(products, diagonal(products, RANK), epsilon, TOLERANCE, RANK)
+    transform, again = triangle(products, diagonal(products, RANK), epsilon, HAS_EPSILON, TOLERANCE, RANK)
     multiply(panel_ptr, stride, out_ptr, out_stride, start, stop, stride, n, r, transform, RANK, BLOCK, False)
-    if (again != 0) & (epsilon == 0.0):
+    if (again != 0) & (not HAS_EPSILON):
         products = gram_of_product(panel_ptr, stride, stride, n, r, transform, TYPE, RANK, BLOCK)
-        second, again = triangle(products, diagonal(products, RANK), epsilon, TOLERANCE, RANK)
+        second, again = triangle(products, diagonal(products, RANK), epsilon, HAS_EPSILON, TOLERANCE, RANK)
         tl.debug_barrier()
         last = tl.minimum(n, stop)  # rows from here on are padding, or another program's
         multiply(
@@ -235,5 +239,16 @@ def orthonormalize(
     }
     return [
         Launch(_gram_kernel, len(work), wire, scratch, matrices, work, **options),
-        Launch(_orthonormalize_kernel, len(work), wire, scratch, out, matrices, work, epsilon, **options),
+        Launch(
+            _orthonormalize_kernel,
+            len(work),
+            wire,
+            scratch,
+            out,
+            matrices,
+            work,
+            epsilon,
+            HAS_EPSILON=epsilon != 0,
+            **options,
+        ),
     ]

@@ -26,7 +26,7 @@ def element(vector, j, RANK: tl.constexpr):
 
 
 @triton.jit
-def triangle(gram, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
+def triangle(gram, own, epsilon, HAS_EPSILON: tl.constexpr, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
     """Return (Tᵀ, whether a second pass is due: 0 or 1), with T upper triangular and Tᵀ G T = I.
 
     T has zero columns for dependent columns. All of T is NaN if anything in G isn't finite.
@@ -34,35 +34,41 @@ def triangle(gram, own, epsilon, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
     gram: G, [RANK, RANK] in fp64.
     own: [RANK], the squared lengths that columns' remaining squared lengths are compared with.
     epsilon: added to every remaining length before dividing by it.
+    HAS_EPSILON: whether epsilon isn't zero.
     DEPENDENT: a column is dependent unless it has more than this fraction of own left.
 
     This is Gaussian elimination on G in place. Below the diagonal, an eliminated column would leave zeros:
     row operations are stored there instead. They are Tᵀ, except for the lengths of its rows. The rest of G
     stays symmetric: right of the diagonal, row j equals column j, so only the row is gathered from threads.
-    With epsilon the subtracted column is shorter than 1, as in torch. Hence `left`: it is 1 without epsilon.
+    Lengths follow at the end, for all columns at once: one column after another waits for a reciprocal only.
+    With epsilon a subtracted column q is shorter than 1, as in torch: (I − q qᵀ)² = I − (2 − ‖q‖²) q qᵀ.
     """
     offs = tl.arange(0, RANK)
     row = offs[:, None]
     col = offs[None, :]
     finite = tl.sum(tl.sum(tl.abs(gram), axis=0), axis=0) < float("inf")
-    inverse = tl.zeros((RANK,), tl.float64)
-    remainders = tl.full((RANK,), 1.0, tl.float64)
+    remainders = tl.zeros((RANK,), tl.float64)
     for j in range(RANK):
         of_row = tl.sum(tl.where(row == j, gram, 0.0), axis=0)
         # remaining is zero if the column is dependent.
         remaining = element(tl.where(of_row > own * DEPENDENT, of_row, 0.0), j, RANK)
+        remainders = tl.where(offs == j, remaining, remainders)
         keep = remaining > 0.0
         safe = tl.where(keep, remaining, 1.0)
-        root = tl.where(keep, 1.0 / (tl.sqrt(safe) + epsilon), 0.0)
-        part = root * root
-        left = 2.0 - safe * part
-        factor = tl.where(offs > j, of_row * -part, 0.0)
-        of_row = tl.where(offs == j, 1.0, tl.where(offs > j, of_row * left, of_row))
+        if HAS_EPSILON:
+            root = 1.0 / (tl.sqrt(safe) + epsilon)
+            part = root * root
+            subtracted = tl.where(offs > j, of_row * (2.0 - safe * part), of_row)
+        else:
+            part = 1.0 / safe
+            subtracted = of_row
+        factor = tl.where(offs > j, of_row * tl.where(keep, -part, 0.0), 0.0)
+        subtracted = tl.where(offs == j, 1.0, subtracted)
         gone = (row > j) & (col == j)
-        gram = tl.where(gone, 0.0, gram) + factor[:, None] * of_row[None, :]
-        inverse = tl.where(offs == j, root, inverse)
-        remainders = tl.where(offs == j, remaining, remainders)
-    again = tl.max(((inverse > 0.0) & (remainders < own * SECOND_PASS_BELOW)).to(tl.int32), axis=0)
+        gram = tl.where(gone, 0.0, gram) + factor[:, None] * subtracted[None, :]
+    keep = remainders > 0.0
+    again = tl.max((keep & (remainders < own * SECOND_PASS_BELOW)).to(tl.int32), axis=0)
+    inverse = tl.where(keep, 1.0 / (tl.sqrt(tl.where(keep, remainders, 1.0)) + epsilon), 0.0)
     transform = tl.where(row == col, 1.0, gram) * inverse[:, None]
     transform = tl.where(col <= row, transform, 0.0)
     return tl.where(finite, transform, float("nan")), again

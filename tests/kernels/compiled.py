@@ -151,6 +151,10 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         plan.back_project(buffer, 1.0)
         plan.reconstruct(buffer, 0)
         yield f"{TYPE_NAMES[dtype]} r={rank}{'' if feedback else ' plain'}"
+        if feedback:
+            options["epsilon"] = 1e-8
+            PowerSGDPlan(layout, dtype, torch.device("cpu"), **options).orthonormalize()
+            yield f"{TYPE_NAMES[dtype]} r={rank} epsilon"
     for dtype, rank in product((FP32, BF16, FP64), (4, 32)):
         partial = torch.zeros(1, dtype=torch.promote_types(dtype, FP32))
         codes, block = (
