@@ -144,6 +144,7 @@ NOT_RUN = [
     ("docs/powersgd.md", "saved run, from step 2 on", PICTURE),
     ("docs/reducer.md", "backward   ──grad 7──", PICTURE),
     ("docs/testing.md", "top_k_hook", PRINTED),
+    ("docs/troubleshooting.md", "with torch.cuda.graph(graph):", "needs a GPU"),
     ("docs/testing.md", "unbiased fails for", PRINTED),
     ("docs/testing.md", "powerSGD_hook: world size 2", PRINTED),
 ]
