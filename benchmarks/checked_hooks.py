@@ -82,6 +82,17 @@ HOOKS = {
     "bf16_compress_wrapper": HookCheck(
         lambda: default_hooks.bf16_compress_wrapper(torch_hooks.allreduce_hook), torch.bfloat16
     ),
+    # A wrapper's stages wait for the stages of the hook within.
+    "fp16_compress_wrapper of quantization_pertensor_hook": HookCheck(
+        lambda: default_hooks.fp16_compress_wrapper(quantization_hooks.quantization_pertensor_hook),
+        step_error=0.07,
+    ),
+    "bf16_compress_wrapper of fp16_compress_wrapper": HookCheck(
+        lambda: default_hooks.bf16_compress_wrapper(
+            default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)
+        ),
+        torch.bfloat16,
+    ),
     "noop_hook": HookCheck(lambda: debugging_hooks.noop_hook, averages=False),
     "powerSGD_hook": HookCheck(lambda: powerSGD_hook.powerSGD_hook, make_state=_power_sgd_state),
     "batched_powerSGD_hook": HookCheck(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-from .pipeline import Stages, average_in_stages
+from .pipeline import Pipeline, Stages, average_in_stages
 from .process_group import ExplainedError, Operation
 from .streams import Future
 
@@ -66,10 +66,13 @@ def run_hook_compressed(
     operation: Operation,
     start: Callable[[], Future],
     finish: Callable[[torch.Tensor], torch.Tensor],
+    pipeline: Pipeline,
 ) -> Future:
     """Return a future of `finish(result)`, where `start()` calls another hook whose future holds `result`.
 
     operation: explains the errors of the other hook's collectives.
+    pipeline: of the calling hook alone. The other hook has its buckets in another one: a stage that waits for
+        a bucket of its own pipeline would wait without end.
     """
     device = bucket.buffer().device
     if not ops.has_streams(device):
@@ -82,7 +85,7 @@ def run_hook_compressed(
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         return finish(future.value())
 
-    return average_in_stages(bucket, stages(), operation)
+    return average_in_stages(bucket, stages(), operation, pipeline)
 
 
 def _value_of(future: Any, operation: Operation) -> Any:

@@ -267,6 +267,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
     """
     if not callable(hook):
         raise TypeError(f"{name} wraps a communication hook, got {hook!r}")
+    pipeline = Pipeline()
 
     def compress_wrapper_hook(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         require_bucket(name, bucket)
@@ -294,7 +295,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         is_group = isinstance(hook_state, dist.ProcessGroup)
         group = joined_group(hook_state if is_group else getattr(hook_state, "process_group", None))
         operation = Operation.averaging(bucket.index(), full_name, group)
-        return run_hook_compressed(bucket, operation, start, finish)
+        return run_hook_compressed(bucket, operation, start, finish, pipeline)
 
     full_name = f"{name}({getattr(hook, '__qualname__', hook)})"
     compress_wrapper_hook.__qualname__ = full_name
