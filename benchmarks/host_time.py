@@ -5,7 +5,7 @@ stands in for CUDA. Prints median, p20 and p80 of the whole hook. Further calls 
 clocks around the parts add some 0.5 µs each.
 """
 
-# ruff: noqa: E402 the stub has to be there before gradcomp is imported
+# ruff: noqa: E402 the stub must be installed before gradcomp is imported
 from __future__ import annotations
 
 import argparse

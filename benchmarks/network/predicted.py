@@ -1,9 +1,9 @@
-"""What gradcomp.plan predicts of the measured steps, from those of one rank and of no communication.
+"""Predict the measured steps with gradcomp.plan, from steps of one rank and steps without communication.
 
-A hook's own work is what a step of one rank takes with it more than with noop_hook, in proportion to the
-bytes that it moves on as many ranks (one rank quantizes all of the mean, each of two a half). The rest of a
-step is that of noop_hook on as many ranks. The link is fitted to the all-reduces timed on it, of all ranks
-and within a host. Nothing is fitted to the steps that are predicted.
+A hook's own work is the time of one rank's step with the hook, minus the step with noop_hook. It grows with
+the bytes that the hook moves: one rank quantizes the whole mean, each of two ranks a half. The other parts of
+a step are measured with noop_hook, on as many ranks. The link is fitted to all-reduces that were timed on it:
+of all ranks, and within a host. No predicted step is used.
 """
 
 from __future__ import annotations

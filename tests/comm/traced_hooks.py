@@ -3,7 +3,7 @@
 python -m tests.comm.traced_hooks
 """
 
-# ruff: noqa: E402 the stub has to be there before gradcomp is imported
+# ruff: noqa: E402 the stub must be installed before gradcomp is imported
 import json
 import sys
 from collections.abc import Callable, Iterator
