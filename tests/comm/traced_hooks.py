@@ -221,8 +221,10 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
 
 
 def callers() -> Iterator[tuple[str, list[str]]]:
-    """Yield the mistakes of everything that calls hooks, besides torch's DDP, and of an average by nodes."""
+    """Yield the mistakes of callers besides torch's DDP, of hooks by nodes, and of hooks within hooks."""
     yield "by nodes", problems(as_ddp, HookByNodes(), None)
+    wrapped = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    yield "a wrapper of PowerSGD", problems(as_ddp, wrapped, state_of_powersgd())
     for train in (in_reducer, in_wrapper, by_average, as_fsdp):
         yield f"{train.__name__} without a hook", problems(train, None, None)
         for name, hook, state in (
