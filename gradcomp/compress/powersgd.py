@@ -28,6 +28,7 @@ from ..rules import (
 )
 from .checkpoint import as_list, checked_tensor, require_error
 from .compressor import BucketSpec, Compressor, State
+from .pending_errors import PendingErrors
 from .quantized import QuantizedCompressor, QuantizedOptions
 from .quantized_all_reduce import NodesAllReduce, average_payload
 
@@ -115,8 +116,8 @@ class PowerSGDCompressor(Compressor):
     "error": [numel], this rank's error.
     "directions": by tensor, the Q [cols, rank] that the next step projects on; one Q for a square view.
 
-    A quantized start also leaves errors of the tensors that PowerSGD sends exactly. Such an error is added to
-    the tensor's next gradient, and so sent once. The error of an unused tensor waits.
+    Errors that another compressor has left of the tensors that PowerSGD sends exactly, as a quantized start
+    does, are sent once. Directions for another rank are not used.
     """
 
     def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
@@ -137,17 +138,10 @@ class PowerSGDCompressor(Compressor):
             shares_scratch=True,
         )
         self._wires = _QuantizedWires(self.plan, bucket, options) if options.is_quantized else None
-        # By position, for tensors that are sent exactly: (the tensor's slice of the bucket, the error that a
-        # quantized start left).
-        self._exact_errors: dict[int, tuple[slice, torch.Tensor]] = {}
-        if options.start_bits is not None and options.use_error_feedback and not options.square:
-            wide = torch.promote_types(bucket.dtype, torch.float32)
-            start = 0
-            for position, numel in enumerate(bucket.numels):
-                if position not in self._tensors:
-                    error = torch.zeros(numel, dtype=wide, device=bucket.device)
-                    self._exact_errors[position] = slice(start, start + numel), error
-                start += numel
+        exact: set[int] = set()
+        if options.use_error_feedback and not options.square:
+            exact = set(range(self._num_tensors)) - set(self._tensors)
+        self._pending = PendingErrors(bucket.shapes, exact)
         if self._wires is not None:
             sent_bytes = self._wires.num_bytes
         else:
@@ -220,10 +214,7 @@ class PowerSGDCompressor(Compressor):
         plan, wires = self.plan, self._wires
         # The quantized all-reduce already divides by the world size.
         scale = 1.0 if wires else 1 / group.size()
-        for position, (part, error) in self._exact_errors.items():
-            if position not in self._unused:
-                flat[part] += error
-                error.zero_()
+        self._pending.add_to(flat, self._unused)
         plan.project(flat, scale, self._left_out)
         if wires:
             yield from wires.average_p(plan.p_wire, group)
@@ -265,8 +256,7 @@ class PowerSGDCompressor(Compressor):
     def _error(self) -> torch.Tensor:
         """Return a copy of this rank's error, [numel]."""
         error = self.plan.error()
-        for part, exact_error in self._exact_errors.values():
-            error[part] = exact_error
+        self._pending.write_to(error)
         return error
 
     def load(self, state: State) -> None:
@@ -274,19 +264,18 @@ class PowerSGDCompressor(Compressor):
         if given is not None:
             by_matrix = [given] if self._is_square else [given[tensor] for tensor in self._tensors]
             pairs = zip(by_matrix, directions, strict=True)
-            directions = [own if loaded is None else loaded for loaded, own in pairs]
+            directions = [
+                own if loaded is None or loaded.shape != own.shape else loaded for loaded, own in pairs
+            ]
         self.plan.load(state["error"], directions)
-        for part, exact_error in self._exact_errors.values():
-            exact_error.copy_(state["error"][part])
+        self._pending.load(state["error"])
 
     def current_error(self) -> torch.Tensor | None:
         return self._error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)
-        for part, exact_error in self._exact_errors.values():
-            if part.start == offset:
-                exact_error += values
+        self._pending.take_back(offset, values)
 
 
 class _QuantizedWires:

@@ -26,6 +26,7 @@ from ..comm.pipeline import run_through
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
 from .checkpoint import require_error
 from .compressor import BucketSpec, Compressor, State
+from .pending_errors import PendingErrors
 from .quantized_all_reduce import NodesAllReduce, quantized_all_reduce
 
 
@@ -96,7 +97,7 @@ class QuantizedCompressor(Compressor):
     "shard_error": [numel], the owner's error alone, zero outside the shard. It is already part of "error".
 
     If a new run gives this rank another shard, the part of "shard_error" outside the new shard counts as the
-    sender's error, so nothing is lost.
+    sender's error, so nothing is lost. Errors that another compressor has left of exact tensors are sent once.
     """
 
     is_same_on_all_processors = True
@@ -113,7 +114,9 @@ class QuantizedCompressor(Compressor):
         else:
             self._plan = ops.quantized_plan(*arguments, **options.plan_options())
             num_bytes = self._plan.payload.numel()
-        self._unused: list[Part] = []
+        quantized = {part.position for part in layout.quantized}
+        self._pending = PendingErrors(bucket.shapes, set(range(len(bucket.shapes))) - quantized)
+        self._unused: Sequence[int] = ()
         # The blocks that the plan has errors of, and this rank's shard: known from the first step on.
         self._kept: slice | None = None
         self._own: slice | None = None
@@ -139,7 +142,7 @@ class QuantizedCompressor(Compressor):
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send zeros for these tensors, and keep their errors."""
-        self._unused = [part for part in self._layout.quantized if part.position in unused]
+        self._unused = unused
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the bucket by its mean over the ranks: blocks quantized twice, everything else exact."""
@@ -147,13 +150,15 @@ class QuantizedCompressor(Compressor):
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
         """Average in three stages; by nodes, in five. Yields each collective in progress."""
+        self._pending.add_to(flat, self._unused)
+        unused = [part for part in self._layout.quantized if part.position in self._unused]
         if self._by_nodes is None:
             self._take_place(slice(0, None), self._layout.shard(group.rank()))
-            yield from quantized_all_reduce(self._plan, flat, group, self._unused)
+            yield from quantized_all_reduce(self._plan, flat, group, unused)
         else:
             nodes = nodes_of(group, self._ranks_per_node)
             rest = self._take_place(self._by_nodes.piece(nodes), self._by_nodes.shard(nodes))
-            yield from self._by_nodes.average(flat, nodes, self._unused, rest)
+            yield from self._by_nodes.average(flat, nodes, unused, rest)
 
     # --- errors ---
 
@@ -166,6 +171,7 @@ class QuantizedCompressor(Compressor):
         error = self._plan.error
         if error is None:
             return
+        self._pending.take_back(offset, values)
         if self._kept is None and self._loaded is None:
             self._loaded = self.state()
         for part in self._layout.quantized:
@@ -187,7 +193,7 @@ class QuantizedCompressor(Compressor):
             loaded: torch.Tensor = self._loaded["error"]
             return loaded
         error = self._plan.error
-        return None if error is None else self._unpadded(self._all_blocks(error, self._kept))
+        return None if error is None else self._error(error)
 
     def state(self) -> State:
         error, shard_error = self._plan.error, self._plan.shard_error
@@ -196,13 +202,20 @@ class QuantizedCompressor(Compressor):
         if self._loaded is not None:
             return {name: value.clone() for name, value in self._loaded.items()}
         return {
-            "error": self._unpadded(self._all_blocks(error, self._kept)),
+            "error": self._error(error),
             "shard_error": self._unpadded(self._all_blocks(shard_error, self._own)),
         }
 
     def load(self, state: State) -> None:
         if self._plan.error is not None and "error" in state:
             self._loaded = {name: state[name].clone() for name in ("error", "shard_error") if name in state}
+            self._pending.load(state["error"])
+
+    def _error(self, error: torch.Tensor) -> torch.Tensor:
+        """Return this rank's error in the bucket's order. error: the plan's."""
+        flat = self._unpadded(self._all_blocks(error, self._kept))
+        self._pending.write_to(flat)
+        return flat
 
     def _take_place(self, kept: slice, own: slice) -> torch.Tensor | None:
         """Take this rank's place in the layout, and continue from the loaded errors.

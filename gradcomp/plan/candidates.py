@@ -1,17 +1,15 @@
-"""The hooks to compare: the bytes that each sends for a bucket, and the bytes that its kernels move on a GPU.
-
-Hooks are named as in docs/accuracy.md: int4, powersgd:8 (rank 8), powersgd:8:int8 (rank 8, int8 factors).
-"""
+"""The hooks to compare: the bytes that each sends for a bucket, and the bytes that its kernels move on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 import torch
 
+from gradcomp.compress.named import NAMES, NamedHook
 from gradcomp.compress.powersgd import LEAST_BYTES_BY_NODES, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.layout import BlockLayout
@@ -22,13 +20,10 @@ from .models import Shape
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-to-all", "all-gather"]
 Group = Literal["all", "within", "between"]
 
-RANKS = (1, 4, 8, 16)
-FACTOR_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 WIDE_BYTES = 4  # an element of errors, factors and sums
 # Every element of P and Q is written as a partial sum and read, goes to the wire and back, through
 # Gram–Schmidt, and into two matrix products.
 FACTOR_ACCESSES = 8
-BY_NODES = " by nodes"  # the end of a name
 
 
 @dataclass(frozen=True)
@@ -69,58 +64,8 @@ class Payload:
         return sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in counted)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A hook with its options.
-
-    bits: the bits of a quantized all-reduce; None for other hooks.
-    rank: PowerSGD's rank; None for other hooks.
-    wire_dtype: dtype of a 16-bit all-reduce, or of PowerSGD's factors; None for the gradients' dtype.
-    is_by_nodes: whether gradients or factors are summed exactly within a node, and sent between nodes by one
-        rank each. Otherwise the hook is flat: every rank exchanges codes with every other rank, or a ring
-        goes through all ranks.
-    """
-
-    name: str
-    bits: int | None = None
-    rank: int | None = None
-    wire_dtype: torch.dtype | None = None
-    is_by_nodes: bool = False
-
-    @property
-    def is_compressing(self) -> bool:
-        return (self.bits, self.rank, self.wire_dtype) != (None, None, None)
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the hook exchanges codes: int8, int4, and PowerSGD's int8 factors."""
-        return self.bits is not None or self.wire_dtype == torch.int8
-
-    @property
-    def has_state(self) -> bool:
-        return (self.bits, self.rank) != (None, None)
-
-    def has_form_by_nodes(self, *, is_gloo: bool) -> bool:
-        """Return whether the hook can be by nodes on a backend.
-
-        On NCCL, factors that aren't codes are all-reduced in rings, which go node by node already.
-        """
-        return self.is_quantized or (is_gloo and self.rank is not None)
-
-    @property
-    def is_16_bit(self) -> bool:
-        return self.rank is None and self.wire_dtype in (torch.bfloat16, torch.float16)
-
-    @property
-    def flat_name(self) -> str:
-        """The name of this hook's flat form, by which times and costs in accuracy are known."""
-        return self.name.removesuffix(BY_NODES)
-
-    def by_nodes(self) -> Candidate:
-        """Return this hook by nodes. Raises ValueError for a hook without a state."""
-        if not self.has_state:
-            raise ValueError(f"{self.name} can't be by nodes; hooks with a state can, such as int4")
-        return replace(self, name=self.flat_name + BY_NODES, is_by_nodes=True)
+class Candidate(NamedHook):
+    """A hook to compare."""
 
     def state(self, ranks_per_node: int) -> str:
         """Return the Python expression of the hook's state, for nodes of ranks_per_node ranks."""
@@ -133,16 +78,6 @@ class Candidate:
         if self.is_quantized:
             arguments.append("uncompressed_dtype=torch.bfloat16")
         return f"PowerSGDState({', '.join([*arguments, nodes])})"
-
-    @property
-    def powersgd_options(self) -> PowerSGDOptions:
-        """PowerSGDState's defaults, with this rank and dtype of factors."""
-        assert self.rank is not None
-        return PowerSGDOptions(
-            self.rank,
-            factor_dtype=self.wire_dtype,
-            uncompressed_dtype=torch.bfloat16 if self.wire_dtype == torch.int8 else None,
-        )
 
     def payload(
         self, shapes: Sequence[Shape], dtype: torch.dtype, world_size: int, ranks_per_node: int = 1
@@ -320,40 +255,6 @@ def _all_reduce(num_bytes: int, ranks_per_node: int) -> list[Collective]:
     ]
 
 
-def _all() -> Iterable[Candidate]:
-    yield Candidate("none")
-    yield Candidate("bf16", wire_dtype=torch.bfloat16)
-    yield Candidate("fp16", wire_dtype=torch.float16)
-    yield Candidate("int8", bits=8)
-    yield Candidate("int4", bits=4)
-    for rank in reversed(RANKS):
-        yield Candidate(f"powersgd:{rank}", rank=rank)
-        for name, dtype in FACTOR_DTYPES.items():
-            yield Candidate(f"powersgd:{rank}:{name}", rank=rank, wire_dtype=dtype)
-
-
-CANDIDATES = {candidate.name: candidate for candidate in _all()}
-
-
-def candidate_named(name: str) -> Candidate:
-    """Return the hook of this name: one of CANDIDATES, or PowerSGD of any rank.
-
-    Raises ValueError for an unknown name.
-    """
-    if name in CANDIDATES:
-        return CANDIDATES[name]
-    family, _, rest = name.partition(":")
-    rank, _, factors = rest.partition(":")
-    if family == "powersgd" and rank.isdecimal() and int(rank) > 0 and factors in ("", *FACTOR_DTYPES):
-        return Candidate(name, rank=int(rank), wire_dtype=FACTOR_DTYPES.get(factors))
-    known = "none, bf16, fp16, int8, int4, and powersgd:RANK, powersgd:RANK:bf16, powersgd:RANK:int8"
-    raise ValueError(f"there is no hook {name!r}; known are {known}")
-
-
-def form_named(name: str) -> Candidate:
-    """Return the hook of this name; its form by nodes if the name ends with BY_NODES.
-
-    Raises ValueError for an unknown name, and for a hook that can't be by nodes.
-    """
-    flat = candidate_named(name.removesuffix(BY_NODES))
-    return flat.by_nodes() if name.endswith(BY_NODES) else flat
+CANDIDATES = {name: Candidate.named(name) for name in NAMES}
+candidate_named = Candidate.named
+form_named = Candidate.form_named

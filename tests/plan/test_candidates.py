@@ -118,7 +118,7 @@ def test_awkward_buckets(name):
 
 def test_names():
     for name in CANDIDATES:
-        assert candidate_named(name) is CANDIDATES[name]
+        assert candidate_named(name) == CANDIDATES[name]
     assert candidate_named("powersgd:32:int8") == Candidate(
         "powersgd:32:int8", rank=32, wire_dtype=torch.int8
     )
