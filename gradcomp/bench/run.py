@@ -13,6 +13,7 @@ import torch
 import triton
 
 from gradcomp import ops
+from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.plan.candidates import candidate_named, form_named
 from gradcomp.plan.measurements import DTYPES, FORMAT, NOOP, Measurements
 from gradcomp.plan.models import Shape, buckets_of
@@ -20,7 +21,6 @@ from gradcomp.plan.prediction import step_work
 from gradcomp.plan.recommendation import (
     LEAST_HEADROOM,
     SOURCE,
-    accuracy_cost,
     forms_of,
     recommend,
     sentences,

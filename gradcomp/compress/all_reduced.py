@@ -45,6 +45,7 @@ class AllReducedCompressor(Compressor):
         self._ranks_per_node = bucket.ranks_per_node
         self._pending = PendingErrors(bucket.shapes, range(len(bucket.shapes)))
         self._unused: Sequence[int] = ()
+        self._has_loaded = False
         numel = sum(bucket.numels)
         # Kept from step to step: a CPU's new memory takes longer to write for the first time.
         self._wire: torch.Tensor | None = None
@@ -87,7 +88,8 @@ class AllReducedCompressor(Compressor):
         ops.decompress_cast(self._wire, out=flat)
 
     def state(self) -> State:
-        if self._pending.are_none:
+        # On every rank or on none, whichever ranks have sent their errors.
+        if not self._has_loaded:
             return {}
         wide = torch.promote_types(self._spec.dtype, torch.float32)
         error = torch.zeros(sum(self._spec.numels), dtype=wide, device=self._spec.device)
@@ -96,6 +98,7 @@ class AllReducedCompressor(Compressor):
 
     def load(self, state: State) -> None:
         if "error" in state:
+            self._has_loaded = True
             self._pending.load(state["error"])
 
     def current_error(self) -> None:

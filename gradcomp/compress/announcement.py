@@ -1,4 +1,4 @@
-"""One line that announces that a state has begun to compress, and how many bytes that saves."""
+"""Lines that a state announces, such as that it has begun to compress, and how many bytes that saves."""
 
 import logging
 import os
@@ -40,8 +40,7 @@ def announce_start(
     sent_bytes: the bytes that a rank sends in that step; with nodes, a node.
     nodes: the nodes in words; None if the state averages without nodes.
     """
-    if group is None or group.rank() == 0:
-        _say(_text(what, step, gradient_bytes, sent_bytes, nodes))
+    say(_text(what, step, gradient_bytes, sent_bytes, nodes), group)
 
 
 def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int, nodes: str | None) -> str:
@@ -50,19 +49,25 @@ def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int, nodes: str
     else:
         rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
     per = "rank" if nodes is None else f"node, between {nodes}"
-    sizes = f"{_shown(sent_bytes)} of {_shown(gradient_bytes)} per step and {per}"
+    sizes = f"{shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)} per step and {per}"
     return f"{what} compresses from step {step} on: {rate}, {sizes}"
 
 
-def _shown(num_bytes: int) -> str:
+def shown_bytes(num_bytes: int) -> str:
+    """Return a number of bytes with its unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes} B"
 
 
-def _say(text: str) -> None:
-    """Log the text at level INFO. If the program has not configured logging, write it to standard error."""
+def say(text: str, group: dist.ProcessGroup | None) -> None:
+    """Log the text on the group's rank 0, at level INFO.
+
+    If the program has not configured logging, the text goes to standard error.
+    """
+    if group is not None and group.rank() != 0:
+        return
     if _num_silencers or os.environ.get(QUIET, "0") not in ("", "0"):
         return
     logger = logging.getLogger(LOGGER)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.bucket import real_shape
-from .compressor import BucketSpec, Compressor, State, with_scaled_errors
+from .compressor import BucketSpec, Compressor, MakesCompressors, State, with_scaled_errors
 from .parameter_identity import ParameterIdentity
 
 Shape = tuple[int, ...]
@@ -50,7 +50,7 @@ class Memory:
     index: the bucket's index; random choices depend on it.
     shapes, parameter_indices, parameters: one entry per parameter, in the bucket's order. parameters is None
         for a loaded memory.
-    compressor: a live memory's compressor.
+    compressor, made_by: a live memory's compressor, and what has made it.
     saved: the state that the next compressor will load; None for an empty or live memory.
     device: the device that the compressor was made for.
     """
@@ -62,6 +62,7 @@ class Memory:
     parameter_indices: list[int]
     parameters: list[weakref.ref[torch.Tensor]] | None = None
     compressor: Compressor | None = None
+    made_by: MakesCompressors | None = None
     saved: State | None = None
     device: torch.device | None = None
     _is_warmed_up: bool = False
@@ -83,13 +84,13 @@ class Memory:
 
     def live_compressor(
         self,
-        kind: type[Compressor],
+        make: MakesCompressors,
         device: torch.device,
         world_size: int,
         seed: int,
         ranks_per_node: int = 1,
     ) -> Compressor:
-        """Return a compressor of class `kind` on this device: the live one if it fits, else a new one.
+        """Return a compressor made by `make` on this device: the live one if it fits, else a new one.
 
         A new compressor loads the saved state.
 
@@ -97,12 +98,11 @@ class Memory:
         seed: the seed for a new compressor's random choices.
         ranks_per_node: see BucketSpec.
         """
-        if self.device != device or type(self.compressor) is not kind:
+        if self.device != device or self.made_by is not make:
             self.save_and_drop_compressor()
         if self.compressor is None:
-            make: Any = kind  # typed Any, because Compressor itself takes no arguments
             self.compressor = make(self._spec(device, world_size, seed, ranks_per_node), self.options)
-            self.device = device
+            self.device, self.made_by = device, make
             saved, self.saved = self.saved, None
             if saved is not None:
                 self.compressor.load(saved)
@@ -114,12 +114,12 @@ class Memory:
             self.saved, self.compressor = self.compressor.state() or None, None
 
     def warm_up(
-        self, kind: type[Compressor], device: torch.device, world_size: int, ranks_per_node: int = 1
+        self, later: MakesCompressors, device: torch.device, world_size: int, ranks_per_node: int = 1
     ) -> None:
-        """Warm up a later compressor's class for this bucket. Does nothing after the first call."""
+        """Warm up what will make this bucket's compressors. Does nothing after the first call."""
         if not self._is_warmed_up:
             self._is_warmed_up = True
-            kind.warm_up(self._spec(device, world_size, 0, ranks_per_node), self.options)
+            later.warm_up(self._spec(device, world_size, 0, ranks_per_node), self.options)
 
     def _spec(self, device: torch.device, world_size: int, seed: int, ranks_per_node: int) -> BucketSpec:
         return BucketSpec(tuple(self.shapes), self.dtype, device, world_size, seed, ranks_per_node)

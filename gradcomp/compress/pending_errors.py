@@ -23,11 +23,6 @@ class PendingErrors:
         self._errors: dict[int, torch.Tensor] = {}  # by position
         self._sent_now: set[int] = set()  # positions whose errors are part of this step's average
 
-    @property
-    def are_none(self) -> bool:
-        """True if no error waits."""
-        return not self._errors
-
     def load(self, error: torch.Tensor) -> None:
         """Replace all errors. error: [numel], the bucket's, of which a copy is kept."""
         self._errors = {position: error[where].clone() for position, where in self._slices.items()}

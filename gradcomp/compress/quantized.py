@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.layout.blocks import BlockLayout, Part
+from gradcomp.layout.blocks import BlockLayout
 
 from ..comm.exchange import Works
 from ..comm.nodes import nodes_of
@@ -97,7 +97,7 @@ class QuantizedCompressor(Compressor):
     "shard_error": [numel], the owner's error alone, zero outside the shard. It is already part of "error".
 
     If a new run gives this rank another shard, the part of "shard_error" outside the new shard counts as the
-    sender's error, so nothing is lost. Errors that another compressor has left of exact tensors are sent once.
+    sender's error, so nothing is lost. If another compressor has left errors of exact tensors, they are sent.
     """
 
     is_same_on_all_processors = True

@@ -40,7 +40,7 @@ from ..rules import described
 from . import checkpoint
 from .announcement import announce_start
 from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
-from .compressor import Compressor, errors_in
+from .compressor import Compressor, MakesCompressors, errors_in
 from .memories import BucketMemories, BucketPart, Memory
 
 
@@ -48,15 +48,15 @@ class Phase(NamedTuple):
     """How a state averages the buckets of a step.
 
     name: the algorithm's name in log lines.
-    compressor: the class of the buckets' compressors; None for plain averages.
+    compressor: the class of the buckets' compressors, or what makes them; None for plain averages.
     options: the compressors' options.
-    warms_up: the class of compressors to warm up in these steps, for a later phase; None for no warm-up.
+    warms_up: what makes a later phase's compressors, to be warmed up in these steps; None for no warm-up.
     """
 
     name: str
-    compressor: type[Compressor] | None
+    compressor: MakesCompressors | None
     options: Any
-    warms_up: type[Compressor] | None = None
+    warms_up: MakesCompressors | None = None
 
 
 class _Attribute:
@@ -332,13 +332,28 @@ class CompressorState:
         phase = self.phase(self._options)
         if phase.compressor is not None and self.iter >= self.next_stats_report:
             self._report_stats()
-        if gradient_bytes and phase.name not in self._announced:
+        if gradient_bytes:
+            self._has_compressed(phase, gradient_bytes, sent_bytes)
+        self._is_compared = True
+        self._num_steps += 1
+
+    def _has_compressed(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
+        """Announce a phase's first compressed step; called at the end of every compressed step.
+
+        gradient_bytes: the bytes of the step's gradients.
+        sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
+        """
+        if phase.name not in self._announced:
             self._announced.add(phase.name)
             group = joined_group(self.process_group)
             between = self._nodes and self._nodes[1]
             announce_start(phase.name, self.iter, gradient_bytes, sent_bytes, group, between)
-        self._is_compared = True
-        self._num_steps += 1
+
+    def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Prepare a step, before the first of its buckets is averaged. All ranks come here at the same step.
+
+        device: the bucket's.
+        """
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add a parameter's unused average back to the error.
@@ -395,6 +410,8 @@ class CompressorState:
         is_first = self._begin_bucket(bucket, group)
         self._compare_once(hook_name, bucket, group, is_first=is_first)
         options = self._options if options is None else options
+        if is_first:
+            self._begin_step(group, buffer.device)
         if is_first or self._phase is None or self._phase.options is not options:
             self._phase = self.phase(options)
         phase = self._phase
@@ -421,12 +438,12 @@ class CompressorState:
         hook_name: str,
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
-        kind: type[Compressor],
+        make: MakesCompressors,
         parts: list[BucketPart],
     ) -> Future:
-        """Average a bucket part by part, with a compressor of class `kind` for each part."""
+        """Average a bucket part by part, with a compressor made by `make` for each part."""
         buffer = bucket.buffer()
-        compressors = [self._compressor_of(part.memory, kind, buffer.device, group) for part in parts]
+        compressors = [self._compressor_of(part.memory, make, buffer.device, group) for part in parts]
         # A compressor ends a step by choosing the next step's random projections: hence the next step's seed.
         seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
         unused = [part.unused(bucket) for part in parts]
@@ -553,10 +570,10 @@ class CompressorState:
             )
 
     def _compressor_of(
-        self, memory: Memory, kind: type[Compressor], device: torch.device, group: dist.ProcessGroup
+        self, memory: Memory, make: MakesCompressors, device: torch.device, group: dist.ProcessGroup
     ) -> Compressor:
         seed = self._seed(memory.index, self.iter)
-        return memory.live_compressor(kind, device, group.size(), seed, self._num_ranks_per_node)
+        return memory.live_compressor(make, device, group.size(), seed, self._num_ranks_per_node)
 
     @property
     def _num_ranks_per_node(self) -> int:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from . import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
 __all__ = [
     "DDPCommHookType",
+    "auto_hook",
     "debugging_hooks",
     "default_hooks",
     "powerSGD_hook",
@@ -51,6 +52,17 @@ class _PowerSGDRegistration(_Registration):
         model.register_comm_hook(power_sgd_state, self.hook)
 
 
+@dataclass(frozen=True)
+class _AutoRegistration(_Registration):
+    """A DDPCommHookType's value for auto_hook: makes an AutoState from the process group given as state."""
+
+    def __call__(self, model: Any, state: Any = None) -> None:
+        auto_state = auto_hook.AutoState(state)
+        if isinstance(model, nn.Module):
+            auto_state.number_parameters(model.named_parameters())
+        model.register_comm_hook(auto_state, self.hook)
+
+
 class DDPCommHookType(Enum):
     """The hooks by name.
 
@@ -67,6 +79,7 @@ class DDPCommHookType(Enum):
     BATCHED_POWER_SGD = _PowerSGDRegistration(powerSGD_hook.batched_powerSGD_hook, rank=1)
     BATCHED_POWER_SGD_RANK2 = _PowerSGDRegistration(powerSGD_hook.batched_powerSGD_hook, rank=2)
     NOOP = _Registration(debugging_hooks.noop_hook)
+    AUTO = _AutoRegistration(auto_hook.auto_hook)
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
@@ -86,6 +99,7 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
 # torch.load's safe default accepts a checkpoint that names these states and hooks.
 torch.serialization.add_safe_globals(
     [
+        auto_hook.AutoState,
         powerSGD_hook.PowerSGDState,
         quantization_hooks.QuantizationState,
         *(kind.value.hook for kind in DDPCommHookType),

@@ -17,7 +17,7 @@ from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.compress import checkpoint, consolidation
 from gradcomp.compress.checkpoint import PROGRESS, Settings
-from gradcomp.compress.compressor import Compressor
+from gradcomp.compress.compressor import Compressor, MakesCompressors
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.compress.memories import Memory
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions, QuantizedStart
@@ -229,10 +229,10 @@ class PowerSGDState(CompressorState):
         self._waits_for_buckets = bool(self._from_torch)
 
     def _compressor_of(
-        self, memory: Memory, kind: type[Compressor], device: torch.device, group: dist.ProcessGroup
+        self, memory: Memory, make: MakesCompressors, device: torch.device, group: dist.ProcessGroup
     ) -> Compressor:
         theirs = self._from_torch.pop(memory.index, None) if memory.is_empty else None
-        compressor = super()._compressor_of(memory, kind, device, group)
+        compressor = super()._compressor_of(memory, make, device, group)
         if theirs is not None and not powersgd_from_torch.load(compressor, memory, theirs):
             logger.warning(
                 "PowerSGD: bucket %s has another layout than torch's: its memory starts at zero.",

@@ -1,4 +1,4 @@
-"""The hooks to compare: the bytes that each sends for a bucket, and the bytes that its kernels move on a GPU."""
+"""The hooks to compare: the bytes that each sends for a bucket, and those that its kernels move on a GPU."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gradcomp.compress.accuracy_cost import accuracy_cost
+
 from .candidates import Candidate
 from .hardware import Link
 from .prediction import StepPrediction
@@ -17,7 +19,6 @@ from .recommendation import (
     SOURCE,
     Recommendation,
     Scenario,
-    accuracy_cost,
     forms_of,
     has_forms,
     sentences,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from gradcomp.compress.recording.file import read
 from gradcomp.plan.command import OneLineParser
@@ -278,7 +279,18 @@ def _summary(run: RecordedRun) -> list[tuple[str, str]]:
         ("Mean relative error of the compressed steps", UNKNOWN if error is None else f"{error:.4f}"),
         ("Mean energy kept", "not known" if energy is None else f"{energy:.4f}"),
         ("Median time of a bucket", "not known" if time_ms is None else f"{time_ms:.3g} ms"),
+        *((f"Choice before step {each['step']:,}", _choice(each)) for each in run.choices),
     ]
+
+
+def _choice(choice: dict[str, Any]) -> str:
+    """Say what an AutoState has chosen, with the time of a step and its bytes for each candidate."""
+    times = []
+    for each in choice["candidates"]:
+        ms = "not known" if each["ms"] is None else f"{each['ms']:.3g} ms"
+        sent = "" if each["sent_bytes"] is None else f", {_bytes(each['sent_bytes'])}"
+        times.append(f"{each['candidate']} {ms}{sent}")
+    return f"{choice['choice']}. A step with {'; '.join(times)}"
 
 
 def _charts(run: RecordedRun) -> list[Chart]:

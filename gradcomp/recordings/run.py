@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
@@ -31,6 +31,8 @@ class RecordedRun:
 
     A row has the bytes and the relative error, which all ranks have in common, the longest time of any rank,
     and the means of the ranks' norms.
+
+    choices: what an AutoState has chosen, in order of steps; see Recorder.choices.
     """
 
     algorithm: str
@@ -38,6 +40,7 @@ class RecordedRun:
     world_size: int
     ranks: list[int]
     rows: list[Row]
+    choices: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def steps(self) -> list[int]:
@@ -128,7 +131,9 @@ def _run(recordings: Sequence[Recording]) -> RecordedRun:
     first = recordings[0]
     ranks = sorted({rank for of_ranks in by_place.values() for rank in of_ranks})
     rows = [_of_ranks(list(of_ranks.values())) for _, of_ranks in sorted(by_place.items())]
-    return RecordedRun(first.algorithm, first.options, first.world_size, ranks, rows)
+    choices = {each["step"]: each for recording in recordings for each in recording.choices}
+    ordered = [choices[step] for step in sorted(choices)]  # all ranks choose alike
+    return RecordedRun(first.algorithm, first.options, first.world_size, ranks, rows, ordered)
 
 
 def _of_ranks(rows: Sequence[Row]) -> Row:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
+from gradcomp.compress.named import NamedHook
+from gradcomp.hooks.auto_hook import AutoState
 from gradcomp.layout.matrices import is_compressed
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import CheckpointError, MakeState, Ranks, reload, run_hook
@@ -231,6 +233,8 @@ def claims_of(
         claims = replace(claims, checkpoint=checkpoint, memory=memory)
     if is_power_sgd:
         return _of_power_sgd(claims, hook, state)
+    if isinstance(state, AutoState):
+        return _of_auto(claims, state)
     if isinstance(state, CompressorState) and start is not None and claims.error_feedback:
         claims = replace(claims, start=start, errors_of=_our_errors)
     return claims
@@ -373,6 +377,33 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
         # The error; and factors, wires and float64 scratch, each of (n + m) · r elements: less than n · m / 2
         # if min_compression_rate is 2.
         memory=None if start_bits else 6.0,
+    )
+
+
+def _of_auto(claims: Claims, state: AutoState) -> Claims:
+    """Derive the claims of an AutoState: those that all of its candidates make."""
+    hooks = [NamedHook.named(name) for name in state.candidates]
+    has_factors = any(hook.rank is not None for hook in hooks)
+    # With int8 factors, uncompressed tensors are sent in bfloat16.
+    wires = [torch.bfloat16 if hook.wire_dtype == torch.int8 else hook.wire_dtype for hook in hooks]
+    precision = max([claims.precision, *filter(None, wires)], key=unit_roundoff)
+    return replace(
+        claims,
+        tolerance=None,
+        precision=precision,
+        start=state.start_iter,
+        contraction=0.0,
+        error_feedback=True,
+        feedback_precision=precision,  # a 16-bit candidate keeps no errors
+        errors_of=_our_errors,
+        unbiased=False,
+        keeps_zeros="lines" if has_factors else "elements",
+        scale_equivariant="rounding",
+        rank_symmetric=True,
+        bucket_insensitive=False,  # random projections differ from bucket to bucket
+        max_magnitude=_largest_of_lossy(precision),
+        checkpoint="safe",
+        memory=None,  # the candidates of a trial need more or less
     )
 
 

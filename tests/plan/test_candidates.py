@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.measure import WireMeter
+from gradcomp.compress.accuracy_cost import MEASURED, accuracy_cost
 from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
 from gradcomp.plan.candidates import CANDIDATES, Candidate, candidate_named
 from gradcomp.plan.models import buckets_of, built_in_model
-from gradcomp.plan.recommendation import MEASURED, accuracy_cost
 from tests.programs import ROOT
 
 FP32 = torch.float32

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.plan.candidates import CANDIDATES
 from gradcomp.plan.hardware import GPUS, Link, Nodes
 from gradcomp.plan.models import buckets_of, built_in_model
 from gradcomp.plan.prediction import Compute, StepPrediction
-from gradcomp.plan.recommendation import Scenario, accuracy_cost, eligible, recommend, sentences
+from gradcomp.plan.recommendation import Scenario, eligible, recommend, sentences
 
 HOOKS = [CANDIDATES[name] for name in ("none", "bf16", "int8", "int4", "powersgd:8", "powersgd:16:int8")]
 RATES = {"none": 1, "bf16": 2, "int8": 3.9, "int4": 7.7, "powersgd:8": 6, "powersgd:16:int8": 160}

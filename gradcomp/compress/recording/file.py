@@ -22,13 +22,14 @@ _NUMBERS = (
 
 @dataclass
 class Recording:
-    """The rows that one rank has recorded with one state, and the header's entries."""
+    """The rows and choices that one rank has recorded with one state, and the header's entries."""
 
     algorithm: str
     options: dict[str, Any]
     rank: int
     world_size: int
     rows: list[dict[str, Any]] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)
 
 
 def header(algorithm: str, options: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
@@ -80,6 +81,8 @@ def read(path: Path) -> list[Recording]:
                 f"{where} is not the header of a recording: {line[:60]!r}. Likely cause: another file than "
                 "Recorder.save wrote"
             )
+        elif isinstance(entry, dict) and "choice" in entry:
+            found[-1].choices.append(_choice(where, entry))
         else:
             found[-1].rows.append(_row(where, entry))
     if not found:
@@ -118,6 +121,19 @@ def _row(where: str, entry: Any) -> dict[str, Any]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {name} is {value!r}, but must be a number") from error
     return row
+
+
+def _choice(where: str, entry: dict[str, Any]) -> dict[str, Any]:
+    given = entry.get("candidates")
+    candidates = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    names = [each.get("candidate") for each in candidates]
+    if set(entry) != {"step", "choice", "candidates"} or entry["choice"] not in names:
+        raise ValueError(f"{where} is not a choice that Recorder.save writes: {json.dumps(entry)[:60]}")
+    for each in candidates:
+        for name in ("ms", "sent_bytes", "nats"):
+            if not isinstance(each.get(name), int | float | None):
+                raise ValueError(f"{where}: {name} is {each.get(name)!r}, but must be a number")
+    return {**entry, "step": _count(where, entry, "step")}
 
 
 def _count(where: str, entry: dict[str, Any], name: str) -> int:

@@ -66,6 +66,8 @@ class Recorder:
         self._paths: set[str] = set()  # files that have this recorder's header
         # Rows that were dropped because there were more than max_rows.
         self.num_dropped = 0
+        # What an AutoState has chosen: {"step", "choice", "candidates"}, the last as in AutoState.table.
+        self.choices: list[dict[str, Any]] = []
         state.recorder = self
 
     def detach(self) -> None:
@@ -137,6 +139,10 @@ class Recorder:
         # Read finished stopwatches now, without waiting, so that the device's events are soon released.
         while self._under_way and self._under_way[0].read_if_over():
             self._under_way.popleft()
+
+    def add_choice(self, step: int, choice: str, candidates: Sequence[dict[str, Any]]) -> None:
+        """Record that an AutoState has chosen a candidate; for the arguments see `choices`."""
+        self.choices.append({"step": step, "choice": choice, "candidates": list(candidates)})
 
     # --- what users call ---
 
@@ -217,7 +223,7 @@ class Recorder:
         self._forget(len(rows))
 
     def save(self, path: str | Path) -> None:
-        """Append the rows to a file of JSON lines, and delete them from the recorder.
+        """Append the rows and choices to a file of JSON lines, and delete them from the recorder.
 
         `python -m gradcomp report` shows the file. Every rank that saves needs its own file.
 
@@ -230,8 +236,9 @@ class Recorder:
             header = recording_file.header(
                 self._state.algorithm, self._state.compared_options(), group.rank(), group.size()
             )
-        recording_file.append(Path(path), header, rows)
+        recording_file.append(Path(path), header, [*rows, *self.choices])
         self._paths.add(str(path))
+        self.choices = []
         self._forget(len(rows))
 
     def _forget(self, num_rows: int) -> None:

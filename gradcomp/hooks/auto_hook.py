@@ -1,0 +1,432 @@
+"""The hook that measures compressions while training goes on, and uses the mildest that pays."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradcomp import ops
+from gradcomp.comm.bucket import require_bucket
+from gradcomp.comm.maximum import MaximumOfRanks
+from gradcomp.comm.nodes import AUTO
+from gradcomp.compress import checkpoint
+from gradcomp.compress.accuracy_cost import accuracy_cost
+from gradcomp.compress.announcement import say, shown_bytes
+from gradcomp.compress.checkpoint import Settings, require_error
+from gradcomp.compress.compressor import BucketSpec, Choice, Compressor, State
+from gradcomp.compress.named import BY_NODES, NamedHook
+from gradcomp.compress.state import CompressorState, Phase, option
+from gradcomp.compress.trial import WARM_UP_STEPS, StepClock, Trial
+from gradcomp.rules import COUNT, Rule, check_fields, checked_field, described
+
+__all__ = ["CANDIDATES", "AutoState", "auto_hook"]
+
+# Names as in docs/accuracy.md, the mildest first.
+CANDIDATES = ("none", "bf16", "int8", "int4", "powersgd:16:int8", "powersgd:8:int8")
+# After the trial: a step is slow if it takes this many times the step of the trial. So many slow steps in a
+# row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the next check.
+SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
+# A candidate that a plan predicts to take longer than this many times the fastest is not tried.
+PREDICTED_WITHIN = 1.5
+
+_TOLERANCE = Rule(
+    "a number of at least 0 and below 1", lambda value: type(value) in (int, float) and 0 <= value < 1, float
+)
+_TURN = Rule(
+    f"an int above {WARM_UP_STEPS}: the first {WARM_UP_STEPS} steps of a turn don't count",
+    lambda value: type(value) is int and value > WARM_UP_STEPS,
+)
+_ROUNDS = Rule("an int and at least 1", lambda value: type(value) is int and value >= 1)
+_RETRIAL = Rule(
+    "None or an int and at least 1", lambda value: value is None or (type(value) is int and value >= 1)
+)
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """The options of AutoState. Errors don't depend on them, so all options are equal in comparisons."""
+
+    candidates: tuple[str, ...] = checked_field(CANDIDATES, Rule("names", lambda _: True), is_compared=False)
+    tolerance: float = checked_field(0.05, _TOLERANCE, is_compared=False)
+    steps_per_turn: int = checked_field(6, _TURN, is_compared=False)
+    rounds: int = checked_field(3, _ROUNDS, is_compared=False)
+    retrial_every: int | None = checked_field(10_000, _RETRIAL, is_compared=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        given: Any = self.candidates
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ValueError(f"candidates is {given!r}, but must be a list of names, such as {CANDIDATES}")
+        names = tuple(given)
+        if not names:
+            raise ValueError("candidates is empty: name at least one, such as 'none'")
+        for name in names:
+            try:
+                NamedHook.named(name if isinstance(name, str) else repr(name))
+            except ValueError as error:
+                raise ValueError(f"candidates: {error}") from None
+            if names.count(name) > 1:
+                raise ValueError(f"candidates has {name!r} twice: {names}")
+        object.__setattr__(self, "candidates", names)
+
+
+class _AnyCandidate(Compressor):
+    """Stands for the candidates' compressors where a checkpoint is checked. None is made."""
+
+    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
+        raise NotImplementedError
+
+    def state(self) -> State:
+        raise NotImplementedError
+
+    def load(self, state: State) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def check_state(cls, state: State, shapes: Any, dtype: torch.dtype, options: Any) -> None:
+        require_error(state, ("error", "shard_error", "directions"), shapes, dtype)
+
+
+class AutoState(CompressorState):
+    """The state that auto_hook is registered with: finds out which compression pays, and uses it.
+
+    Candidates take turns of a few training steps, round after round. Then, of the candidates, mildest first,
+    the first whose step takes at most `tolerance` longer than the fastest is used. "none" is a candidate.
+
+    process_group: the group that averages; None for the default one.
+    candidates: names as in docs/accuracy.md, the mildest first: none, bf16, fp16, int8, int4, powersgd:RANK,
+        powersgd:RANK:bf16, powersgd:RANK:int8. With nodes, each is tried flat and by nodes.
+    strongest: the last of the candidates to try, such as "int8" for at most 8 bits; None for all.
+    tolerance: the part of the fastest step's time that a milder candidate may take longer.
+    start_iter: plain steps before the trial, at least 2, because DDP rebuilds its buckets after the first.
+    steps_per_turn: steps of a turn. Its first two don't count.
+    rounds: every candidate has a turn in each round, unless it was 1.5 times slower than the fastest.
+    retrial_every: steps from one trial to the next; None for no other trial on that ground. 50 steps in a row
+        that are 25 % slower than in the trial begin another one, too.
+    plan: a file with the output of `python -m gradcomp plan --json`. Candidates predicted to take more than
+        1.5 times the fastest one's step are not tried. "none" always is.
+    ranks_per_node: see QuantizationState.
+    clock: a function that returns seconds, in place of the device's events or time.perf_counter; for tests.
+
+    choice: the candidate in use after a trial; None before and during one.
+
+    Every step of a trial is a valid step: the errors of a compression are passed on to the next. The ranks
+    choose alike: they exchange their medians in one small all-reduce per round, in which the slowest rank
+    counts. The choice and the measured times are in checkpoints. A resumed run with as many ranks and nodes
+    goes on where it was.
+
+    Raises ValueError for an invalid option, an unknown candidate, none, or one twice; TypeError if
+    process_group is not a process group.
+    """
+
+    _default_ranks_per_node = AUTO
+    _compressor, _options_class = _AnyCandidate, AutoOptions
+    algorithm = "auto_hook"
+
+    candidates: tuple[str, ...] = option()
+    tolerance: float = option()
+    steps_per_turn: int = option()
+    rounds: int = option()
+    retrial_every: int | None = option()
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        candidates: Iterable[str] = CANDIDATES,
+        *,
+        strongest: str | None = None,
+        tolerance: float = 0.05,
+        start_iter: int = 10,
+        steps_per_turn: int = 6,
+        rounds: int = 3,
+        retrial_every: int | None = 10_000,
+        plan: str | Path | None = None,
+        ranks_per_node: int | str = AUTO,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        clock: Callable[[], float] | None = None,
+    ):
+        named: Any = candidates
+        options = AutoOptions(named, tolerance, steps_per_turn, rounds, retrial_every)
+        names = list(options.candidates)
+        if strongest is not None:
+            if strongest not in names:
+                raise ValueError(f"strongest is {strongest!r}, which is not one of the candidates {names}")
+            names = names[: names.index(strongest) + 1]
+        if plan is not None:
+            names = _promising(names, Path(plan))
+        super().__init__(
+            _AnyCandidate,
+            AutoOptions(tuple(names), tolerance, steps_per_turn, rounds, retrial_every),
+            process_group,
+            start_iter=start_iter,
+            random_seed=random_seed,
+            compression_stats_logging_frequency=compression_stats_logging_frequency,
+            ranks_per_node=ranks_per_node,
+        )
+        self._clock = StepClock(clock)
+
+    def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
+        super()._reset(process_group, settings, options)
+        self._trial: Trial | None = None
+        # Of the trial: the number of ranks and of ranks per node, and the step after which it chose.
+        self._place: tuple[int, int] | None = None
+        self._chosen_at = 0
+        self._clock = StepClock()
+        self._choices: dict[str, Choice] = {}
+        self._sent_bytes: dict[str, int] = {}
+        self._device = torch.device("cpu")
+        self._num_slow = 0
+        self._slow_on_ranks: MaximumOfRanks | None = None
+
+    @property
+    def choice(self) -> str | None:
+        """The candidate in use after a trial; None before and during one."""
+        return None if self._trial is None else self._trial.choice
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """The candidates of the last trial, mildest first.
+
+        candidate: its name.
+        ms: the median time of a step, on the slowest rank; None if unknown.
+        sent_bytes: the bytes that a rank sends per step; with nodes, a node. None if unknown.
+        nats: its cost in validation loss on the small GPT of docs/accuracy.md; None if unknown.
+        """
+        if self._trial is None:
+            return []
+        rows = []
+        for name, seconds in self._trial.medians().items():
+            cost = accuracy_cost(NamedHook.named(name.removesuffix(BY_NODES)))
+            rows.append(
+                {
+                    "candidate": name,
+                    "ms": seconds * 1e3 if math.isfinite(seconds) else None,
+                    "sent_bytes": self._sent_bytes.get(name),
+                    "nats": None if cost is None else cost.nats,
+                }
+            )
+        return rows
+
+    def compared_options(self) -> dict[str, Any]:
+        trial = None if self._trial is None else self._trial.as_dict()
+        return super().compared_options() | checkpoint.as_dict(self.options) | {"the trial": trial}
+
+    # --- steps ---
+
+    def phase(self, options: AutoOptions) -> Phase:
+        if self._trial is None:
+            return Phase(self.algorithm, None, options, warms_up=_Every(self))
+        return Phase(self._trial.current, self._choice(self._trial.current), options)
+
+    def _choice(self, name: str) -> Choice:
+        """Return what makes a candidate's compressors: the same object for the same name."""
+        if name not in self._choices:
+            compressor, options = NamedHook.named(name.removesuffix(BY_NODES)).compressor()
+            self._choices[name] = Choice(compressor, options, is_by_nodes=name.endswith(BY_NODES))
+        return self._choices[name]
+
+    def _forms(self, device: torch.device) -> list[str]:
+        """Return the candidates' names, with nodes each flat and by nodes.
+
+        On NCCL, buckets that aren't codes are all-reduced in rings, which go node by node already.
+        """
+        if self._num_ranks_per_node == 1:
+            return list(self.candidates)
+        forms = []
+        for name in self.candidates:
+            has_two = NamedHook.named(name).is_quantized or not ops.has_streams(device)
+            forms += [name + BY_NODES, name] if has_two else [name]
+        return forms
+
+    def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._device = device
+        place, names = (group.size(), self._num_ranks_per_node), self._names(group)
+        if self._trial is None or self._place != place or self._trial.names != names:
+            if self.iter >= self.start_iter:
+                self._place = place
+                self._begin_trial(names, before=None)
+        elif self._trial.choice is None:
+            if self._trial.is_round_over:
+                self._end_round(self._trial, group)
+        elif self.retrial_every is not None and self.iter - self._chosen_at >= self.retrial_every:
+            self._begin_trial(names, before=self._trial.choice)
+        elif self.iter % CHECK_EVERY == 0:
+            self._check_speed(self._trial, group)
+
+    def _names(self, group: dist.ProcessGroup) -> list[str]:
+        """Return the candidates of a trial. A single rank averages nothing, so nothing can pay."""
+        return self._forms(self._device) if group.size() > 1 else [self.candidates[0]]
+
+    def _begin_trial(self, names: list[str], before: str | None) -> None:
+        options = self.options
+        self._trial = Trial(names, options.steps_per_turn, options.rounds, options.tolerance, before)
+        self._chosen_at = self.iter
+        self._num_slow, self._slow_on_ranks = 0, None
+
+    def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:
+        """Agree with the other ranks on the round's times, and announce a choice."""
+        seconds: dict[str, list[float]] = {name: [] for name in trial.taking_part}
+        for name, each in self._clock.take(waits=True):
+            seconds.setdefault(name, []).append(each)
+        medians = [_median(seconds[name]) for name in trial.taking_part]
+        what = "compare the candidates' times of auto_hook"
+        trial.end_round(MaximumOfRanks(what, medians, group, self._device).wait())
+        if trial.choice is not None:
+            self._chosen_at = self.iter
+            say(self._decision(trial), group)
+            if self.recorder is not None:
+                self.recorder.add_choice(self.iter, trial.choice, self.table)
+
+    def _decision(self, trial: Trial) -> str:
+        """Say what was chosen, by which rule, with the table."""
+        shown = []
+        for row in self.table:
+            ms = "?" if row["ms"] is None else f"{row['ms']:.3g} ms"
+            sent = "" if row["sent_bytes"] is None else f", {shown_bytes(row['sent_bytes'])}"
+            nats = "" if row["nats"] is None else f", {row['nats']:+.3f}"
+            shown.append(f"{row['candidate']} {ms}{sent}{nats}")
+        return (
+            f"auto_hook uses {trial.choice} from step {self.iter} on: of the candidates, mildest first, the "
+            f"first whose step takes at most {trial.tolerance:.0%} longer than the fastest. Each with its "
+            f"time and bytes per step, and its cost in loss in docs/accuracy.md: {'; '.join(shown)}"
+        )
+
+    def _check_speed(self, trial: Trial, group: dist.ProcessGroup) -> None:
+        """Begin another trial if steps have become slow. The host waits for nothing but old results."""
+        limit = SLOW * trial.medians()[str(trial.choice)]
+        for _, seconds in self._clock.take():
+            self._num_slow = self._num_slow + 1 if seconds > limit else 0
+        before = self._slow_on_ranks
+        if before is not None and before.wait()[0] >= MAX_SLOW_STEPS:
+            say(f"auto_hook: {MAX_SLOW_STEPS} steps in a row were slow, so the trial is repeated", group)
+            self._begin_trial(trial.names, before=trial.choice)
+        else:
+            what = "compare the speed of auto_hook's steps"
+            self._slow_on_ranks = MaximumOfRanks(what, [self._num_slow], group, self._device)
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self._trial is not None:
+            name = self._trial.current if self._trial.is_measuring else None
+            self._clock.end_step(name, self._device)
+            self._trial.step += 1
+
+    def _has_compressed(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
+        self._sent_bytes[phase.name] = sent_bytes
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything except the process group, in the format of CompressorState.state_dict.
+
+        It also has "trial": the trial's candidates, times, position and choice, the number of ranks and of
+        ranks per node that it holds for, the step of the choice, and the bytes sent; None before a trial.
+        """
+        trial = None
+        if self._trial is not None:
+            place, at = list(self._place or ()), self._chosen_at
+            trial = {**self._trial.as_dict(), "place": place, "at": at, "sent": dict(self._sent_bytes)}
+        return {**super().state_dict(), "trial": trial}
+
+    def checked(self, state_dict: Any) -> dict[str, Any]:
+        checkpoint.require_version(state_dict)
+        trial = state_dict.get("trial")
+        if "trial" in state_dict:
+            state_dict = {name: value for name, value in state_dict.items() if name != "trial"}
+        checked = super().checked(state_dict)
+        if trial is not None:
+            _trial_from(trial, AutoOptions(**checked["options"]))
+        return {**checked, "trial": trial}
+
+    def _load_checked(self, checked: dict[str, Any]) -> None:
+        super()._load_checked(checked)
+        self._clock.forget()
+        self._num_slow, self._slow_on_ranks = 0, None
+        self._trial, self._place = None, None
+        if (trial := checked["trial"]) is not None:
+            self._trial, self._place, self._chosen_at, self._sent_bytes = _trial_from(trial, self.options)
+
+
+class _Every:
+    """Warms up every candidate of a state."""
+
+    def __init__(self, state: AutoState):
+        self._state = state
+
+    def __call__(self, bucket: BucketSpec, options: Any) -> Compressor:
+        raise NotImplementedError("it only warms up")
+
+    def warm_up(self, bucket: BucketSpec, options: Any) -> None:
+        for name in self._state._forms(bucket.device):
+            self._state._choice(name).warm_up(bucket, options)
+
+
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds) if seconds else math.inf
+
+
+def _trial_from(given: Any, options: AutoOptions) -> tuple[Trial, tuple[int, int], int, dict[str, int]]:
+    """Return (the trial, its place, the step of its choice, bytes sent) from a state_dict's "trial".
+
+    Raises KeyError for missing and unknown entries, ValueError for entries that don't fit.
+    """
+    own = ("place", "at", "sent")
+    checkpoint.require_keys("trial", {name: given[name] for name in own if name in given}, own)
+    rest = {name: value for name, value in given.items() if name not in own}
+    trial = Trial.from_dict(rest, options.steps_per_turn, options.rounds, options.tolerance)
+    place, sent = checkpoint.counts("trial: place", given["place"]), given["sent"]
+    if len(place) != 2 or not isinstance(sent, dict):
+        raise ValueError(f"trial: place is {place}, but must be two numbers; sent is {sent!r}")
+    num_bytes = {str(name): COUNT(f"trial: sent of {name}", each) for name, each in sent.items()}
+    return trial, (place[0], place[1]), COUNT("trial: at", given["at"]), num_bytes
+
+
+def _promising(names: list[str], path: Path) -> list[str]:
+    """Return the names without those that a plan predicts to be much slower than the fastest.
+
+    Raises OSError if the file can't be read, ValueError if it isn't a plan.
+    """
+    try:
+        predicted: dict[str, float] = {}
+        for each in json.loads(path.read_text())["hooks"]:
+            name, seconds = each["hook"].removesuffix(BY_NODES), float(each["step_s"])
+            predicted[name] = min(seconds, predicted.get(name, math.inf))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"plan is {str(path)!r}, which is not the output of `python -m gradcomp plan --json`: {error!r}"
+        ) from error
+    known = {name: predicted[name] for name in names if name in predicted}
+    limit = PREDICTED_WITHIN * min(known.values(), default=math.inf)
+    return [name for name in names if name == "none" or known.get(name, 0.0) <= limit]
+
+
+def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket with the mildest compression that pays, which the state finds out by itself.
+
+    The first state.start_iter steps are plain. Then candidates take turns, a few steps each, in several
+    rounds: about 100 steps in all. From then on, of the candidates, mildest first, the first whose step takes
+    at most state.tolerance longer than the fastest is used, until the next trial. One line says so.
+
+    On the wire: what the candidate in use sends; see default_hooks, quantization_hook and powerSGD_hook. A
+    trial adds an all-reduce of one number per candidate for every round; later every 25th step adds one of a
+    single number.
+    State: the candidate's errors. They are passed on when the candidate changes, so a sum of averages lacks
+    no gradient; directions of PowerSGD start anew.
+
+    Raises TypeError if the state is not an AutoState or the bucket is not a floating-point bucket.
+
+    Example::
+
+        ddp_model.register_comm_hook(AutoState(), auto_hook)
+    """
+    if not isinstance(state, AutoState):
+        require_bucket("auto_hook", bucket)
+        raise TypeError(f"auto_hook takes an AutoState as its state, got {described(state)}")
+    return state.average("auto_hook", bucket)
