@@ -1,20 +1,32 @@
 """auto_hook: the trial's turns, the choice, and the errors that pass from one candidate to the next."""
 
+import json
+import math
+
 import pytest
 import torch
 
+from gradcomp.compress import Recorder
+from gradcomp.compress.consolidation import average_errors
+from gradcomp.compress.recording.file import read
+from gradcomp.compress.trial import StepClock, Trial, choose
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
+from gradcomp.recordings.page import page
+from gradcomp.recordings.run import runs_of
 from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
+from tests.hooks.powersgd_runs import reload
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
-SHAPES = [(40, 30), (17,), (8, 3, 5), (12, 10)]
+# Matrices, vectors, and a matrix that int4 sends exactly and PowerSGD doesn't.
+SHAPES = [(40, 30), (17,), (8, 3, 5), (12, 10), (9, 9)]
 MS = {"none": 90, "bf16": 60, "int8": 40, "int4": 33.5, "powersgd:16:int8": 33, "powersgd:8:int8": 32}
+KEEP_ERRORS = ("none", "int8", "int4", "powersgd:4", "powersgd:2")  # or make none
 
 
 class Clock:
-    """Seconds that pass with every step, by candidate. Ranks have unlike clocks; `factor` slows later steps."""
+    """Seconds that pass with every step, by candidate; faster on higher ranks. `factor` slows steps."""
 
     def __init__(self, ms, rank=0):
         self.ms, self.rank, self.factor, self.seconds = ms, rank, 1.0, 0.0
@@ -27,47 +39,378 @@ class Clock:
         return self.seconds
 
 
-def state_of(rank, ms=None, group=None, **options):
+def state_of(rank, group=None, ms=None, **options):
     clock = Clock(MS if ms is None else ms, rank)
-    options = {"start_iter": 2, "steps_per_turn": 3, **options}
-    clock.state = AutoState(group, clock=clock, **options)
-    return clock.state, clock
+    clock.state = AutoState(group, clock=clock, **{"start_iter": 2, "steps_per_turn": 3, **options})
+    return clock.state
 
 
-def step_of(state, rank, step, shapes=SHAPES, dtype=torch.float32):
-    gradient = random_gradient(shapes, rank, step, dtype)
-    averaged = auto_hook(state, Bucket(gradient.clone(), shapes)).wait()
-    return gradient, averaged
+def step_of(state, rank, step, dtype=torch.float32):
+    gradient = random_gradient(SHAPES, rank, step, dtype)
+    averaged = auto_hook(state, Bucket(gradient.clone(), SHAPES)).wait()
+    return gradient, averaged.clone()
 
 
-def steps(rank, group, num_steps, ms, options):
-    state, _ = state_of(rank, ms, group, **options)
-    used = []
+def steps(rank, group, num_steps, options):
+    """Take steps. Returns the candidates in use, the choice, and the table."""
+    state, used = state_of(rank, group, **options), []
     for step in range(num_steps):
         step_of(state, rank, step)
         used.append(state._phase.name)
     return used, state.choice, state.table
 
 
-def test_turns_and_the_choice():
-    """Slow candidates are left out after the first round; then the first within 5 % of the fastest is used."""
-    results = run_ranks(steps, 2, 34, None, {})
-    used, choice, table = results[0]
-    first = [name for name in CANDIDATES for _ in range(3)]
-    later = [name for name in CANDIDATES if MS[name] <= 1.5 * 32 for _ in range(3)]
+def test_turns():
+    """In the second round only those take turns that took at most 1.5 times the fastest one's time."""
+    (used, choice, table), other = run_ranks(steps, 2, 34, {})
     assert used[:2] == ["auto_hook"] * 2
-    assert used[2:20] == first
-    assert used[20:32] == later
-    assert used == results[1][0]
-    assert results[1][1] is None and choice is None  # the third round is still under way
+    assert used[2:20] == [name for name in CANDIDATES for _ in range(3)]
+    assert used[20:32] == [name for name in CANDIDATES if MS[name] <= 1.5 * 32 for _ in range(3)]
+    assert choice is None  # in the third round
     assert [row["candidate"] for row in table] == list(CANDIDATES)
+    assert other == (used, choice, table)
 
 
-def test_the_slowest_rank_counts():
-    (used, choice, table), other = run_ranks(steps, 2, 60, None, {})
-    assert choice == "int4"  # 33.5 ms is within 5 % of 32 ms
-    assert used[-1] == "int4"
-    assert other[1:] == (choice, table)
-    assert [row["ms"] for row in table] == pytest.approx([MS[name] for name in CANDIDATES])
+def test_the_choice_is_the_mildest_within_the_tolerance(caplog):
+    caplog.set_level("INFO", "gradcomp")
+    (used, choice, table), other = run_ranks(steps, 2, 60, {})
+    assert choice == used[-1] == "int4"  # 33.5 ms is within 5 % of 32 ms
+    assert other == (used, choice, table)
+    assert [row["ms"] for row in table] == pytest.approx([MS[name] for name in CANDIDATES])  # the slower rank
     assert all(row["sent_bytes"] > 0 for row in table)
     assert [row["nats"] for row in table] == [0.0, 0.0, -0.003, 0.008, 0.012, 0.037]
+    said = [line for line in caplog.messages if "auto_hook" in line]
+    assert len(said) == 1
+    assert "auto_hook uses int4 from step 44 on: of the candidates, mildest first, the first whose" in said[0]
+    assert "at most 5% longer than the fastest" in said[0]
+    assert "int8 40 ms, 2.69 kB, -0.003; int4 33.5 ms, 2.05 kB, +0.008" in said[0]
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.04])
+def test_a_smaller_tolerance(tolerance):
+    used, choice, _ = run_ranks(steps, 2, 60, {"tolerance": tolerance})[0]
+    assert choice == used[-1] == ("powersgd:8:int8" if tolerance == 0 else "powersgd:16:int8")
+
+
+def test_where_nothing_pays():
+    """Without a slow network no candidate is 5 % faster than none. Then the errors are sent."""
+    used, choice, _ = run_ranks(steps, 2, 120, {"ms": dict.fromkeys(CANDIDATES, 30.0) | {"none": 31.0}})[0]
+    assert choice == used[-1] == "none"
+
+
+def test_one_rank_needs_no_trial():
+    used, choice, _ = run_ranks(steps, 1, 4, {})[0]
+    assert choice == "none"
+    assert used[2:] == ["none"] * 2
+
+
+def test_the_strongest():
+    used, choice, _ = run_ranks(steps, 2, 60, {"strongest": "int8"})[0]
+    assert choice == "int8"
+    assert not {"int4", "powersgd:16:int8", "powersgd:8:int8"} & set(used)
+
+
+def test_with_nodes_each_is_tried_in_two_forms():
+    ms = MS | {f"{name} by nodes": each for name, each in MS.items()}
+    ms |= {"int4 by nodes": 20, "int8 by nodes": 20.5}
+    used, choice, table = run_ranks(steps, 4, 120, {"ms": ms, "ranks_per_node": 2})[0]
+    assert [row["candidate"] for row in table] == [
+        form for name in CANDIDATES for form in (f"{name} by nodes", name)
+    ]
+    assert choice == used[-1] == "int8 by nodes"
+    sent = {row["candidate"]: row["sent_bytes"] for row in table}
+    assert sent["int8 by nodes"] <= 1.1 * sent["int8"]
+
+
+# --- the rule ---
+
+
+@pytest.mark.parametrize(
+    ("seconds", "current", "chosen"),
+    [
+        ([10, 8, 6], None, 2),
+        ([10, 6.2, 6], None, 1),
+        ([6.2, 6.1, 6], None, 0),
+        ([6.1, 6.2, 6], 2, 0),  # within half the tolerance after all
+        ([6.29, 6.28, 6], 2, 2),  # within the tolerance, but not by enough to change
+        ([10, 6.5, 6], 1, 1),  # not slower by enough to change
+        ([10, 6.7, 6], 1, 2),
+        ([10, math.inf, 6], 1, 2),
+    ],
+)
+def test_the_rule(seconds, current, chosen):
+    assert choose(seconds, 0.05, current) == chosen
+
+
+def test_a_round_without_times_is_repeated():
+    """After a restart in mid-round, candidates may lack times in this round: another one follows."""
+    trial = Trial(["none", "int4"], 3, 1, 0.05)
+    trial.end_round([math.inf, 2.0])
+    assert trial.choice is None
+    assert trial.taking_part == ["none", "int4"]
+    trial.end_round([1.0, 2.0])
+    assert trial.choice == "none"
+
+
+def test_pauses_and_unlike_steps_do_not_count():
+    """An evaluation between two steps takes seconds; steps with long sequences take longer."""
+
+    def run(rank, group):
+        state = state_of(rank, group, steps_per_turn=6)
+        clock, noise = state._clock._now, torch.Generator().manual_seed(3)
+        for step in range(130):
+            clock.factor = 1 + 0.2 * float(torch.rand((), generator=noise))
+            if step % 13 == 0:
+                clock.seconds += 3.0
+            step_of(state, rank, step)
+        return state.choice
+
+    assert run_ranks(run, 2)[0] in ("int4", "powersgd:16:int8", "powersgd:8:int8")
+
+
+# --- other trials ---
+
+
+def test_slow_steps_begin_another_trial(caplog):
+    """All steps become 10 times slower, the strong ones less: noticed within 100 steps."""
+    caplog.set_level("INFO", "gradcomp")
+
+    def run(rank, group):
+        state = state_of(rank, group, ms={**MS, "bf16": 32})
+        for step in range(60):
+            step_of(state, rank, step)
+        first = state.choice
+        state._clock._now.ms = {name: 10 * each for name, each in MS.items()} | {"powersgd:8:int8": 50}
+        for step in range(60, 160):
+            step_of(state, rank, step)
+        noticed = state.choice is None
+        for step in range(160, 260):
+            step_of(state, rank, step)
+        return first, noticed, state.choice
+
+    assert run_ranks(run, 2) == [("bf16", True, "powersgd:8:int8")] * 2
+    assert "50 steps in a row were slow, so the trial is repeated" in caplog.text
+
+
+def test_a_few_slow_steps_do_not():
+    def run(rank, group):
+        state = state_of(rank, group)
+        for step in range(200):
+            state._clock._now.factor = 1 if step % 45 == 0 or step < 60 else 2
+            step_of(state, rank, step)
+        return state.choice
+
+    assert run_ranks(run, 2) == ["int4"] * 2
+
+
+def test_another_trial_after_so_many_steps():
+    used, _, _ = run_ranks(steps, 2, 110, {"retrial_every": 50})[0]
+    assert used[44:94] == ["int4"] * 50
+    assert used[94:97] == ["none"] * 3
+
+
+def test_other_candidates_begin_another_trial():
+    def run(rank, group):
+        state = state_of(rank, group)
+        for step in range(60):
+            step_of(state, rank, step)
+        state.candidates = ["none", "int8"]
+        for step in range(60, 100):
+            step_of(state, rank, step)
+        return state.choice, state.state_dict()["buckets"][0]["error"].abs().max() > 0
+
+    assert run_ranks(run, 2) == [("int8", True)] * 2
+
+
+# --- errors ---
+
+
+def totals(rank, group, num_steps, options):
+    state = state_of(rank, group, candidates=KEEP_ERRORS, rounds=1, **options)
+    inputs, outputs, left = 0.0, 0.0, []
+    for step in range(num_steps):
+        gradient, averaged = step_of(state, rank, step)
+        inputs, outputs = inputs + gradient.double(), outputs + averaged.double()
+        error = state.state_dict()["buckets"][0].get("error")
+        left.append((inputs, outputs, torch.zeros_like(gradient) if error is None else error.double()))
+    return left, state.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}], ids=["flat", "by nodes"])
+def test_nothing_is_lost_when_candidates_change(options):
+    """After every step of a trial and after it: Σ averages + the mean error = Σ mean gradients."""
+    ms = {name: 10.0 for form in KEEP_ERRORS for name in (form, f"{form} by nodes")} | {"powersgd:2": 9.0}
+    results = run_ranks(totals, 4, 45, {"ms": ms, **options})
+    for by_rank in zip(*(left for left, _ in results), strict=True):
+        mean, error = (torch.stack([each[i] for each in by_rank]).mean(0) for i in (0, 2))
+        for _, outputs, _ in by_rank:
+            assert torch.allclose(outputs + error, mean, atol=2e-5)
+    assert float(results[0][0][-1][2].abs().max()) > 0
+
+
+def test_errors_are_sent_when_nothing_compresses():
+    results = run_ranks(totals, 2, 45, {"ms": dict.fromkeys(KEEP_ERRORS, 10.0)})
+    assert all(saved["trial"]["choice"] == "none" for _, saved in results)
+    for left, _ in results:
+        assert not left[-1][2].any()
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 19, 25, 50])
+def test_a_resumed_run_goes_on_with_equal_bits(at):
+    """Before, during and after a trial; a trial is not repeated."""
+
+    def run(rank, group):
+        state, resumed = state_of(rank, group), state_of(rank, group)
+        for step in range(at):
+            step_of(state, rank, step)
+        resumed.load_state_dict(reload(state.state_dict()))
+        assert resumed.choice == state.choice
+        assert resumed.table == state.table
+        for step in range(at, 60):
+            averaged, again = (step_of(each, rank, step)[1] for each in (state, resumed))
+            if at >= 44 or step < 20:  # in the trial the resumed run lacks this round's times so far
+                assert torch.equal(averaged, again)
+                assert state._phase.name == resumed._phase.name
+        return resumed.choice
+
+    assert run_ranks(run, 2) == ["int4"] * 2
+
+
+def saved_after(rank, group, num_steps):
+    state = state_of(rank, group)
+    for step in range(num_steps):
+        step_of(state, rank, step)
+    return state.state_dict()
+
+
+def test_another_number_of_ranks_measures_again():
+    merged = average_errors(run_ranks(saved_after, 2, 60), AutoState().checked)
+    assert merged["trial"]["choice"] == "int4"
+
+    def run(rank, group):
+        state = state_of(rank, group)
+        state.load_state_dict(merged)
+        assert state.choice == "int4"
+        step_of(state, rank, 60)
+        return state.choice, state._phase.name
+
+    assert run_ranks(run, 3) == [(None, "none")] * 3
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("names", [], r"trial: names is \[\]"),
+        ("choice", "int3", "trial: choice is 'int3'"),
+        ("seconds", {"none": [1.0]}, "trial: names"),
+        ("step", -1, "trial: step is -1"),
+        ("place", [2], r"trial: place is \[2\]"),
+        ("sent", {"none": -3}, "trial: sent of none is -3"),
+    ],
+)
+def test_a_damaged_trial_is_refused(entry, value, message):
+    saved = run_ranks(saved_after, 2, 4)[0]
+    saved["trial"] = {**saved["trial"], entry: value}
+    with pytest.raises(ValueError, match=message):
+        AutoState().load_state_dict(saved)
+    del saved["trial"][entry]
+    with pytest.raises(KeyError, match="lacks"):
+        AutoState().load_state_dict(saved)
+
+
+# --- what it records ---
+
+
+def test_the_recording_has_the_choice(tmp_path):
+    path = tmp_path / "recording.jsonl"
+
+    def run(rank, group):
+        state = state_of(rank, group)
+        recorder = Recorder(state, every=20)
+        for step in range(50):
+            step_of(state, rank, step)
+        found = recorder.choices
+        if rank == 0:
+            recorder.save(path)
+        return found
+
+    ours, theirs = run_ranks(run, 2)
+    assert theirs == ours
+    assert [(each["step"], each["choice"]) for each in ours] == [(44, "int4")]
+    recordings = read(path)
+    assert [recording.choices for recording in recordings] == [ours]
+    assert "Choice before step 44" in page(runs_of(recordings), ["recording.jsonl"])
+    lines = path.read_text().splitlines()
+    wrong = json.dumps(ours[0] | {"choice": "int3"})
+    path.write_text("\n".join([lines[0], wrong]))
+    with pytest.raises(ValueError, match="line 2 is not a choice"):
+        read(path)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": ["none", "int3"]}, "candidates: there is no hook 'int3'; known are none"),
+        ({"candidates": [8]}, "candidates: there is no hook '8'"),
+        ({"candidates": []}, "candidates is empty"),
+        ({"candidates": "none"}, "candidates is 'none', but must be a list of names"),
+        ({"candidates": ["none", "int4", "none"]}, "candidates has 'none' twice"),
+        ({"tolerance": 1.0}, "tolerance is 1.0, but must be a number of at least 0 and below 1"),
+        ({"tolerance": -0.1}, "tolerance is -0.1"),
+        ({"steps_per_turn": 2}, "steps_per_turn is 2, but must be an int above 2"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"retrial_every": 0}, "retrial_every is 0"),
+        ({"strongest": "int2"}, "strongest is 'int2', which is not one of the candidates"),
+        ({"start_iter": 1}, "start_iter is 1"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        AutoState(**options)
+
+
+def test_unlike_candidates_are_named_on_every_rank():
+    def run(rank, group):
+        state = state_of(rank, group, candidates=["none", ("int4", "int8")[rank]])
+        with pytest.raises(RuntimeError, match=r'candidates\[1\] is "int4" on rank 0 and "int8" on rank 1'):
+            step_of(state, rank, 0)
+
+    run_ranks(run, 2)
+
+
+def test_another_state():
+    with pytest.raises(TypeError, match="auto_hook takes an AutoState as its state, got None"):
+        auto_hook(None, Bucket(torch.zeros(3), [(3,)]))
+
+
+def plan_of(seconds):
+    return json.dumps({"hooks": [{"hook": name, "step_s": each} for name, each in seconds.items()]})
+
+
+def test_a_plan_shortens_the_list(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(plan_of({"none": 9.0, "bf16": 5.0, "int8": 1.6, "int4": 1.2, "int4 by nodes": 1.0}))
+    assert AutoState(plan=path).candidates == ("none", "int4", "powersgd:16:int8", "powersgd:8:int8")
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is not the output of `python -m gradcomp plan --json`"):
+        AutoState(plan=path)
+    with pytest.raises(FileNotFoundError):
+        AutoState(plan=tmp_path / "none.json")
+
+
+def test_the_clock_forgets():
+    clock = StepClock(iter(range(10)).__next__)
+    for name in ("none", None, "int4"):
+        clock.end_step(name, torch.device("cpu"))
+    assert clock.take() == [("int4", 1.0)]
+    clock.end_step("int4", torch.device("cpu"))
+    assert clock.take() == [("int4", 1.0)]
+    clock.forget()
+    clock.end_step("int4", torch.device("cpu"))
+    assert clock.take() == []
