@@ -106,6 +106,9 @@ class _Event:
     def wait(self, stream: Any = None) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
 
 class _Stream:
     """Stands in for torch.cuda.Stream: its Python code without CUDA's calls."""

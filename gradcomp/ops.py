@@ -20,7 +20,15 @@ from .cpu import quantize as cpu_quantize
 from .cpu import quantize_plan as cpu_quantized_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
-from .kernels.device import AMD_ARCHITECTURES, amd_architecture, has_streams, is_rocm, processor, send
+from .kernels.device import (
+    AMD_ARCHITECTURES,
+    amd_architecture,
+    has_streams,
+    is_rocm,
+    pinned,
+    processor,
+    send,
+)
 from .kernels.powersgd import plan as powersgd_kernels
 from .kernels.quantize import plan as quantize_kernels
 
@@ -41,6 +49,7 @@ __all__ = [
     "flatten",
     "has_streams",
     "is_rocm",
+    "pinned",
     "powersgd_plan",
     "processor",
     "quantized_plan",

@@ -28,8 +28,9 @@ import torch
 from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import positive
 from benchmarks.environment import describe
-from benchmarks.network import predicted, report
+from benchmarks.network import auto, predicted, report
 from benchmarks.network.hosts import Network, NoPrivilegeError, burst_bytes, isolated
+from gradcomp.hooks.auto_hook import CANDIDATES
 
 MODELS = ("mlp", "gpt")
 OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
@@ -48,6 +49,7 @@ TO_LOSS = (
 START_ITER = 10  # PowerSGD's plain steps on the way to a loss
 MAX_STEPS = 600
 SPARE_S = 60  # for what a job does besides its steps
+AUTO_S = 300  # a job of auto_hook, at most
 
 Job = dict[str, Any]
 
@@ -71,6 +73,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default %(default)s)")
     text = "only hooks whose name starts so, comma-separated (default: every hook)"
     parser.add_argument("--hooks", default="", help=text)
+    text = "in place of all other rows, auto_hook beside its candidates, in so many runs (default: none)"
+    parser.add_argument("--auto", type=int, default=0, metavar="RUNS", help=text)
+    text = "with --auto: the links between which the rate changes in mid-run (default %(default)s)"
+    parser.add_argument("--change", default="10000,100", help=text)
     text = "time for the steps of a hook, at least five steps (default %(default)s)"
     parser.add_argument("--seconds", type=float, default=2.0, help=text)
     text = "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200)"
@@ -107,6 +113,9 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
     elif hosts > 1:
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
+    if options.auto:
+        yield from auto_jobs(options, ranks_per_host)
+        return
     for mbit_per_s in options.links if hosts > 1 else [None]:
         if mbit_per_s is not None:
             yield mbit_per_s, {"job": "link"}
@@ -121,6 +130,17 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
             names = {"model": model, "hooks": whose, "hook": hook, "wrapper": "torch", "seed": seed}
             limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
             yield mbit_per_s, {"job": "loss", **names, "start_iter": START_ITER, **limits}
+
+
+def auto_jobs(options: argparse.Namespace, ranks_per_host: int) -> Iterator[tuple[int | None, Job]]:
+    """Yield auto_hook's jobs: without a throttle first, as the network is made, then link by link."""
+    fixed = [*CANDIDATES, *(f"{hook}:flat" for hook in CANDIDATES[2:] if ranks_per_host > 1)]
+    for link, model, run in product([None, *options.links], options.models, range(options.auto)):
+        yield link, {"job": "auto", "model": model, "run": run, "fixed": fixed, "seconds": AUTO_S}
+    before, after = map(int, options.change.split(","))
+    model = options.models[0]
+    yield before, {"job": "auto", "model": model, "run": options.auto, "fixed": ["none"], "seconds": AUTO_S}
+    yield after, {"job": "change", "model": model, "max_steps": 400, "link_before": before, "seconds": AUTO_S}
 
 
 class RankFailedError(Exception):
@@ -200,6 +220,11 @@ class Ranks:
         return "a rank ended without an answer"
 
 
+def summary(row: Job) -> str:
+    is_of_auto = row["job"] in ("auto", "change") and "failed" not in row
+    return auto.summary(row) if is_of_auto else report.summary(row)
+
+
 def measure(options: argparse.Namespace, rows: Path) -> list[str]:
     """Do every job, append a row for each to a file, and return those that there was no time for.
 
@@ -233,7 +258,7 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                 row = {**environment, **places, **throttle, **job, **result}
                 with rows.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"[{number}/{count}] {label}: {report.summary(row)}", flush=True)
+                print(f"[{number}/{count}] {label}: {summary(row)}", flush=True)
             ranks.end()
     return late
 
@@ -254,6 +279,9 @@ def run(options: argparse.Namespace) -> int:
 
 def show(path: Path, picture: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if rows and rows[0]["job"] in ("auto", "change"):
+        print("\n" + auto.table(rows))
+        return
     print("\n" + report.tables(rows))
     compared = predicted.compare(rows)
     if compared:

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from benchmarks.accuracy import runs
 from benchmarks.demo.measure import WireMeter, check_replicas
+from benchmarks.network import auto
 from benchmarks.network.workloads import WORKLOADS, Workload
 from gradcomp.comm.nodes import nodes_of
 
@@ -189,7 +190,18 @@ def all_reduce_seconds(group: dist.ProcessGroup | None) -> list[tuple[int, float
     return found
 
 
-JOBS = {"steps": steps, "loss": loss, "link": link}
+def new_trainer(job: dict[str, Any], hook: str | None) -> Trainer:
+    """Return a trainer on torch's DDP with gradcomp's hook; without one if hook is None."""
+    return Trainer({**job, "hooks": "gradcomp", "hook": hook or "none", "wrapper": "torch"}, START_ITER)
+
+
+JOBS = {
+    "steps": steps,
+    "loss": loss,
+    "link": link,
+    "auto": lambda job: auto.auto(job, new_trainer),
+    "change": auto.change,
+}
 
 
 def decided(number: int) -> int:

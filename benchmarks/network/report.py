@@ -19,7 +19,9 @@ def label(row: Row) -> str:
     """Name what a row measures."""
     network = "no network" if row["mbit_per_s"] is None else f"{row['mbit_per_s']} Mbit/s"
     parts = [places(row), network]
-    if row["job"] != "link":
+    if row["job"] in ("auto", "change"):
+        parts.append(row["model"])
+    elif row["job"] != "link":
         parts += [row["model"], name(row)]
     if "seed" in row:
         parts.append(f"seed {row['seed']}")

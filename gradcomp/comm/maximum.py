@@ -12,31 +12,35 @@ from .process_group import Operation
 
 
 class MaximumOfRanks:
-    """The largest of all ranks' values, element by element, by one small all-reduce that begins now.
+    """The largest of all ranks' values, element by element, by a small all-reduce that begins now.
 
     what: the purpose, in words that follow "could not", for messages.
     values: as many on every rank; may be infinite.
-    device: a device whose tensors the group's backend takes.
+    groups: the ranks. With several groups, such as a grid's rows and columns, one all-reduce follows another.
+    device: a device whose tensors the groups' backends take.
 
-    Every rank of the group must make it in the same place among its collectives. The host waits in `wait`
-    only, which may be called steps later.
+    Every rank of the groups must make it in the same place among its collectives. On CUDA the host waits in
+    `wait` only, which may be called steps later; on a CPU it also waits for all groups but the last.
     """
 
-    def __init__(self, what: str, values: Sequence[float], group: dist.ProcessGroup, device: torch.device):
-        self._operation = Operation.of(what, group)
-        self._values = torch.tensor(values, dtype=torch.float64)
+    def __init__(
+        self, what: str, values: Sequence[float], groups: Sequence[dist.ProcessGroup], device: torch.device
+    ):
+        self._operation = Operation.of(what, groups[0])
         self._passed: Any = None  # on CUDA, the event after the copy to the host
-        on_device = ops.send(self._values, device)
+        on_device = self._values = torch.empty(len(values), dtype=torch.float64, device=device)
+        on_device.copy_(ops.pinned(torch.tensor(values, dtype=torch.float64), device), non_blocking=True)
+        self._work: Any = None
         with self._operation:
-            self._work = dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group, async_op=True)
+            for group in groups:
+                if self._work is not None:
+                    self._work.wait()
+                self._work = dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group, async_op=True)
             if ops.has_streams(device):
                 self._work.wait()  # the stream waits
-                self._values = torch.empty_like(self._values, pin_memory=True)
+                self._values = ops.pinned(torch.empty(len(values), dtype=torch.float64), device)
                 self._values.copy_(on_device, non_blocking=True)
-                self._passed = torch.cuda.Event()
-                self._passed.record(torch.cuda.current_stream(device))
-            else:
-                self._values = on_device
+                self._passed = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> list[float]:
         """Return the largest values."""

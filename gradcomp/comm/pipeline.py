@@ -86,13 +86,43 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
         return chained
 
 
+class LastWork(dist.Work):
+    """A bucket's last collective. On a CPU no bucket waits for it while backward goes on.
+
+    Whether it has ended may differ between ranks. That changes no order, as no collective comes after it.
+    """
+
+    def __init__(self, work: dist.Work):
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
 class _Running(NamedTuple):
-    """A bucket under way. work: the collective that its next stage waits for."""
+    """A bucket under way.
+
+    work: the collective that its next stage waits for.
+    waits: whether the stage after a LastWork waits for it now.
+    """
 
     stages: Stages
     work: dist.Work | None
     future: PipelinedFuture
     device: torch.device
+    waits: bool = False
+
+    @property
+    def is_left_alone(self) -> bool:
+        """True if only the end of its last collective is missing, on a CPU in backward."""
+        if self.waits or not isinstance(self.work, LastWork) or ops.has_streams(self.device):
+            return False
+        return not self.work.is_completed()
 
 
 class Pipeline:
@@ -126,7 +156,7 @@ class Pipeline:
         """Take all buckets to their end, one stage each in turn."""
         while self._running:
             earlier, self._running = self._running, []
-            self._running = self._advance(earlier)
+            self._running = self._advance([each._replace(waits=True) for each in earlier])
 
     def _advance(self, buckets: list[_Running]) -> list[_Running]:
         """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""
@@ -144,6 +174,8 @@ class Pipeline:
         After an error no bucket under way is averaged, and their futures hold the error.
         """
         self._unfinished[bucket.future] = bucket
+        if bucket.is_left_alone:
+            return bucket
         try:
             advanced = _advanced(bucket)
         except Exception as error:
@@ -165,7 +197,7 @@ class Pipeline:
 def _advanced(bucket: _Running) -> _Running | None:
     """Wait for a bucket's collective and run its next stage. The last stage completes the future."""
     try:
-        return bucket._replace(work=_next(bucket.stages, bucket.work))
+        return bucket._replace(work=_next(bucket.stages, bucket.work), waits=False)
     except StopIteration as end:
         bucket.future.set_result(end.value)
         return None

@@ -1,6 +1,6 @@
 """A plain all-reduce as a compressor, in the bucket's dtype or in 16 bits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from gradcomp import ops
 
 from ..comm.exchange import Works, reduce_by_nodes
 from ..comm.nodes import nodes_of
-from ..comm.pipeline import Stages, run_through
+from ..comm.pipeline import LastWork, Stages, run_through
 from ..rules import SIXTEEN_BITS, check_fields, checked_field
 from .compressor import BucketSpec, Compressor, State
 from .pending_errors import PendingErrors
@@ -64,7 +64,7 @@ class AllReducedCompressor(Compressor):
         """Average in two stages; by nodes, in four. Yields each collective in progress."""
         self._pending.add_to(flat, self._unused)
         if self._ranks_per_node == 1:
-            yield from self._sum(flat, group, self._scale)
+            yield from self._sum(flat, group, self._scale, LastWork)
             return
         nodes = nodes_of(group, self._ranks_per_node)
 
@@ -74,17 +74,23 @@ class AllReducedCompressor(Compressor):
 
         yield from reduce_by_nodes(flat, nodes, between, self._scale)
 
-    def _sum(self, flat: torch.Tensor, group: dist.ProcessGroup, scale: float) -> Works:
-        """Sum scale · flat over a group, in place."""
+    def _sum(
+        self,
+        flat: torch.Tensor,
+        group: dist.ProcessGroup,
+        scale: float,
+        kind: Callable[[dist.Work], dist.Work] = lambda work: work,
+    ) -> Works:
+        """Sum scale · flat over a group, in place. kind: LastWork if no collective comes after it."""
         if self._dtype is None:
             if scale != 1.0:
                 flat.mul_(scale)
-            yield dist.all_reduce(flat, group=group, async_op=True)
+            yield kind(dist.all_reduce(flat, group=group, async_op=True))
             return
         if self._wire is None:
             self._wire = flat.new_empty(flat.numel(), dtype=self._dtype)
         ops.compress_cast(flat, out=self._wire, scale=scale, overwrite=True)
-        yield dist.all_reduce(self._wire, group=group, async_op=True)
+        yield kind(dist.all_reduce(self._wire, group=group, async_op=True))
         ops.decompress_cast(self._wire, out=flat)
 
     def state(self) -> State:

@@ -21,7 +21,9 @@ class PendingErrors:
         ends = list(accumulate(map(math.prod, shapes), initial=0))
         self._slices = {each: slice(ends[each], ends[each + 1]) for each in positions}
         self._errors: dict[int, torch.Tensor] = {}  # by position
-        self._sent_now: set[int] = set()  # positions whose errors are part of this step's average
+        # The errors that are part of this step's average. On CUDA the side stream may read one until the step
+        # ends, so it is freed in the next step.
+        self._sent: dict[int, torch.Tensor] = {}
 
     def load(self, error: torch.Tensor) -> None:
         """Replace all errors. error: [numel], the bucket's, of which a copy is kept."""
@@ -33,9 +35,9 @@ class PendingErrors:
         flat: [numel], the bucket's gradients.
         unused: the positions of the tensors that this rank's backward has not used.
         """
-        self._sent_now = self._errors.keys() - set(unused)
-        for position in self._sent_now:
-            flat[self._slices[position]] += self._errors.pop(position)
+        self._sent = {each: self._errors.pop(each) for each in self._errors.keys() - set(unused)}
+        for position, error in self._sent.items():
+            flat[self._slices[position]] += error
 
     def write_to(self, error: torch.Tensor) -> None:
         """Write the errors to their places in the bucket's error, [numel]."""
@@ -44,6 +46,6 @@ class PendingErrors:
 
     def take_back(self, offset: int, values: torch.Tensor) -> None:
         """Keep an unused average, which may contain an error; see Compressor.add_to_error."""
-        for position in self._sent_now:
+        for position in self._sent:
             if self._slices[position].start == offset:
                 self._errors[position] = values.clone()

@@ -121,6 +121,8 @@ class QuantizedCompressor(Compressor):
         self._kept: slice | None = None
         self._own: slice | None = None
         self._loaded: State | None = None  # until the next step
+        # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
+        self._just_loaded: State | None = None
         # The number of elements in an all-reduce that sends as many bytes.
         self.sent_numel = -(-num_bytes // bucket.dtype.itemsize)
 
@@ -228,7 +230,8 @@ class QuantizedCompressor(Compressor):
         if self._kept not in (None, kept) and self._loaded is None:
             self._loaded = self.state()  # the nodes have changed
         self._kept, self._own = kept, own
-        loaded, self._loaded = self._loaded, None
+        loaded = self._just_loaded = self._loaded
+        self._loaded = None
         error, shard_error = self._plan.error, self._plan.shard_error
         if loaded is None or error is None or shard_error is None:
             return None

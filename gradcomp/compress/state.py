@@ -102,6 +102,7 @@ class CompressorState:
         several nodes, and a node's ranks follow one another; otherwise 1.
 
     recorder: the Recorder that records the state's steps, set by the Recorder itself; None without one.
+    shard_group: with compress_replicas, the ranks that hold the other shards of this replica; otherwise None.
 
     Raises TypeError for an argument of another type, ValueError for an invalid setting. Assigning to an
     attribute raises the same errors.
@@ -176,6 +177,7 @@ class CompressorState:
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self.recorder: Any = None
+        self.shard_group: dist.ProcessGroup | None = None
 
     # --- options ---
 

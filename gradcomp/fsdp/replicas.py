@@ -164,6 +164,7 @@ def compress_replicas(
     if state is not None:
         state.number_parameters(chain.from_iterable(group.named_placeholders(model) for group in groups))
         state.process_group = replicate_group
+        state.shard_group = groups[0].shard_group
     for group in groups:
         group.module.reshard()
     _copy_from_first_rank(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)

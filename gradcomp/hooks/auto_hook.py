@@ -277,12 +277,16 @@ class AutoState(CompressorState):
             seconds.setdefault(name, []).append(each)
         medians = [_median(seconds[name]) for name in trial.taking_part]
         what = "compare the candidates' times of auto_hook"
-        trial.end_round(MaximumOfRanks(what, medians, group, self._device).wait())
+        trial.end_round(MaximumOfRanks(what, medians, self._groups(group), self._device).wait())
         if trial.choice is not None:
             self._chosen_at = self.iter
             say(self._decision(trial), group)
             if self.recorder is not None:
                 self.recorder.add_choice(self.iter, trial.choice, self.table)
+
+    def _groups(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+        """Return the groups whose ranks choose alike: a step waits for the slowest shard, too."""
+        return [group] if self.shard_group is None else [group, self.shard_group]
 
     def _decision(self, trial: Trial) -> str:
         """Say what was chosen, by which rule, with the table."""
@@ -309,7 +313,7 @@ class AutoState(CompressorState):
             self._begin_trial(trial.names, before=trial.choice)
         else:
             what = "compare the speed of auto_hook's steps"
-            self._slow_on_ranks = MaximumOfRanks(what, [self._num_slow], group, self._device)
+            self._slow_on_ranks = MaximumOfRanks(what, [self._num_slow], self._groups(group), self._device)
 
     def end_step(self) -> None:
         super().end_step()

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from gradcomp.comm.process_group import Operation
 from gradcomp.compress.quantized_all_reduce import NodesAllReduce
 from gradcomp.fsdp.replicas import AllReduceHook, ReplicaAverage
 from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.kernels.powersgd import plan as powersgd_plan
 from gradcomp.layout import BlockLayout
@@ -44,14 +46,14 @@ def parameters_of(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
 
 
-def as_ddp(hook: Callable[..., Any], state: Any) -> None:
+def as_ddp(hook: Callable[..., Any], state: Any, num_steps: int = NUM_STEPS) -> None:
     """Call a hook as torch's DDP does: bucket after bucket on the current stream; then wait for all."""
     buckets = []
     for index, shapes in enumerate(SHAPES):
         parameters = parameters_of(shapes)
         buffer = torch.zeros(sum(each.numel() for each in parameters))
         buckets.append(GradBucket(index, buffer, parameters, is_last=index == len(SHAPES) - 1))
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         TRACE.works.clear()
         futures = []
         for bucket in buckets:
@@ -176,6 +178,23 @@ def planted(owner: Any, name: str, replacement: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+class TryingState(AutoState):
+    """Has a trial although the stub has one rank: every candidate passes its errors on to every kind."""
+
+    NAMES = ("int4", "powersgd:4", "none", "int8", "bf16", "powersgd:2:int8")
+
+    def _names(self, group: dist.ProcessGroup) -> list[str]:
+        return list(self.NAMES)
+
+
+def with_auto_hook() -> list[str]:
+    """Return the mistakes in a trial of two rounds, and in as many steps after it as two checks of speed."""
+    state = TryingState(start_iter=2, steps_per_turn=3, rounds=2, clock=iter(range(10_000)).__next__)
+    found = problems(partial(as_ddp, num_steps=110), auto_hook, state)
+    assert state.choice == "int4"
+    return found
+
+
 def state_of_powersgd() -> Any:
     return powerSGD_hook.PowerSGDState(None, 4, 2, 1)
 
@@ -222,6 +241,7 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
 
 def callers() -> Iterator[tuple[str, list[str]]]:
     """Yield the mistakes of callers besides torch's DDP, of hooks by nodes, and of hooks within hooks."""
+    yield "auto_hook", with_auto_hook()
     yield "by nodes", problems(as_ddp, HookByNodes(), None)
     wrapped = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
     yield "a wrapper of PowerSGD", problems(as_ddp, wrapped, state_of_powersgd())

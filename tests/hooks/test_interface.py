@@ -106,8 +106,8 @@ def test_hook_types():
         "NOOP": debugging_hooks.noop_hook,
     }
     names = {kind.name for kind in DDPCommHookType}
-    assert names == {*expected, *POWER_SGD}
-    assert names <= {kind.name for kind in torch_hooks.DDPCommHookType}
+    assert names == {*expected, *POWER_SGD, "AUTO"}
+    assert names - {"AUTO"} <= {kind.name for kind in torch_hooks.DDPCommHookType}
     for name, hook in expected.items():
         model = FakeModel()
         register_ddp_comm_hook(DDPCommHookType[name], model)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm import kept_buffers as kept
-from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.hooks import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
 HOOKS = [
     default_hooks.allreduce_hook,

@@ -1,0 +1,129 @@
+"""auto_hook over throttled links: what it chooses, and how long its step takes beside every fixed hook's.
+
+Job "auto" trains with auto_hook until its trial is over. Then steps of auto_hook and of each of its
+candidates take turns, each on a model of its own. Job "change" goes on with that training after the link's
+rate has changed, and tells when auto_hook notices.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
+
+from .report import Row, of, places
+
+ROUNDS, STEPS = 5, 3  # the turns of a hook, and its timed steps in each; one step before them isn't timed
+MAX_TRIAL_STEPS = 400
+
+_kept: list[tuple[Any, AutoState]] = []  # of the last "auto" job, for "change"
+
+
+def auto(job: dict[str, Any], new_trainer: Any) -> dict[str, Any]:
+    """Return the choice, the trial's table and steps, and by hook the median ms of a step after it.
+
+    new_trainer: called with (job, hook); returns a Trainer.
+    """
+    trainer, state = _trained(job, new_trainer)
+    num_trial_steps = state.iter
+    trainers = {"auto": trainer}
+    for hook in job["fixed"]:
+        trainers[hook] = new_trainer({**job, "hook": hook}, hook)
+        for _ in range(4):  # plain steps, in which DDP rebuilds its buckets, and the first compressed one
+            trainers[hook].step()
+    times: dict[str, list[float]] = {hook: [] for hook in trainers}
+    for _ in range(ROUNDS):
+        for hook, each in trainers.items():
+            each.step()
+            times[hook] += [sum(each.step()) for _ in range(STEPS)]
+    medians = {hook: statistics.median(each) * 1e3 for hook, each in times.items()}
+    return {
+        "choice": state.choice,
+        "table": state.table,
+        "num_trial_steps": num_trial_steps,
+        "step_ms": medians,
+    }
+
+
+def change(job: dict[str, Any]) -> dict[str, Any]:
+    """Train on over another link. Returns the steps until a trial began and ended, and its choice."""
+    ((trainer, state),) = _kept
+    before, started, began = state.choice, time.perf_counter(), None
+    for number in range(1, job["max_steps"] + 1):
+        trainer.step()
+        if began is None and state.choice is None:
+            began = number
+        if began is not None and state.choice is not None:
+            break
+    return {
+        "before": before,
+        "noticed_after": began,
+        "chosen_after": number if began is not None and state.choice is not None else None,
+        "choice": state.choice,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _trained(job: dict[str, Any], new_trainer: Any) -> tuple[Any, AutoState]:
+    state = AutoState(random_seed=job.get("run", 0))
+    trainer = new_trainer(job, None)
+    trainer.model.register_comm_hook(state, auto_hook)
+    _kept[:] = [(trainer, state)]
+    while state.choice is None and state.iter < MAX_TRIAL_STEPS:
+        trainer.step()
+    return trainer, state
+
+
+def summary(row: Row) -> str:
+    """Say in one line what a row of job "auto" or "change" holds."""
+    if row["job"] == "change":
+        return f"{row['before']} → {row['choice']}, noticed after {row['noticed_after']} steps"
+    return f"{row['choice']} after {row['num_trial_steps']} steps; {_ratios([row])}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Format a table per model and number of hosts: a line per link, medians over the runs."""
+    measured = [row for row in of(rows, job="auto") if "failed" not in row]
+    found = []
+    for model, count in dict.fromkeys((row["model"], places(row)) for row in measured):
+        of_both = [row for row in measured if (row["model"], places(row)) == (model, count)]
+        lines = [f"{model}, {count}: auto_hook after its trial, ms per step beside the fixed hooks'", ""]
+        lines += ["| Mbit/s | auto_hook chose | auto_hook | " + " | ".join(CANDIDATES) + " | best | none |"]
+        lines += ["|" + "---|" * (len(CANDIDATES) + 5)]
+        for link in dict.fromkeys(row["mbit_per_s"] for row in of_both):
+            runs = of(of_both, mbit_per_s=link)
+            choices = ", ".join(dict.fromkeys(str(row["choice"]) for row in runs))
+            hooks = [f"{_median(runs, hook):.3g}" for hook in ("auto", *CANDIDATES)]
+            cells = ["none" if link is None else f"{link:,}", choices, *hooks, *_against(runs)]
+            lines.append("| " + " | ".join(cells) + " |")
+        found.append("\n".join(lines))
+    changes = [row for row in of(rows, job="change") if "failed" not in row]
+    found += [
+        f"{row['model']}, {places(row)}, from {row['link_before']:,} to {row['mbit_per_s']:,} Mbit/s in "
+        f"mid-run: {summary(row)}; chosen after {row['chosen_after']}"
+        for row in changes
+    ]
+    return "\n\n".join(found)
+
+
+def _median(runs: Sequence[Row], hook: str) -> float:
+    """Return the median over runs of a hook's ms; with nodes, of its faster form."""
+    return statistics.median(
+        min(ms for name, ms in row["step_ms"].items() if name.removesuffix(":flat") == hook) for row in runs
+    )
+
+
+def _ratios(runs: Sequence[Row]) -> str:
+    best, none = _against(runs)
+    return f"{best} times the best, {none} times none"
+
+
+def _against(runs: Sequence[Row]) -> tuple[str, str]:
+    """Return auto_hook's step over the fastest fixed hook's, and over none's, medians over the runs."""
+    times = [row["step_ms"] for row in runs]
+    best = [each["auto"] / min(ms for hook, ms in each.items() if hook != "auto") for each in times]
+    none = [each["auto"] / each["none"] for each in times]
+    return f"{statistics.median(best):.2f}", f"{statistics.median(none):.2f}"
