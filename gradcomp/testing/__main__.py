@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from gradcomp.comm.bucket import Hook
-from gradcomp.hooks import default_hooks
+from gradcomp.hooks import auto_hook, default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.hooks import quantization_hooks as quantization
 from gradcomp.testing.cases import CASES
@@ -57,12 +58,21 @@ def hooks_of(default: Any, module: Any) -> dict[str, tuple[Hook, MakeState]]:
     }
 
 
+def automatic(process_group: dist.ProcessGroup) -> auto_hook.AutoState:
+    """Make a state that tries four candidates for three steps each, then uses the first: all take as long."""
+    names = ("int4", "none", "int8", "powersgd:4:int8")
+    return auto_hook.AutoState(
+        process_group, names, start_iter=2, steps_per_turn=3, rounds=1, clock=count().__next__
+    )
+
+
 OURS: dict[str, tuple[Hook, MakeState]] = {
     **hooks_of(default_hooks, powerSGD),
     "int8": (quantization.quantization_hook, quantized(8)),
     "int4": (quantization.quantization_hook, quantized(4)),
     "pertensor": (quantization.quantization_pertensor_hook, None),
     "perchannel": (perchannel_hook, None),
+    "auto": (auto_hook.auto_hook, automatic),
 }
 TORCHS = {
     **hooks_of(torch_default_hooks, torch_powerSGD),
