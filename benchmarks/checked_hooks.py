@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
-from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.hooks import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
 # The steps of a run with error feedback. The first ones are plain, as DDP rebuilds its buckets.
 NUM_STEPS_WITH_ERROR, NUM_PLAIN_STEPS = 10, 2
@@ -61,6 +61,13 @@ def _node_size() -> int:
 
 def _state_with_nodes(**options: Any) -> quantization_hooks.QuantizationState:
     return _quantization_state(ranks_per_node=_node_size(), **options)
+
+
+def _auto_state() -> auto_hook.AutoState:
+    """Return a state that tries each candidate in the checked steps. One rank alone uses the first."""
+    return auto_hook.AutoState(
+        None, ("int4", "none", "powersgd:4"), start_iter=NUM_PLAIN_STEPS, steps_per_turn=3, rounds=1
+    )
 
 
 def _sixteen_bits_hook() -> Callable:
@@ -116,6 +123,7 @@ HOOKS = {
         make_state=partial(_state_with_nodes, bits=4, within_dtype=torch.bfloat16),
         step_error=torch.finfo(torch.bfloat16).eps,
     ),
+    "auto_hook": HookCheck(lambda: auto_hook.auto_hook, make_state=_auto_state),
     "quantization_hook 16 bits": HookCheck(lambda: _sixteen_bits_hook(), torch.bfloat16),
     "node_wrapper": HookCheck(lambda: default_hooks.node_wrapper(default_hooks.allreduce_hook, _node_size())),
     # Senders and owner each lose half of a 127th of a block's largest value, and 2⁻⁸ by rounding the scale:

@@ -359,13 +359,13 @@ class AutoState(CompressorState):
 
 
 class _Every:
-    """Warms up every candidate of a state."""
+    """Makes the first candidate's compressors, and warms up every candidate."""
 
     def __init__(self, state: AutoState):
         self._state = state
 
     def __call__(self, bucket: BucketSpec, options: Any) -> Compressor:
-        raise NotImplementedError("it only warms up")
+        return self._state._choice(self._state.candidates[0])(bucket, options)
 
     def warm_up(self, bucket: BucketSpec, options: Any) -> None:
         for name in self._state._forms(bucket.device):

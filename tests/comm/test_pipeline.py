@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.comm.pipeline import Pipeline, explained, run_through
+from gradcomp.comm.pipeline import LastWork, Pipeline, explained, run_through
 from gradcomp.comm.process_group import ExplainedError, Operation
 
 CPU = torch.device("cpu")
@@ -43,6 +43,35 @@ def test_every_bucket_goes_one_stage_further_with_each_hook():
     assert log.index("wait A0") > log.index("hook 1")
     assert log.index("wait A2") > log.index("hook 3")
     assert [future.value() for future in futures] == [0, 1, 2, 3]
+
+
+class SlowWork(Work):
+    """A collective that ends when it is told to."""
+
+    has_ended = False
+
+    def is_completed(self):
+        return self.has_ended
+
+
+def test_no_hook_waits_for_a_last_collective():
+    """Backward goes on, as no other collective depends on it. A hook finishes those that have ended."""
+    log, pipeline = [], Pipeline()
+    works = [SlowWork("A0", log), SlowWork("A1", log), SlowWork("A2", log)]
+
+    def one(index):
+        yield LastWork(works[index])
+        log.append(f"end {index}")
+        return torch.tensor(index)
+
+    futures = [pipeline.add(one(index), CPU, is_first=index == 0, is_last=False) for index in range(2)]
+    assert log == ["issue A0", "issue A1", "issue A2"]
+    works[1].has_ended = True
+    futures.append(pipeline.add(one(2), CPU, is_first=False, is_last=False))
+    assert log[3:] == ["wait A1", "end 1"]
+    assert [future.done() for future in futures] == [False, True, False]
+    pipeline.finish()
+    assert [future.value() for future in futures] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("lengths", [(1, 3, 2), (0, 2, 0), (4, 0, 1)])
