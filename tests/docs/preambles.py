@@ -30,29 +30,12 @@ from gradcomp.compress import load_from_dcp, per_rank_state_dict
 state = QuantizationState(replicate_group, bits=4)
 folder = "fsdp-checkpoint"
 """,
-    ("docs/hooks.md", 1): HOOKED
+    ("docs/hooks.md", 2): FRESH
+    + "from gradcomp.hooks.quantization_hooks import quantization_perchannel_hook",
+    ("docs/what_compression_cant_know.md", 0): HOOKED
     + """
 ddp_discriminator, fake = ddp_model, torch.randn(8, 64)
 loss_of_generator = torch.mean
-""",
-    ("docs/hooks.md", 3): FRESH
-    + "from gradcomp.hooks.quantization_hooks import quantization_perchannel_hook",
-    ("docs/powersgd.md", 2): HOOKED + FRESH,
-    ("docs/powersgd.md", 3): HOOKED + "dist.barrier()\nold_world_size = world_size",
-    ("docs/powersgd.md", 4): HOOKED
-    + """
-path = "consolidated.pt"
-saved = powerSGD.consolidated_state_dict(state)
-if rank == 0:
-    torch.save(saved, path)
-dist.barrier()
-""",
-    ("docs/powersgd.md", 5): HOOKED
-    + "import torch.distributed.checkpoint as dcp\npath = 'powersgd-checkpoint'\n",
-    ("docs/powersgd.md", 6): """
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
-path = f"torchs-{rank}.pt"
-torch.save({"state": torchs.PowerSGDState(None)}, path)
 """,
     ("docs/recording.md", 1): """
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -78,7 +61,7 @@ torch.save({"state": torchs.PowerSGDState(None)}, f"torch-rank-{rank}.pt")
 }
 
 AFTER = {
-    ("docs/hooks.md", 3): "ddp_model.register_comm_hook(None, in_blocks_of_128)",
+    ("docs/hooks.md", 2): "ddp_model.register_comm_hook(None, in_blocks_of_128)",
     ("docs/testing.md", 3): """
 from hypothesis import settings
 settings(max_examples=3, deadline=None)(test_replicas)()
@@ -140,8 +123,8 @@ NOT_RUN = [
     ("docs/others_hooks.md", "hivemind.Float16", PRINTED),
     ("docs/plan.md", "Times are PREDICTED", PRINTED),
     ("docs/plan.md", "measured 2026-", PRINTED),
-    ("docs/powersgd.md", "bucket (DDP's)", PICTURE),
-    ("docs/powersgd.md", "saved run, from step 2 on", PICTURE),
+    ("docs/internals/powersgd.md", "bucket (DDP's)", PICTURE),
+    ("docs/internals/powersgd.md", "saved run, from step 2 on", PICTURE),
     ("docs/reducer.md", "backward   ──grad 7──", PICTURE),
     ("docs/testing.md", "top_k_hook", PRINTED),
     ("docs/troubleshooting.md", "with torch.cuda.graph(graph):", "needs a GPU"),

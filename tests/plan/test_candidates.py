@@ -92,7 +92,7 @@ def test_bytes_are_those_that_hooks_hand_to_collectives(run_ranks):
 
 
 def test_memory_traffic_is_the_documented_one():
-    """docs/hooks.md: 12 B per element in 16 bits, 20.1 at 4 bits on 8 ranks; docs/powersgd.md: 20 B."""
+    """docs/internals: 12 B per element in 16 bits, 20.1 at 4 bits on 8 ranks; 20 B for PowerSGD."""
     matrix = [(8192, 8192)]
 
     def per_element(name, world_size=8):
