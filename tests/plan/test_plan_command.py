@@ -162,7 +162,7 @@ def test_the_page_shows_what_is_printed(capsys, command, output):
 
 
 def test_the_page_shows_plans():
-    assert len(documented()) == 4
+    assert len(documented()) == 2
 
 
 # --- nodes ---
