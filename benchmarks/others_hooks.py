@@ -1,6 +1,6 @@
 """Check other projects' DDP hooks with gradcomp.testing: python -m benchmarks.others_hooks --help
 
-docs/others_hooks.md has the tables and explains them.
+benchmarks/results/others_hooks.md has the tables, docs/others_hooks.md explains the failures.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OURS = "https://github.com/gradcomp/gradcomp/blob/main/"
 IMAGES = "https://raw.githubusercontent.com/gradcomp/gradcomp/main/"
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "results" / "README.md"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks" / "results").glob("*.md")]
 
 
 def without_code(text: str) -> str:
