@@ -125,7 +125,7 @@ NOT_RUN = [
     ("docs/plan.md", "measured 2026-", PRINTED),
     ("docs/internals/powersgd.md", "bucket (DDP's)", PICTURE),
     ("docs/internals/powersgd.md", "saved run, from step 2 on", PICTURE),
-    ("docs/reducer.md", "backward   ──grad 7──", PICTURE),
+    ("docs/internals/reducer.md", "backward   ──grad 7──", PICTURE),
     ("docs/testing.md", "top_k_hook", PRINTED),
     ("docs/troubleshooting.md", "with torch.cuda.graph(graph):", "needs a GPU"),
     ("docs/testing.md", "unbiased fails for", PRINTED),
