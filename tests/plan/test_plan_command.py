@@ -161,8 +161,8 @@ def test_the_page_shows_what_is_printed(capsys, command, output):
     assert plan(capsys, *command.split()).rstrip() == output
 
 
-def test_the_page_shows_plans():
-    assert len(documented()) == 2
+def test_the_page_shows_a_plan():
+    assert len(documented()) == 1
 
 
 # --- nodes ---
