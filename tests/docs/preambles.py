@@ -94,16 +94,13 @@ RUN_ELSEWHERE = {
 
 PRINTED = "what the command above it prints"
 PICTURE = "a picture in characters"
-OPTIONS = "a list of options, with their defaults"
 
 # Blocks that are neither Python nor commands: page, start of the first line, reason.
 NOT_RUN = [
     ("docs/accuracy.md", "gpt: 136,960 parameters", PRINTED),
-    ("docs/accuracy.md", "--task gpt,digits", OPTIONS),
     ("docs/architecture.md", "kernels/       Triton kernels", PICTURE),
     ("docs/architecture.md", "__init__ ──▶ parallel", PICTURE),
     ("docs/demo.md", "reducer: torch", PRINTED),
-    ("docs/demo.md", "--hook none,fp16", OPTIONS),
     ("docs/fsdp.md", "backward  ── block 2", PICTURE),
     ("docs/recording.md", "gradcomp: PowerSGD compresses", PRINTED),
     ("docs/recording.md", "GRADCOMP_QUIET=1", "a setting before a script of the user's"),
