@@ -204,7 +204,7 @@ def quantizing(stage, bits):
 
 
 def test_the_quantized_stages_move_the_documented_bytes():
-    """docs/internals/hooks.md lists the bytes per fp32 element at 4 bits and 8 ranks; their sum includes scales."""
+    """docs/internals/hooks.md has these bytes per fp32 element, at 4 bits and 8 ranks; scales included."""
     cases = [quantizing(stage, 4) for stage in ("quantize", "average", "dequantize")]
     moved = [case.num_bytes / case.num_elements for case in cases]
     assert [round(each, 1) for each in moved] == [13.0, 2.6, 4.5]

@@ -1,4 +1,4 @@
-"""The tables of others_hooks.md in benchmarks/results are the recorded verdicts; docs/others_hooks.md shows the failures."""
+"""The recorded verdicts have a page of tables, and docs/others_hooks.md shows every failure."""
 
 import importlib.util
 import json

@@ -88,3 +88,10 @@ def test_local_steps(tmp_path):
 def test_callbacks_know_the_scale_of_every_backward(framework, tmp_path):
     printed, _ = run(ROOT / "tests/frameworks/followed_scale.py", framework, tmp_path, folder=tmp_path)
     assert printed.endswith("every scale was known\n")
+
+
+@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
+def test_what_pages_say_is_also_tested(framework, tmp_path):
+    program = ROOT / "tests/frameworks/also_tested.py"
+    printed, _ = run(*TORCHRUN, program, framework, tmp_path, folder=tmp_path)
+    assert printed.count("all of it works") == 2

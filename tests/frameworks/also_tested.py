@@ -1,0 +1,165 @@
+"""Train as users of frameworks do beside the recipes, on the ranks of torchrun.
+
+torchrun --nproc-per-node 2 tests/frameworks/also_tested.py accelerate|lightning|transformers folder
+"""
+
+import gc
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.optim  # before a process group exists, which some of torch's functions would keep
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gradcomp.frameworks import CommHook
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.frameworks.documented import same_on_all_ranks
+
+
+def new_layers():
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = new_layers(), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def in_accelerate(folder):
+    """Two models, each with a hook of its own and a layer that it leaves out; save and load the states."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+    )
+    states = [PowerSGDState(None, 2, 2), QuantizationState(bits=4)]
+    models, optimizers = [], []
+    for state, hook in zip(states, (powerSGD_hook, quantization_hook), strict=True):
+        model = accelerator.prepare(PartlyUsed())
+        comm_hook = CommHook(state, hook)
+        comm_hook.register(model)
+        accelerator.register_for_checkpointing(comm_hook)
+        models.append(model)
+        optimizers.append(accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)))
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            x = torch.randn(8, 16)
+            optimizer.zero_grad()
+            accelerator.backward((model(x) - x).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert [state.iter for state in states] == [4, 4]
+    same_on_all_ranks([parameter for model in models for parameter in model.parameters()])
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    for state in states:
+        state.iter = 0
+    accelerator.load_state(folder)
+    assert [state.iter for state in states] == [4, 4]
+
+
+def in_lightning(folder):
+    """Fit, test and fit a GAN with two optimizers, clipping, early stopping; the callback between others."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    from gradcomp.frameworks.lightning import CommHookCallback
+
+    class Gan(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator, self.discriminator = new_layers(), nn.Linear(16, 1)
+
+        def training_step(self, batch, _):
+            for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):
+                self.toggle_optimizer(optimizer)
+                loss = sign * self.discriminator(self.generator(batch[0])).tanh().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 1.0)
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+            self.log("constant", 1.0)
+
+        def test_step(self, batch, index):
+            self.log("tested", self.discriminator(self.generator(batch[0])).mean(), sync_dist=True)
+
+        def configure_optimizers(self):
+            parts = self.generator, self.discriminator
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+
+    state = PowerSGDState(None, 2, 2)
+    data = DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=8)
+    trainer = pl.Trainer(
+        strategy="ddp_find_unused_parameters_true",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=10,
+        logger=False,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            EarlyStopping("constant", patience=1, check_on_train_epoch_end=True),
+            CommHookCallback(state, powerSGD_hook),
+            ModelCheckpoint(folder),
+        ],
+    )
+    model = Gan()
+    trainer.fit(model, data)
+    assert 0 < trainer.current_epoch < 10, "early stopping stops"
+    steps = state.iter
+    # Every epoch has 2 batches per rank and 2 backwards for each.
+    assert steps == 4 * trainer.current_epoch
+    trainer.test(model, data, verbose=False)
+    assert state.iter == steps
+    trainer.fit_loop.max_epochs = trainer.current_epoch + 2
+    trainer.should_stop = False
+    trainer.callbacks[0].wait_count = -10
+    trainer.fit(model, data)
+    assert state.iter > steps
+    same_on_all_ranks(list(model.parameters()))
+
+
+def in_transformers(folder):
+    """Resume with resume_from_checkpoint=True, from whole checkpoints and from those of save_only_model."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from gradcomp.frameworks.transformers import FILE_NAME, CommHookCallback
+
+    def train(max_steps, save_only_model, resume):
+        arguments = TrainingArguments(
+            output_dir=f"{folder}/{save_only_model}", max_steps=max_steps, per_device_train_batch_size=4,
+            save_steps=2, save_only_model=save_only_model, report_to="none", disable_tqdm=True, use_cpu=True,
+            ddp_backend="gloo", ddp_find_unused_parameters=True,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (64, 16))]
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+        trainer, state = Trainer(model, arguments, train_dataset=data), QuantizationState(bits=4)
+        trainer.add_callback(CommHookCallback(trainer, state, quantization_hook))
+        trainer.train(resume_from_checkpoint=resume)
+        assert state.iter == max_steps
+        same_on_all_ranks(list(model.parameters()))
+
+    for save_only_model in (False, True):
+        train(4, save_only_model, resume=False)
+        assert (Path(folder) / str(save_only_model) / "checkpoint-4" / FILE_NAME).exists()
+        train(6, save_only_model, resume=True)
+
+
+if __name__ == "__main__":
+    cases = {"accelerate": in_accelerate, "lightning": in_lightning, "transformers": in_transformers}
+    cases[sys.argv[1]](sys.argv[2])
+    gc.collect()  # models hold the process group, whose threads must end before Python does
+    dist.barrier()
+    dist.destroy_process_group()
+    print("all of it works")
