@@ -30,11 +30,20 @@ from .comm.process_group import device_for, resolve_group
 from .comm.reduced_values import ReducedValues
 from .reducer import broadcast_coalesced
 from .reducer.average import Averaging
-from .rules import described
+from .rules import COUNT, described
 
 __all__ = ["LocalSteps"]
 
-_KEYS = ("num_steps", "num_exchanges", "common", "outer_optimizer", "hook_state", "under_way")
+_KEYS = (
+    "every",
+    "num_steps",
+    "num_since",
+    "num_exchanges",
+    "common",
+    "outer_optimizer",
+    "hook_state",
+    "under_way",
+)
 
 
 @dataclass
@@ -116,7 +125,7 @@ class LocalSteps:
         if outer_optimizer is None:
             outer_optimizer = torch.optim.SGD(self._weights, lr=1.0)
         self.outer_optimizer = _checked_optimizer(outer_optimizer, self._weights)
-        self._every, self._interval, self._delay = every, every // fragments, delay
+        self._every, self._delay = every, delay
         self._hook, self._state = hook, state
         self._process_group = process_group
         owner = process_group if hook is None else getattr(state, "process_group", state)
@@ -140,23 +149,44 @@ class LocalSteps:
             broadcast_coalesced([each.detach() for each in self._tensors_of(model)], 0, group)
             self._common = [each.detach().clone() for each in self._weights]
         self._fragments = _divided([each.numel() for each in self._weights], fragments)
-        self._num_steps = self._num_exchanges = 0
+        self._num_steps = self._num_since = self._num_exchanges = 0
         self._under_way: _Exchange | None = None
 
     @staticmethod
     def _tensors_of(model: nn.Module) -> Iterable[torch.Tensor]:
         return chain(model.parameters(), model.buffers())
 
+    @property
+    def every(self) -> int:
+        """Local steps from one exchange of a weight to the next. Assign to change it, on every rank alike."""
+        return self._every
+
+    @every.setter
+    def every(self, value: int) -> None:
+        _require_numbers(value, len(self._fragments), self._delay, len(self._weights))
+        self._every = value
+
     @torch.no_grad()
     def step(self) -> None:
         """Count a local step; begin or apply an exchange if it is time for it. Call it on every rank."""
         self._num_steps += 1
+        self._num_since += 1
         if self._under_way is not None and self._num_steps >= self._under_way.due:
             self._apply()
-        if self._num_steps % self._interval == 0:
+        if self._num_since >= self._every // len(self._fragments):
+            self._num_since = 0
             self._begin(is_active=True, delay=self._delay)
             if self._delay == 0:
                 self._apply()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Take the present weights as the common ones: call it on every rank after you have averaged or loaded
+        them yourself. They must be equal on all ranks.
+        """
+        self._under_way, self._num_since = None, 0
+        for before, now in zip(self._common, self._weights, strict=True):
+            before.copy_(now.detach())
 
     @torch.no_grad()
     def join(self) -> None:
@@ -252,7 +282,8 @@ class LocalSteps:
         """Return everything but the model and the inner optimizer, which are each rank's own: save one file
         per rank.
 
-        num_steps, num_exchanges: counts.
+        every: the local steps between exchanges.
+        num_steps, num_since, num_exchanges: counts of steps, steps since the last exchange, and exchanges.
         common: the common weights, by name.
         outer_optimizer: its state_dict.
         hook_state: the hook's state_dict; None for a hook without one.
@@ -270,7 +301,9 @@ class LocalSteps:
             }
         has_state = hasattr(self._state, "state_dict")
         return {
+            "every": self._every,
             "num_steps": self._num_steps,
+            "num_since": self._num_since,
             "num_exchanges": self._num_exchanges,
             "common": {name: each.clone() for name, each in zip(self._names, self._common, strict=True)},
             "outer_optimizer": self.outer_optimizer.state_dict(),
@@ -301,7 +334,9 @@ class LocalSteps:
         self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
         for own, saved in zip(self._common, common.values(), strict=True):
             own.copy_(saved)
-        self._num_steps, self._num_exchanges = int(state_dict["num_steps"]), int(state_dict["num_exchanges"])
+        self.every = state_dict["every"]
+        for name in ("num_steps", "num_since", "num_exchanges"):
+            setattr(self, f"_{name}", COUNT(name, state_dict[name]))
         self._under_way = None
         if (saved := state_dict["under_way"]) is not None:
             where = self._fragments[saved["fragment"]]

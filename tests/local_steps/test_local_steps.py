@@ -268,6 +268,19 @@ def test_a_joined_rank_does_not_count():
     assert all(m > 0.7 * b for m, b in zip(moved, by_itself, strict=True))  # halved, if rank 1 counted
 
 
+def test_exchanges_become_rarer():
+    def run(rank, group):
+        each = Run(rank, group, every=1)
+        each.steps(0, 4)
+        each.local.every = 5
+        each.steps(4, 19)
+        return each.local.state_dict()["num_exchanges"], each.weights
+
+    (num, ours), (_, theirs) = run_ranks(run, 2)
+    assert num == 4 + 3
+    assert equal(ours, theirs)
+
+
 def test_the_inner_gradients_stay():
     def run(rank, group):
         each = Run(rank, group, every=1)
