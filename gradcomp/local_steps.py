@@ -55,7 +55,7 @@ class _Exchange:
     moved: the pseudo-gradients, which become their averages.
     weights: the fragment's weights when the exchange began; None if it is applied at once.
     averaging, num_active: None once the averages and the number of ranks that take part are known.
-    scale: what makes the averages those of the ranks that take part; 0 if there are none.
+    scale: what makes the averages those of the ranks that take part.
     """
 
     fragment: int
@@ -181,8 +181,9 @@ class LocalSteps:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the present weights as the common ones: call it on every rank after you have averaged or loaded
-        them yourself. They must be equal on all ranks.
+        """Take the present weights as the common ones, after you have averaged or loaded them yourself.
+
+        Call it on every rank. The weights must be equal on all ranks.
         """
         self._under_way, self._num_since = None, 0
         for before, now in zip(self._common, self._weights, strict=True):
@@ -197,27 +198,32 @@ class LocalSteps:
         """
         if self._under_way is not None:
             self._apply()
-        num_exchanges = 0
-        while True:
-            self._begin(is_active=num_exchanges < len(self._fragments), delay=0)
-            num_exchanges += 1
-            if not self._apply():
-                break
+        num_left = len(self._fragments)
+        while self._begin(is_active=num_left > 0, delay=0):
+            self._apply()
+            num_left -= 1
 
-    def _begin(self, *, is_active: bool, delay: int) -> None:
-        """Begin to exchange the next fragment. is_active: False if this rank has nothing more to give."""
+    def _begin(self, *, is_active: bool, delay: int) -> bool:
+        """Begin to exchange the next fragment. Returns False, without an exchange, if no rank is active.
+
+        is_active: False if this rank has nothing more to give.
+        """
+        num_active = ReducedValues(
+            "count the ranks that still train by local steps",
+            [float(is_active)],
+            [self._group],
+            self._device,
+            dist.ReduceOp.SUM,
+        )
+        if not is_active and not num_active.wait()[0]:
+            return False
         fragment = self._num_exchanges % len(self._fragments)
         self._num_exchanges += 1
         where = self._fragments[fragment]
         weights = [each.detach() for each in self._weights[where]]
         moved = [before - now for before, now in zip(self._common[where], weights, strict=True)]
         snapshot = [each.clone() for each in weights] if delay else None
-        exchange = _Exchange(fragment, self._num_steps + delay, moved, snapshot)
-        what = "count the ranks that still train by local steps"
-        exchange.num_active = ReducedValues(
-            what, [float(is_active)], [self._group], self._device, dist.ReduceOp.SUM
-        )
-        exchange.averaging = Averaging(
+        averaging = Averaging(
             moved,
             self._hook,
             self._state,
@@ -225,7 +231,9 @@ class LocalSteps:
             keys=None if self._hook is None else self._names[where],
             waits_at_once=delay == 0,
         )
-        self._under_way = exchange
+        due = self._num_steps + delay
+        self._under_way = _Exchange(fragment, due, moved, snapshot, averaging, num_active)
+        return True
 
     def _finished(self) -> _Exchange:
         """Wait for the exchange under way, and return it."""
@@ -233,18 +241,15 @@ class LocalSteps:
         assert exchange is not None
         if exchange.averaging is not None and exchange.num_active is not None:
             exchange.averaging.wait()
-            num_active = exchange.num_active.wait()[0]
-            exchange.averaging = exchange.num_active = None
             # Ranks that have joined give zeros, and don't count.
-            exchange.scale = self._group.size() / num_active if num_active else 0.0
+            exchange.scale = self._group.size() / exchange.num_active.wait()[0]
+            exchange.averaging = exchange.num_active = None
         return exchange
 
-    def _apply(self) -> bool:
-        """Take the outer step with the exchange under way. Returns whether any rank was active in it."""
+    def _apply(self) -> None:
+        """Take the outer step with the exchange under way."""
         exchange = self._finished()
         self._under_way = None
-        if not exchange.scale:
-            return False
         where = self._fragments[exchange.fragment]
         weights, common = self._weights[where], self._common[where]
         if exchange.scale != 1.0:
@@ -259,7 +264,6 @@ class LocalSteps:
         if exchange.weights is not None:
             for weight, later, begun in zip(weights, now, exchange.weights, strict=True):
                 weight.add_(later - begun)  # what this rank has learned during the exchange
-        return True
 
     @contextmanager
     def _gradients(self, where: slice, moved: list[torch.Tensor]) -> Iterator[None]:

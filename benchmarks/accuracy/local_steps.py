@@ -47,7 +47,7 @@ class LocalOptions:
     def named(cls, name: str) -> LocalOptions:
         """Return the settings of a run of this name, without "local:". Raises ValueError for another."""
         every, *rest = name.split(":")
-        if not every.isdecimal():
+        if not every.isdecimal() or not int(every):
             raise ValueError(f"{every!r} is not a number of local steps")
         found = cls(int(every))
         kinds = {each.name: type(each.default) for each in fields(cls)[1:]}

@@ -40,7 +40,10 @@ def check_hook_name(hook: str) -> None:
         is_known = rank.isdecimal() and int(rank) > 0 and factors in FACTORS and not more
         is_known = is_known and start in ("", "start4", "start8")
     elif name == LOCAL:
-        LocalOptions.named(":".join(given))
+        try:
+            LocalOptions.named(":".join(given))
+        except ValueError as error:
+            raise ValueError(f"{LOCAL}: {error}") from error
         is_known = True
     else:
         is_known = hook in OTHERS
