@@ -78,6 +78,7 @@ class LocalTraining:
         self._local = LocalSteps(
             model, outer, options.every, hook, state, options.fragments, delay=options.delay
         )
+        self.every = options.every
         self._weights = [each.detach() for each in model.parameters()]
         self.sent_bytes = self.num_counted = 0
 
