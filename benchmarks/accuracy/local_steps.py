@@ -28,7 +28,10 @@ class LocalOptions:
     """The settings of a run.
 
     every: local steps between exchanges. sent_in: "none", or a hook's name with "-" in place of ":".
-    lr, momentum: of the outer SGD, with Nesterov momentum if that isn't 0. fragments, delay: LocalSteps'.
+    lr, momentum: of the outer SGD, with Nesterov momentum if that isn't 0.
+    inner: the factor of the inner optimizer's learning rate. A rank's own gradients are noisier than their
+        mean, so that Adam's steps are shorter.
+    fragments, delay: LocalSteps'.
     moments: what becomes of the inner optimizer's moments at an exchange.
     start: steps after each of which all weights are averaged first, as other hooks begin with plain steps.
         Their bytes don't count, as theirs don't.
@@ -38,6 +41,7 @@ class LocalOptions:
     sent_in: str = "none"
     lr: float = 1.0
     momentum: float = 0.0
+    inner: float = 1.0
     fragments: int = 1
     delay: int = 0
     moments: str = "keep"
@@ -70,6 +74,8 @@ class LocalTraining:
 
     def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: LocalOptions):
         self._options, self._inner, self._num_steps = options, inner, 0
+        for group in inner.param_groups:  # before a schedule takes its rate
+            group["lr"] *= options.inner
         self._names = [name for name, _ in model.named_parameters()]
         outer = torch.optim.SGD(
             model.parameters(), lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
