@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch, Slot
+from ..launch import Launch
+from .bucket import SEED, PowerSGDBucket
 from .tile import (
     COLS,
     FIRST_NORM,
@@ -90,36 +91,22 @@ def _random_q_kernel(
     randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK)
 
 
-def random_q(
-    matrices: torch.Tensor,
-    work: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    num_programs: int,
-    seed: int | Slot,
-    rank: int,
-    block_cols: int,
-) -> Launch:
-    """Return the launch that fills the random panels of out. Needed once, before the first step.
+def random_q(bucket: PowerSGDBucket) -> Launch:
+    """Return the launch of _random_q_kernel, needed once, before the first step. Slot: seed.
 
     Random columns take the place of columns of Q that are zero or not finite.
-
-    matrices: int64, PowerSGDWork's matrix_table.
-    work: int64, PowerSGDWork's reconstruct_work. Its first num_programs rows are used.
-    out: project's q.
-    num_programs: PowerSGDWork's num_norms.
-    rank, block_cols: PowerSGDWork's.
     """
+    work = bucket.work
     return Launch(
         _random_q_kernel,
-        num_programs,
-        out,
-        matrices,
-        work,
-        seed,
-        RANK=rank,
-        RANK_BLOCK=min(rank, 32),
-        BLOCK=block_cols,
+        work.num_norms,
+        bucket.q,
+        bucket.matrices,
+        bucket.tables["reconstruct"],
+        SEED,
+        RANK=work.rank,
+        RANK_BLOCK=min(work.rank, 32),
+        BLOCK=work.block_cols,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

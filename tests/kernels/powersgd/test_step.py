@@ -68,7 +68,7 @@ def test_on_and_off_16_bytes(dtype, rank, device):
 @pytest.mark.parametrize(("rank", "warm_start"), [(4, True), (16, False), (40, True)])
 def test_without_error_feedback(rank, warm_start, device):
     plans = plans_of(MIXED, rank, FP32, device, error_feedback=False, warm_start=warm_start)
-    assert not plans[0]._memory.numel()
+    assert not plans[0]._bucket.memory.numel()
     for seed in range(2):
         check_step(plans, random_grads(plans[0].layout, FP32, device, seed))
     assert not plans[0].error().any()
@@ -199,11 +199,11 @@ def test_the_same_bits_whatever_the_scratch_held(rank, device):
     results = []
     for poison in (math.nan, 1e30):
         (plan,) = plans_of(MIXED, rank, FP32, device)
-        for scratch in (plan._partial, plan.p_wire, plan.q_wire):
+        for scratch in (plan._bucket.partial, plan.p_wire, plan.q_wire):
             scratch.fill_(poison)
         (grad,) = random_grads(plan.layout, FP32, device, 0)
         step([plan], [grad])
-        results.append([grad, plan._memory, plan._p, plan._q, plan._norms])
+        results.append([grad, plan._bucket.memory, plan._bucket.p, plan._bucket.q, plan._bucket.norms])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
