@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import models
-from gradcomp.kernels.powersgd.plan import PowerSGDStages, PowerSGDTensors
+from gradcomp.kernels.powersgd.bucket import PowerSGDBucket
 from gradcomp.kernels.powersgd.work import PowerSGDWork
-from gradcomp.kernels.scratch import num_bytes_of
 from gradcomp.layout import PowerSGDLayout
 
 RANKS = (1, 4, 16, 32)
@@ -45,11 +44,13 @@ def memory_of(buckets: Iterable[Sequence[models.Shape]], rank: int, dtype: torch
     for shapes in buckets:
         layout = PowerSGDLayout(shapes, rank, MIN_COMPRESSION_RATE)
         work = PowerSGDWork.of(layout, dtype.itemsize)
-        tensors = PowerSGDTensors(work, dtype, torch.device("meta"), error_feedback=True)
-        error += tensors.memory.nbytes
-        kept = (tensors.p, tensors.q, tensors.norms, tensors.matrices, *tensors.tables.values())
+        bucket = PowerSGDBucket(
+            work, dtype, dtype, torch.device("meta"), error_feedback=True, warm_start=True, epsilon=0.0
+        )
+        error += bucket.memory.nbytes
+        kept = (bucket.p, bucket.q, bucket.norms, bucket.arrived, bucket.matrices, *bucket.tables.values())
         factors += sum(tensor.nbytes for tensor in kept)
-        scratches.append(num_bytes_of(PowerSGDStages.scratch_parts(work, dtype, dtype)))
+        scratches.append(bucket.scratch_bytes)
         bucket_bytes.append(sum(map(math.prod, shapes)) * dtype.itemsize)
         torch_factors += (layout.p_numel + layout.q_numel) * dtype.itemsize
     passing = 2 * max(bucket_bytes)

@@ -36,7 +36,7 @@ PASSES = {"project": 3, "orthonormalize": 0, "back_project": 1, "reconstruct": 1
 # Passes over an element that isn't compressed: to the wire and back.
 UNCOMPRESSED_PASSES = {"project": 2, "orthonormalize": 0, "back_project": 0, "reconstruct": 2}
 # Launches for a bucket. back_project orthonormalizes first.
-LAUNCHES = {"project": 2, "orthonormalize": 2, "back_project": 4, "reconstruct": 1}
+LAUNCHES = {"project": 1, "orthonormalize": 2, "back_project": 3, "reconstruct": 1}
 HOOK_STAGES = ("project", "back_project", "reconstruct")
 
 # The time limit of a case: there are many, and torch's slowest call takes half a second.

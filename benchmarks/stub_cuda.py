@@ -100,6 +100,9 @@ def _install_libcuda() -> None:
 
 
 class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
     def record(self, stream: Any = None) -> None:
         pass
 
@@ -108,6 +111,12 @@ class _Event:
 
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: _Event) -> float:
+        return 1.0
 
 
 class _Stream:
@@ -172,5 +181,5 @@ def _install_torch(architecture: int) -> None:
     # The tensors' device is the CPU.
     cuda._get_device_index = lambda device, *options, **named: index_of(_DEVICE, *options, **named)
     cuda.Stream = _Stream
-    cuda.streams.Event = _Event
+    cuda.Event = cuda.streams.Event = _Event
     torch.futures.Future = _Future

@@ -296,7 +296,8 @@ def powersgd_plan(
     plan.send_in_codes(p, q): send 8-bit codes instead. p and q are quantized plans of 8 bits without error
         feedback, in the wires' dtype: p has the shapes (1, elements of p_wire's factors) and (elements of the
         uncompressed tensors,), q has the shape (1, elements of q_wire). From then on project and back_project
-        write to the payloads of p and q. Average the payloads, then dequantize them to p_wire and q_wire.
+        also quantize the wires to the payloads of p and q. Average the payloads, then dequantize them to
+        p_wire and q_wire.
     plan.error(), plan.directions(): the tensors to keep across a restart.
     plan.load(error, directions): restore these tensors.
     """
@@ -319,16 +320,12 @@ def compile_powersgd(
 ) -> None:
     """Compile the kernels that a powersgd_plan with these arguments launches. On a CPU it does nothing.
 
-    arithmetic: powersgd_plan's keyword arguments error_feedback, warm_start, epsilon and wire_dtype. For a
-        plan that sends codes, also codes=(dtype of exact elements, elements that share one scale).
+    arithmetic: powersgd_plan's keyword arguments error_feedback, warm_start, epsilon and wire_dtype.
 
     A kernel takes seconds to compile, or milliseconds if Triton has it in its cache. Nothing except the
     kernels is allocated on the device.
     """
     if has_streams(device):
-        if "codes" in arithmetic:
-            cap = cpu_quantize.largest_scale(8, torch.promote_types(dtype, torch.float32))
-            arithmetic["codes"] = (*arithmetic["codes"], cap)
         powersgd_kernels.compile_kernels(layout, dtype, device, **arithmetic)
 
 

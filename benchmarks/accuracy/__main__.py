@@ -6,8 +6,8 @@ It trains the demo's GPT, of a smaller size, and a convolutional network on scik
 ranks (gloo, CPU). From one seed every hook trains the same weights on the same data in the same order.
 Compression starts after a tenth of the steps. PowerSGD is powersgd:RANK, powersgd:RANK:int8 with factors in
 int8 (or bf16, fp16), or batched:RANK for a bucket as one matrix. "alone" is every rank by itself, without
-communication: what a hook must beat. "local:20" averages once in 20 local steps (DiLoCo), "local:20:int4"
-does so in 4 bits.
+communication: what a hook must beat. "local:20" averages the weights once in 20 local steps, "local:20:int4"
+does so in 4 bits; "local:20:lr=0.7:momentum=0.9" is DiLoCo (see local_steps.py here).
 It writes accuracy.jsonl, a line per run, and a picture to --out.
 """
 

@@ -52,7 +52,10 @@ def _summary(hook: str, hooks: dict[str, dict[int, Row]]) -> Summary:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Format a table per task. ± is the standard deviation over the seeds."""
+    """Format a table per task. ± is the standard deviation over the seeds.
+
+    rate: how many times fewer bytes than the first hook sends in fp32; "of bf16": than 16 bits would be.
+    """
     return "\n\n".join(
         _table([row for row in rows if row["task"] == task], hooks) for task, hooks in summaries(rows).items()
     )
@@ -64,16 +67,18 @@ def _table(rows: Sequence[Row], hooks: Sequence[Summary]) -> str:
         f"{first['task']}: {first['num_parameters']:,} parameters, {first['steps']:,} steps, "
         f"{first['ranks']} ranks, seeds: {len(baseline.losses)}; "
         f"compression after {first['start_powerSGD_iter']} steps",
-        f"{'hook':17}{'bytes/step':>11}{'rate':>9}{'MB sent':>9}"
+        f"{'hook':17}{'bytes/step':>11}{'rate':>9}{'of bf16':>9}{'MB sent':>9}"
         f"{'validation loss':>18}{'minus ' + baseline.hook:>18}{'accuracy':>15}",
     ]
     for hook in hooks:
         num_bytes = hook.bytes_per_step
-        rate = f"{baseline.bytes_per_step / num_bytes:.1f}×" if num_bytes else "∞"
+        rate, of_bf16 = (
+            f"{baseline.bytes_per_step / each / num_bytes:.1f}×" if num_bytes else "∞" for each in (1, 2)
+        )
         difference = "" if hook is baseline else mean_and_spread(hook.differences, 3, sign="+")
         accuracy = mean_and_spread([100 * accuracy for accuracy in hook.accuracies], 1) + " %"
         lines.append(
-            f"{hook.hook:17}{hook.bytes_per_step:>11,}{rate:>9}{hook.sent_bytes / 1e6:>9.1f}"
+            f"{hook.hook:17}{hook.bytes_per_step:>11,}{rate:>9}{of_bf16:>9}{hook.sent_bytes / 1e6:>9.1f}"
             f"{mean_and_spread(hook.losses, 3):>18}{difference:>18}{accuracy:>15}"
         )
     return "\n".join(lines)

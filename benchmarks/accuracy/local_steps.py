@@ -1,45 +1,136 @@
-"""Local steps (DiLoCo): every rank trains by itself, and now and then they average how far they have gone."""
+"""Local steps in place of an average in every step; see gradcomp.local_steps.
+
+A run is named "local:20:int4:momentum=0.9": the local steps, what the pseudo-gradients are sent in, and
+settings. Without settings it is LocalSteps' default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.demo.measure import WireMeter
 from gradcomp import average_
+from gradcomp.compress.named import NamedHook
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.local_steps import LocalSteps
+
+MOMENTS = ("keep", "average", "reset")
 
 
-class LocalSteps:
-    """The outer step of DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), every so many steps.
+@dataclass(frozen=True)
+class LocalOptions:
+    """The settings of a run.
 
-    The weights that all ranks have in common take a step of SGD with Nesterov momentum 0.9 and learning rate
-    0.7, as there, by the pseudo-gradients' average.
-    interval: the local steps between two outer ones. bits: 4 to send pseudo-gradients in 4 bits with error
-    feedback; None: as they are.
-    sent_bytes: what this rank has handed to collectives so far, as of all-reduces.
+    every: local steps between exchanges. sent_in: "none", or a hook's name with "-" in place of ":".
+    lr, momentum: of the outer SGD, with Nesterov momentum if that isn't 0.
+    inner: the factor of the inner optimizer's learning rate. A rank's own gradients are noisier than their
+        mean, so that Adam's steps are shorter.
+    fragments, delay: LocalSteps'.
+    moments: what becomes of the inner optimizer's moments at an exchange.
+    start: steps after each of which all weights are averaged first, as other hooks begin with plain steps.
+        Their bytes don't count, as theirs don't.
     """
 
-    def __init__(self, model: nn.Module, interval: int, bits: int | None):
-        self._weights = [weight.detach() for weight in model.parameters()]
-        self._names = [name for name, _ in model.named_parameters()]
-        self._common = [weight.clone().requires_grad_() for weight in self._weights]
-        self._outer = torch.optim.SGD(self._common, lr=0.7, momentum=0.9, nesterov=True)
-        self._interval = interval
-        self._state = None if bits is None else QuantizationState(bits=bits)
-        self.sent_bytes = 0
+    every: int
+    sent_in: str = "none"
+    lr: float = 1.0
+    momentum: float = 0.0
+    inner: float = 1.0
+    fragments: int = 1
+    delay: int = 0
+    moments: str = "keep"
+    start: int = 0
 
-    def after_step(self, step: int, *, is_last: bool) -> None:
-        """Take the outer step if it is time for it. step: the number of local steps so far."""
-        if step % self._interval and not is_last:
-            return
-        moved = [before.detach() - now for before, now in zip(self._common, self._weights, strict=True)]
-        with WireMeter() as meter:
-            if self._state is None:
-                average_(moved)
+    @classmethod
+    def named(cls, name: str) -> LocalOptions:
+        """Return the settings of a run of this name, without "local:". Raises ValueError for another."""
+        every, *rest = name.split(":")
+        if not every.isdecimal() or not int(every):
+            raise ValueError(f"{every!r} is not a number of local steps")
+        found = cls(int(every))
+        kinds = {each.name: type(each.default) for each in fields(cls)[1:]}
+        for part in rest:
+            key, _, value = part.partition("=")
+            if not value:
+                NamedHook.named(part.replace("-", ":"))
+                found = replace(found, sent_in=part)
+            elif key in kinds:
+                found = replace(found, **{key: kinds[key](value)})
             else:
-                average_(moved, quantization_hook, self._state, keys=self._names)
+                raise ValueError(f"there is no setting {key!r}; known are {', '.join(kinds)}")
+        if found.moments not in MOMENTS:
+            raise ValueError(f"moments is {found.moments!r}, but must be one of {', '.join(MOMENTS)}")
+        return found
+
+
+class LocalTraining:
+    """Exchanges of one model, and the bytes that this rank has handed to collectives in them."""
+
+    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: LocalOptions):
+        self._options, self._inner, self._num_steps = options, inner, 0
+        for group in inner.param_groups:  # before a schedule takes its rate
+            group["lr"] *= options.inner
+        self._names = [name for name, _ in model.named_parameters()]
+        outer = torch.optim.SGD(
+            model.parameters(), lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
+        )
+        hook, state = _hook(options.sent_in)
+        self._local = LocalSteps(
+            model, outer, options.every, hook, state, options.fragments, delay=options.delay
+        )
+        self.every = options.every
+        self._weights = [each.detach() for each in model.parameters()]
+        self.sent_bytes = self.num_counted = 0
+
+    def step(self, *, is_last: bool) -> None:
+        """Call it after every step of the inner optimizer."""
+        self._num_steps += 1
+        if self._num_steps <= self._options.start:
+            average_(self._weights)
+            self._local.restart()
+            return
+        self.num_counted += 1
+        with WireMeter() as meter:
+            if is_last:
+                self._local.join()
+            else:
+                self._local.step()
+            if self._num_steps % self._options.every == 0:
+                self._treat_moments()
         self.sent_bytes += meter.num_bytes
-        for weight, pseudo_gradient in zip(self._common, moved, strict=True):
-            weight.grad = pseudo_gradient
-        self._outer.step()
-        for weight, new in zip(self._weights, self._common, strict=True):
-            weight.copy_(new.detach())
+
+    @torch.no_grad()
+    def _treat_moments(self) -> None:
+        if self._options.moments == "keep":
+            return
+        states = [self._inner.state[each] for group in self._inner.param_groups for each in group["params"]]
+        moments = [each[name] for each in states for name in ("exp_avg", "exp_avg_sq")]
+        if self._options.moments == "average":
+            average_(moments, default_hooks.bf16_compress_hook)
+        else:
+            torch._foreach_zero_(moments)
+            for each in states:
+                each["step"].zero_()
+
+
+def _hook(sent_in: str) -> tuple[Any, Any]:
+    named = NamedHook.named(sent_in.replace("-", ":"))
+    if named.rank is not None:
+        options = named.powersgd_options
+        state = PowerSGDState(
+            None,
+            named.rank,
+            2,
+            factor_dtype=options.factor_dtype,
+            uncompressed_dtype=options.uncompressed_dtype,
+        )
+        return powerSGD_hook, state
+    if named.bits is not None:
+        return quantization_hook, QuantizationState(bits=named.bits)
+    return (default_hooks.bf16_compress_hook, None) if named.wire_dtype else (None, None)

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from benchmarks.accuracy.local_steps import LocalSteps
+from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Progress, Recorder, check_replicas, mean_over_ranks
@@ -40,13 +40,16 @@ def check_hook_name(hook: str) -> None:
         is_known = rank.isdecimal() and int(rank) > 0 and factors in FACTORS and not more
         is_known = is_known and start in ("", "start4", "start8")
     elif name == LOCAL:
-        interval, bits, *more = [*given, "", ""][: max(2, len(given))]
-        is_known = interval.isdecimal() and int(interval) > 0 and bits in ("", "int4") and not more
+        try:
+            LocalOptions.named(":".join(given))
+        except ValueError as error:
+            raise ValueError(f"{LOCAL}: {error}") from error
+        is_known = True
     else:
         is_known = hook in OTHERS
     if not is_known:
         powersgd = (f"{name}:RANK[:{'|'.join(filter(None, FACTORS))}[:start4|start8]]" for name in POWERSGD)
-        known = [*OTHERS, f"{LOCAL}:STEPS[:int4]", *powersgd]
+        known = [*OTHERS, f"{LOCAL}:STEPS[:HOOK][:lr=0.7][:momentum=0.9]", *powersgd]
         raise ValueError(f"there is no {hook!r}; known are {', '.join(known)}")
 
 
@@ -80,7 +83,9 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
     kind, *given = hook.split(":")
     is_alone = kind in (ALONE, LOCAL)
-    local = LocalSteps(task.net, int(given[0]), 4 if given[1:] else None) if kind == LOCAL else None
+    local = None
+    if kind == LOCAL:
+        local = LocalTraining(task.net, task.optimizer, LocalOptions.named(":".join(given)))
     recorder = Recorder(options.steps, torch.device("cpu"), is_alone=is_alone)
     progress = Progress(label, options.steps)
     start_iter = recorder.every  # a tenth of the run, and a step whose bytes are counted
@@ -107,8 +112,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
             task.optimizer.step()
         schedule.step()
         if local is not None:
-            step = len(recorder.step_bytes)
-            local.after_step(step, is_last=step == options.steps)
+            local.step(is_last=len(recorder.step_bytes) == options.steps)
         recorder.losses.append(loss.detach())
         if recorder.is_time_to_validate():
             accuracy = validate()
@@ -127,7 +131,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         "ranks": dist.get_world_size(),
         "reducer": options.reducer,
         "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
-        "bytes_per_step": result["bytes_per_step"] if local is None else sent_bytes // options.steps,
+        "bytes_per_step": result["bytes_per_step"] if local is None else sent_bytes // local.num_counted,
         "sent_bytes": sent_bytes,
         "loss": result["loss"],
         "validation_loss": result["validation_loss"],

@@ -35,6 +35,8 @@ from gradcomp.hooks.auto_hook import CANDIDATES
 MODELS = ("mlp", "gpt")
 OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
+# 20 local steps between exchanges; with a delay an exchange is under way during five of them.
+LOCAL = ("20", "20:int4", "20:int4:delay=5")
 # With several ranks per host, quantized averages go by nodes; these don't.
 FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
 # Trained to a validation loss on torch's DDP: (whose, hook).
@@ -97,7 +99,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if model not in MODELS:
             parser.error(f"--models: there is no {model!r}; known are {', '.join(MODELS)}")
     for prefix in options.hooks.split(","):
-        if not any(hook.startswith(prefix) for hook in (*OURS, *TORCHS)):
+        if not any(hook.startswith(prefix) for hook in (*OURS, *TORCHS, *LOCAL)):
             parser.error(f"--hooks: no hook's name starts with {prefix!r}; known are {', '.join(OURS)}")
     options.loss_links = [] if options.loss_links == "0" else numbers(options.loss_links)
     return options
@@ -113,6 +115,7 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
     elif hosts > 1:
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
+        hooks += [("gradcomp", hook, "local steps") for hook in LOCAL]
     if options.auto:
         yield from auto_jobs(options, ranks_per_host)
         return

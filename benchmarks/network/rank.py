@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 from benchmarks.accuracy import runs
+from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.demo.measure import WireMeter, check_replicas
 from benchmarks.network import auto
 from benchmarks.network.workloads import WORKLOADS, Workload
@@ -75,6 +76,7 @@ def register_ours(hook: str, model: Any, start_iter: int) -> None:
 
 
 REGISTER: dict[str, Callable[[str, Any, int], None]] = {"gradcomp": register_ours, "torch": register_torchs}
+LOCAL = "local steps"  # a hook's name is then one of LocalOptions
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": DistributedDataParallel,
     "gradcomp": gradcomp.DistributedDataParallel,
@@ -87,6 +89,12 @@ class Trainer:
     def __init__(self, job: dict[str, Any], start_iter: int) -> None:
         workload, seed = WORKLOADS[job["model"]], job.get("seed", 0)
         self.workload: Workload = workload(dist.get_rank(), dist.get_world_size(), seed)
+        self.model: Any = self.workload.net
+        self.local: LocalTraining | None = None
+        if job["wrapper"] == LOCAL:
+            options = LocalOptions.named(job["hook"])
+            self.local = LocalTraining(self.workload.net, self.workload.optimizer, options)
+            return
         self.model = WRAPPERS[job["wrapper"]](self.workload.net)
         REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
 
@@ -100,6 +108,8 @@ class Trainer:
         loss.backward()
         times.append(time.perf_counter())
         self.workload.optimizer.step()
+        if self.local is not None:
+            self.local.step(is_last=False)
         self.workload.schedule.step()
         times.append(time.perf_counter())
         forward, backward, rest = (end - start for start, end in pairwise(times))
@@ -107,9 +117,13 @@ class Trainer:
 
 
 def steps(job: dict[str, Any]) -> dict[str, Any]:
-    """Time steps for about job["seconds"]: medians in ms, and the bytes that this rank sent per step."""
+    """Time steps for about job["seconds"]: medians in ms, and the bytes that this rank sent per step.
+
+    By local steps few steps exchange anything, so their times are means over two whole periods.
+    """
     trainer = Trainer(job, START_ITER)
-    for _ in range(WARM_UP_STEPS):
+    every = trainer.local.every if trainer.local is not None else 0
+    for _ in range(every or WARM_UP_STEPS):
         trainer.step()
     with WireMeter() as meter:
         started = time.perf_counter()
@@ -117,15 +131,20 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     # All ranks take as many steps as rank 0 has time for.
     once = time.perf_counter() - started
     num_steps = decided(min(MAX_STEPS, max(MIN_STEPS, round(job["seconds"] / once))))
+    if every:
+        for _ in range(every - 1):  # to the end of a period
+            trainer.step()
+        num_steps = 2 * every
     sent = sent_bytes()
     taken = [trainer.step() for _ in range(num_steps)]
     sent = sent_bytes() - sent
     dist.barrier()  # noop's ranks don't wait for one another
     totals = sorted(map(sum, taken))
-    forward, backward, rest = (statistics.median(column) * 1e3 for column in zip(*taken, strict=True))
+    middle = statistics.mean if every else statistics.median
+    forward, backward, rest = (middle(column) * 1e3 for column in zip(*taken, strict=True))
     return {
         "num_steps": num_steps,
-        "step_ms": statistics.median(totals) * 1e3,
+        "step_ms": middle(totals) * 1e3,
         "p20_ms": totals[len(totals) // 5] * 1e3,
         "p80_ms": totals[-1 - len(totals) // 5] * 1e3,
         "forward_ms": forward,

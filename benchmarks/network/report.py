@@ -38,7 +38,8 @@ def places(row: Row) -> str:
 def name(row: Row) -> str:
     """Name a row's hook: whose it is unless gradcomp's, and on which wrapper unless torch's."""
     whose = "torch's " if row["hooks"] == "torch" else ""
-    return f"{whose}{row['hook']}" + (" on gradcomp's wrapper" if row["wrapper"] == "gradcomp" else "")
+    wrapper = {"gradcomp": " on gradcomp's wrapper", "torch": ""}.get(row["wrapper"], f", {row['wrapper']}")
+    return f"{whose}{row['hook']}{wrapper}"
 
 
 def summary(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Train by local steps (DiLoCo): every rank takes 20 by itself, then all average what changed, in 4 bits.
+"""Train by local steps: every rank takes 20 by itself, then all average how far they have gone, in 4 bits.
 
 torchrun --nproc-per-node 2 docs/examples/local_steps.py
 """
@@ -7,46 +7,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradcomp import average_
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.local_steps import LocalSteps
 
-LOCAL_STEPS = 20
-OUTER_STEPS = 6
+EVERY, STEPS = 20, 120
 
 
 def main():
     dist.init_process_group("gloo")
-    torch.manual_seed(0)  # the same weights on every rank
+    torch.manual_seed(dist.get_rank())  # LocalSteps copies rank 0's weights to all
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
-    weights = [weight.detach() for weight in model.parameters()]
-    names = [name for name, _ in model.named_parameters()]
-    common = [weight.clone().requires_grad_() for weight in weights]  # what all ranks have in common
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
-    state = QuantizationState(bits=4)  # its error feedback works between the outer steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = QuantizationState(bits=4)  # its error feedback works from one exchange to the next
+    local_steps = LocalSteps(model, every=EVERY, hook=quantization_hook, state=state)
 
-    data = torch.Generator().manual_seed(dist.get_rank() + 1)
     losses = []
-    for _ in range(OUTER_STEPS):
-        for _ in range(LOCAL_STEPS):
-            x = torch.randn(32, 64, generator=data)
-            loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1))
-            inner.zero_grad()
-            loss.backward()
-            inner.step()
-            losses.append(loss.item())
-        # The pseudo-gradients: how far the local steps have gone, averaged.
-        moved = [before.detach() - weight for before, weight in zip(common, weights, strict=True)]
-        average_(moved, quantization_hook, state, keys=names)
-        for weight, gradient in zip(common, moved, strict=True):
-            weight.grad = gradient
-        outer.step()
-        for weight, new in zip(weights, common, strict=True):
-            weight.copy_(new.detach())
+    for _ in range(STEPS):
+        x = torch.randn(32, 64)
+        loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        local_steps.step()
+        losses.append(loss.item())
+    local_steps.join()  # all ranks end with equal weights
 
     if dist.get_rank() == 0:
-        rate = state.compression_stats()[0]
-        sent = rate * LOCAL_STEPS
+        sent = state.compression_stats()[0] * EVERY
         print(f"step {len(losses)}: loss {losses[0]:.3f} to {losses[-1]:.3f}, {sent:.0f} times fewer bytes")
     dist.barrier()
     dist.destroy_process_group()

@@ -172,23 +172,23 @@ class PowerSGDCompressor(Compressor):
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: PowerSGDOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
-        exact_dtype = options.uncompressed_dtype or bucket.dtype
-        # By nodes, factors are packed on wires and quantized later.
-        is_packed_as_codes = options.is_quantized and bucket.ranks_per_node == 1
         ops.compile_powersgd(
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
             **options.arithmetic(bucket.world_size),
             wire_dtype=options.wire_dtype(bucket.dtype),
-            **({"codes": (exact_dtype, options.BLOCK_SIZE)} if is_packed_as_codes else {}),
         )
         if options.is_quantized:
             # The quantization kernels don't depend on shapes.
             layout = BlockLayout([(1, options.BLOCK_SIZE)], options.BLOCK_SIZE, bucket.world_size)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
-            quantized: dict[str, Any] = {"bits": 8, "error_feedback": False, "exact_dtype": exact_dtype}
-            if is_packed_as_codes:
+            quantized: dict[str, Any] = {
+                "bits": 8,
+                "error_feedback": False,
+                "exact_dtype": options.uncompressed_dtype or bucket.dtype,
+            }
+            if bucket.ranks_per_node == 1:
                 ops.compile_quantized(layout, dtype, bucket.device, **quantized)
             else:
                 NodesAllReduce.compile(layout, dtype, bucket.device, bucket.ranks_per_node, **quantized)
@@ -281,7 +281,7 @@ class PowerSGDCompressor(Compressor):
 class _QuantizedWires:
     """The quantized all-reduces of a PowerSGD plan's p_wire and q_wire, flat or by nodes.
 
-    Flat, the PowerSGD plan writes codes, not wires. By nodes it writes wires, which are summed within nodes.
+    Flat, the PowerSGD plan quantizes its wires. By nodes, they are summed within nodes before.
     """
 
     def __init__(self, plan: ops.PowerSGDPlan, bucket: BucketSpec, options: PowerSGDOptions):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.comm.bucket import require_bucket
-from gradcomp.comm.maximum import MaximumOfRanks
 from gradcomp.comm.nodes import AUTO
+from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.compress import checkpoint
 from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.compress.announcement import say, shown_bytes
@@ -183,7 +183,7 @@ class AutoState(CompressorState):
         self._sent_bytes: dict[str, int] = {}
         self._device = torch.device("cpu")
         self._num_slow = 0
-        self._slow_on_ranks: MaximumOfRanks | None = None
+        self._slow_on_ranks: ReducedValues | None = None
 
     @property
     def choice(self) -> str | None:
@@ -277,7 +277,7 @@ class AutoState(CompressorState):
             seconds.setdefault(name, []).append(each)
         medians = [_median(seconds[name]) for name in trial.taking_part]
         what = "compare the candidates' times of auto_hook"
-        trial.end_round(MaximumOfRanks(what, medians, self._groups(group), self._device).wait())
+        trial.end_round(ReducedValues(what, medians, self._groups(group), self._device).wait())
         if trial.choice is not None:
             self._chosen_at = self.iter
             say(self._decision(trial), group)
@@ -313,7 +313,7 @@ class AutoState(CompressorState):
             self._begin_trial(trial.names, before=trial.choice)
         else:
             what = "compare the speed of auto_hook's steps"
-            self._slow_on_ranks = MaximumOfRanks(what, [self._num_slow], self._groups(group), self._device)
+            self._slow_on_ranks = ReducedValues(what, [self._num_slow], self._groups(group), self._device)
 
     def end_step(self) -> None:
         super().end_step()

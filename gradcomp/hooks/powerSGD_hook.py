@@ -266,7 +266,7 @@ def powerSGD_hook(  # noqa: N802
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
 
     inf or NaN in a gradient gives inf or NaN on every rank. The matrix starts again in the next step, with a
-    zero error and random directions. On CUDA a bucket takes seven kernel launches per step, eleven with int8
+    zero error and random directions. On CUDA a bucket takes five kernel launches per step, eleven with int8
     factors, and the host never waits for the device.
 
     To read the algorithm first, see `power_sgd` in gradcomp/testing/simple.py: 33 lines of plain torch.

@@ -214,7 +214,7 @@ def _powersgd(
     uncompressed = layout.numel - compressed
     moved = (5 * compressed + 4 * uncompressed) * dtype.itemsize
     moved += FACTOR_ACCESSES * WIDE_BYTES * (layout.p_numel + layout.q_numel)
-    launches = 7 if layout.matrices else 2
+    launches = 5 if layout.matrices else 2
     if not options.is_quantized:
         itemsize = (options.factor_dtype or dtype).itemsize
         sizes = [size for size in (layout.wire_numel * itemsize, layout.q_numel * itemsize) if size]
@@ -232,11 +232,6 @@ def _powersgd(
         )
         for parts in ([(1, layout.p_numel), (uncompressed,)], [(1, layout.q_numel)])
     ]
-    if ranks_per_node == 1 and min(layout.p_numel, layout.q_numel) >= options.BLOCK_SIZE:
-        # The launches that write the wires quantize too: two launches and the fp32 wires fall away.
-        launches -= 2
-        moved -= 2 * WIDE_BYTES * (layout.p_numel + layout.q_numel)
-        moved -= (dtype.itemsize + WIDE_BYTES) * uncompressed
     return Payload(
         tuple(collective for wire in wires for collective in wire.collectives),
         moved + sum(wire.moved_bytes for wire in wires),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,30 +46,73 @@ def average_(
 
         gradcomp.average_([old - new for old, new in zip(before, after)], powerSGD_hook.powerSGD_hook, state)
     """
-    _check(tensors, keys)
-    chosen: Hook = default_hooks.allreduce_hook if hook is None else hook
-    if hook is None:
-        state = resolve_group("average_", process_group)
-    elif process_group is not None:
-        raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-    is_group = isinstance(state, dist.ProcessGroup)
-    group = joined_group(state if is_group else getattr(state, "process_group", None))
-    buckets: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for parameter, tensor in _with_parameters(tensors, state, keys):
-        buckets.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
-    for index, pairs in enumerate(buckets.values()):
-        parameters, members = map(list, zip(*pairs, strict=True))
-        layout = FlatLayout(member.shape for member in members)
-        buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=members[0].device)
-        ops.flatten(members, layout, out=buffer)
-        bucket = GradBucket(index, buffer, parameters, is_last=index == len(buckets) - 1)
-        with Operation.averaging(index, f"{name_of(chosen)} in average_", group):
-            result = result_of(chosen(state, bucket), chosen, as_real(buffer))
-        if buffer.is_complex():
-            as_real(buffer).copy_(result)
-            result = buffer
-        ops.unflatten(result.contiguous(), layout, out=members)
+    Averaging(tensors, hook, state, process_group, keys=keys, waits_at_once=True).wait()
     return tensors
+
+
+class Averaging:
+    """An average of tensors that is under way. For the arguments and errors see average_.
+
+    waits_at_once: whether wait() is the next call. Otherwise the host doesn't wait here.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        hook: Hook | None = None,
+        state: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        keys: Sequence[Hashable] | None = None,
+        waits_at_once: bool = False,
+    ):
+        _check(tensors, keys)
+        self._hook: Hook = default_hooks.allreduce_hook if hook is None else hook
+        if hook is None:
+            state = resolve_group("average_", process_group)
+        elif process_group is not None:
+            raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
+        is_group = isinstance(state, dist.ProcessGroup)
+        self._group = joined_group(state if is_group else getattr(state, "process_group", None))
+        pairs_of: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for parameter, tensor in _with_parameters(tensors, state, keys):
+            pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
+        self._buckets: list[_FlatBucket] = []
+        for index, ((_, device), pairs) in enumerate(pairs_of.items()):
+            parameters, members = map(list, zip(*pairs, strict=True))
+            layout = FlatLayout(member.shape for member in members)
+            buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=device)
+            ops.flatten(members, layout, out=buffer)
+            # On a CPU the last bucket's hook waits for all collectives.
+            is_last = index == len(pairs_of) - 1 and (waits_at_once or ops.has_streams(device))
+            bucket: Any = GradBucket(index, buffer, parameters, is_last)
+            with self._explained(index):
+                future = self._hook(state, bucket)
+            self._buckets.append(_FlatBucket(members, layout, buffer, future))
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Write the averages to the tensors."""
+        for index, (members, layout, buffer, future) in enumerate(self._buckets):
+            with self._explained(index):
+                result = result_of(future, self._hook, as_real(buffer))
+            if buffer.is_complex():
+                as_real(buffer).copy_(result)
+                result = buffer
+            ops.unflatten(result.contiguous(), layout, out=members)
+        self._buckets = []
+
+    def _explained(self, index: int) -> Operation:
+        return Operation.averaging(index, f"{name_of(self._hook)} in average_", self._group)
+
+
+class _FlatBucket(NamedTuple):
+    """Tensors, their layout in a flat buffer, the buffer, and the future of its average."""
+
+    members: list[torch.Tensor]
+    layout: FlatLayout
+    buffer: torch.Tensor
+    future: Any
 
 
 def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> None:

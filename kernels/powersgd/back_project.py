@@ -1,16 +1,19 @@
 """PowerSGD's second pass over a bucket: project every matrix on its orthonormal P."""
 
-import torch
 import triton
 import triton.language as tl
 
 from ..device import dot_precision
 from ..launch import Launch, Slot, registers
+from .bucket import SCALE, PowerSGDBucket
 from .tile import (
+    COLS,
     MAX_FMA_RANK,
     P_PANEL,
     P_STRIDE,
+    Q_WIRE,
     SHRINK,
+    WORK_FIELDS,
     dot_rank_block,
     gradient_matrix,
     gradient_tile,
@@ -18,13 +21,13 @@ from .tile import (
     memory_matrix,
     memory_tile,
     panel,
-    work_of,
+    tiles_of,
 )
+from .wire import add_up
 
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
 PROGRAMS = {1: 4, 2: 4, 4: 4, 8: 3}
-PLAIN_DOT_WARPS = 8  # without feedback the kernel has two loops (see gradient_tile); some spill with 4 warps
 # A dot product over more rows at once takes more registers than there are for a program.
 DOT_ROWS = 32
 
@@ -125,31 +128,15 @@ def back_project_dot(
 
 
 @triton.jit
-def back_project_tiles(
-    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Compute one program's partial Q: in FMAs up to MAX_FMA_RANK, above it in matrix products."""
-    if RANK <= MAX_FMA_RANK:
-        back_project_fma(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
-        )  # fmt: skip
-    else:
-        back_project_dot(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
-        )  # fmt: skip
-
-
-@triton.jit
 def _back_project_kernel(
     source_ptr,
     p_ptr,
     partial_ptr,
+    arrived_ptr,
+    wire_ptr,
     matrices_ptr,
     work_ptr,
+    scale: tl.float64,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -158,78 +145,67 @@ def _back_project_kernel(
     FEEDBACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute partial SHRINK · Q = SHRINK · Mᵀ P over some rows.
+    """Compute SHRINK · scale · Q = SHRINK · scale · Mᵀ P.
 
     source_ptr: `memory` with FEEDBACK, without it the bucket.
-    p_ptr: the panels of P.
-    partial_ptr: [programs, RANK, BLOCK_COLS].
+    p_ptr: the panels of P, orthonormal.
+    partial_ptr: [programs, RANK, BLOCK_COLS], partial sums of Q over some rows of M.
+    arrived_ptr, wire_ptr: see add_up.
+    scale: see _project_kernel.
     BLOCK_ROWS: PowerSGDWork's block_rows, divided by SPLIT.
     PRECISION: see dot_precision.
-    Grid: one program per row of work_ptr (PowerSGDWork._back_project_work).
-    Moves 4 B per matrix element in fp32, and 4 · RANK · BLOCK_COLS B of partial sums per program. P comes
-    from the cache.
+    Grid: one program per row of work_ptr (PowerSGDWork._walk).
+    Moves 4 B per matrix element in fp32, and 8 · RANK · BLOCK_COLS B of partial sums per program. P comes
+    from the cache, and so do most partial sums when they are added up.
     """
     program = tl.program_id(0).to(tl.int64)
-    matrix_ptr, col_block, first, last = work_of(program, matrices_ptr, work_ptr)
+    work = work_ptr + program * WORK_FIELDS
+    matrix_ptr, col_block, first, last = tiles_of(work, matrices_ptr)
     partial = partial_ptr + program * (RANK * BLOCK_COLS)
-    if FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr, last.to(tl.int64) * (SPLIT * BLOCK_ROWS)):
-        back_project_tiles(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, True,
-        )  # fmt: skip
-    else:
-        back_project_tiles(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, False,
-        )  # fmt: skip
+    is_aligned = FEEDBACK or is_16_byte_aligned(
+        source_ptr, matrix_ptr, last.to(tl.int64) * (SPLIT * BLOCK_ROWS)
+    )
+    for ALIGNED in tl.static_range(2):
+        if is_aligned == ALIGNED:
+            if RANK <= MAX_FMA_RANK:
+                back_project_fma(
+                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
+                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+                )  # fmt: skip
+            else:
+                back_project_dot(
+                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
+                    RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
+                )  # fmt: skip
+    add_up(partial_ptr, arrived_ptr, wire_ptr, matrix_ptr, work, scale, COLS, Q_WIRE, RANK, BLOCK_COLS)
 
 
-def back_project(
-    source: torch.Tensor | Slot,
-    p: torch.Tensor,
-    matrices: torch.Tensor,
-    work: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    rank: int,
-    block_rows: int,
-    block_cols: int,
-    feedback: bool,
-) -> Launch:
-    """Return the launch that projects every matrix of a bucket on its P.
+def back_project(bucket: PowerSGDBucket) -> Launch:
+    """Return the launch of _back_project_kernel: it fills q_wire. Slots: scale; without feedback, buffer.
 
     This is step 5 of PowerSGD (Vogels et al. 2019, algorithm 1).
-
-    source: project's `memory`, which keeps M; without feedback the bucket's flat buffer.
-    p: the orthonormal panels.
-    matrices: int64, PowerSGDWork's matrix_table.
-    work: int64, PowerSGDWork's back_project_work.
-    out: [len(work), rank, block_cols], the partial sums of Q, in p's dtype.
-    rank, block_rows, block_cols: PowerSGDWork's.
-    feedback: whether source is `memory`.
     """
-    is_dot = rank > MAX_FMA_RANK.value
-    rows = min(block_rows, DOT_ROWS) if is_dot else block_rows
-    is_plain_dot = is_dot and not feedback and block_cols == 64
-    num_warps = PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS
-    # Beyond rank 32, PLAIN_DOT_WARPS also take more registers than two programs leave (sm_120).
-    num_programs = 1 if is_plain_dot and rank > 32 else PROGRAMS.get(rank, 2)
+    work, feedback = bucket.work, bucket.error_feedback
+    rows = min(work.block_rows, DOT_ROWS) if work.rank > MAX_FMA_RANK.value else work.block_rows
     return Launch(
         _back_project_kernel,
-        len(work),
-        source,
-        p,
-        out,
-        matrices,
-        work,
-        RANK=rank,
-        RANK_BLOCK=dot_rank_block(rank),
+        len(work.back_project_work),
+        bucket.memory if feedback else Slot.buffer(bucket.dtype),
+        bucket.p,
+        bucket.partial,
+        bucket.arrived,
+        bucket.q_wire,
+        bucket.matrices,
+        bucket.tables["back_project"],
+        SCALE,
+        RANK=work.rank,
+        RANK_BLOCK=dot_rank_block(work.rank),
         BLOCK_ROWS=rows,
-        BLOCK_COLS=block_cols,
-        SPLIT=block_rows // rows,
+        BLOCK_COLS=work.block_cols,
+        SPLIT=work.block_rows // rows,
         FEEDBACK=feedback,
-        PRECISION=dot_precision(p.dtype),
-        num_warps=num_warps,
-        maxnreg=registers(num_warps, num_programs),
+        PRECISION=dot_precision(bucket.p.dtype),
+        num_warps=NUM_WARPS,
+        maxnreg=registers(NUM_WARPS, PROGRAMS.get(work.rank, 2)),
         enable_fp_fusion=True,
     )

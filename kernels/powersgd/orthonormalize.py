@@ -5,11 +5,11 @@ Up to rank 32: Gram–Schmidt in the inner product of P's Gram matrix. Every pan
 Beyond rank 32: block Gram–Schmidt, 32 columns at a time, one program per matrix.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from ..launch import MAX_REGISTERS, Launch
+from .bucket import PowerSGDBucket
 from .gram_schmidt import copy_panel, gram, gram_of_product, multiply, subtract_projection, sum_chunks
 from .tile import (
     MATRIX_FIELDS,
@@ -77,25 +77,20 @@ def _orthonormalize_blocks_kernel(
             tl.debug_barrier()
 
 
-def orthonormalize_blocks(
-    wire: torch.Tensor, matrices: torch.Tensor, *, out: torch.Tensor, rank: int, epsilon: float, block: int
-) -> Launch:
-    """Return the launch that orthonormalizes panels of more than 32 columns; see `orthonormalize`.
-
-    rank: padded, a multiple of 32.
-    block: the number of rows that a program processes at once.
-    """
+def orthonormalize_blocks(bucket: PowerSGDBucket) -> Launch:
+    """Return the launch that orthonormalizes panels of more than 32 columns; see `orthonormalize`."""
+    rank = bucket.work.rank
     return Launch(
         _orthonormalize_blocks_kernel,
-        len(matrices),
-        wire,
-        out,
-        matrices,
-        epsilon,
+        len(bucket.matrices),
+        bucket.p_wire,
+        bucket.p,
+        bucket.matrices,
+        bucket.epsilon,
         RANK=rank,
         RANK_BLOCK=32,
-        BLOCK=block,
-        HAS_EPSILON=epsilon != 0,
+        BLOCK=block_of(rank, bucket.p.itemsize),
+        HAS_EPSILON=bucket.has_epsilon,
         num_warps=BLOCKS_NUM_WARPS,
         maxnreg=MAX_REGISTERS,
         enable_fp_fusion=True,
@@ -125,11 +120,11 @@ def chunk_on_wire(wire_ptr, matrices_ptr, work):
 
 
 @triton.jit
-def _gram_kernel(wire_ptr, scratch_ptr, matrices_ptr, work_ptr, RANK: tl.constexpr, BLOCK: tl.constexpr):
+def _gram_kernel(wire_ptr, grams_ptr, matrices_ptr, work_ptr, RANK: tl.constexpr, BLOCK: tl.constexpr):
     """Compute PᵀP in fp64 over a chunk of a panel's rows.
 
     wire_ptr: the panels, all-reduced.
-    scratch_ptr: [programs, RANK, RANK], the results.
+    grams_ptr: [programs, RANK, RANK], the results.
     Grid: one program per row of work_ptr (PowerSGDWork._orthonormalize_work).
     Reads the panels once.
     """
@@ -138,13 +133,13 @@ def _gram_kernel(wire_ptr, scratch_ptr, matrices_ptr, work_ptr, RANK: tl.constex
     panel_ptr, stride, _n, r, start, stop, _ = chunk_on_wire(wire_ptr, matrices_ptr, work)
     products = gram(panel_ptr + start, stride, tl.minimum(stop, stride) - start, r, RANK, BLOCK)
     offs = tl.arange(0, RANK)[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    tl.store(scratch_ptr + program * (RANK * RANK) + offs, products)
+    tl.store(grams_ptr + program * (RANK * RANK) + offs, products)
 
 
 @triton.jit
 def _orthonormalize_kernel(
     wire_ptr,
-    scratch_ptr,
+    grams_ptr,
     p_ptr,
     matrices_ptr,
     work_ptr,
@@ -156,7 +151,7 @@ def _orthonormalize_kernel(
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for a chunk of a panel's rows.
 
     wire_ptr: the panels, all-reduced.
-    scratch_ptr: _gram_kernel's results.
+    grams_ptr: _gram_kernel's results.
     p_ptr: the padded panels, written whole. Zero and dependent columns become zeros. A panel with anything
         not finite becomes NaN.
     epsilon: added to the length by which a column is divided.
@@ -174,7 +169,7 @@ def _orthonormalize_kernel(
     panel_ptr, stride, n, r, start, stop, matrix_ptr = chunk_on_wire(wire_ptr, matrices_ptr, work)
     out_ptr, out_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
     out_stride = out_stride.to(tl.int32)
-    first_ptr = scratch_ptr + tl.load(work + 3) * (RANK * RANK)
+    first_ptr = grams_ptr + tl.load(work + 3) * (RANK * RANK)
     products = sum_chunks(first_ptr, tl.load(work + 4).to(tl.int32), RANK)
     transform, again = triangle(products, diagonal(products, RANK), epsilon, HAS_EPSILON, TOLERANCE, RANK)
     multiply(panel_ptr, stride, out_ptr, out_stride, start, stop, stride, n, r, transform, RANK, BLOCK, False)
@@ -188,7 +183,7 @@ def _orthonormalize_kernel(
         )
 
 
-def launch_shape(rank: int, itemsize: int) -> int:
+def block_of(rank: int, itemsize: int) -> int:
     """Return BLOCK: as many rows at a time as the registers hold.
 
     rank: padded.
@@ -201,54 +196,37 @@ def launch_shape(rank: int, itemsize: int) -> int:
     return 16384 // itemsize // rank if rank == 16 else 64
 
 
-def orthonormalize(
-    wire: torch.Tensor,
-    matrices: torch.Tensor,
-    work: torch.Tensor,
-    *,
-    scratch: torch.Tensor,
-    out: torch.Tensor,
-    rank: int,
-    epsilon: float = 0.0,
-) -> list[Launch]:
-    """Return the launches that orthonormalize P of every matrix of a bucket: two, or one beyond rank 32.
+def orthonormalize(bucket: PowerSGDBucket) -> list[Launch]:
+    """Return the launches that orthonormalize P of every matrix: two, or one beyond rank 32.
 
-    This is step 4 of PowerSGD (Vogels et al. 2019, algorithm 1). All arithmetic is in fp64.
-
-    wire: the all-reduced p_wire.
-    matrices: int64, PowerSGDWork's matrix_table.
-    work: int64, PowerSGDWork's orthonormalize_work.
-    scratch: fp64, PowerSGDWork's orthonormalize_numel elements.
-    out: the padded panels, fp32 (fp64 for an fp64 bucket).
-    rank: PowerSGDWork's.
-    epsilon: torch's orthogonalization_epsilon, added to the length by which a column is divided (beyond rank
-        32 up to a relative difference of epsilon / length). With epsilon, ill-conditioned panels get no
-        second pass: it would undo the effect of epsilon.
+    This is step 4 of PowerSGD (Vogels et al. 2019, algorithm 1). All arithmetic is in fp64. With epsilon,
+    which is added to the length by which a column is divided (beyond rank 32 up to a relative difference of
+    epsilon / length), ill-conditioned panels get no second pass: it would undo the effect of epsilon.
     """
-    block = launch_shape(rank, out.itemsize)
-    if rank > 32:
-        return [orthonormalize_blocks(wire, matrices, out=out, rank=rank, epsilon=epsilon, block=block)]
+    work, table = bucket.work, bucket.tables["orthonormalize"]
+    if work.rank > 32:
+        return [orthonormalize_blocks(bucket)]
     options = {
-        "RANK": rank,
-        "BLOCK": block,
+        "RANK": work.rank,
+        "BLOCK": block_of(work.rank, bucket.p.itemsize),
         "num_warps": NUM_WARPS,
         "maxnreg": MAX_REGISTERS,
         # Up to rank 8, several lanes compute and store one element: if they fused differently, its last bit
         # would differ.
-        "enable_fp_fusion": rank > 8,
+        "enable_fp_fusion": work.rank > 8,
     }
     return [
-        Launch(_gram_kernel, len(work), wire, scratch, matrices, work, **options),
+        Launch(_gram_kernel, len(table), bucket.p_wire, bucket.grams, bucket.matrices, table, **options),
         Launch(
             _orthonormalize_kernel,
-            len(work),
-            wire,
-            scratch,
-            out,
-            matrices,
-            work,
-            epsilon,
-            HAS_EPSILON=epsilon != 0,
+            len(table),
+            bucket.p_wire,
+            bucket.grams,
+            bucket.p,
+            bucket.matrices,
+            table,
+            bucket.epsilon,
+            HAS_EPSILON=bucket.has_epsilon,
             **options,
         ),
     ]

@@ -10,14 +10,19 @@ import triton.language as tl
 from ..device import dot_precision
 from ..launch import Launch, Slot, registers
 from ..tile import round_to
+from .bucket import SCALE, PowerSGDBucket
 from .random import direction
 from .tile import (
+    COPY,
     MAX_FMA_RANK,
     P_PANEL,
     P_STRIDE,
+    P_WIRE,
     Q_PANEL,
     Q_STRIDE,
+    ROWS,
     SHRINK,
+    WORK_FIELDS,
     dot_rank_block,
     gradient_matrix,
     gradient_tile,
@@ -25,8 +30,10 @@ from .tile import (
     memory_matrix,
     memory_tile,
     panel,
-    work_of,
+    tiles_of,
 )
+from .wire import add_up, copy_to_wire
+from .work import COPY_BLOCK
 
 # The largest norm of a row or a column of a float16 error: its sum with the next gradients fits float16.
 LIMIT_FLOAT16 = tl.constexpr(0.75 * 65504)
@@ -233,26 +240,6 @@ def project_dot(
 
 
 @triton.jit
-def project_tiles(
-    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
-    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Compute one program's partial P: in FMAs up to MAX_FMA_RANK, above it in matrix products."""
-    if RANK <= MAX_FMA_RANK:
-        project_fma(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
-        )  # fmt: skip
-    else:
-        project_dot(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
-        )  # fmt: skip
-
-
-@triton.jit
 def _project_kernel(
     grad_ptr,
     memory_ptr,
@@ -260,75 +247,75 @@ def _project_kernel(
     q_ptr,
     norms_ptr,
     partial_ptr,
+    arrived_ptr,
+    wire_ptr,
     matrices_ptr,
     work_ptr,
+    scale: tl.float64,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     SPLIT: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
     FEEDBACK: tl.constexpr,
     RELOADED: tl.constexpr,
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and partial SHRINK · P over some columns.
+    """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and SHRINK · scale · P = SHRINK · scale · M Q̂.
 
-    P = M Q̂. Q̂ has the scaled columns of Q_prev, see direction.
+    Q̂ has the scaled columns of Q_prev, see direction. Uncompressed tensors are copied to the wire behind P.
 
     grad_ptr: the bucket.
     memory_ptr: M_prev, replaced by M. Without FEEDBACK it isn't touched, and M is the gradient.
     p_ptr, q_ptr: the panels of P_prev and of SHRINK · Q_prev.
-    norms_ptr: the squared lengths of Q_prev's columns, see reconstruct.
-    partial_ptr: [programs, RANK, BLOCK_ROWS].
+    norms_ptr: the squared lengths of Q_prev's columns, see PowerSGDBucket.
+    partial_ptr: [programs, RANK, BLOCK_ROWS], partial sums of P over some columns of M.
+    arrived_ptr, wire_ptr: see add_up.
+    scale: 1 / world size. It makes the all-reduced sum the average, and never overflows 16 bits needlessly.
     BLOCK_COLS: PowerSGDWork's block_cols, divided by SPLIT.
-    RELOADED: see is_reloaded.
-    UNIT: see direction.
+    RELOADED: load the matrix's row of the table again for each tile, see launch_options.
+    UNIT: scale columns of Q to length 1, rather than by a power of two. Needed where P's length matters.
     PRECISION: see dot_precision.
-    Grid: one program per row of work_ptr (PowerSGDWork._project_work).
-    Moves 12 B per matrix element in fp32 (4 B without FEEDBACK), and 4 · RANK · BLOCK_ROWS B of partial sums
-    per program. P and Q come from the cache.
+    Grid: one program per row of work_ptr: tiles (PowerSGDWork._walk), or a copy (_copies).
+    Moves 12 B per matrix element in fp32 (4 B without FEEDBACK), and 8 · RANK · BLOCK_ROWS B of partial sums
+    per program. P and Q come from the cache, and so do most partial sums when they are added up.
     """
     program = tl.program_id(0).to(tl.int64)
-    matrix_ptr, row_block, first, last = work_of(program, matrices_ptr, work_ptr)
-    partial = partial_ptr + program * (RANK * BLOCK_ROWS)
-    q_hat = ()
-    factor = ()
-    if RANK <= MAX_FMA_RANK:
-        # Computed before the branch: within it, the pointers and factors would take more registers.
-        stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
-        for j in tl.static_range(RANK):
-            column = tl.full((1,), j, tl.int32)
-            start, scale = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS, UNIT)
-            q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
-            factor = factor + (tl.sum(scale, axis=0).to(p_ptr.dtype.element_ty),)
-    if is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS):
-        project_tiles(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
-            row_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, True,
-        )  # fmt: skip
+    work = work_ptr + program * WORK_FIELDS
+    if tl.load(work) == COPY:
+        copy_to_wire(grad_ptr, wire_ptr, work, scale, COPY_BLOCK)
     else:
-        project_tiles(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
-            row_block, first * SPLIT, last * SPLIT,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, False,
-        )  # fmt: skip
-
-
-def is_reloaded(rank: int, dtype: torch.dtype) -> bool:
-    """Return whether a matrix's row of the table is loaded again for each tile, through shared memory.
-
-    Otherwise it is loaded once, which takes more registers. There are too few registers for that in float16
-    (shortening the error takes some), in fp32 at rank 4 on sm_100, and in fp64 at rank 32 on sm_90 under
-    Triton 3.6. In fp32 at rank 32, loading the row once makes the compiler place tiles so that two programs
-    don't fit 100 KiB.
-
-    rank: padded.
-    dtype: the gradient's.
-    """
-    ranks = {torch.float16: (rank,), torch.float32: (4, 32), torch.float64: (32,)}
-    return rank in ranks.get(dtype, ())
+        matrix_ptr, row_block, first, last = tiles_of(work, matrices_ptr)
+        partial = partial_ptr + program * (RANK * BLOCK_ROWS)
+        q_hat = ()
+        factor = ()
+        if RANK <= MAX_FMA_RANK:
+            # Computed before the branch: within it, the pointers and factors would take more registers.
+            stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
+            for j in tl.static_range(RANK):
+                column = tl.full((1,), j, tl.int32)
+                start, length = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS, UNIT)
+                q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
+                factor = factor + (tl.sum(length, axis=0).to(p_ptr.dtype.element_ty),)
+        is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS)
+        for ALIGNED in tl.static_range(2):
+            if is_aligned == ALIGNED:
+                if RANK <= MAX_FMA_RANK:
+                    project_fma(
+                        grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr,
+                        row_block, first * SPLIT, last * SPLIT,
+                        RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
+                    )  # fmt: skip
+                else:
+                    project_dot(
+                        grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr,
+                        row_block, first * SPLIT, last * SPLIT,
+                        RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION,
+                        ALIGNED,
+                    )  # fmt: skip
+        add_up(partial_ptr, arrived_ptr, wire_ptr, matrix_ptr, work, scale, ROWS, P_WIRE, RANK, BLOCK_ROWS)
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
@@ -337,77 +324,63 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     rank: padded.
     dtype: the gradient's.
     """
+    # In float16 shortening the error takes registers, and in fp64 so does everything: there a matrix's row of
+    # the table is loaded again for each tile, through shared memory. Elsewhere it is loaded once, which takes
+    # more registers.
+    is_reloaded = dtype in (torch.float16, torch.float64)
     # In matrix products a tile's rows keep 4 warps busy: more warps would repeat the same products. But in
     # fp64 beyond rank 32 the registers of 4 warps don't suffice.
     is_large = dtype == torch.float64 and rank > 32
     num_warps = 8 if rank <= 4 or is_large else 4
-    # Three programs fit a multiprocessor if there are registers left. There are none left for fp16, where
-    # shortening the error takes them, nor at rank 2 on sm_100.
+    # Three programs fit a multiprocessor if there are registers left. There are none left for fp16, nor at
+    # rank 2 on sm_100.
     num_programs = 3 if rank == 1 and dtype in (torch.float32, torch.bfloat16) else 1 if is_large else 2
-    # Matrix products take tiles that were loaded one step ahead, through shared memory. With RELOADED the
-    # table's elements are loaded another step ahead. In fp64, loading ahead takes more registers than there
-    # are. In fp16 beyond rank 32, loading the table's elements ahead does (sm_86, Triton 3.9).
+    # Matrix products take tiles that were loaded one step ahead, through shared memory; a table's elements
+    # that are loaded again, another step ahead. In fp64, loading ahead takes more registers than there are.
+    # In fp16 beyond rank 32, loading the table's elements ahead does (sm_86, Triton 3.9).
     num_stages = 3
     if rank > MAX_FMA_RANK.value:
-        is_ahead = is_reloaded(rank, dtype) and rank <= 32
-        num_stages = 1 if dtype == torch.float64 else 3 if is_ahead else 2
-    return {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers(num_warps, num_programs)}
+        num_stages = 1 if dtype == torch.float64 else 3 if is_reloaded and rank <= 32 else 2
+    return {
+        "RELOADED": is_reloaded,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "maxnreg": registers(num_warps, num_programs),
+    }
 
 
-def project(
-    grad: torch.Tensor | Slot,
-    memory: torch.Tensor,
-    p: torch.Tensor,
-    q: torch.Tensor,
-    norms: torch.Tensor,
-    matrices: torch.Tensor,
-    work: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    rank: int,
-    block_rows: int,
-    block_cols: int,
-    feedback: bool,
-    unit: bool,
-) -> Launch:
-    """Return the launch that adds the error to every matrix of a bucket, and projects the sums on Q.
+def project(bucket: PowerSGDBucket) -> Launch:
+    """Return the launch of _project_kernel: it fills p_wire. Slots: buffer, scale.
 
     These are steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1).
-
-    grad: the bucket's flat buffer.
-    memory: M of the last step, replaced by this step's M. Without feedback, any tensor.
-    p, q: the panels of the last step's factors, fp32 (fp64 for an fp64 bucket).
-    norms: fp64, see reconstruct.
-    matrices: int64, PowerSGDWork's matrix_table.
-    work: int64, PowerSGDWork's project_work.
-    out: [len(work), rank, block_rows], the partial sums of P, in p's dtype.
-    rank, block_rows, block_cols: PowerSGDWork's.
-    feedback: whether there is an error to add.
-    unit: scale columns of Q to length 1, rather than by a power of two. Needed where P's length matters.
     """
+    work, dtype = bucket.work, bucket.dtype
     # FMAs at rank 8 in fp32 take all registers for a tile of 64 columns.
-    is_narrow = rank > MAX_FMA_RANK.value or (rank == 8 and grad.dtype == torch.float32)
-    cols = min(block_cols, NARROW_COLS) if is_narrow else block_cols
+    is_narrow = work.rank > MAX_FMA_RANK.value or (work.rank == 8 and dtype == torch.float32)
+    cols = min(work.block_cols, NARROW_COLS) if is_narrow else work.block_cols
     return Launch(
         _project_kernel,
-        len(work),
-        grad,
-        memory,
-        p,
-        q,
-        norms,
-        out,
-        matrices,
-        work,
-        RANK=rank,
-        RANK_BLOCK=dot_rank_block(rank),
-        BLOCK_ROWS=block_rows,
+        len(work.project_work),
+        Slot.buffer(dtype),
+        bucket.memory,
+        bucket.p,
+        bucket.q,
+        bucket.norms,
+        bucket.partial,
+        bucket.arrived,
+        bucket.p_wire,
+        bucket.matrices,
+        bucket.tables["project"],
+        SCALE,
+        RANK=work.rank,
+        RANK_BLOCK=dot_rank_block(work.rank),
+        BLOCK_ROWS=work.block_rows,
         BLOCK_COLS=cols,
-        SPLIT=block_cols // cols,
-        FEEDBACK=feedback,
-        RELOADED=is_reloaded(rank, grad.dtype),
-        UNIT=unit,
-        PRECISION=dot_precision(p.dtype),
+        SPLIT=work.block_cols // cols,
+        COPY_BLOCK=COPY_BLOCK,
+        FEEDBACK=bucket.error_feedback,
+        UNIT=bucket.has_epsilon,
+        PRECISION=dot_precision(bucket.p.dtype),
         enable_fp_fusion=True,
-        **launch_options(rank, grad.dtype),
+        **launch_options(work.rank, dtype),
     )

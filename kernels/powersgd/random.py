@@ -7,12 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch, Slot
+from ..launch import Launch
+from .bucket import SEED, PowerSGDBucket
 from .tile import (
     COLS,
     FIRST_NORM,
     FIRST_RANDOM,
-    MATRIX_FIELDS,
     MATRIX_RANK,
     MAX_NORMS,
     NUM_NORMS,
@@ -22,6 +22,7 @@ from .tile import (
     SHRINK,
     WORK_FIELDS,
     panel,
+    tiles_of,
 )
 
 NUM_WARPS = 4
@@ -84,42 +85,26 @@ def _random_q_kernel(
     Grid: one program per NEXT_Q row of work_ptr; these rows are its first ones.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
-    matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
-    first = tl.load(work + 3).to(tl.int32)
-    last = tl.load(work + 4).to(tl.int32)
+    matrix_ptr, _norm, first, last = tiles_of(work, matrices_ptr)
     randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK)
 
 
-def random_q(
-    matrices: torch.Tensor,
-    work: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    num_programs: int,
-    seed: int | Slot,
-    rank: int,
-    block_cols: int,
-) -> Launch:
-    """Return the launch that fills the random panels of out. Needed once, before the first step.
+def random_q(bucket: PowerSGDBucket) -> Launch:
+    """Return the launch of _random_q_kernel, needed once, before the first step. Slot: seed.
 
     Random columns take the place of columns of Q that are zero or not finite.
-
-    matrices: int64, PowerSGDWork's matrix_table.
-    work: int64, PowerSGDWork's reconstruct_work. Its first num_programs rows are used.
-    out: project's q.
-    num_programs: PowerSGDWork's num_norms.
-    rank, block_cols: PowerSGDWork's.
     """
+    work = bucket.work
     return Launch(
         _random_q_kernel,
-        num_programs,
-        out,
-        matrices,
-        work,
-        seed,
-        RANK=rank,
-        RANK_BLOCK=min(rank, 32),
-        BLOCK=block_cols,
+        work.num_norms,
+        bucket.q,
+        bucket.matrices,
+        bucket.tables["reconstruct"],
+        SEED,
+        RANK=work.rank,
+        RANK_BLOCK=min(work.rank, 32),
+        BLOCK=work.block_cols,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

@@ -1,16 +1,16 @@
 """PowerSGD's last pass over a bucket: write P Qᵀ, unpack the averages, and keep Q for the next step."""
 
-import torch
 import triton
 import triton.language as tl
 
 from ..device import dot_precision
 from ..launch import Launch, Slot, registers
 from ..tile import copy_tile, round_to
+from .bucket import SEED, PowerSGDBucket
 from .random import randomize
 from .tile import (
     COLS,
-    MATRIX_FIELDS,
+    COPY,
     MATRIX_RANK,
     MAX_FMA_RANK,
     NEXT_Q,
@@ -20,13 +20,13 @@ from .tile import (
     Q_STRIDE,
     Q_WIRE,
     SHRINK,
-    UNPACK,
     WORK_FIELDS,
     dot_rank_block,
     gradient_matrix,
     gradient_tile,
     is_16_byte_aligned,
     panel,
+    tiles_of,
     wire_start,
     wire_stride,
 )
@@ -146,100 +146,65 @@ def _reconstruct_kernel(
     p_wire_ptr: the uncompressed averages are at its end.
     q_wire_ptr: the averaged Q, column after column.
     p_ptr: orthonormal panels.
-    q_ptr, norms_ptr: written, see reconstruct.
-    work_ptr: rows, one of
-        (NEXT_Q, matrix, index of the norms, first column block, one past the last)
-        (TILES, matrix, row block, first column block, one past the last)
-        (UNPACK, first bucket element, first wire element, number of elements)
+    q_ptr, norms_ptr: written, see PowerSGDBucket. Without WARM_START there is a new random Q.
+    work_ptr: PowerSGDWork's reconstruct_work: rows of _next_q_work, _walk and _copies.
     PRECISION: see dot_precision.
     Grid: one program per row of work_ptr.
     Writes 4 B per matrix element in fp32, plus the factors.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     work_type = tl.load(work)
-    index = tl.load(work + 1)
-    second = tl.load(work + 2)
-    third = tl.load(work + 3)
-    last = tl.load(work + 4).to(tl.int32)
-    if work_type == UNPACK:
-        copy_tile(p_wire_ptr + second, grad_ptr + index, third, 1.0, COPY_BLOCK)
-    elif work_type == NEXT_Q:
-        matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
-        first = third.to(tl.int32)
-        next_q(
-            q_wire_ptr, q_ptr, norms_ptr, matrix_ptr, second, first, last,
-            RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
-        )  # fmt: skip
-        if not WARM_START:
-            randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
+    if work_type == COPY:
+        source_ptr = p_wire_ptr + tl.load(work + 2)
+        copy_tile(source_ptr, grad_ptr + tl.load(work + 1), tl.load(work + 3), 1.0, COPY_BLOCK)
     else:
-        matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
-        first = third.to(tl.int32)
-        if is_16_byte_aligned(grad_ptr, matrix_ptr, (second + 1) * BLOCK_ROWS):
-            reconstruct_tiles(
-                grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
-                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, PRECISION, True,
+        matrix_ptr, block, first, last = tiles_of(work, matrices_ptr)
+        if work_type == NEXT_Q:
+            next_q(
+                q_wire_ptr, q_ptr, norms_ptr, matrix_ptr, block, first, last,
+                RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
             )  # fmt: skip
+            if not WARM_START:
+                randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
         else:
-            reconstruct_tiles(
-                grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
-                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, PRECISION, False,
-            )  # fmt: skip
+            is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (block + 1) * BLOCK_ROWS)
+            for ALIGNED in tl.static_range(2):
+                if is_aligned == ALIGNED:
+                    reconstruct_tiles(
+                        grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, block, first, last,
+                        RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, PRECISION, ALIGNED,
+                    )  # fmt: skip
 
 
-def reconstruct(
-    p_wire: torch.Tensor,
-    q_wire: torch.Tensor,
-    p: torch.Tensor,
-    matrices: torch.Tensor,
-    work: torch.Tensor,
-    *,
-    out: torch.Tensor | Slot,
-    q: torch.Tensor,
-    norms: torch.Tensor,
-    seed: int | Slot,
-    rank: int,
-    block_rows: int,
-    block_cols: int,
-    warm_start: bool,
-) -> Launch:
-    """Return the launch that writes P Qᵀ and the uncompressed averages to a bucket.
+def reconstruct(bucket: PowerSGDBucket) -> Launch:
+    """Return the launch of _reconstruct_kernel: it writes the bucket and keeps Q. Slots: buffer, seed.
 
-    It also keeps Q for the next step. This is step 7 of PowerSGD (Vogels et al. 2019, algorithm 1).
-
-    p_wire, q_wire: both wires after their all-reduce.
-    p: the orthonormal panels.
-    matrices: int64, PowerSGDWork's matrix_table.
-    work: int64, PowerSGDWork's reconstruct_work.
-    out: the bucket's flat buffer.
-    q: gets the averaged Q in its first half; without warm start, a random Q in its second half.
-    norms: [num_norms, rank], fp64, gets the sums of squares of Q's columns, each over some rows of Q.
-    seed: the seed of the random Q.
-    rank, block_rows, block_cols: PowerSGDWork's.
+    This is step 7 of PowerSGD (Vogels et al. 2019, algorithm 1).
     """
-    rows, cols = factor_tile(rank, block_cols, q.itemsize)
+    work = bucket.work
+    rows, cols = factor_tile(work.rank, work.block_cols, bucket.q.itemsize)
     return Launch(
         _reconstruct_kernel,
-        len(work),
-        out,
-        p_wire,
-        q_wire,
-        p,
-        q,
-        norms,
-        matrices,
-        work,
-        seed,
-        RANK=rank,
-        RANK_BLOCK=dot_rank_block(rank),
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
+        len(work.reconstruct_work),
+        Slot.buffer(bucket.dtype),
+        bucket.p_wire,
+        bucket.q_wire,
+        bucket.p,
+        bucket.q,
+        bucket.norms,
+        bucket.matrices,
+        bucket.tables["reconstruct"],
+        SEED,
+        RANK=work.rank,
+        RANK_BLOCK=dot_rank_block(work.rank),
+        BLOCK_ROWS=work.block_rows,
+        BLOCK_COLS=work.block_cols,
         NEXT_ROWS=rows,
         NEXT_COLS=cols,
         COPY_BLOCK=COPY_BLOCK,
-        WARM_START=warm_start,
-        PRECISION=dot_precision(p.dtype),
+        WARM_START=bucket.warm_start,
+        PRECISION=dot_precision(bucket.p.dtype),
         num_warps=NUM_WARPS,
-        maxnreg=registers(NUM_WARPS, PROGRAMS.get(rank, 2)),
+        maxnreg=registers(NUM_WARPS, PROGRAMS.get(work.rank, 2)),
         enable_fp_fusion=True,
     )

@@ -40,12 +40,9 @@ MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 MAX_FMA_RANK = tl.constexpr(8)
 MIN_BLOCK_ROWS = tl.constexpr(32)  # divides BLOCK_ROWS and the length of P's panels
 
-# What a program of _pack_kernel or _reconstruct_kernel does: the first column of its row.
-REDUCE = tl.constexpr(powersgd_work.REDUCE)
+# What a program does: the first column of its row of work.
 COPY = tl.constexpr(powersgd_work.COPY)
 NEXT_Q = tl.constexpr(powersgd_work.NEXT_Q)
-TILES = tl.constexpr(powersgd_work.TILES)
-UNPACK = tl.constexpr(powersgd_work.UNPACK)
 
 
 def dot_rank_block(rank: int) -> int:
@@ -57,18 +54,16 @@ def dot_rank_block(rank: int) -> int:
 
 
 @triton.jit
-def work_of(program, matrices_ptr, work_ptr):
-    """Return a program's (matrix, block, first, last) from its row of project_work or back_project_work.
+def tiles_of(work, matrices_ptr):
+    """Return (matrix, block, first, last) from a program's row of work; see PowerSGDWork._walk.
 
     matrix: pointer to the matrix's row of matrix_table.
-    block: the block of rows (project) or of columns (back_project).
-    first, last: the first block in the other dimension, and one past the last.
+    block: in a row of _next_q_work, the index of the norms.
     """
-    work = work_ptr + program * WORK_FIELDS
-    matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
-    first = tl.load(work + 2).to(tl.int32)
-    last = tl.load(work + 3).to(tl.int32)
-    return matrix_ptr, tl.load(work + 1), first, last
+    matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
+    first = tl.load(work + 3).to(tl.int32)
+    last = tl.load(work + 4).to(tl.int32)
+    return matrix_ptr, tl.load(work + 2), first, last
 
 
 # P and Q are computed times SHRINK, so in matrices of up to 65,536 rows and columns no sum of finite products

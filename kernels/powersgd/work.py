@@ -17,8 +17,7 @@ with zeros to 16 B, so every access can be 128 bits wide:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ MATRIX_FIELDS = (
     "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "first_random", "first_norm", "num_norms",
 )  # fmt: skip
 WORK_FIELDS = 7
-REDUCE, COPY = 0, 1  # what a program of _pack_kernel does
-NEXT_Q, TILES, UNPACK = 0, 1, 2  # what a program of _reconstruct_kernel does
+TILES, COPY, NEXT_Q = 0, 1, 2  # what a program does: the first field of a row of work
 
 MAX_NORMS = 32  # most programs that compute the norms of one Q's columns
 COPY_BLOCK = 2048  # most elements of an uncompressed tensor that a program copies
@@ -73,13 +71,13 @@ def wire_stride(length: int, itemsize: int) -> int:
 
 
 def factor_tile(rank: int, block: int, itemsize: int) -> tuple[int, int]:
-    """Return (rows, columns) of a factor that a program packs or unpacks at once: 8 elements per thread.
+    """Return (rows, columns) of Q that a program copies from the wire at once: 8 elements per thread.
 
     rank: padded.
-    block: rows of a partial sum, or of a panel's block.
+    block: rows of a panel's block.
     itemsize: bytes of an element in the panels.
     """
-    cols = min(rank, 16 if itemsize == 4 else 4)  # in fp64, packing 8 spills beyond rank 32
+    cols = min(rank, 16 if itemsize == 4 else 4)
     return max(block, FACTOR_TILE // cols), cols
 
 
@@ -93,8 +91,9 @@ class PowerSGDWork:
     wire_itemsize: bytes of an element on the wires, itemsize by default.
 
     matrix_table: one row of MATRIX_FIELDS per matrix.
-    project_work, back_project_work, pack_work, reduce_work, orthonormalize_work, reconstruct_work: one row of
-        WORK_FIELDS per program; see `_project_work` and the methods below it. Unused fields are 0.
+    project_work, back_project_work, orthonormalize_work, reconstruct_work: one row of WORK_FIELDS per
+        program; see `_walk` and the methods below it. Unused fields are 0.
+    num_walks: the most programs of one launch that compute partial sums.
     p_wire_numel and other sizes: in elements.
     """
 
@@ -113,8 +112,7 @@ class PowerSGDWork:
         self.uncompressed = tuple((offset, numel) for offset, numel in uncompressed if numel)
         self.ranks = tuple(min(matrix.rows, matrix.cols, rank) for matrix in self.matrices)
         self.rank = padded_rank(max(self.ranks, default=1))
-        self._itemsize, self._wide = itemsize, max(itemsize, 4)
-        self._wire_itemsize = wire_itemsize or itemsize
+        self._itemsize, self._wire_itemsize = itemsize, wire_itemsize or itemsize
         self.block_rows, self.block_cols = block_shape(itemsize, self.rank)
         for matrix in self.matrices:
             _validate(matrix, self.rank)
@@ -122,23 +120,16 @@ class PowerSGDWork:
 
         num_tiles = sum(self.num_row_blocks(matrix) * self.num_col_blocks(matrix) for matrix in self.matrices)
         self._tiles_per_program = min(max(-(-num_tiles // NUM_PROGRAMS), 1), MAX_TILES)
-        self.project_work = list(self._project_work())
-        self.back_project_work = list(self._back_project_work())
-        self.pack_work = [
-            *self._reduce_work(self.project_work, self.block_rows, "rows", "p_wire"),
-            *((COPY, *copy, 0, 0) for copy in self._copies()),
-        ]
-        self.reduce_work = list(self._reduce_work(self.back_project_work, self.block_cols, "cols", "q_wire"))
+        walk = self._walk(self.num_row_blocks, self.num_col_blocks)
+        self.project_work = [*walk, *self._copies()]
+        self.back_project_work = self._walk(self.num_col_blocks, self.num_row_blocks)
         self.orthonormalize_work = list(self._orthonormalize_work())
-        self.orthonormalize_numel = len(self.orthonormalize_work) * self.rank**2
-        self.reconstruct_work = [
-            *self._next_q_work(),
-            *((TILES, *row[:4], 0, 0) for row in self.project_work),
-            *((UNPACK, *copy, 0, 0) for copy in self._copies()),
-        ]
+        self.reconstruct_work = [*self._next_q_work(), *self.project_work]
+        self.num_walks = max(len(walk), len(self.back_project_work))
         self.partial_numel = self.rank * max(
-            len(self.project_work) * self.block_rows, len(self.back_project_work) * self.block_cols
+            len(walk) * self.block_rows, len(self.back_project_work) * self.block_cols
         )
+        self.grams_numel = len(self.orthonormalize_work) * self.rank**2
 
     @classmethod
     def of(cls, layout: PowerSGDLayout, itemsize: int, wire_itemsize: int | None = None) -> PowerSGDWork:
@@ -197,22 +188,27 @@ class PowerSGDWork:
     def _norm_segments(self, matrix: Matrix) -> list[tuple[int, int]]:
         """Return the ranges of column blocks (rows of Q) that _next_q_work's programs process."""
         blocks = self.num_col_blocks(matrix)
-        rows, _ = factor_tile(self.rank, self.block_cols, self._wide)
+        rows, _ = factor_tile(self.rank, self.block_cols, max(self._itemsize, 4))
         return _ranges(blocks, max(4, rows // self.block_cols, -(-blocks // MAX_NORMS)))
 
-    def _project_work(self) -> Iterator[tuple[int, ...]]:
-        """Yield (matrix, row block, first column block, one past the last), in the order of the partial P."""
-        for index, matrix in enumerate(self.matrices):
-            for block in range(self.num_row_blocks(matrix)):
-                for span in _ranges(self.num_col_blocks(matrix), self._tiles_per_program):
-                    yield index, block, *span, 0, 0, 0
+    def _walk(
+        self, num_blocks: Callable[[Matrix], int], num_others: Callable[[Matrix], int]
+    ) -> list[tuple[int, ...]]:
+        """Return the rows of programs that walk through all matrices, in the order of their partial sums.
 
-    def _back_project_work(self) -> Iterator[tuple[int, ...]]:
-        """Yield (matrix, column block, first row block, one past the last), in the order of the partial Q."""
+        num_blocks, num_others: return a matrix's number of blocks in the dimension of the partial sums, and
+            in the other one.
+
+        (TILES, matrix, block, first block in the other dimension, one past the last, the block's first
+        program, number of its programs)
+        """
+        rows: list[tuple[int, ...]] = []
         for index, matrix in enumerate(self.matrices):
-            for block in range(self.num_col_blocks(matrix)):
-                for span in _ranges(self.num_row_blocks(matrix), self._tiles_per_program):
-                    yield index, block, *span, 0, 0, 0
+            spans = _ranges(num_others(matrix), self._tiles_per_program)
+            for block in range(num_blocks(matrix)):
+                first = len(rows)
+                rows += [(TILES, index, block, *span, first, len(spans)) for span in spans]
+        return rows
 
     def _orthonormalize_work(self) -> Iterator[tuple[int, ...]]:
         """Yield (matrix, first row, one past the last, the matrix's first program, number of its programs).
@@ -228,30 +224,6 @@ class PowerSGDWork:
                 yield index, start, stop, programs, len(starts), 0, 0
             programs += len(starts)
 
-    def _reduce_work(
-        self, work: Sequence[tuple[int, ...]], block_size: int, length: str, wire: str
-    ) -> Iterator[tuple[int, ...]]:
-        """Yield _pack_kernel's rows for one factor. A row covers several neighboring blocks.
-
-        work: the rows of the programs that computed the partial sums.
-        block_size: the rows of a block.
-        length: "rows" or "cols", the field with the number of the factor's rows.
-        wire: "p_wire" or "q_wire", the field with the factor's position on the wire.
-
-        (REDUCE, first element on the wire, rows, rank, first partial sum, partial sums of a block, all rows)
-        """
-        rows, _ = factor_tile(self.rank, block_size, self._wide)
-        starts = [i for i, row in enumerate(work) if i == 0 or row[:2] != work[i - 1][:2]]
-        for start, stop in pairwise([*starts, len(work)]):
-            index, block = work[start][:2]
-            first = block * block_size
-            if first % rows == 0:
-                fields = self.fields(index)
-                yield (
-                    REDUCE, fields[wire] + first, min(rows, fields[length] - first), fields["rank"],
-                    start, stop - start, fields[length],
-                )  # fmt: skip
-
     def _next_q_work(self) -> Iterator[tuple[int, ...]]:
         """Yield (NEXT_Q, matrix, index of the norms, first column block, one past the last)."""
         norm = 0
@@ -260,15 +232,15 @@ class PowerSGDWork:
                 yield NEXT_Q, index, norm, *span, 0, 0
                 norm += 1
 
-    def _copies(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (first bucket element, first wire element, number of elements, zeros behind them)."""
+    def _copies(self) -> Iterator[tuple[int, ...]]:
+        """Yield (COPY, first bucket element, first wire element, number of elements, zeros behind them)."""
         wire = self.uncompressed_start
         for offset, numel in self.uncompressed:
             padded = wire_stride(numel, self._wire_itemsize)
             for start in range(0, numel, COPY_BLOCK):
                 length = min(COPY_BLOCK, numel - start)
                 padding = padded - numel if start + length == numel else 0
-                yield offset + start, wire + start, length, padding
+                yield COPY, offset + start, wire + start, length, padding, 0, 0
             wire += padded
 
 

@@ -4,9 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch, Slot, registers
+from ..launch import Launch, registers
 from ..tile import round_to
+from .bucket import RANK, QuantizedBucket
 from .tile import (
+    BLOCKS_WORK,
     WORK_FIELDS,
     codes_at,
     decode,
@@ -18,10 +20,7 @@ from .tile import (
     store_scales,
     tile_of,
 )
-from .work import BLOCKS as _BLOCKS
-from .work import COPY_BLOCK, padded_size
 
-BLOCKS_WORK = tl.constexpr(_BLOCKS)
 # Warps that a multiprocessor's registers must hold at once. The few: where tiles are masked (blocks aren't a
 # power of two), or where a row's sums pass through all warps (blocks beyond WIDEST_BLOCK).
 RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8
@@ -82,33 +81,18 @@ def _sum_of_ranks(
     total = tl.zeros((BLOCKS, COLS), ACC)
     is_sent = tl.zeros((BLOCKS,), tl.int32)
     for start in range(0, WORLD_SIZE, AHEAD):
-        packed, scale = _sent_by(
-            received_ptr, payload_bytes, code_at, scale_at, num_blocks, start,
-            WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
-        )  # fmt: skip
-        if AHEAD > 1:
-            packed_1, scale_1 = _sent_by(
-                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 1,
+        packed = ()
+        scales = ()
+        for i in tl.static_range(AHEAD):
+            codes, scale = _sent_by(
+                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + i,
                 WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
             )  # fmt: skip
-        if AHEAD > 2:
-            packed_2, scale_2 = _sent_by(
-                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 2,
-                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
-            )  # fmt: skip
-            packed_3, scale_3 = _sent_by(
-                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + 3,
-                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
-            )  # fmt: skip
-        total += decode(packed, scale.to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
-        is_sent |= (scale != 0.0).to(tl.int32)
-        if AHEAD > 1:
-            total += decode(packed_1, scale_1.to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
-            is_sent |= (scale_1 != 0.0).to(tl.int32)
-        if AHEAD > 2:
-            total += decode(packed_2, scale_2.to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
-            total += decode(packed_3, scale_3.to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
-            is_sent |= ((scale_2 != 0.0) | (scale_3 != 0.0)).to(tl.int32)
+            packed = packed + (codes,)
+            scales = scales + (scale,)
+        for i in tl.static_range(AHEAD):
+            total += decode(packed[i], scales[i].to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
+            is_sent |= (scales[i] != 0.0).to(tl.int32)
     return total, is_sent != 0
 
 
@@ -201,20 +185,9 @@ def _average_kernel(
         if FEEDBACK and not LATE:
             kept = tl.load(own + offs, mask=mask, other=0.0)
         total, is_sent = _sum_of_ranks(
-            received_ptr.to(tl.pointer_type(tl.uint8)),
-            payload_bytes,
-            code_at,
-            scale_at,
-            third,
-            quantizer_ptr,
-            ACC,
-            WORLD_SIZE,
-            SHRINK,
-            BITS,
-            SIZE,
-            COLS,
-            BLOCKS,
-        )
+            received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, code_at, scale_at, third,
+            quantizer_ptr, ACC, WORLD_SIZE, SHRINK, BITS, SIZE, COLS, BLOCKS,
+        )  # fmt: skip
         if FEEDBACK:
             if LATE:
                 kept = tl.load(own + offs, mask=mask, other=0.0)
@@ -240,64 +213,29 @@ def _average_kernel(
         )
 
 
-def average(
-    received: torch.Tensor,
-    quantizer: torch.Tensor,
-    work: torch.Tensor,
-    rank: int | Slot,
-    *,
-    error: torch.Tensor,
-    shard_error: torch.Tensor,
-    out: torch.Tensor,
-    world_size: int,
-    divisor: float,
-    feedback: bool,
-    bits: int,
-    cap: float,
-    block_size: int,
-    tile_blocks: int,
-    num_warps: int,
-) -> Launch:
-    """Return the launch that averages a shard over all ranks, and quantizes the mean.
-
-    The mean's quantization error is kept in shard_error and error: see _average_kernel.
-
-    received: the payloads of all ranks, one after another, as elements of the dtype of exact elements.
-    quantizer: see tile.py.
-    work: int64, QuantizedWork's shard_work. QuantizedWork has tile_blocks and num_warps too.
-    rank: this rank, the shard's owner.
-    error, shard_error: see ops.quantized_plan. Without feedback they are neither read nor written, but their
-        dtype is the arithmetic's.
-    out: one payload, for the mean, in received's dtype.
-    world_size: the number of payloads.
-    divisor: see ops.quantized_plan.
-    bits, cap, block_size: see quantize.
-    """
-    columns = padded_size(block_size)
-    warps = RESIDENT_WARPS if columns == block_size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
+def average(bucket: QuantizedBucket) -> Launch:
+    """Return the launch of _average_kernel: it averages received, and keeps the mean's error. Slot: rank."""
+    size, columns, num_warps = bucket.constants["SIZE"], bucket.constants["COLS"], bucket.work.num_warps
+    warps = RESIDENT_WARPS if columns == size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
     return Launch(
         _average_kernel,
-        len(work),
-        received,
-        out,
-        error,
-        shard_error,
-        quantizer,
-        work,
-        rank,
-        WORLD_SIZE=world_size,
-        RANKS=divisor,
-        SHRINK=shrinking(world_size),
-        FEEDBACK=feedback,
-        BITS=bits,
-        CAP=cap,
-        LARGEST=torch.finfo(error.dtype).max,
-        SIZE=block_size,
-        COLS=columns,
-        BLOCKS=tile_blocks,
-        COPY_BLOCK=COPY_BLOCK,
+        len(bucket.shard_work),
+        bucket.received.view(-1).view(bucket.exact_dtype),
+        bucket.mean.view(bucket.exact_dtype),
+        bucket.error,
+        bucket.shard_error,
+        bucket.quantizer,
+        bucket.shard_work,
+        RANK,
+        WORLD_SIZE=bucket.layout.world_size,
+        RANKS=bucket.divisor,
+        SHRINK=shrinking(bucket.layout.world_size),
+        FEEDBACK=bucket.feedback,
+        CAP=bucket.largest_scale,
+        LARGEST=torch.finfo(bucket.error.dtype).max,
         num_warps=num_warps,
         maxnreg=registers(num_warps, max(1, warps // num_warps)),
         # Codes of opposite signs must cancel: a fused product would leave its rounding error.
         enable_fp_fusion=False,
+        **bucket.constants,
     )

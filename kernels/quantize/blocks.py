@@ -6,7 +6,9 @@ import triton.language as tl
 
 from ..launch import Launch, Slot, registers
 from ..tile import copy_tile, round_to
+from .bucket import RANK, QuantizedBucket
 from .tile import (
+    BLOCKS_WORK,
     WORK_FIELDS,
     codes_at,
     decode,
@@ -19,10 +21,7 @@ from .tile import (
     store_scales,
     tile_of,
 )
-from .work import BLOCKS as _BLOCKS
-from .work import COPY_BLOCK, padded_size
 
-BLOCKS_WORK = tl.constexpr(_BLOCKS)
 RESIDENT_WARPS = 16  # warps that a multiprocessor's registers must hold at once
 
 
@@ -94,59 +93,27 @@ def _quantize_kernel(
         copy_tile(grad, exact, length, 1.0, COPY_BLOCK)
 
 
-def quantize(
-    grad: torch.Tensor | Slot,
-    quantizer: torch.Tensor,
-    work: torch.Tensor,
-    rank: int | Slot,
-    *,
-    error: torch.Tensor,
-    shard_error: torch.Tensor,
-    out: torch.Tensor,
-    feedback: bool,
-    exact_dtype: torch.dtype,
-    bits: int,
-    cap: float,
-    block_size: int,
-    tile_blocks: int,
-    num_warps: int,
-) -> Launch:
-    """Return the launch that quantizes gradient + error into the payloads, and keeps the quantization error.
-
-    grad: the bucket's flat buffer.
-    quantizer: see tile.py.
-    work: int64, QuantizedWork's bucket_work. QuantizedWork has tile_blocks and num_warps too.
-    rank: this rank, the owner of shard_error's shard.
-    error, shard_error: see ops.quantized_plan. Without feedback they are neither read nor written, but their
-        dtype is the arithmetic's.
-    out: uint8, the payloads of all shards.
-    exact_dtype: the dtype of exact elements in the payloads.
-    bits: 4 or 8.
-    cap: the largest scale.
-    block_size: the number of elements in a block.
-    """
+def quantize(bucket: QuantizedBucket) -> Launch:
+    """Return the launch of _quantize_kernel: it fills payload, and keeps the error. Slots: buffer, rank."""
+    num_warps = bucket.work.num_warps
     return Launch(
         _quantize_kernel,
-        len(work),
-        grad,
-        error,
-        shard_error,
-        out,
-        quantizer,
-        work,
-        rank,
-        FEEDBACK=feedback,
-        EXACT=element_type(exact_dtype),
-        BITS=bits,
-        CAP=cap,
-        SIZE=block_size,
-        COLS=padded_size(block_size),
-        BLOCKS=tile_blocks,
-        COPY_BLOCK=COPY_BLOCK,
+        len(bucket.bucket_work),
+        Slot.buffer(bucket.dtype),
+        bucket.error,
+        bucket.shard_error,
+        bucket.payload,
+        bucket.quantizer,
+        bucket.bucket_work,
+        RANK,
+        FEEDBACK=bucket.feedback,
+        EXACT=element_type(bucket.exact_dtype),
+        CAP=bucket.largest_scale,
         num_warps=num_warps,
         maxnreg=registers(num_warps, max(1, RESIDENT_WARPS // num_warps)),
         # Codes of opposite signs must cancel.
         enable_fp_fusion=False,
+        **bucket.constants,
     )
 
 
@@ -200,43 +167,23 @@ def _dequantize_kernel(
         copy_tile(exact, grad, length, 1.0, COPY_BLOCK)
 
 
-def dequantize(
-    payload: torch.Tensor,
-    quantizer: torch.Tensor,
-    work: torch.Tensor,
-    *,
-    out: torch.Tensor | Slot,
-    exact_dtype: torch.dtype,
-    bits: int,
-    block_size: int,
-    tile_blocks: int,
-    num_warps: int,
-) -> Launch:
-    """Return the launch that decodes the payloads of all shards to the bucket.
-
-    payload: uint8, the payloads of all shards.
-    quantizer, work, exact_dtype, bits, block_size, tile_blocks, num_warps: see quantize.
-    out: the bucket's flat buffer.
-    """
-    resident = WRITING_WARPS
-    if bits == 4 and out.dtype != torch.float64:
+def dequantize(bucket: QuantizedBucket) -> Launch:
+    """Return the launch of _dequantize_kernel: it decodes payload to the bucket. Slot: buffer."""
+    resident, num_warps = WRITING_WARPS, bucket.work.num_warps
+    if bucket.constants["BITS"] == 4 and bucket.dtype != torch.float64:
         # With half the warps a thread's codes are 128 bits. In fp64 they would be 64 bits, and spill.
         resident, num_warps = WRITING_HALF_WARPS, num_warps // 2
     return Launch(
         _dequantize_kernel,
-        len(work),
-        payload,
-        out,
-        quantizer,
-        work,
-        ACC=element_type(torch.promote_types(out.dtype, torch.float32)),
-        EXACT=element_type(exact_dtype),
-        BITS=bits,
-        SIZE=block_size,
-        COLS=padded_size(block_size),
-        BLOCKS=tile_blocks,
-        COPY_BLOCK=COPY_BLOCK,
+        len(bucket.bucket_work),
+        bucket.payload,
+        Slot.buffer(bucket.dtype),
+        bucket.quantizer,
+        bucket.bucket_work,
+        ACC=element_type(bucket.error.dtype),
+        EXACT=element_type(bucket.exact_dtype),
         num_warps=num_warps,
         maxnreg=registers(num_warps, max(1, resident // num_warps)),
         enable_fp_fusion=False,
+        **bucket.constants,
     )

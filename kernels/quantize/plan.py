@@ -7,65 +7,30 @@ from typing import Any
 
 import torch
 
-from ..device import has_streams, launching_on, send
-from ..launch import Slot, Stage
+from ..device import has_streams, launching_on
+from ..launch import Stage
 from .average import average
 from .blocks import dequantize, quantize
-from .work import QuantizedWork
+from .bucket import QuantizedBucket
 
 
 class QuantizedPlan:
     """One bucket's plan on a device that runs Triton; see ops.quantized_plan.
 
-    layout: a BlockLayout.
-    levels: [16], the values of the 4-bit codes.
-    thresholds: the 14 numbers between the 15 codes that are sent.
-    largest_scale: the largest scale of a block.
+    options: QuantizedBucket's.
 
     Everything is allocated here, payloads included. A step allocates nothing, unless tensors are unused.
     """
 
-    def __init__(
-        self,
-        layout: Any,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        bits: int,
-        error_feedback: bool,
-        exact_dtype: torch.dtype | None = None,
-        divisor: float | None = None,
-        only_dequantizes: bool = False,
-        levels: torch.Tensor,
-        thresholds: Sequence[float],
-        largest_scale: float,
-    ):
-        self.layout, self._device, self._feedback = layout, device, error_feedback
-        self.exact_dtype = exact_dtype = exact_dtype or dtype
-        work = QuantizedWork(layout, bits, dtype.itemsize, exact_dtype.itemsize)
-        wide = torch.promote_types(dtype, torch.float32)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.payload = zeros(layout.world_size, work.payload_bytes)
-        self.received = zeros(0 if only_dequantizes else layout.world_size, work.payload_bytes)
-        self.mean = zeros(0 if only_dequantizes else work.payload_bytes)
-        self._divisor = layout.world_size if divisor is None else divisor
-        kept = layout.shard_numel if error_feedback else 0
-        self._error, self._shard_error = zeros(layout.world_size * kept, dtype=wide), zeros(kept, dtype=wide)
-        self._bucket_work = _table(work.bucket_work, device)
-        self._shard_work = _table(work.shard_work, device)
-        self._quantizer = send(torch.cat([levels, torch.tensor(thresholds, dtype=levels.dtype)]), device)
-        self._sizes = {
-            "bits": bits,
-            "block_size": layout.block_size,
-            "tile_blocks": work.tile_blocks,
-            "num_warps": work.num_warps,
-        }
-        self.largest_scale = largest_scale
-        self._quantizing, self._averaging, self._dequantizing = self._stages(dtype)
-        self._only_dequantizes = only_dequantizes
+    def __init__(self, layout: Any, dtype: torch.dtype, device: torch.device, **options: Any):
+        bucket = QuantizedBucket(layout, dtype, device, **options)
+        self.layout, self._device, self._feedback = layout, device, bucket.feedback
+        self.payload, self.received, self.mean = bucket.payload, bucket.received, bucket.mean
+        self._error, self._shard_error = bucket.error, bucket.shard_error
+        self._dequantizing = Stage([dequantize(bucket)])
+        self._quantizing, self._averaging = Stage([]), Stage([])
+        if not options.get("only_dequantizes", False):
+            self._quantizing, self._averaging = Stage([quantize(bucket)]), Stage([average(bucket)])
         if has_streams(device):
             with launching_on(device):
                 self.compile()
@@ -82,10 +47,8 @@ class QuantizedPlan:
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
-        self._dequantizing.compile()
-        if not self._only_dequantizes:
-            self._quantizing.compile()
-            self._averaging.compile()
+        for stage in (self._quantizing, self._averaging, self._dequantizing):
+            stage.compile()
 
     def quantize(
         self,
@@ -139,53 +102,6 @@ class QuantizedPlan:
             error[start - part.start : stop - part.start] -= owners
             self._error[start:stop] = owners
         return error
-
-    def _stages(self, dtype: torch.dtype) -> tuple[Stage, Stage, Stage]:
-        """Return the stages that quantize, average and dequantize.
-
-        dtype: the bucket's dtype.
-        """
-        buffer, rank, sizes = Slot.buffer(dtype), Slot("rank", 1000), self._sizes
-        quantizing = quantize(
-            buffer,
-            self._quantizer,
-            self._bucket_work,
-            rank,
-            error=self._error,
-            shard_error=self._shard_error,
-            out=self.payload,
-            feedback=self._feedback,
-            exact_dtype=self.exact_dtype,
-            cap=self.largest_scale,
-            **sizes,
-        )
-        averaging = average(
-            self.received.view(-1).view(self.exact_dtype),
-            self._quantizer,
-            self._shard_work,
-            rank,
-            error=self._error,
-            shard_error=self._shard_error,
-            out=self.mean.view(self.exact_dtype),
-            world_size=self.layout.world_size,
-            divisor=self._divisor,
-            feedback=self._feedback,
-            cap=self.largest_scale,
-            **sizes,
-        )
-        dequantizing = dequantize(
-            self.payload,
-            self._quantizer,
-            self._bucket_work,
-            out=buffer,
-            exact_dtype=self.exact_dtype,
-            **sizes,
-        )
-        return Stage([quantizing]), Stage([averaging]), Stage([dequantizing])
-
-
-def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    return send(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def compile_kernels(layout: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> None:

@@ -17,9 +17,9 @@ def test_memory_is_what_plans_allocate(device):
     memory = powersgd_memory.memory_of(BUCKETS, 4, torch.float32)
     options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
     plans = [PowerSGDPlan(PowerSGDLayout(each, 4, 2), torch.float32, device, **options) for each in BUCKETS]
-    assert memory.error == sum(plan._memory.nbytes for plan in plans)
+    assert memory.error == sum(plan._bucket.memory.nbytes for plan in plans)
     assert memory.scratches == tuple(plan._scratch.memory.nbytes for plan in plans)
-    assert memory.factors > sum(plan._p.nbytes + plan._q.nbytes for plan in plans)
+    assert memory.factors > sum(plan._bucket.p.nbytes + plan._bucket.q.nbytes for plan in plans)
     assert memory.torch_error == 4 * (300 * 200 + 200 + 500 * 400 + 90 * 80)
     assert memory.torch_factors == 4 * 4 * (500 + 900 + 170)
 

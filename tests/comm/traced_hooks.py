@@ -32,6 +32,7 @@ from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.kernels.powersgd import plan as powersgd_plan
 from gradcomp.layout import BlockLayout
+from gradcomp.local_steps import LocalSteps
 from tests.comm.happens_before import Trace, TracedWork, install
 
 # One list of shapes per bucket.
@@ -126,6 +127,18 @@ def by_average(hook: Callable[..., Any] | None, state: Any) -> None:
     net = make_net()
     parameters = list(net.parameters())
     steps_of(net, parameters, lambda: gradcomp.average_([each.grad for each in parameters], hook, state))
+
+
+def by_local_steps(hook: Callable[..., Any] | None, state: Any) -> None:
+    """Exchange fragments that are under way during a step."""
+    net = make_net()
+    local = LocalSteps(net, None, 4, hook, state, 2, delay=1)
+    for _ in range(5 * NUM_STEPS):
+        TRACE.works.clear()
+        for parameter in net.parameters():
+            parameter.data.normal_()  # the inner optimizer
+        local.step()
+    local.join()
 
 
 class HookByNodes:
@@ -245,7 +258,7 @@ def callers() -> Iterator[tuple[str, list[str]]]:
     yield "by nodes", problems(as_ddp, HookByNodes(), None)
     wrapped = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
     yield "a wrapper of PowerSGD", problems(as_ddp, wrapped, state_of_powersgd())
-    for train in (in_reducer, in_wrapper, by_average, as_fsdp):
+    for train in (in_reducer, in_wrapper, by_average, as_fsdp, by_local_steps):
         yield f"{train.__name__} without a hook", problems(train, None, None)
         for name, hook, state in (
             ("PowerSGD", powerSGD_hook.powerSGD_hook, state_of_powersgd()),

@@ -56,11 +56,13 @@ BEFORE = {
     ("zero_redundancy", 0): DDP + "from torch.distributed.optim import ZeroRedundancyOptimizer",
     ("local_steps", 0): DDP
     + """
-import gradcomp
-state = QuantizationState(bits=4)
-names = [name for name, _ in model.named_parameters()]
-weights = [weight.detach() for weight in model.parameters()]
-common = [weight + (1 + dist.get_rank()) * torch.randn_like(weight) for weight in weights]
+from torch import nn
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+width = next(model.parameters()).shape[1]
+batches = []
+for _ in range(40):
+    x = torch.randn(8, width)
+    batches.append((x, torch.zeros_like(model(x))))
 """,
     ("accelerate", 0): """
 from accelerate import Accelerator
@@ -123,7 +125,7 @@ AFTER = {
     ("torchrun", 0): "train(model); assert state.iter == 4",
     ("torch_compile", 0): "train(model)",
     ("zero_redundancy", 0): "train(model, optimizer)",
-    ("local_steps", 0): "same_on_all_ranks(moved); assert state.iter == 1",
+    ("local_steps", 0): "same_on_all_ranks(list(model.parameters())); assert state.iter == 3",
     ("accelerate", 0): "train(model, optimizer, accelerator.backward); accelerator.save_state(folder)",
     ("accelerate", 1): """
 train(model, None, accelerator.backward, num_steps=12)

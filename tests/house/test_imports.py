@@ -13,7 +13,8 @@ SOURCES = sources_of(PACKAGE)
 # Packages below those on the page that import nothing of gradcomp but themselves.
 SELF_CONTAINED = {"gradcomp.testing.ranks"}
 MAY_USE_DISTRIBUTED = {
-    *("__main__", "bench", "comm", "compress", "frameworks", "fsdp", "hooks", "parallel", "reducer"),
+    *("__main__", "bench", "comm", "compress", "frameworks", "fsdp", "hooks", "local_steps", "parallel"),
+    "reducer",
     "testing",
 }
 

@@ -34,11 +34,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gradcomp.kernels
-from gradcomp.cpu.quantize import largest_scale, quantizer
+from gradcomp.cpu.quantize import quantizer
 from gradcomp.kernels import cast, flatten
-from gradcomp.kernels.powersgd.pack_codes import FactorCodes, pack_codes
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
-from gradcomp.kernels.powersgd.work import block_shape
 from gradcomp.kernels.quantize.plan import QuantizedPlan
 from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
@@ -155,14 +153,6 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
             options["epsilon"] = 1e-8
             PowerSGDPlan(layout, dtype, torch.device("cpu"), **options).orthonormalize()
             yield f"{TYPE_NAMES[dtype]} r={rank} epsilon"
-    for dtype, rank in product((FP32, BF16, FP64), (4, 32)):
-        partial = torch.zeros(1, dtype=torch.promote_types(dtype, FP32))
-        codes, block = (
-            FactorCodes.on_meta(dtype, 128, largest_scale(8, partial.dtype)),
-            block_shape(dtype.itemsize, rank)[0],
-        )
-        pack_codes(partial, torch.zeros(1, dtype=dtype), codes, rank=rank, block=block, scale=1.0)()
-        yield f"{TYPE_NAMES[dtype]} r={rank} codes"
 
 
 def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]]) -> Iterator[str]:

@@ -22,7 +22,7 @@ def plan_of(shapes, dtype, device, **options):
 
 
 def poison(plan):
-    for part in (plan._partial, plan.p_wire, plan.q_wire):
+    for part in (plan._bucket.partial, plan.p_wire, plan.q_wire):
         part.fill_(math.nan)
 
 
@@ -51,7 +51,7 @@ def test_plans_that_take_turns_have_one_memory(device):
             step([plan], random_grads(plan.layout, FP32, device, 0))
     assert len({id(plan._scratch) for plan in plans}) == 1
     memory = plans[0]._scratch.memory
-    assert memory.numel() == max(num_bytes_of(plan._scratch_parts) for plan in plans)
+    assert memory.numel() == max(plan._bucket.scratch_bytes for plan in plans)
     storages = {plan.p_wire.untyped_storage().data_ptr() for plan in plans}
     assert storages == {memory.untyped_storage().data_ptr()}
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from gradcomp.kernels.powersgd.plan import PowerSGDPlan, wire_factor
+from gradcomp.kernels.powersgd.bucket import wire_factor
+from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.powersgd.tile import SHRINK
 from gradcomp.kernels.powersgd.work import wire_stride
 from gradcomp.layout import PowerSGDLayout
@@ -34,7 +35,7 @@ def plans_of(
     chosen = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0} | options
     plans = [PowerSGDPlan(layout, dtype, device, **chosen) for _ in range(world_size)]
     for plan in plans:
-        for scratch in (plan._partial, plan.p_wire, plan.q_wire):
+        for scratch in (plan._bucket.partial, plan.p_wire, plan.q_wire):
             scratch.fill_(torch.nan)
     return plans
 
@@ -103,17 +104,21 @@ def on_wire(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
 
 def panel_of(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
     """Return P, Q or the random Q that the plan keeps of a matrix, in float64 on the CPU."""
-    panel = plan._panel(plan._p if factor == "p" else plan._q, index, factor).double().cpu()
+    panel = plan._panel(index, factor).double().cpu()
     return panel / SHRINK.value if factor == "q" else panel
 
 
 def assert_padding_is_zero(plan: PowerSGDPlan) -> None:
-    """Check that the memory and the panels are zero outside matrices and factors. The kernels rely on it."""
+    """Check that the memory and the panels are zero outside matrices and factors, and that no count is left.
+
+    The kernels rely on it.
+    """
+    assert not plan._bucket.arrived.any()
     indices = range(len(plan.layout.matrices))
     held = {
-        "memory": (plan._memory, [plan._matrix(i) for i in indices] if plan._feedback else []),
-        "P": (plan._p, [plan._panel(plan._p, i, "p") for i in indices]),
-        "Q": (plan._q, [plan._panel(plan._q, i, name) for i in indices for name in ("q", "random")]),
+        "memory": (plan._bucket.memory, [plan._matrix(i) for i in indices] if plan._feedback else []),
+        "P": (plan._bucket.p, [plan._panel(i, "p") for i in indices]),
+        "Q": (plan._bucket.q, [plan._panel(i, name) for i in indices for name in ("q", "random")]),
     }
     for name, (whole, parts) in held.items():
         assert whole.count_nonzero() == sum(int(part.count_nonzero()) for part in parts), name

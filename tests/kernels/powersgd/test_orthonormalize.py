@@ -7,6 +7,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
 from gradcomp.kernels.powersgd import work as powersgd_work
+from gradcomp.kernels.powersgd.bucket import PowerSGDBucket, wire_factor
 from gradcomp.kernels.powersgd.orthonormalize import orthonormalize
 from gradcomp.kernels.powersgd.work import PowerSGDWork, wire_stride
 from gradcomp.layout import Matrix
@@ -22,7 +23,6 @@ def small_chunks(monkeypatch):
 def orthonormalized(panels: list[torch.Tensor], epsilon: float = 0.0) -> list[torch.Tensor]:
     """Launch the kernels on these n×r panels; return their orthonormal bases."""
     device, wire_dtype = panels[0].device, panels[0].dtype
-    dtype = torch.float64 if wire_dtype == torch.float64 else torch.float32
     rank = max(panel.shape[1] for panel in panels)
     matrices = [Matrix(0, len(panel), panel.shape[1], panel.numel()) for panel in panels]
     work = PowerSGDWork(matrices, [], rank=rank, itemsize=wire_dtype.itemsize)
@@ -32,18 +32,18 @@ def orthonormalized(panels: list[torch.Tensor], epsilon: float = 0.0) -> list[to
         torch.nn.functional.pad(panel.T, (0, zeros)) for panel, zeros in zip(panels, padding, strict=True)
     ]
     wire = torch.cat([each.flatten() for each in columns])
-    out = torch.full((work.p_panel_numel,), math.nan, dtype=dtype, device=device)
-    table = torch.tensor(work.matrix_table, device=device)
-    chunks = torch.tensor(work.orthonormalize_work, device=device)
-    scratch = torch.full((work.orthonormalize_numel,), math.nan, dtype=torch.float64, device=device)
-    for launch in orthonormalize(
-        wire, table, chunks, scratch=scratch, out=out, rank=work.rank, epsilon=epsilon
-    ):
+    options = {"error_feedback": False, "warm_start": True, "epsilon": epsilon / wire_factor(wire_dtype)}
+    bucket = PowerSGDBucket(work, wire_dtype, wire_dtype, device, **options)
+    bucket.place(torch.zeros(bucket.scratch_bytes, dtype=torch.uint8, device=device))
+    bucket.p_wire.copy_(wire)
+    for each in (bucket.p, bucket.grams):
+        each.fill_(math.nan)
+    for launch in orthonormalize(bucket):
         launch()
     result, start = [], 0
     for panel in panels:
         rows = -(-len(panel) // work.block_rows) * work.block_rows
-        whole = out[start : start + work.rank * rows].view(work.rank, rows).T
+        whole = bucket.p[start : start + work.rank * rows].view(work.rank, rows).T
         start += work.rank * rows
         assert not whole[len(panel) :].any(), "padding must be zero even beside NaN"
         result.append(whole[: len(panel), : panel.shape[1]])

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcomp import ops
 from gradcomp.cpu import powersgd_plan as cpu
 from gradcomp.kernels.powersgd.back_project import back_project
+from gradcomp.kernels.powersgd.bucket import PowerSGDBucket
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.powersgd.project import project
 from gradcomp.kernels.powersgd.reconstruct import reconstruct
 from gradcomp.kernels.powersgd.tile import SHRINK
-from gradcomp.kernels.powersgd.work import TILES, PowerSGDWork
-from gradcomp.layout import BlockLayout, Matrix, PowerSGDLayout
+from gradcomp.kernels.powersgd.work import PowerSGDWork
+from gradcomp.layout import Matrix, PowerSGDLayout
 from tests.kernels.compiled import is_kernel, kernel_modules
 from tests.kernels.powersgd.ranks import COMPRESS_ALL, plans_of, random_grads, relative, step
 from tests.tolerances import POWERSGD_STEP as STEP
@@ -76,26 +76,9 @@ def step_of(plan, buffer: torch.Tensor, seed: int = 0) -> None:
     plan.reconstruct(buffer, seed)
 
 
-def test_codes_are_packed_without_launches_of_their_own(launched, device):
-    shapes = [(140, 41), (3,), (9, 150)]
-    options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0, "wire_dtype": FP32}
-    plan = PowerSGDPlan(PowerSGDLayout(shapes, 4, COMPRESS_ALL), FP32, device, **options)
-    p_numel, uncompressed_numel, q_numel = plan.wire_numels
-    codes = [
-        ops.quantized_plan(BlockLayout(parts, 128, 2), FP32, device, bits=8, error_feedback=False)
-        for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
-    ]
-    plan.send_in_codes(*codes)
-    launched.clear()
-    step_of(plan, torch.zeros(plan.layout.numel, device=device))
-    assert len(launched) == 7
-    assert launched.count("_pack_codes_kernel") == 2
-    assert "_quantize_kernel" not in launched
-
-
 @pytest.mark.parametrize("rank", [1, 4, 32, 40])
 @pytest.mark.parametrize("count", [1, 8, 60])
-def test_a_step_is_seven_launches_and_allocates_nothing(count, rank, launched, device):
+def test_a_step_is_five_launches_and_allocates_nothing(count, rank, launched, device):
     shapes = [shape for i in range(count) for shape in ((40, 41 + i), (3,))]
     plan = PowerSGDPlan(
         PowerSGDLayout(shapes, rank, COMPRESS_ALL), FP32, device,
@@ -106,7 +89,7 @@ def test_a_step_is_seven_launches_and_allocates_nothing(count, rank, launched, d
     buffer = torch.zeros(plan.layout.numel, device=device)
     with LaunchingOps() as ops:
         step_of(plan, buffer)
-    assert len(launched) == (7 if rank <= 32 else 6)
+    assert len(launched) == (5 if rank <= 32 else 4)
     assert ops.names == [], "torch's own operations: launches or allocations"
     with LaunchingOps() as ops:
         torch.zeros(3, device=device)[1:].view(-1)
@@ -225,40 +208,45 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     work = PowerSGDWork([Matrix(0, n, m, n * m)], [], rank=r, itemsize=2)
     assert min(work.memory_numel, n * m) > 2**31
     walk, back_walk = work.project_work[-1], work.back_project_work[-1]
-    rewrite = [row for row in work.reconstruct_work if row[0] == TILES][-1]
-    matrices, *tables = (
-        torch.tensor(rows, device=device) for rows in (work.matrix_table, [walk], [back_walk], [rewrite])
-    )
-    blocks = {"rank": work.rank, "block_rows": work.block_rows, "block_cols": work.block_cols}
-    first_row, first_col = walk[1] * work.block_rows, walk[2] * work.block_cols
-    back_row, back_col = back_walk[2] * work.block_rows, back_walk[1] * work.block_cols
+    first_row, first_col = walk[2] * work.block_rows, walk[3] * work.block_cols
+    back_row, back_col = back_walk[3] * work.block_rows, back_walk[2] * work.block_cols
     grad, memory = (torch.empty(size, dtype=FP16, device=device) for size in (n * m, work.memory_numel))
     for flat, value in ((grad, 1.0), (memory, 2.0)):
         flat[: n * m].view(n, m)[first_row:, first_col:] = value
         flat[: n * m].view(n, m)[back_row:, back_col:] = value
-    p = torch.zeros(work.p_panel_numel, device=device)
-    q = torch.zeros(work.q_panel_numel, device=device)
-    norms = torch.zeros(work.num_norms, work.rank, dtype=torch.float64, device=device)
-    partial = torch.zeros(work.rank * 64, device=device)
+    # Each launch has one program. As the only program of its block, it adds up one partial sum.
+    work.project_work, work.back_project_work = [(*walk[:5], 0, 1)], [(*back_walk[:5], 0, 1)]
+    work.reconstruct_work = [walk]
+    bucket = PowerSGDBucket(
+        work, FP16, FP16, torch.device("meta"), error_feedback=True, warm_start=True, epsilon=0.0
+    )
+    bucket.place(torch.empty(bucket.scratch_bytes, dtype=torch.uint8, device="meta"))
+    for name in ("p", "q", "norms", "arrived", "partial", "p_wire", "q_wire"):
+        setattr(bucket, name, torch.zeros_like(getattr(bucket, name), device=device))
+    bucket.memory = memory
+    bucket.matrices = torch.tensor(work.matrix_table, device=device)
+    bucket.tables = {
+        name: torch.tensor(getattr(work, f"{name}_work"), device=device)
+        for name in ("project", "back_project", "reconstruct")
+    }
 
     # P and Q are zero, so M = gradient + memory. Q's lengths are zero, so M is projected on the random Q,
     # which holds ones here.
-    q[work.q_panel_numel // 2 :][:m] = 1.0
-    project(
-        grad, memory, p, q, norms, matrices, tables[0], out=partial, feedback=True, unit=False, **blocks
-    )()
+    bucket.q[work.q_panel_numel // 2 :][:m] = 1.0
+    project(bucket)(buffer=grad, scale=1.0)
     rows, cols = n - first_row, m - first_col
     shrink = SHRINK.value
-    assert partial[:rows].tolist() == [3.0 * cols * shrink] * rows
+    assert bucket.partial[:rows].tolist() == [3.0 * cols * shrink] * rows
+    assert bucket.p_wire[first_row:n].tolist() == [3.0 * cols] * rows
     assert (memory[: n * m].view(n, m)[first_row:, first_col:] == 3).all()
 
-    p[:n] = 1.0
-    back_project(memory, p, matrices, tables[1], out=partial, feedback=True, **blocks)()
+    bucket.p[:n] = 1.0
+    back_project(bucket)(scale=1.0)
     # project has set M to 3 in the last rows. The rows before them still hold 2.
     total = 3.0 * rows + 2.0 * (first_row - back_row)
-    assert partial[: m - back_col].tolist() == [total * shrink] * (m - back_col)
+    assert bucket.partial[: m - back_col].tolist() == [total * shrink] * (m - back_col)
+    assert bucket.q_wire[back_col:m].tolist() == [total] * (m - back_col)
 
-    wire = torch.full((m * r,), 0.5, dtype=FP16, device=device)
-    options = {"q": q, "norms": norms, "seed": 0, "warm_start": True}
-    reconstruct(wire, wire, p, matrices, tables[2], out=grad, **options, **blocks)()
+    bucket.q_wire.fill_(0.5)
+    reconstruct(bucket)(buffer=grad, seed=0)
     assert (grad.view(n, m)[first_row:, first_col:] == 0.5).all()

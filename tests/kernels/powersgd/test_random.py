@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from gradcomp.kernels.powersgd.bucket import PowerSGDBucket
 from gradcomp.kernels.powersgd.random import random_q
 from gradcomp.kernels.powersgd.work import PowerSGDWork
 from gradcomp.layout import Matrix
@@ -16,17 +17,12 @@ GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620
 def drawn(rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """Return the random Q [203, rank] of a bucket's second matrix."""
     work = PowerSGDWork([Matrix(0, 50, 64, 3200), Matrix(0, 60, 203, 60 * 203)], [], rank=rank, itemsize=4)
-    out = torch.full((work.q_panel_numel,), math.nan, device=device)
-    matrices, rows = (
-        torch.tensor(table, device=device) for table in (work.matrix_table, work.reconstruct_work)
-    )
-    launch = random_q(
-        matrices, rows, out=out, num_programs=work.num_norms, seed=seed, rank=work.rank,
-        block_cols=work.block_cols,
-    )  # fmt: skip
-    launch()
+    options = {"error_feedback": False, "warm_start": True, "epsilon": 0.0}
+    bucket = PowerSGDBucket(work, torch.float32, torch.float32, device, **options)
+    bucket.q.fill_(math.nan)
+    random_q(bucket)(seed=seed)
     start, stride = (work.fields(1)[name] for name in ("random_panel", "q_stride"))
-    panel = out[start : start + work.rank * stride].view(work.rank, stride).T
+    panel = bucket.q[start : start + work.rank * stride].view(work.rank, stride).T
     assert not panel[203:].any()
     assert not panel[:, rank:].any()
     return panel[:203, :rank].double()

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from gradcomp.kernels.powersgd import work as powersgd_work
-from gradcomp.kernels.powersgd.work import MAX_NORMS, REDUCE, TILES, PowerSGDWork, padded_rank, wire_stride
+from gradcomp.kernels.powersgd.work import COPY, MAX_NORMS, TILES, PowerSGDWork, padded_rank, wire_stride
 from gradcomp.layout import Matrix, PowerSGDLayout
 
 SHAPES = [(1, 300), (300, 1), (31, 33), (32, 64), (33, 65), (10, 5000), (5000, 10), (257, 129)]
@@ -47,31 +47,39 @@ def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch)
         for row in range(work.num_row_blocks(matrix))
         for col in range(work.num_col_blocks(matrix))
     }
-    projected = [(i, row, col) for i, row, first, last, *_ in work.project_work for col in range(first, last)]
-    back = [(i, row, col) for i, col, first, last, *_ in work.back_project_work for row in range(first, last)]
-    written = [
-        (i, row, col)
-        for kind, i, row, first, last, *_ in work.reconstruct_work
-        if kind == TILES
-        for col in range(first, last)
-    ]
-    for walked in (projected, back, written):
+    projected, back, written = (
+        [
+            (i, block, other)
+            for kind, i, block, first, last, *_ in rows
+            if kind == TILES
+            for other in range(first, last)
+        ]
+        for rows in (work.project_work, work.back_project_work, work.reconstruct_work)
+    )
+    for walked in (projected, [(i, row, col) for i, col, row in back], written):
         assert Counter(walked) == dict.fromkeys(tiles, 1)
 
 
-def elements_of(work: PowerSGDWork, rows: list[tuple[int, ...]], itemsize: int) -> Counter:
-    """Return how often _pack_kernel writes each element of a wire, given the rows of its table."""
+def elements_of(work: PowerSGDWork, factor: str, itemsize: int) -> Counter:
+    """Return how often a launch writes each element of a wire."""
     written = Counter()
-    for kind, a, b, c, d, count, length in rows:
-        if kind == REDUCE:
-            assert count >= 1
-            for column in range(c):
-                start = a + column * wire_stride(length, itemsize)
-                assert start % (16 // itemsize) == 0
-                written.update(range(start, start + wire_stride(b, itemsize)))
-        else:
+    rows, length, block_size = (
+        (work.project_work, "rows", work.block_rows)
+        if factor == "p"
+        else (work.back_project_work, "cols", work.block_cols)
+    )
+    for index, (kind, a, b, c, d, first, _) in enumerate(rows):
+        if kind == COPY:
             assert d < 16 // itemsize
             written.update(range(b, b + c + d))
+        elif index == first:  # one program of every block adds up
+            fields = work.fields(a)
+            stride = wire_stride(fields[length], itemsize)
+            assert fields[f"{factor}_wire"] % (16 // itemsize) == 0
+            for column in range(fields["rank"]):
+                start = fields[f"{factor}_wire"] + column * stride
+                stop = min((b + 1) * block_size, stride)
+                written.update(range(start + b * block_size, start + stop))
     return written
 
 
@@ -80,9 +88,8 @@ def elements_of(work: PowerSGDWork, rows: list[tuple[int, ...]], itemsize: int) 
 @pytest.mark.usefixtures("few_programs")
 def test_wires_are_filled_once_without_gaps(rank, itemsize):
     work = work_of(rank, itemsize)
-    p_wire, q_wire = (elements_of(work, rows, itemsize) for rows in (work.pack_work, work.reduce_work))
-    assert p_wire == dict.fromkeys(range(work.p_wire_numel), 1)
-    assert q_wire == dict.fromkeys(range(work.q_wire_numel), 1)
+    assert elements_of(work, "p", itemsize) == dict.fromkeys(range(work.p_wire_numel), 1)
+    assert elements_of(work, "q", itemsize) == dict.fromkeys(range(work.q_wire_numel), 1)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
@@ -105,18 +112,15 @@ def test_every_aspect_ratio_stays_parallel(shape):
 @pytest.mark.usefixtures("few_programs")
 def test_partial_sums_are_all_added():
     work = work_of(4)
-    for reduce, walk, block in (
-        (work.pack_work, work.project_work, work.block_rows),
-        (work.reduce_work, work.back_project_work, work.block_cols),
-    ):
-        slots = [
-            first + i
-            for kind, _, rows, _, first, count, _ in reduce
-            if kind == REDUCE
-            for i in range(-(-rows // block) * count)
-        ]
-        assert slots == list(range(len(walk)))
-    assert any(row[5] > 1 for row in work.pack_work if row[0] == REDUCE), "no split columns: the test is idle"
+    for rows in (work.project_work, work.back_project_work):
+        blocks = {}
+        for index, (kind, matrix, block, *_, first, count) in enumerate(rows):
+            if kind == TILES:
+                blocks.setdefault((matrix, block, first, count), []).append(index)
+        assert len(blocks) == len({key[:2] for key in blocks})
+        for (*_, first, count), programs in blocks.items():
+            assert programs == list(range(first, first + count))
+    assert any(row[6] > 1 for row in work.project_work), "no split columns: the test is idle"
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
@@ -140,7 +144,8 @@ def test_padded_ranks():
 
 def test_nothing_compressed():
     work = PowerSGDWork([], [(0, 10), (10, 0)], rank=4, itemsize=4)
-    assert work.project_work == work.back_project_work == work.reduce_work == []
+    assert [row[0] for row in work.project_work] == [COPY]
+    assert work.back_project_work == []
     assert work.p_wire_numel == 12, "padded to 16 bytes"
     assert work.q_wire_numel == work.memory_numel == work.partial_numel == 0
 

@@ -1,4 +1,4 @@
-"""The largest of all ranks' values."""
+"""A few numbers, reduced over the ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,20 +11,26 @@ from gradcomp import ops
 from .process_group import Operation
 
 
-class MaximumOfRanks:
-    """The largest of all ranks' values, element by element, by a small all-reduce that begins now.
+class ReducedValues:
+    """Numbers reduced over the ranks, element by element, by a small all-reduce that begins now.
 
     what: the purpose, in words that follow "could not", for messages.
     values: as many on every rank; may be infinite.
     groups: the ranks. With several groups, such as a grid's rows and columns, one all-reduce follows another.
     device: a device whose tensors the groups' backends take.
+    operation: the largest of the ranks' values, or their sum, for example.
 
     Every rank of the groups must make it in the same place among its collectives. On CUDA the host waits in
     `wait` only, which may be called steps later; on a CPU it also waits for all groups but the last.
     """
 
     def __init__(
-        self, what: str, values: Sequence[float], groups: Sequence[dist.ProcessGroup], device: torch.device
+        self,
+        what: str,
+        values: Sequence[float],
+        groups: Sequence[dist.ProcessGroup],
+        device: torch.device,
+        operation: Any = dist.ReduceOp.MAX,
     ):
         self._operation = Operation.of(what, groups[0])
         self._passed: Any = None  # on CUDA, the event after the copy to the host
@@ -35,7 +41,7 @@ class MaximumOfRanks:
             for group in groups:
                 if self._work is not None:
                     self._work.wait()
-                self._work = dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group, async_op=True)
+                self._work = dist.all_reduce(on_device, operation, group=group, async_op=True)
             if ops.has_streams(device):
                 self._work.wait()  # the stream waits
                 self._values = ops.pinned(torch.empty(len(values), dtype=torch.float64), device)
@@ -43,7 +49,7 @@ class MaximumOfRanks:
                 self._passed = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> list[float]:
-        """Return the largest values."""
+        """Return the reduced values."""
         with self._operation:
             if self._passed is None:
                 self._work.wait()

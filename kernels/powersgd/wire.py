@@ -1,0 +1,83 @@
+"""Fill PowerSGD's wires: add up partial factors, and copy uncompressed tensors.
+
+The programs that compute a block of P or Q store partial sums. The last one of them to finish adds these up,
+in the order of their indices. So which one is last changes no bits, and no launch waits for another one.
+"""
+
+import triton
+import triton.language as tl
+
+from ..tile import copy_tile, round_to
+from .tile import MATRIX_RANK, SHRINK, wire_start, wire_stride
+
+
+@triton.jit
+def is_last_of_block(arrived_ptr, work):
+    """Return whether every other program of this program's block has stored its partial sum and called this.
+
+    arrived_ptr: [programs], int32. A block's programs count themselves at the place of the first one. The
+        count is zero before a launch, and after it.
+    work: the program's row, see PowerSGDWork._walk.
+    """
+    # One thread counts. The barrier puts the other threads' stores before its release; atomic_add has a
+    # barrier that puts their loads after its acquire.
+    tl.debug_barrier()
+    count_ptr = arrived_ptr + tl.load(work + 5)
+    is_last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == tl.load(work + 6) - 1
+    if is_last:
+        tl.store(count_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def add_up(
+    partial_ptr, arrived_ptr, wire_ptr, matrix_ptr, work, scale,
+    LENGTH: tl.constexpr, WIRE: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write scale · (sum of a block's partial sums, in the order of their indices) to the wire.
+
+    The last program of the block does so; the others only count themselves.
+
+    partial_ptr: [programs, RANK, BLOCK], panels column after column, times SHRINK. A float16 wire gets the
+        sums without SHRINK, any other wire with it.
+    arrived_ptr, work: see is_last_of_block.
+    wire_ptr: see work.py. A column's last block also writes the zeros behind the column.
+    LENGTH, WIRE: columns of matrix_table: the factor's rows, and its first element on the wire.
+    """
+    ACC: tl.constexpr = partial_ptr.dtype.element_ty
+    TYPE: tl.constexpr = wire_ptr.dtype.element_ty
+    GROW: tl.constexpr = 1.0 / SHRINK if TYPE == tl.float16 else 1.0
+    RANK_BLOCK: tl.constexpr = min(RANK, 32)
+    if is_last_of_block(arrived_ptr, work):
+        factor = (tl.full((), GROW, tl.float64) * scale).to(ACC)
+        length = tl.load(matrix_ptr + LENGTH).to(tl.int32)
+        stride = wire_stride(length, TYPE)
+        offs = tl.arange(0, BLOCK)[None, :]
+        offs_row = tl.load(work + 2).to(tl.int32) * BLOCK + offs
+        partial = partial_ptr + tl.load(work + 5) * (RANK * BLOCK) + offs
+        wire = wire_start(wire_ptr, tl.load(matrix_ptr + WIRE)) + offs_row
+        for rank_start in range(0, RANK, RANK_BLOCK):
+            offs_rank = rank_start + tl.arange(0, RANK_BLOCK)[:, None]
+            mask = (offs_row < stride) & (offs_rank < tl.load(matrix_ptr + MATRIX_RANK))
+            acc = tl.zeros((RANK_BLOCK, BLOCK), ACC)
+            # Unrolled, so that four loads are under way at once.
+            for i in tl.range(0, tl.load(work + 6).to(tl.int32), loop_unroll_factor=4):
+                acc += tl.load(partial + i * (RANK * BLOCK) + offs_rank * BLOCK, mask=mask, other=0.0)
+            # If P has NaN, sums beyond the last row may be NaN too.
+            values = round_to(tl.where(offs_row < length, acc * factor, 0.0), TYPE)
+            tl.store(wire + offs_rank * stride, values, mask=mask)
+
+
+@triton.jit
+def copy_to_wire(grad_ptr, wire_ptr, work, scale, COPY_BLOCK: tl.constexpr):
+    """Write scale · gradient to the wire, and zeros behind it.
+
+    work: the program's row, see PowerSGDWork._copies.
+    """
+    wire = wire_ptr + tl.load(work + 2)
+    numel = tl.load(work + 3)
+    copy_tile(grad_ptr + tl.load(work + 1), wire, numel, scale, COPY_BLOCK)
+    VECTOR: tl.constexpr = 128 // wire_ptr.dtype.element_ty.primitive_bitwidth
+    offs = tl.arange(0, VECTOR)
+    zeros = tl.zeros((VECTOR,), wire_ptr.dtype.element_ty)
+    tl.store(wire + numel + offs, zeros, mask=offs < tl.load(work + 4))
