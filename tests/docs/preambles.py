@@ -77,7 +77,7 @@ INSTEAD = {
 WITHOUT_GROUP = {
     ("README.md", 1),
     *(("docs/testing.md", number) for number in range(5)),
-    ("docs/plan.md", 0),
+    ("docs/internals/plan.md", 0),
 }
 
 # Python that other tests run.

@@ -214,11 +214,8 @@ def test_the_bytes_of_choosing_are_these(capsys):
     for name, hook in (
         ("no compression", "none"),
         ("16 bits", "bf16"),
-        ("8 bits, flat", "int8"),
-        ("8 bits, by nodes", "int8 by nodes"),
         ("4 bits, flat", "int4"),
         ("4 bits, by nodes", "int4 by nodes"),
-        ("PowerSGD r = 16, bf16 factors", "powersgd:16:bf16"),
         ("PowerSGD r = 16, int8 factors, flat", "powersgd:16:int8"),
         ("PowerSGD r = 16, int8 factors, by nodes", "powersgd:16:int8 by nodes"),
     ):
