@@ -119,7 +119,6 @@ NOT_RUN = [
     ("docs/others_hooks.md", "hivemind.Uniform8Bit", PRINTED),
     ("docs/others_hooks.md", "hivemind.Float16", PRINTED),
     ("docs/plan.md", "Times are PREDICTED", PRINTED),
-    ("docs/plan.md", "measured 2026-", PRINTED),
     ("docs/internals/powersgd.md", "bucket (DDP's)", PICTURE),
     ("docs/internals/powersgd.md", "saved run, from step 2 on", PICTURE),
     ("docs/internals/reducer.md", "backward   ──grad 7──", PICTURE),
