@@ -100,6 +100,7 @@ NOT_RUN = [
     ("docs/accuracy.md", "gpt: 136,960 parameters", PRINTED),
     ("docs/architecture.md", "kernels/       Triton kernels", PICTURE),
     ("docs/architecture.md", "__init__ ──▶ parallel", PICTURE),
+    ("docs/auto.md", "gradcomp: auto_hook uses", PRINTED),
     ("docs/demo.md", "reducer: torch", PRINTED),
     ("docs/fsdp.md", "backward  ── block 2", PICTURE),
     ("docs/recording.md", "gradcomp: PowerSGD compresses", PRINTED),
