@@ -60,7 +60,7 @@ def plan_parser() -> OneLineParser:
     parser = OneLineParser(
         prog="python -m gradcomp plan",
         description="Predict a training step's time with every hook, and say which to use. Nothing is "
-        "measured: docs/plan.md has the formulas.",
+        "measured: docs/internals/plan.md has the formulas.",
     )
     model = parser.add_argument_group("what is trained")
     text = "module:callable, which returns an nn.Module or a list of shapes (default: bert-large)"
