@@ -100,7 +100,7 @@ def quantize(
     work: torch.Tensor,
     rank: int | Slot,
     *,
-    error: torch.Tensor,
+    error: torch.Tensor | Slot,
     shard_error: torch.Tensor,
     out: torch.Tensor,
     feedback: bool,

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from ..device import has_streams, launching_on, send
-from ..launch import Slot, Stage
+from ..launch import Launch, Slot, Stage
 from .average import average
 from .blocks import dequantize, quantize
+from .sum import sum_shard
 from .work import QuantizedWork
+
+NO_RANK = -1  # no rank's shard, so quantize reads no owner's error
 
 
 class QuantizedPlan:
@@ -35,7 +38,9 @@ class QuantizedPlan:
         error_feedback: bool,
         exact_dtype: torch.dtype | None = None,
         divisor: float | None = None,
+        averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
+        only_sums: bool = False,
         levels: torch.Tensor,
         thresholds: Sequence[float],
         largest_scale: float,
@@ -50,12 +55,12 @@ class QuantizedPlan:
 
         self.payload = zeros(layout.world_size, work.payload_bytes)
         self.received = zeros(0 if only_dequantizes else layout.world_size, work.payload_bytes)
-        self.mean = zeros(0 if only_dequantizes else work.payload_bytes)
+        self.mean = zeros(0 if only_dequantizes or only_sums else work.payload_bytes)
         self._divisor = layout.world_size if divisor is None else divisor
-        kept = layout.shard_numel if error_feedback else 0
+        kept = layout.shard_numel if error_feedback and not only_sums else 0
         self._error, self._shard_error = zeros(layout.world_size * kept, dtype=wide), zeros(kept, dtype=wide)
         self._bucket_work = _table(work.bucket_work, device)
-        self._shard_work = _table(work.shard_work, device)
+        self._shard_work = _table(work.sum_work if only_sums else work.shard_work, device)
         self._quantizer = send(torch.cat([levels, torch.tensor(thresholds, dtype=levels.dtype)]), device)
         self._sizes = {
             "bits": bits,
@@ -65,7 +70,12 @@ class QuantizedPlan:
         }
         self.largest_scale = largest_scale
         self._quantizing, self._averaging, self._dequantizing = self._stages(dtype)
-        self._only_dequantizes = only_dequantizes
+        self._summing = Stage([self._sum_launch(averages_dtype or dtype)] if only_sums else [])
+        self._used = [self._quantizing, self._averaging, self._dequantizing]
+        if only_sums:
+            self._used = [self._quantizing, self._summing]
+        elif only_dequantizes:
+            self._used = [self._dequantizing]
         if has_streams(device):
             with launching_on(device):
                 self.compile()
@@ -75,6 +85,10 @@ class QuantizedPlan:
         """The values that the averages still lack from this rank, in the order of the padded blocks."""
         return self._error if self._feedback else None
 
+    @error.setter
+    def error(self, error: torch.Tensor) -> None:
+        self._error = error
+
     @property
     def shard_error(self) -> torch.Tensor | None:
         """The owner's error of this rank's shard, which is part of error."""
@@ -82,15 +96,13 @@ class QuantizedPlan:
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
-        self._dequantizing.compile()
-        if not self._only_dequantizes:
-            self._quantizing.compile()
-            self._averaging.compile()
+        for stage in self._used:
+            stage.compile()
 
     def quantize(
         self,
         flat: torch.Tensor,
-        rank: int,
+        rank: int | None,
         unused: Sequence[Any] = (),
         stays: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -98,7 +110,7 @@ class QuantizedPlan:
 
         The quantization errors become this rank's error.
         """
-        kept = []
+        rank, kept = NO_RANK if rank is None else rank, []
         for index, part in enumerate(unused):
             if self._feedback:
                 before = self._error[part.stored].clone()
@@ -109,7 +121,7 @@ class QuantizedPlan:
             if stays is None:
                 flat[part.in_bucket] = 0.0
         with launching_on(self._device):
-            self._quantizing(buffer=flat, rank=rank)
+            self._quantizing(buffer=flat, error=self._error, rank=rank)
         for index, (part, error) in enumerate(zip(unused, kept, strict=False)):
             lost = self._error[part.stored]
             self._error[part.stored] = error if stays is None else torch.where(stays[index], error, lost)
@@ -126,6 +138,11 @@ class QuantizedPlan:
         """Write the means in payload, one per shard, to the bucket. One launch."""
         with launching_on(self._device):
             self._dequantizing(buffer=flat)
+
+    def sum(self, out: torch.Tensor) -> None:
+        """Write the sum of this rank's shard over received, divided by the divisor, to out. One launch."""
+        with launching_on(self._device):
+            self._summing(buffer=out)
 
     def _take_error(self, part: slice, rank: int) -> torch.Tensor:
         """Return the sender's error in a part of the blocks, and change error so that quantize adds zero."""
@@ -151,7 +168,7 @@ class QuantizedPlan:
             self._quantizer,
             self._bucket_work,
             rank,
-            error=self._error,
+            error=Slot("error", self._error[:0]),
             shard_error=self._shard_error,
             out=self.payload,
             feedback=self._feedback,
@@ -182,6 +199,19 @@ class QuantizedPlan:
             **sizes,
         )
         return Stage([quantizing]), Stage([averaging]), Stage([dequantizing])
+
+    def _sum_launch(self, dtype: torch.dtype) -> Launch:
+        """Return sum's launch. dtype: of its out."""
+        return sum_shard(
+            self.received.view(-1).view(self.exact_dtype),
+            self._quantizer,
+            self._shard_work,
+            out=Slot.buffer(dtype),
+            dtype=self._error.dtype,
+            world_size=self.layout.world_size,
+            divisor=self._divisor,
+            **self._sizes,
+        )
 
 
 def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
