@@ -55,10 +55,12 @@ class Compressor(ABC):
         to other nodes.
     is_same_on_all_processors: True if ranks on different processors get bit-identical averages. Then no sum
         or product after the last collective depends on the processor's rounding.
+    of_shards: the class that reduce-scatters with the same options and the same state; None without one.
     """
 
     sent_numel: int = 0
     is_same_on_all_processors: bool = False
+    of_shards: "type[ShardCompressor] | None" = None
 
     @classmethod  # noqa: B027 may stay empty
     def warm_up(cls, bucket: BucketSpec, options: Any) -> None:
@@ -133,6 +135,26 @@ class Compressor(ABC):
     def scale_errors(self, factor: float) -> None:
         """Multiply this rank's errors by factor, because the next steps' gradients are scaled by it, too."""
         self.load(with_scaled_errors(self.state(), factor))
+
+
+class ShardCompressor(Compressor):
+    """Sums this rank's shard of one bucket. The bucket's shapes are those of whole tensors.
+
+    Elements in its state are in the order of whole tensors, without padding, so that they fit any number of
+    ranks.
+    """
+
+    @abstractmethod
+    def reduce_scatter(self, flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Works:
+        """Write the (approximate) sum over the ranks of this rank's row to shard. A collective, in stages.
+
+        flat: [world size · n], a ShardBucket's buffer. It may be changed.
+        shard: [n], in flat's dtype.
+        """
+
+    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
+        """Raise TypeError: no rank gets the averages of other shards."""
+        raise TypeError(f"{type(self).__name__} sums a shard, and averages nothing")
 
 
 def errors_in(state: State) -> State:
