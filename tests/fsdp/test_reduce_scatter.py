@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from gradcomp.cpu.quantize import levels
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
@@ -148,3 +150,28 @@ def test_exact_codes_give_torchs_sums(run_ranks, world_size):
         for (_, bits), found in zip(cases, results, strict=True):
             for form, worst in found.items():
                 assert worst <= 1e-6, (bits, form)
+
+
+def test_exact_codes_on_the_kernels(run_ranks):
+    for bits in (4, 16):
+        for found in run_ranks(sum_codes, RANKS, RANKS, bits, interpret=True, timeout_s=200):
+            assert max(found.values()) <= 1e-6, bits
+
+
+def plans_of_equal_layers(rank):
+    """Return (the number of buckets, the number of plans) of a model with equal layers."""
+    mesh, state = init_device_mesh("cpu", (2,)), QuantizationState(bits=16)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(33, 33)) for _ in range(6)))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    model = fully_shard(layers, mesh=mesh)
+    compress_reduce_scatter(model, state)
+    for _ in range(2):
+        model(torch.ones(1, 33)).sum().backward()
+    memories = state._memories._memories.values()
+    plans = {id(each.compressor._plan): each.compressor._plan for each in memories}
+    return len(memories), len(plans)
+
+
+def test_equal_layers_share_the_memory_of_codes(run_ranks):
+    assert run_ranks(plans_of_equal_layers, 2) == [(6, 1)] * 2
