@@ -13,8 +13,6 @@ Nothing is quantized twice, and owners keep no error. By nodes, it is exact with
 A rank then quantizes, and keeps errors for, one piece: a g-th of the bucket.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -46,7 +44,7 @@ class QuantizedReduceScatter(ShardCompressor):
 
     is_same_on_all_processors = True
 
-    def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
+    def __init__(self, bucket: BucketSpec, options: "QuantizedOptions"):
         self._shards = ShardLayout(bucket.shapes, bucket.world_size)
         self._ranks_per_node = bucket.ranks_per_node
         self._layout, self._dtype, self._plan_options = _plan_arguments(bucket, options)
@@ -73,12 +71,12 @@ class QuantizedReduceScatter(ShardCompressor):
 
     @classmethod
     def check_state(
-        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: QuantizedOptions
+        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: "QuantizedOptions"
     ) -> None:
         require_error(state, ("error", "shard_error"), shapes, dtype)
 
     @classmethod
-    def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
+    def warm_up(cls, bucket: BucketSpec, options: "QuantizedOptions") -> None:
         """Compile the kernels that the bucket's steps will launch."""
         layout, dtype, plan_options = _plan_arguments(bucket, options)
         ops.compile_quantized(layout, dtype, bucket.device, **plan_options)
@@ -178,7 +176,7 @@ class QuantizedReduceScatter(ShardCompressor):
 
 
 def _plan_arguments(
-    bucket: BucketSpec, options: QuantizedOptions
+    bucket: BucketSpec, options: "QuantizedOptions"
 ) -> tuple[BlockLayout, torch.dtype, dict[str, Any]]:
     """Return the arguments of ops.quantized_plan: the layout, the dtype, and the options by name."""
     num_rows = bucket.world_size // bucket.ranks_per_node
