@@ -286,7 +286,7 @@ class CompressorState:
         named_parameters: model.named_parameters().
 
         Call it before the first step if you use torch's DDP, which tells a hook no names. gradcomp's wrapper
-        and Reducer, CommHook and compress_replicas call it for you.
+        and Reducer, CommHook, compress_replicas and compress_reduce_scatter call it for you.
 
         Without names, a checkpoint identifies parameters by the first step's buckets. If the first step of a
         resumed run has other buckets (another bucket_cap_mb, say), the saved errors can't be used, and a

@@ -19,8 +19,8 @@ def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
 
     whose: the function's name, for messages.
 
-    Raises TypeError for anything but a module; ValueError for a model that isn't sharded as a whole, for one
-    of replicate(), and for parameters on the meta device.
+    Raises TypeError for anything but a module; ValueError for a model that isn't sharded as a whole, and for
+    one of replicate().
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{whose} takes a module, got {model!r}")
@@ -45,9 +45,6 @@ def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
                 "another average. Call fully_shard over a mesh of size 1 and compress_replicas, or use "
                 "DistributedDataParallel and a hook"
             )
-    unready = [name for name, each in model.named_parameters() if each.is_meta]
-    if unready:
-        raise ValueError(f"{whose} needs the parameters' values, but {unready[0]} is a meta tensor")
     return groups
 
 

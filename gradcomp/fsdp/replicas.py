@@ -182,6 +182,9 @@ def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[Para
                 'fully_shard a 1-D mesh, mesh["shard"], and the replicas\' group to compress_replicas'
             )
         _check_ranks(group.name, group.shard_group, replicate_group)
+    unready = [name for name, each in model.named_parameters() if each.is_meta]
+    if unready:
+        raise ValueError(f"{_WHOSE} needs the parameters' values, but {unready[0]} is a meta tensor")
     return groups
 
 
