@@ -3,9 +3,9 @@
     python -m benchmarks.network --links 200,1000 --models mlp --hosts 2
 
 For every number of hosts, link and model it times steps with each hook, gradcomp's and torch's, on torch's
-DistributedDataParallel and gradcomp's, and then trains to a validation loss with some of them. It needs
-Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Rows are written to --out as they
-are measured, then tables and a picture; --report only draws those of earlier rows.
+DistributedDataParallel, on gradcomp's, and on FSDP2, and then trains to a validation loss with some of them.
+It needs Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Rows are written to --out
+as they are measured, then tables and a picture; --report only draws those of earlier rows.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
 # With several ranks per host, quantized averages go by nodes; these don't.
 FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
+# FSDP2 shards over all ranks, and its reduce-scatter is compressed: (whose, hook).
+SHARDED = (
+    *(("gradcomp", hook) for hook in ("none", "bf16", "int8", "int4")),
+    ("torch", "bf16"),  # as reduce_dtype
+)
 # Trained to a validation loss on torch's DDP: (whose, hook).
 TO_LOSS = (
     *(
@@ -107,6 +112,7 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
     elif hosts > 1:
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
+        hooks += [(whose, hook, "fsdp2") for whose, hook in SHARDED]
     for mbit_per_s in options.links if hosts > 1 else [None]:
         if mbit_per_s is not None:
             yield mbit_per_s, {"job": "link"}

@@ -12,6 +12,7 @@ from benchmarks.demo.chart import COLORS
 Row = dict[str, Any]
 
 DRAWN = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
+ON = {"torch": "", "gradcomp": " on gradcomp's wrapper", "fsdp2": " on FSDP2"}  # by wrapper
 FLAT = ":flat"  # the end of the names of hooks that don't average by nodes
 
 
@@ -36,7 +37,7 @@ def places(row: Row) -> str:
 def name(row: Row) -> str:
     """Name a row's hook: whose it is unless gradcomp's, and on which wrapper unless torch's."""
     whose = "torch's " if row["hooks"] == "torch" else ""
-    return f"{whose}{row['hook']}" + (" on gradcomp's wrapper" if row["wrapper"] == "gradcomp" else "")
+    return f"{whose}{row['hook']}{ON[row['wrapper']]}"
 
 
 def summary(row: Row) -> str:

@@ -14,7 +14,7 @@ A rank then quantizes, and keeps errors for, one piece: a g-th of the bucket.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -28,7 +28,6 @@ from gradcomp.layout.shards import ShardLayout
 
 from ..comm.exchange import Works, all_to_all, reduce_scatter
 from ..comm.nodes import nodes_of
-from .checkpoint import require_error
 from .compressor import BucketSpec, ShardCompressor, State
 from .quantized_all_reduce import piece_dtypes, unit_within
 
@@ -68,12 +67,6 @@ class QuantizedReduceScatter(ShardCompressor):
         _, num_bytes = self._layout.sections(self._plan_options["bits"], exact_bytes)
         # The number of elements in a reduce-scatter that sends as many bytes.
         self.sent_numel = -(-bucket.world_size * num_bytes // bucket.dtype.itemsize)
-
-    @classmethod
-    def check_state(
-        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: "QuantizedOptions"
-    ) -> None:
-        require_error(state, ("error", "shard_error"), shapes, dtype)
 
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: "QuantizedOptions") -> None:
@@ -126,7 +119,8 @@ class QuantizedReduceScatter(ShardCompressor):
     def load(self, state: State) -> None:
         """Continue from a state. An owner's error, which a quantized all-reduce keeps, is part of "error"."""
         if self._error is not None and "error" in state:
-            self._loaded = state["error"].to(self._error.dtype, copy=True)
+            like = {"device": self._error.device, "dtype": self._error.dtype}
+            self._loaded = state["error"].to(**like, copy=True)
 
     def _take_place(self, place: int) -> torch.Tensor | None:
         """Take this rank's place in its node, and continue from the loaded errors.
