@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class Compressor(ABC):
 
     sent_numel: int = 0
     is_same_on_all_processors: bool = False
-    of_shards: "type[ShardCompressor] | None" = None
+    of_shards: ClassVar["type[ShardCompressor] | None"] = None
 
     def __init__(self, bucket: BucketSpec, options: Any):  # noqa: B027 a subclass has its own
         pass
@@ -161,7 +161,7 @@ class Choice:
     compressor: type[Compressor]
     options: Any
     is_by_nodes: bool
-    of_shards: "type[ShardCompressor] | None" = None
+    of_shards: ClassVar["type[ShardCompressor] | None"] = None
 
     def __call__(self, bucket: BucketSpec, options: Any) -> Compressor:
         return self.compressor(self._spec(bucket), self.options)
