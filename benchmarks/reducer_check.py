@@ -62,6 +62,7 @@ SCENARIOS: dict[str, Scenario] = {
     "average_": state_scenarios.average_exactly,
     "average_, error feedback": state_scenarios.average_with_error_feedback,
     "FSDP2": state_scenarios.fsdp_replicas,
+    "sums of shards": state_scenarios.sums_of_shards,
 }
 
 

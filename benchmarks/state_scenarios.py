@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -18,7 +19,10 @@ from benchmarks import checked_hooks
 from benchmarks.checked_hooks import NO_HOOK, NUM_STEPS_WITH_ERROR, HookCheck
 from benchmarks.rank_results import Results, rounding
 from benchmarks.reducer_models import Averaged, ConvNet, Given, On, loss_of, made, numbers, wrapped
+from gradcomp.comm.bucket import ShardBucket
 from gradcomp.fsdp import compress_replicas
+from gradcomp.hooks.quantization_hooks import QuantizationState
+from gradcomp.layout import ShardLayout
 
 WITH_ERROR_FEEDBACK = ("powerSGD_hook", "quantization_hook int4")
 SHAPES = ((64, 48), (30,), (33, 70), (5, 8, 3, 3), (17,))
@@ -137,6 +141,33 @@ def fsdp_replicas(device: torch.device, rank: int, world_size: int) -> Results:
         if state is not None:
             errors = _errors(state, range(len(SHAPES)))
         sums.expect(results, name, errors, hook_check.max_error)
+    return results
+
+
+def sums_of_shards(device: torch.device, rank: int, world_size: int) -> Results:
+    """Reduce-scatter buckets as compress_reduce_scatter does, in 4 and 8 bits, plainly in the first step."""
+    results, layout = Results(world_size), ShardLayout(SHAPES, world_size)
+    parameters = [torch.empty(shape, device="meta") for shape in SHAPES]
+    for bits in (4, 8):
+        state, sums = QuantizationState(bits=bits, start_iter=1), _Sums()
+        for step in range(NUM_STEPS_WITH_ERROR):
+            own = _gradients(device, rank, step)
+            flat = torch.cat([each.reshape(-1) for each in own])
+            buffer = torch.zeros(world_size, layout.row_numel, device=device)
+            for row, in_tensors, in_row in layout.shards():
+                buffer[row, in_row] = flat[in_tensors]
+            shard = torch.full((layout.row_numel,), math.nan, device=device)
+            state.average("sums_of_shards", ShardBucket(0, buffer.view(-1), parameters, shard)).wait()
+            state.end_step()
+            found = torch.zeros_like(flat)
+            for row, in_tensors, in_row in layout.shards():
+                if row == rank:
+                    found[in_tensors] = shard[in_row]
+            dist.all_reduce(found)
+            parts = (found / world_size).split([each.numel() for each in own])
+            sums.add(own, [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)])
+        max_error = checked_hooks.HOOKS["quantization_hook int4"].max_error
+        sums.expect(results, f"{bits} bits", _errors(state, range(len(SHAPES))), max_error)
     return results
 
 

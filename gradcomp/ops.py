@@ -340,6 +340,7 @@ def quantized_plan(
     divisor: float | None = None,
     averages_dtype: torch.dtype | None = None,
     only_dequantizes: bool = False,
+    only_sums: bool = False,
 ) -> QuantizedPlan:
     """Return the plan of one bucket's quantized all-reduce: its buffers and the three local stages of a step.
 
@@ -353,6 +354,10 @@ def quantized_plan(
         it is the number of all ranks, times the factor that gradients were multiplied by before.
     averages_dtype: the dtype that averages must fit when they are dequantized; None for the bucket's.
     only_dequantizes: True if only plan.payload and plan.dequantize are used. Nothing else is allocated.
+    only_sums: True for a reduce-scatter. The layout's shards have equal tensors, and plan.sum(out) takes the
+        place of stages 3 to 5: out [elements of a shard], in averages_dtype, = (the sum of this rank's shard
+        over plan.received) / divisor. Owners keep no error, and plan.error is the caller's: assign
+        [world size · shard_numel] before each plan.quantize(flat, None), so that buckets can share a plan.
 
     A step:
 
@@ -377,19 +382,20 @@ def quantized_plan(
         "error_feedback": error_feedback,
         "exact_dtype": exact_dtype,
         "divisor": divisor,
+        "averages_dtype": averages_dtype,
         "only_dequantizes": only_dequantizes,
+        "only_sums": only_sums,
     }
     if runs_triton(device):
         quantizer = cpu_quantize.quantizer(bits, averages_dtype or dtype)
         return quantize_kernels.QuantizedPlan(layout, dtype, device, **options, **quantizer)
-    return cpu_quantized_plan.QuantizedPlan(layout, dtype, averages_dtype=averages_dtype, **options)
+    return cpu_quantized_plan.QuantizedPlan(layout, dtype, **options)
 
 
 def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
     """Compile the kernels that a quantized_plan with these arguments launches; see compile_powersgd."""
     if has_streams(device):
-        averages_dtype = options.pop("averages_dtype", None) or dtype
-        quantizer = cpu_quantize.quantizer(options["bits"], averages_dtype)
+        quantizer = cpu_quantize.quantizer(options["bits"], options.get("averages_dtype") or dtype)
         quantize_kernels.compile_kernels(layout, dtype, device, **options, **quantizer)
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.network --links 200,1000 --models mlp --hosts 2
 
 For every number of hosts, link and model it times steps with each hook, gradcomp's and torch's, on torch's
-DistributedDataParallel and gradcomp's, and then trains to a validation loss with some of them. It needs
-Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Rows are written to --out as they
-are measured, then tables and a picture; --report only draws those of earlier rows.
+DistributedDataParallel, on gradcomp's, and on FSDP2, and then trains to a validation loss with some of them.
+It needs Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Rows are written to --out
+as they are measured, then tables and a picture; --report only draws those of earlier rows.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
 LOCAL = ("20", "20:int4", "20:int4:delay=5")
 # With several ranks per host, quantized averages go by nodes; these don't.
 FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
+# FSDP2 shards over all ranks, and its reduce-scatter is compressed: (whose, hook).
+SHARDED = (
+    *(("gradcomp", hook) for hook in ("none", "bf16", "int8", "int4")),
+    ("torch", "bf16"),  # as reduce_dtype
+)
 # Trained to a validation loss on torch's DDP: (whose, hook).
 TO_LOSS = (
     *(
@@ -116,6 +121,7 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
         hooks += [("gradcomp", hook, "local steps") for hook in LOCAL]
+        hooks += [(whose, hook, "fsdp2") for whose, hook in SHARDED]
     if options.auto:
         yield from auto_jobs(options, ranks_per_host)
         return

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
     quantization_hooks,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
@@ -35,6 +37,8 @@ from benchmarks.demo.measure import WireMeter, check_replicas
 from benchmarks.network import auto
 from benchmarks.network.workloads import WORKLOADS, Workload
 from gradcomp.comm.nodes import nodes_of
+from gradcomp.fsdp import compress_reduce_scatter
+from gradcomp.hooks.quantization_hooks import QuantizationState
 
 TIMEOUT = timedelta(seconds=60)
 WARM_UP_STEPS = 5  # torch's DDP arranges its buckets anew after the first; compression starts after the third
@@ -83,6 +87,24 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
 }
 
 
+FSDP2 = "fsdp2"
+BITS = {"bf16": 16, "int8": 8, "int4": 4}
+
+
+def shard(net: nn.Module, whose: str, hook: str) -> nn.Module:
+    """Shard a net over all ranks, and compress its reduce-scatter: in codes, or with torch's reduce_dtype."""
+    reduce_dtype = torch.bfloat16 if (whose, hook) == ("torch", "bf16") else None
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    layers = net if isinstance(net, nn.Sequential) else net.get_submodule("blocks")
+    for layer in layers.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mp_policy=policy)
+    fully_shard(net, mp_policy=policy)
+    if whose == "gradcomp" and hook != "none":
+        compress_reduce_scatter(net, QuantizationState(bits=BITS[hook]))
+    return net
+
+
 class Trainer:
     """A workload under a wrapper with a hook."""
 
@@ -94,9 +116,12 @@ class Trainer:
         if job["wrapper"] == LOCAL:
             options = LocalOptions.named(job["hook"])
             self.local = LocalTraining(self.workload.net, self.workload.optimizer, options)
-            return
-        self.model = WRAPPERS[job["wrapper"]](self.workload.net)
-        REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
+        elif job["wrapper"] == FSDP2:
+            self.model = shard(self.workload.net, job["hooks"], job["hook"])
+            self.workload.make_optimizer()
+        else:
+            self.model = WRAPPERS[job["wrapper"]](self.workload.net)
+            REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
 
     def step(self) -> tuple[float, float, float]:
         """Train one step; return the seconds that forward, backward and the rest took."""

@@ -12,6 +12,8 @@ from benchmarks.demo.chart import COLORS
 Row = dict[str, Any]
 
 DRAWN = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
+# By wrapper.
+ON = {"torch": "", "gradcomp": " on gradcomp's wrapper", "fsdp2": " on FSDP2", "local steps": " local steps"}
 FLAT = ":flat"  # the end of the names of hooks that don't average by nodes
 
 
@@ -38,8 +40,7 @@ def places(row: Row) -> str:
 def name(row: Row) -> str:
     """Name a row's hook: whose it is unless gradcomp's, and on which wrapper unless torch's."""
     whose = "torch's " if row["hooks"] == "torch" else ""
-    wrapper = {"gradcomp": " on gradcomp's wrapper", "torch": ""}.get(row["wrapper"], f", {row['wrapper']}")
-    return f"{whose}{row['hook']}{wrapper}"
+    return f"{whose}{row['hook']}{ON[row['wrapper']]}"
 
 
 def summary(row: Row) -> str:

@@ -33,6 +33,10 @@ class Workload:
     target_loss: float
 
     def __post_init__(self) -> None:
+        self.make_optimizer()
+
+    def make_optimizer(self) -> None:
+        """Make the optimizer of the net's parameters, which are others once the net is sharded."""
         # Fused: one pass, where the default takes eleven, longer than forward and backward of the MLP.
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=LEARNING_RATE, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(

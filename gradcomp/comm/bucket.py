@@ -74,6 +74,26 @@ class GradBucket:
         return self._is_last
 
 
+class ShardBucket(GradBucket):
+    """A bucket that is reduce-scattered: a rank gets the sum of its own shard, not the average of all.
+
+    buffer: [world size · n], in the order of a ShardLayout: row r has rank r's piece of every gradient.
+    parameters: in their whole shapes.
+    shard: [n], in the buffer's dtype; gets the sum over the ranks of this rank's row. The hook may change the
+        buffer.
+    """
+
+    def __init__(
+        self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], shard: torch.Tensor
+    ):
+        super().__init__(index, buffer, parameters, is_last=False)
+        self.shard = shard
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Raise TypeError: no gradient is in one piece."""
+        raise TypeError("a ShardBucket has its gradients in pieces, one per rank")
+
+
 def require_bucket(hook_name: str, bucket: Any) -> None:
     """Raise TypeError for anything but torch's GradBucket and gradcomp's.
 

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,10 +55,12 @@ class Compressor(ABC):
         to other nodes.
     is_same_on_all_processors: True if ranks on different processors get bit-identical averages. Then no sum
         or product after the last collective depends on the processor's rounding.
+    of_shards: the class that reduce-scatters with the same options and the same state; None without one.
     """
 
     sent_numel: int = 0
     is_same_on_all_processors: bool = False
+    of_shards: ClassVar["type[ShardCompressor] | None"] = None
 
     def __init__(self, bucket: BucketSpec, options: Any):  # noqa: B027 a subclass has its own
         pass
@@ -141,6 +143,9 @@ class Compressor(ABC):
 class MakesCompressors(Protocol):
     """Makes the compressors of a state's buckets: a subclass of Compressor, or a Choice."""
 
+    @property
+    def of_shards(self) -> "type[ShardCompressor] | None": ...
+
     def __call__(self, bucket: BucketSpec, options: Any) -> Compressor: ...
 
     def warm_up(self, bucket: BucketSpec, options: Any) -> None: ...
@@ -156,6 +161,7 @@ class Choice:
     compressor: type[Compressor]
     options: Any
     is_by_nodes: bool
+    of_shards: ClassVar["type[ShardCompressor] | None"] = None
 
     def __call__(self, bucket: BucketSpec, options: Any) -> Compressor:
         return self.compressor(self._spec(bucket), self.options)
@@ -166,6 +172,26 @@ class Choice:
 
     def _spec(self, bucket: BucketSpec) -> BucketSpec:
         return bucket if self.is_by_nodes else replace(bucket, ranks_per_node=1)
+
+
+class ShardCompressor(Compressor):
+    """Sums this rank's shard of one bucket. The bucket's shapes are those of whole tensors.
+
+    Elements in its state are in the order of whole tensors, without padding, so that they fit any number of
+    ranks.
+    """
+
+    @abstractmethod
+    def reduce_scatter(self, flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Works:
+        """Write the (approximate) sum over the ranks of this rank's row to shard. A collective, in stages.
+
+        flat: [world size · n], a ShardBucket's buffer. It may be changed.
+        shard: [n], in flat's dtype.
+        """
+
+    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
+        """Raise TypeError: no rank gets the averages of other shards."""
+        raise TypeError(f"{type(self).__name__} sums a shard, and averages nothing")
 
 
 def errors_in(state: State) -> State:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.bucket import real_shape
+from ..comm.bucket import ShardBucket, real_shape
 from .compressor import BucketSpec, Compressor, MakesCompressors, State, with_scaled_errors
 from .parameter_identity import ParameterIdentity
 
@@ -290,7 +290,8 @@ class BucketMemories:
                 found.index, found.parameters, memory = index, memory.parameters, found
             else:
                 sources, lost = self._memories_of(memory)
-                divided = self._divided(memory, sources)
+                # A ShardBucket's tensors are in pieces, which can't be gathered part by part.
+                divided = [] if isinstance(bucket, ShardBucket) else self._divided(memory, sources)
                 if divided and frozenset(indices) not in self._divided_once:
                     self._divided_once.add(frozenset(indices))
                     return divided, lost, num_unidentified

@@ -28,6 +28,7 @@ from .checkpoint import require_error
 from .compressor import BucketSpec, Compressor, State
 from .pending_errors import PendingErrors
 from .quantized_all_reduce import NodesAllReduce, quantized_all_reduce
+from .reduce_scatter import QuantizedReduceScatter
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class QuantizedCompressor(Compressor):
     """
 
     is_same_on_all_processors = True
+    of_shards = QuantizedReduceScatter
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
         self._layout = layout = options.layout(bucket.shapes, bucket.world_size)

@@ -86,7 +86,7 @@ class NodesAllReduce:
         within_dtype: torch.dtype | None = None,
     ):
         self.layout = layout
-        self.unit = _unit(ranks_per_node)
+        self.unit = unit_within(ranks_per_node)
         piece_layout, piece_options, whole_options = _plans(
             layout,
             dtype,
@@ -95,7 +95,7 @@ class NodesAllReduce:
             error_feedback=error_feedback,
             exact_dtype=exact_dtype,
         )
-        within_dtype, self._piece_dtype = _piece_dtypes(dtype, within_dtype)
+        within_dtype, self._piece_dtype = piece_dtypes(dtype, within_dtype)
         self.plan = ops.quantized_plan(piece_layout, self._piece_dtype, device, **piece_options)
         self._whole = ops.quantized_plan(layout, dtype, device, **whole_options)
         self._pieces = torch.zeros(ranks_per_node, piece_layout.numel, dtype=within_dtype, device=device)
@@ -114,7 +114,7 @@ class NodesAllReduce:
     ) -> None:
         """Compile the kernels that a NodesAllReduce with these arguments launches."""
         piece_layout, piece_options, whole_options = _plans(layout, dtype, ranks_per_node, **options)
-        _, piece_dtype = _piece_dtypes(dtype, within_dtype)
+        _, piece_dtype = piece_dtypes(dtype, within_dtype)
         ops.compile_quantized(piece_layout, piece_dtype, device, **piece_options)
         ops.compile_quantized(layout, dtype, device, **whole_options)
 
@@ -189,12 +189,12 @@ class NodesAllReduce:
                     start += length
 
 
-def _unit(ranks_per_node: int) -> float:
+def unit_within(ranks_per_node: int) -> float:
     """Return the largest power of two that is at most 1 / ranks_per_node."""
     return 0.5 ** (ranks_per_node - 1).bit_length()
 
 
-def _piece_dtypes(dtype: torch.dtype, within_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
+def piece_dtypes(dtype: torch.dtype, within_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
     """Return (the dtype in which pieces are summed within a node, the dtype in which a plan takes a sum).
 
     dtype: the bucket's dtype.
@@ -235,7 +235,7 @@ def _plans(
     piece = {
         **shared,
         "error_feedback": error_feedback,
-        "divisor": layout.world_size * _unit(ranks_per_node),
+        "divisor": layout.world_size * unit_within(ranks_per_node),
         "averages_dtype": dtype,
     }
     whole = {**shared, "error_feedback": False, "only_dequantizes": True}

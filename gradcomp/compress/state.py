@@ -30,17 +30,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradcomp import ops
 
 from ..comm.all_reduce import average_in_place
-from ..comm.bucket import checked_bucket
+from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
+from ..comm.exchange import reduce_scatter
 from ..comm.nodes import LaunchedNodes, groups_of_mesh, require_ranks_per_node
-from ..comm.pipeline import Pipeline, Stages, explained, is_waited_for_at_once
+from ..comm.pipeline import Pipeline, Stages, average_in_stages, explained, is_waited_for_at_once
 from ..comm.process_group import Operation, joined_group, require_group
 from ..comm.streams import Future
 from ..rules import described
 from . import checkpoint
 from .announcement import announce_start
 from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
-from .compressor import Compressor, MakesCompressors, errors_in
+from .compressor import Compressor, MakesCompressors, ShardCompressor, errors_in
 from .memories import BucketMemories, BucketPart, Memory
 
 
@@ -178,6 +179,8 @@ class CompressorState:
         self._errors_of: dict[str, Any] | None = None
         self.recorder: Any = None
         self.shard_group: dist.ProcessGroup | None = None
+        # True once compress_reduce_scatter has taken the state: no rank then sees the averages of all.
+        self.has_shards = False
 
     # --- options ---
 
@@ -265,6 +268,11 @@ class CompressorState:
         return self._is_compared
 
     @property
+    def can_reduce_scatter(self) -> bool:
+        """True if the state's compressor can reduce-scatter a ShardBucket."""
+        return self._compressor.of_shards is not None
+
+    @property
     def has_model(self) -> bool:
         """True if buckets have brought a model's parameters, or number_parameters has named them."""
         return self._memories.have_parameters
@@ -280,7 +288,7 @@ class CompressorState:
         named_parameters: model.named_parameters().
 
         Call it before the first step if you use torch's DDP, which tells a hook no names. gradcomp's wrapper
-        and Reducer, CommHook and compress_replicas call it for you.
+        and Reducer, CommHook, compress_replicas and compress_reduce_scatter call it for you.
 
         Without names, a checkpoint identifies parameters by the first step's buckets. If the first step of a
         resumed run has other buckets (another bucket_cap_mb, say), the saved errors can't be used, and a
@@ -401,6 +409,8 @@ class CompressorState:
     def average(self, hook_name: str, bucket: dist.GradBucket, options: Any = None) -> Future:
         """Average a hook's bucket: plainly in the first steps, with compressors in later steps.
 
+        A ShardBucket is reduce-scattered instead: its shard gets the sum, and its buffer is of no use.
+
         hook_name: the hook's name in messages.
         options: the bucket's options, comparable by ==; None for the state's options. If a bucket's options
             have changed, its error starts at zero.
@@ -417,6 +427,8 @@ class CompressorState:
         if is_first or self._phase is None or self._phase.options is not options:
             self._phase = self.phase(options)
         phase = self._phase
+        if isinstance(bucket, ShardBucket):
+            phase = _of_shards(phase)
         parts = self._parts_of(bucket, options)
         if phase.compressor is None:
             future = self._average_plainly(hook_name, bucket, group)
@@ -430,10 +442,12 @@ class CompressorState:
         return future
 
     def _average_plainly(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Future:
-        buffer = bucket.buffer()
+        buffer, operation = bucket.buffer(), Operation.averaging(bucket.index(), hook_name, group)
+        if isinstance(bucket, ShardBucket):
+            return average_in_stages(bucket, _sum_of_shard(bucket, group), operation, self._pipeline)
         if self.recorder is not None:
             self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
-        return average_in_place(bucket, group, Operation.averaging(bucket.index(), hook_name, group))
+        return average_in_place(bucket, group, operation)
 
     def _average_compressed(
         self,
@@ -456,7 +470,11 @@ class CompressorState:
                 flat = part.gather(buffer)
                 compressor.leave_out(left_out)
                 errors = errors_in(compressor.state()) if keeps_errors else {}
-                yield from compressor.stages(flat, group, seed)
+                if isinstance(bucket, ShardBucket):
+                    assert isinstance(compressor, ShardCompressor)
+                    yield from compressor.reduce_scatter(flat, bucket.shard, group)
+                else:
+                    yield from compressor.stages(flat, group, seed)
                 if errors:
                     compressor.load({**compressor.state(), **errors})
                 part.scatter(flat, buffer)
@@ -713,6 +731,20 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
     if not isinstance(state, CompressorState):
         raise TypeError(f"compress_hook takes a CompressorState as its state, got {described(state)}")
     return state.average("compress_hook", bucket)
+
+
+def _of_shards(phase: Phase) -> Phase:
+    """Return the phase with the classes that reduce-scatter. A later phase's class may have none."""
+    assert phase.compressor is None or phase.compressor.of_shards is not None
+    compressor, warms_up = (each and each.of_shards for each in (phase.compressor, phase.warms_up))
+    return phase._replace(compressor=compressor, warms_up=warms_up)
+
+
+def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:
+    """Sum a bucket's shard without compression. Yields the collective."""
+    buffer = bucket.buffer()
+    yield from reduce_scatter(bucket.shard, buffer.view(group.size(), -1), group)
+    return buffer
 
 
 def _logger_of(state: CompressorState) -> logging.Logger:

@@ -64,6 +64,7 @@ class QuantizedPlan:
         divisor: float | None = None,
         averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
+        only_sums: bool = False,
     ):
         self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
@@ -76,7 +77,7 @@ class QuantizedPlan:
         self._sections, num_bytes = layout.sections(bits, self._exact_dtype.itemsize)
         self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
         self.received = torch.empty_like(self.payload[:0] if only_dequantizes else self.payload)
-        self.mean = torch.zeros(0 if only_dequantizes else num_bytes, dtype=torch.uint8)
+        self.mean = torch.zeros(0 if only_dequantizes or only_sums else num_bytes, dtype=torch.uint8)
 
         def chunks(payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
             if not self._rows:
@@ -96,7 +97,7 @@ class QuantizedPlan:
         self._scratch = torch.zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
         self.error: torch.Tensor | None = None
         self.shard_error: torch.Tensor | None = None
-        if error_feedback:
+        if error_feedback and not only_sums:
             self.error = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
             self.shard_error = torch.zeros(layout.shard_numel, dtype=wide)
 
@@ -114,13 +115,13 @@ class QuantizedPlan:
     def quantize(
         self,
         flat: torch.Tensor,
-        rank: int,
+        rank: int | None,
         unused: Sequence[Part] = (),
         stays: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Quantize gradients plus errors into payload. The quantization errors become this rank's error."""
         error, owners, kept = self.error, self.shard_error, []
-        if error is not None and owners is not None and unused:
+        if error is not None and owners is not None and rank is not None and unused:
             error[self.layout.shard(rank)] -= owners
             owners = None
             kept = [error[part.stored].clone() for part in unused]
@@ -211,9 +212,32 @@ class QuantizedPlan:
         mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
         self._exact_of(self.mean).copy_(mean_of_exact.to(self._exact_dtype).view(torch.uint8))
 
+    def sum(self, out: torch.Tensor) -> None:
+        """Write the sum of this rank's shard over the payloads in received, divided by the divisor, to out.
+
+        out: [elements of a shard], the shard's tensors in the bucket's order.
+        """
+        for index, chunk in enumerate(self._sent[0]):
+            total = self._sum_of_ranks(index)
+            if self._divisor != 1.0:
+                total /= self._divisor
+            for stored, in_shard in chunk.copies:
+                out[in_shard] = total.view(-1)[stored]
+        exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
+        total = torch.zeros(self.layout.exact_numel, dtype=self._wide)
+        for sent in exact:
+            total.add_(sent, alpha=self._shrink)
+        if self._divisor != 1.0:
+            total /= self._divisor
+        for part in self.layout.exact:
+            end = min(part.stored.stop, self.layout.exact_numel)
+            if part.stored.start < end:
+                first = part.in_bucket.start
+                out[first : first + end - part.stored.start] = total[part.stored.start : end]
+
     def _sum_of_ranks(self, index: int) -> torch.Tensor:
         """Return the shrunk sum of a chunk over all ranks' received codes, in the order of ranks."""
-        total = self._scratch[: self._mean[index].num_blocks]
+        total = self._scratch[: self._received[0][index].num_blocks]
         for sender, chunks in enumerate(self._received):
             codes, scales = chunks[index].codes, chunks[index].scales
             dequantize(codes, scales, out=total, bits=self._bits, factor=self._shrink, add=sender > 0)

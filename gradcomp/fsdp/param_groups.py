@@ -3,7 +3,7 @@
 All private names of torch that the package uses are here, as read in torch 2.11 to 2.15.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ class ParamGroup:
     name: the module's name.
     placeholders: a meta tensor for every parameter, in the padded shape of its local gradient in the reduced
         tensor. A shard's last rows may be padding; on some ranks, all rows.
+    whole_placeholders: a meta tensor for every parameter, of which a row of the reduce-scatter's input has an
+        equal part of the first dimension. It has the parameter's shape, if that is sharded by its first
+        dimension. Otherwise torch stacks the shards: [ranks · rows, columns of a shard].
     """
 
     def __init__(self, name: str, module: FSDPModule, group: Any):
@@ -30,14 +33,18 @@ class ParamGroup:
             torch.empty(each.padded_sharded_param_size, dtype=each.sharded_param.dtype, device="meta")
             for each in group.fsdp_params
         ]
-        self._reduced: list[torch.Tensor] | None = None
+        self.whole_placeholders = [
+            torch.empty(_whole_size(each, self.shard_group), dtype=each.sharded_param.dtype, device="meta")
+            for each in group.fsdp_params
+        ]
+        # The positions of the parameters in the reduce-scatter under way.
+        self._reduced: list[int] | None = None
 
-    def named_placeholders(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the placeholders with their parameters' names in the model."""
+    def names(self, model: nn.Module) -> list[str]:
+        """Return the parameters' names in the model."""
         names = {id(module): name for name, module in model.named_modules()}
-        for parameter, placeholder in zip(self._group.fsdp_params, self.placeholders, strict=True):
-            place = parameter._module_info
-            yield f"{names[id(place.module)]}.{place.param_name}".lstrip("."), placeholder
+        places = [parameter._module_info for parameter in self._group.fsdp_params]
+        return [f"{names[id(place.module)]}.{place.param_name}".lstrip(".") for place in places]
 
     @property
     def device(self) -> torch.device:
@@ -49,11 +56,6 @@ class ParamGroup:
         """The process group over which the parameters are sharded; None if they are not."""
         group: dist.ProcessGroup | None = getattr(self._group.mesh_info, "shard_process_group", None)
         return group
-
-    @property
-    def is_replicated(self) -> bool:
-        """True if FSDP2 itself averages over replicas, as on a 2-D mesh."""
-        return hasattr(self._group.mesh_info, "replicate_process_group")
 
     @property
     def has_hook(self) -> bool:
@@ -71,38 +73,76 @@ class ParamGroup:
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
+    @property
+    def reduce_scatter_group(self) -> dist.ProcessGroup | None:
+        """The process group that reduce-scatters: shard_group or one with the same ranks."""
+        if self.shard_group is None:
+            return None
+        group: dist.ProcessGroup = self._group._reduce_scatter_process_group
+        return group
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The process group in which FSDP2 itself averages over replicas, as on a 2-D mesh; None without."""
+        group: dist.ProcessGroup | None = getattr(self._group.mesh_info, "replicate_process_group", None)
+        return group
+
+    @property
+    def custom_reduce_scatter(self) -> str | None:
+        """The class of a reduce-scatter other than torch's default; None without one."""
+        name = type(self._group._reduce_scatter_comm).__name__
+        return None if name == "DefaultReduceScatter" else name
+
     def install(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients."""
+        self._note_gradients()
+        self.module.set_all_reduce_hook(hook)
+
+    def install_reduce_scatter(self, function: Any) -> None:
+        """Install a reduce-scatter that sums. From now on `reduced_whole` returns its whole placeholders.
+
+        function: has the methods of torch's ReduceScatter.
+        """
+        self._note_gradients()
+        self.module.set_force_sum_reduction_for_comms(True)
+        self.module.set_custom_reduce_scatter(function)
+
+    def _note_gradients(self) -> None:
         post_backward = self._group.post_backward
 
         def noting_gradients(*unused: Any) -> None:
-            self._reduced = [
-                placeholder for each, placeholder in self._in_order() if self._will_be_reduced(each)
-            ]
+            parameters = self._group.fsdp_params
+            self._reduced = [index for index in self._order() if self._will_be_reduced(parameters[index])]
             post_backward(*unused)
 
         self._group.post_backward = noting_gradients
-        self.module.set_all_reduce_hook(hook)
 
     def reduced(self, output: torch.Tensor) -> list[torch.Tensor]:
         """Return the placeholders of the gradients in a reduced tensor, in the tensor's order.
 
         Raises RuntimeError if together they are not as long as the tensor.
         """
-        numel = sum(each.numel() for each in self._reduced or ())
+        found = [self.placeholders[index] for index in self._reduced or ()]
+        numel = sum(each.numel() for each in found)
         if self._reduced is None or numel != output.numel():
             raise RuntimeError(
                 f"FSDP2 reduced {output.numel()} elements of {self.name}, but its gradients have {numel}. "
                 f"Likely cause: gradcomp.fsdp doesn't know torch {torch.__version__}"
             )
-        return self._reduced
+        return found
 
-    def _in_order(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield torch's parameters with their placeholders, in the order of a reduced tensor."""
-        pairs = list(zip(self._group.fsdp_params, self.placeholders, strict=True))
+    def reduced_whole(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Return the whole placeholders of the gradients in a reduce-scatter, in its order.
+
+        output: the tensor that the reduce-scatter writes. Raises the errors of reduced.
+        """
+        self.reduced(output)
+        return [self.whole_placeholders[index] for index in self._reduced or ()]
+
+    def _order(self) -> Iterable[int]:
+        """Return the positions of torch's parameters, in the order of a reduced tensor."""
         # torch 2.15 sorts them by the dtypes of their gradients.
-        for index in getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(pairs)):
-            yield pairs[index]
+        return getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(self.placeholders))
 
     def _will_be_reduced(self, parameter: Any) -> bool:
         """Return whether a parameter has a gradient, of this backward or accumulated in earlier ones."""
@@ -115,10 +155,19 @@ class ParamGroup:
         return bool(getattr(self._group, "reduce_scatter_unused_params", False) and unsharded.requires_grad)
 
 
+def _whole_size(parameter: Any, shard_group: dist.ProcessGroup | None) -> torch.Size:
+    """Return the size of a ParamGroup's whole placeholder."""
+    if shard_group is None or parameter.fsdp_placement.dim == 0:
+        size: torch.Size = parameter._orig_size
+        return size
+    rows, *columns = parameter.padded_sharded_param_size
+    return torch.Size([rows * shard_group.size(), *columns])
+
+
 def param_groups_of(model: nn.Module) -> list[ParamGroup]:
     """Return the parameter groups of a model in the order of its modules.
 
-    Raises ValueError for a module with several groups, for which torch has no all-reduce hook.
+    Raises ValueError for a module with several groups, for which torch has no hooks.
     """
     found: dict[int, ParamGroup] = {}
     for name, module, state in _states_of(model):

@@ -1,23 +1,24 @@
 """Compression between the replicas of a sharded model, in the all-reduce hooks of its parameter groups."""
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.comm.consistency import require_same_group, require_same_on_all_ranks
+from gradcomp.comm.consistency import require_same_group
 from gradcomp.comm.process_group import Operation, require_group
 from gradcomp.compress import CompressorState, compress_hook
 
-from .param_groups import ParamGroup, call_after_backward, param_groups_of
+from .checks import check_state, checked_groups, raise_on_all, require_agreement
+from .param_groups import ParamGroup, call_after_backward
 
 
 class ReplicaAverage:
@@ -41,24 +42,13 @@ class ReplicaAverage:
             self._average(bucket)
             return
         # The other shards get the error, too, whether one rank of this replicate group has it or all.
-        failure: Exception | None = None
-        try:
-            self._average(bucket)
-        except Exception as error:
-            failure = error
-        try:
-            require_same_on_all_ranks(
-                "the first step of compress_replicas",
-                {"error": failure and str(failure)},
-                shard_group,
-                bucket.buffer().device,
-                "The error is that of the ranks which have one",
-            )
-        except RuntimeError:
-            if failure is None:
-                raise
-        if failure is not None:
-            raise failure
+        raise_on_all(
+            "the first step of compress_replicas",
+            partial(self._average, bucket),
+            shard_group,
+            bucket.buffer().device,
+            "The error is that of the ranks which have one",
+        )
 
     def _average(self, bucket: Any) -> None:
         operation = Operation.averaging(bucket.index(), "compress_replicas", self.group)
@@ -159,10 +149,15 @@ def compress_replicas(
         raise TypeError(f"{_WHOSE} takes the replicas' process group as its replicate_group, got None")
     require_group(_WHOSE, replicate_group, "replicate_group")
     groups = _checked_groups(model, replicate_group)
-    _check_state(state, replicate_group)
-    _require_agreement(groups, replicate_group, state)
     if state is not None:
-        state.number_parameters(chain.from_iterable(group.named_placeholders(model) for group in groups))
+        _check_state(state, replicate_group)
+    require_same_group(_WHOSE, replicate_group)
+    options = None if state is None else {"algorithm": state.algorithm, **state.compared_options()}
+    values = {"state": options, "number of replicas": replicate_group.size()}
+    require_agreement(_WHOSE, groups, replicate_group, values, _ADVICE)
+    if state is not None:
+        named = [zip(group.names(model), group.placeholders, strict=True) for group in groups]
+        state.number_parameters(chain.from_iterable(named))
         state.process_group = replicate_group
         state.shard_group = groups[0].shard_group
     for group in groups:
@@ -176,22 +171,13 @@ def compress_replicas(
 
 def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[ParamGroup]:
     """Return the model's parameter groups. Raises TypeError or ValueError for a model that doesn't fit."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{_WHOSE} takes a module, got {model!r}")
-    if not isinstance(model, FSDPModule):
-        raise ValueError(
-            f"{_WHOSE} takes a model sharded with torch.distributed.fsdp.fully_shard, but "
-            f"{type(model).__name__} is not: call fully_shard on the model itself after its parts"
-        )
-    groups = param_groups_of(model)
-    if not groups:
-        raise ValueError(f"{type(model).__name__} has no sharded parameters")
+    groups = checked_groups(_WHOSE, model)
     for group in groups:
         if group.has_hook:
             raise ValueError(
                 f"{group.name} has an all-reduce hook already. Likely cause: a second call of {_WHOSE}"
             )
-        if group.is_replicated or group.shard_group is None:
+        if group.replicate_group is not None or group.shard_group is None:
             raise ValueError(
                 f"{group.name} is replicated by torch, which averages over the replicas by itself. Give "
                 'fully_shard a 1-D mesh, mesh["shard"], and the replicas\' group to compress_replicas'
@@ -215,58 +201,12 @@ def _check_ranks(name: str, shard_group: dist.ProcessGroup, replicate_group: dis
 
 
 def _check_state(state: Any, replicate_group: dist.ProcessGroup) -> None:
-    if state is None:
-        return
     if not isinstance(state, CompressorState):
         raise TypeError(
             f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as its "
             f"state, got {state!r}"
         )
-    if state.has_model:
-        raise ValueError(
-            f"{_WHOSE}: the state averages the gradients of a model already: make one state per model"
-        )
-    group = replicate_group if state.process_group is None else state.process_group
-    ranks, given = map(dist.get_process_group_ranks, (group, replicate_group))
-    if ranks != given:
-        raise ValueError(
-            f"the state's process group has ranks {ranks}, but replicate_group has {given}: set "
-            "state.process_group = replicate_group"
-        )
-
-
-def _require_agreement(
-    groups: list[ParamGroup], replicate_group: dist.ProcessGroup, state: CompressorState | None
-) -> None:
-    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and options.
-
-    First the ranks of each shard mesh are compared, then the replicas, with the first comparison's errors:
-    ranks that differ anywhere in the grid differ in one of the two comparisons.
-    """
-    require_same_group(_WHOSE, replicate_group)
-    device = groups[0].device
-    values: dict[str, Any] = {
-        "state": None if state is None else {"algorithm": state.algorithm, **state.compared_options()},
-        "number of replicas": replicate_group.size(),
-        "FSDP modules": [group.name for group in groups],
-        "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],
-    }
-    failure: RuntimeError | None = None
-    for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
-        assert shard_group is not None
-        try:
-            require_same_on_all_ranks(_WHOSE, values, shard_group, device, _ADVICE)
-        except RuntimeError as error:
-            failure = error
-    places = [group.shard_group and group.shard_group.rank() for group in groups]
-    values |= {"rank in the shard mesh": places, "error": failure and str(failure)}
-    try:
-        require_same_on_all_ranks(_WHOSE, values, replicate_group, device, _ADVICE)
-    except RuntimeError:
-        if failure is None:
-            raise
-    if failure is not None:
-        raise failure
+    check_state(_WHOSE, state, replicate_group, "replicate_group")
 
 
 @torch.no_grad()

@@ -361,6 +361,8 @@ class AutoState(CompressorState):
 class _Every:
     """Makes the first candidate's compressors, and warms up every candidate."""
 
+    of_shards = None
+
     def __init__(self, state: AutoState):
         self._state = state
 

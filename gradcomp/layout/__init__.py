@@ -3,5 +3,6 @@
 from .blocks import BlockLayout
 from .flat import FlatLayout
 from .matrices import Matrix, PowerSGDLayout
+from .shards import ShardLayout
 
-__all__ = ["BlockLayout", "FlatLayout", "Matrix", "PowerSGDLayout"]
+__all__ = ["BlockLayout", "FlatLayout", "Matrix", "PowerSGDLayout", "ShardLayout"]

@@ -36,7 +36,7 @@ def shrinking(world_size: int) -> float:
 
 
 @triton.jit
-def _mean_of(total, RANKS: tl.constexpr, SHRINK: tl.constexpr):
+def mean_of(total, RANKS: tl.constexpr, SHRINK: tl.constexpr):
     """Return the mean of the ranks, rounded once.
 
     total: the ranks' sum, times SHRINK.
@@ -68,7 +68,7 @@ def _sent_by(
 
 
 @triton.jit
-def _sum_of_ranks(
+def sum_of_ranks(
     received_ptr, payload_bytes, code_at, scale_at, num_blocks, quantizer_ptr,
     ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr,
     SIZE: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -97,6 +97,32 @@ def _sum_of_ranks(
 
 
 @triton.jit
+def sum_of_exact(
+    received_ptr,
+    payload_bytes,
+    at,
+    mask,
+    ACC: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    SHRINK: tl.constexpr,
+    COPY_BLOCK: tl.constexpr,
+):
+    """Return SHRINK · Σ exact elements, [COPY_BLOCK], in the order of the ranks.
+
+    at: the byte of the first one in a payload.
+    mask: which elements there are.
+    """
+    TYPE: tl.constexpr = received_ptr.dtype.element_ty
+    offs = tl.arange(0, COPY_BLOCK)
+    received = received_ptr.to(tl.pointer_type(tl.uint8)) + at
+    total = tl.zeros((COPY_BLOCK,), ACC)
+    for index in range(WORLD_SIZE):
+        sent = (received + index * payload_bytes).to(tl.pointer_type(TYPE))
+        total += tl.load(sent + offs, mask=mask, other=0.0).to(ACC) * SHRINK
+    return total
+
+
+@triton.jit
 def _average_exact(
     received_ptr,
     mean_ptr,
@@ -109,7 +135,7 @@ def _average_exact(
     SHRINK: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
 ):
-    """Average exact elements: their sum is in the order of the ranks.
+    """Average exact elements.
 
     length: the number of elements.
     at: the byte of the first one in a payload.
@@ -120,13 +146,9 @@ def _average_exact(
     # Both are multiples of 16 already; dividing shows the compiler that they are.
     at = at // 16 * 16
     payload_bytes = payload_bytes // 16 * 16
-    received = received_ptr.to(tl.pointer_type(tl.uint8)) + at
-    total = tl.zeros((COPY_BLOCK,), ACC)
-    for index in range(WORLD_SIZE):
-        sent = (received + index * payload_bytes).to(tl.pointer_type(TYPE))
-        total += tl.load(sent + offs, mask=mask, other=0.0).to(ACC) * SHRINK
+    total = sum_of_exact(received_ptr, payload_bytes, at, mask, ACC, WORLD_SIZE, SHRINK, COPY_BLOCK)
     mean = (mean_ptr.to(tl.pointer_type(tl.uint8)) + at).to(tl.pointer_type(TYPE))
-    tl.store(mean + offs, round_to(_mean_of(total, RANKS, SHRINK), TYPE), mask=mask)
+    tl.store(mean + offs, round_to(mean_of(total, RANKS, SHRINK), TYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -184,7 +206,7 @@ def _average_kernel(
         LATE: tl.constexpr = BITS == 4 and WORLD_SIZE > 2  # the loop over ranks leaves no registers for kept
         if FEEDBACK and not LATE:
             kept = tl.load(own + offs, mask=mask, other=0.0)
-        total, is_sent = _sum_of_ranks(
+        total, is_sent = sum_of_ranks(
             received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, code_at, scale_at, third,
             quantizer_ptr, ACC, WORLD_SIZE, SHRINK, BITS, SIZE, COLS, BLOCKS,
         )  # fmt: skip
@@ -195,7 +217,7 @@ def _average_kernel(
             total = saturated(total, LARGEST * (RANKS * SHRINK))
             if ACC != tl.float64:
                 senders = tl.load(error + offs, mask=mask, other=0.0)
-        mean = _mean_of(total, RANKS, SHRINK)
+        mean = mean_of(total, RANKS, SHRINK)
         codes, scale, lost = encode(mean, quantizer_ptr, SIZE, BITS, CAP)
         payload = mean_ptr.to(tl.pointer_type(tl.uint8))
         store_codes(codes_at(payload, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)

@@ -94,13 +94,16 @@ def _quantize_kernel(
 
 
 def quantize(bucket: QuantizedBucket) -> Launch:
-    """Return the launch of _quantize_kernel: it fills payload, and keeps the error. Slots: buffer, rank."""
+    """Return the launch of _quantize_kernel: it fills payload, and keeps the error.
+
+    Slots: buffer, error, rank.
+    """
     num_warps = bucket.work.num_warps
     return Launch(
         _quantize_kernel,
         len(bucket.bucket_work),
         Slot.buffer(bucket.dtype),
-        bucket.error,
+        Slot("error", bucket.error[:0]),
         bucket.shard_error,
         bucket.payload,
         bucket.quantizer,

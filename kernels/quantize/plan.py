@@ -12,6 +12,9 @@ from ..launch import Stage
 from .average import average
 from .blocks import dequantize, quantize
 from .bucket import QuantizedBucket
+from .sum import sum_shard
+
+NO_RANK = -1  # no rank's shard, so quantize reads no owner's error
 
 
 class QuantizedPlan:
@@ -27,10 +30,13 @@ class QuantizedPlan:
         self.layout, self._device, self._feedback = layout, device, bucket.feedback
         self.payload, self.received, self.mean = bucket.payload, bucket.received, bucket.mean
         self._error, self._shard_error = bucket.error, bucket.shard_error
-        self._dequantizing = Stage([dequantize(bucket)])
-        self._quantizing, self._averaging = Stage([]), Stage([])
-        if not options.get("only_dequantizes", False):
-            self._quantizing, self._averaging = Stage([quantize(bucket)]), Stage([average(bucket)])
+        self._quantizing, self._averaging, self._dequantizing, self._summing = (Stage([]) for _ in range(4))
+        if bucket.only_sums:
+            self._quantizing, self._summing = Stage([quantize(bucket)]), Stage([sum_shard(bucket)])
+        else:
+            self._dequantizing = Stage([dequantize(bucket)])
+            if not bucket.only_dequantizes:
+                self._quantizing, self._averaging = Stage([quantize(bucket)]), Stage([average(bucket)])
         if has_streams(device):
             with launching_on(device):
                 self.compile()
@@ -40,6 +46,10 @@ class QuantizedPlan:
         """The values that the averages still lack from this rank, in the order of the padded blocks."""
         return self._error if self._feedback else None
 
+    @error.setter
+    def error(self, error: torch.Tensor) -> None:
+        self._error = error
+
     @property
     def shard_error(self) -> torch.Tensor | None:
         """The owner's error of this rank's shard, which is part of error."""
@@ -47,13 +57,13 @@ class QuantizedPlan:
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
-        for stage in (self._quantizing, self._averaging, self._dequantizing):
+        for stage in (self._quantizing, self._averaging, self._dequantizing, self._summing):
             stage.compile()
 
     def quantize(
         self,
         flat: torch.Tensor,
-        rank: int,
+        rank: int | None,
         unused: Sequence[Any] = (),
         stays: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -61,7 +71,7 @@ class QuantizedPlan:
 
         The quantization errors become this rank's error.
         """
-        kept = []
+        rank, kept = NO_RANK if rank is None else rank, []
         for index, part in enumerate(unused):
             if self._feedback:
                 before = self._error[part.stored].clone()
@@ -72,7 +82,7 @@ class QuantizedPlan:
             if stays is None:
                 flat[part.in_bucket] = 0.0
         with launching_on(self._device):
-            self._quantizing(buffer=flat, rank=rank)
+            self._quantizing(buffer=flat, error=self._error, rank=rank)
         for index, (part, error) in enumerate(zip(unused, kept, strict=False)):
             lost = self._error[part.stored]
             self._error[part.stored] = error if stays is None else torch.where(stays[index], error, lost)
@@ -89,6 +99,11 @@ class QuantizedPlan:
         """Write the means in payload, one per shard, to the bucket. One launch."""
         with launching_on(self._device):
             self._dequantizing(buffer=flat)
+
+    def sum(self, out: torch.Tensor) -> None:
+        """Write the sum of this rank's shard over received, divided by the divisor, to out. One launch."""
+        with launching_on(self._device):
+            self._summing(buffer=out)
 
     def _take_error(self, part: slice, rank: int) -> torch.Tensor:
         """Return the sender's error in a part of the blocks, and change error so that quantize adds zero."""

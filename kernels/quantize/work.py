@@ -53,6 +53,11 @@ class QuantizedWork:
         (BLOCKS, bytes of a payload, blocks of a shard, number of blocks, first block in the shard, byte of
         the first code in a payload, byte of the first scale)
         (COPY, bytes of a payload, number of elements, byte of the first one in a payload)
+    sum_work: one row for each program of sum, if all shards have equal tensors, either of
+        (BLOCKS, first element in the shard, number of elements, number of blocks, bytes of a payload, byte of
+        the first code in a payload, byte of the first scale)
+        (COPY, first element in the shard, number of elements, byte of the first one in a payload, bytes of a
+        payload)
 
     Rows have WORK_FIELDS fields; unused ones are 0.
     """
@@ -66,6 +71,7 @@ class QuantizedWork:
         self.tile_blocks, self.num_warps = tile_shape(layout.block_size, max(itemsize, 4))
         self.bucket_work = [*self._block_work(), *self._copy_work()]
         self.shard_work = list(self._shard_work())
+        self.sum_work = list(self._sum_work())
 
     def _block_work(self) -> Iterator[tuple[int, ...]]:
         """Yield the rows of every run's tiles, then of the padding blocks behind the last run."""
@@ -116,3 +122,12 @@ class QuantizedWork:
             [*range(0, self.layout.exact_numel, COPY_BLOCK), self.layout.exact_numel]
         ):
             yield (COPY, payload, last - first, self._exact_at + first * self._exact_itemsize, 0, 0, 0, 0, 0)
+
+    def _sum_work(self) -> Iterator[tuple[int, ...]]:
+        """Yield the rows of the first shard's tiles and exact elements: the other shards' are equal."""
+        payload = self.payload_bytes
+        for kind, in_bucket, numel, third, _, codes, scales, shard, _ in self.bucket_work:
+            if kind == BLOCKS and shard == 0 and numel:
+                yield (BLOCKS, in_bucket, numel, third, payload, codes, scales, 0, 0)
+            elif kind == COPY and third < payload:
+                yield (COPY, in_bucket, numel, third, payload, 0, 0, 0, 0)

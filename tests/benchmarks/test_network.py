@@ -48,6 +48,10 @@ def test_steps_over_a_throttled_link(tmp_path):
         assert powersgd["sent_bytes_per_step"] < MLP_BYTES / 40
         # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
         assert none["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3
+    # FSDP2 gathers parameters twice; gloo's reduce-scatter sends what an all-reduce sends.
+    for hook, sums in (("none", 1.0), ("bf16", 0.25)):
+        sent = found["gradcomp", hook, "fsdp2"]["sent_bytes_per_step"]
+        assert 1 + sums < sent / MLP_BYTES < 1.1 * (1 + sums)
     # torch's hook refuses gloo, so its ranks end; the hooks after it are still measured.
     assert found["torch", "bf16", "torch"]["failed"].startswith("aborts: rank")
     assert "| torch's bf16 |  | aborts |" in done.stdout

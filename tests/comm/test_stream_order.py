@@ -21,7 +21,7 @@ def test_no_hook_has_work_out_of_order(traced):
 
 
 def test_no_caller_of_hooks_has_work_out_of_order(traced):
-    assert len(traced["callers"]) == 18
+    assert len(traced["callers"]) == 21
     assert {name: found for name, found in traced["callers"].items() if found} == {}
 
 
@@ -38,5 +38,5 @@ def test_collectives_have_the_pipelines_order(traced):
 
 
 def test_every_planted_mistake_is_found(traced):
-    assert len(traced["mistakes"]) == 7
+    assert len(traced["mistakes"]) == 8
     assert [name for name, found in traced["mistakes"].items() if not found] == []

@@ -26,6 +26,7 @@ from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.nodes import Nodes
 from gradcomp.comm.process_group import Operation
 from gradcomp.compress.quantized_all_reduce import NodesAllReduce
+from gradcomp.fsdp.reduce_scatter import CompressedReduceScatter, ShardSums
 from gradcomp.fsdp.replicas import AllReduceHook, ReplicaAverage
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
@@ -88,6 +89,36 @@ def as_fsdp(hook: Callable[..., Any] | None, state: Any) -> None:
                 output = output.clone()
         replicas.end_of_backward()
         torch.cuda.current_stream().wait_stream(reducing)
+
+
+def as_fsdp_shards(_: object, state: Any) -> None:
+    """Reduce-scatter as FSDP2 does, on a stream of its own, keeping the last input. Layers come in pairs."""
+    scattering = torch.cuda.Stream(stream_id=7)
+    sums, group = ShardSums(state, None), dist.group.WORLD
+    layers = []
+    for index, shapes in enumerate([*SHAPES, *SHAPES]):
+        parameters = parameters_of(shapes)
+        fields = {"name": f"layer {index}", "reduce_scatter_group": group}
+        of_layer = SimpleNamespace(reduced_whole=lambda output, parameters=parameters: parameters, **fields)
+        numel = sum(each.numel() for each in parameters)
+        layers.append((CompressedReduceScatter(index, of_layer, sums), numel))
+    for _ in range(NUM_STEPS):
+        TRACE.works.clear()
+        last, gradients = (torch.zeros(1), scattering.record_event()), []
+        for reduce_scatter, numel in layers:
+            torch.cuda.current_stream().wait_event(last[1])
+            sent = torch.randn(numel)
+            scattering.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(scattering):
+                shard = torch.zeros(numel)
+                reduce_scatter(shard, sent, group, dist.ReduceOp.SUM)
+                last = sent, scattering.record_event()
+                gradients.append(shard.div_(2))
+        sums.end_of_backward()
+        torch.cuda.current_stream().wait_stream(scattering)
+        for gradient in gradients:
+            gradient.mul_(2)  # the optimizer
+        scattering.wait_stream(torch.cuda.current_stream())
 
 
 def make_net() -> torch.nn.Module:
@@ -248,6 +279,9 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
         yield "buckets under way share a scratch", found
     with planted(torch.Tensor, "record_stream", lambda tensor, stream: None):
         yield "FSDP2 frees its output too early", problems(as_fsdp, None, None)
+    with planted(ShardSums, "_sum", lambda sums, bucket: sums._state.average("", bucket)):
+        found = problems(as_fsdp_shards, None, QuantizationState(bits=4))
+        yield "FSDP2 goes on before a shard is summed", found
     yield "a hook frees memory too early", problems(as_ddp, dropping_hook, None)
     yield "a bucket is changed too early", problems(as_ddp, impatient_hook, None)
 
@@ -265,6 +299,10 @@ def callers() -> Iterator[tuple[str, list[str]]]:
             ("int4", quantization_hook, QuantizationState(bits=4, start_iter=1)),
         ):
             yield f"{train.__name__} with {name}", problems(train, hook, state)
+
+    for bits in (4, 8, 16):
+        state = QuantizationState(bits=bits, start_iter=1)
+        yield f"as_fsdp_shards in {bits} bits", problems(as_fsdp_shards, None, state)
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ GRADIENTS = "\nmodel = new_model()\nloss = model(torch.randn(8, 64)).square().me
 
 BEFORE = {
     ("docs/reducer.md", 1): GRADIENTS,
-    ("docs/fsdp.md", 0): FRESH + "num_nodes = world_size",
-    ("docs/fsdp.md", 1): """
+    ("docs/fsdp.md", 1): FRESH + "num_nodes = world_size",
+    ("docs/fsdp.md", 2): """
 import torch.distributed.checkpoint as dcp
 from gradcomp.compress import load_from_dcp, per_rank_state_dict
 state = QuantizationState(replicate_group, bits=4)
@@ -70,7 +70,7 @@ settings(max_examples=3, deadline=None)(test_replicas)()
 
 # Replacements in a page's code, for two ranks on a machine without GPUs.
 INSTEAD = {
-    ("docs/fsdp.md", 0): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"},
+    ("docs/fsdp.md", 1): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"},
 }
 
 # Blocks that simulate ranks themselves, or need none: they run in a process without a group.
@@ -102,6 +102,7 @@ NOT_RUN = [
     ("docs/architecture.md", "__init__ ──▶ parallel", PICTURE),
     ("docs/auto.md", "gradcomp: auto_hook uses", PRINTED),
     ("docs/demo.md", "reducer: torch", PRINTED),
+    ("docs/fsdp.md", "disable_fsdp_gradient_division(model)", "a patch of torchtitan, run by hand"),
     ("docs/fsdp.md", "backward  ── block 2", PICTURE),
     ("docs/recording.md", "gradcomp: PowerSGD compresses", PRINTED),
     ("docs/recording.md", "GRADCOMP_QUIET=1", "a setting before a script of the user's"),

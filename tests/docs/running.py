@@ -54,9 +54,9 @@ def train(model: nn.Module) -> None:
 
 
 def sum_of(model: nn.Module) -> torch.Tensor:
-    """Return the sum of the weights; for a sharded model, of this rank's shards."""
+    """Return the sum of the weights; for a sharded model, of this replica's."""
     with torch.no_grad():
-        tensors = [getattr(each, "to_local", lambda each=each: each)() for each in model.parameters()]
+        tensors = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
         return torch.stack([each.double().sum() for each in tensors]).sum().float()
 
 

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -10,10 +9,20 @@ from gradcomp.compress import load_from_dcp, per_rank_state_dict
 from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.quantization_hooks import QuantizationState
-from tests.fsdp.models import RANKS, batch_of, gradients, new_grid, sharded, weights
+from tests.fsdp.models import (
+    RANKS,
+    START,
+    Sum,
+    batch_of,
+    by_parameter,
+    given_gradients,
+    gradients,
+    new_grid,
+    sharded,
+    weights,
+)
 from tests.reducer.models import run_cases
 
-START = 2
 STATES = {
     "PowerSGD": lambda: PowerSGDState(None, 2, START, min_compression_rate=1),
     "PowerSGD, int8 factors, quantized start": lambda: PowerSGDState(
@@ -56,61 +65,6 @@ def test_models_train_and_replicas_stay_bitwise_equal(run_ranks):
         for one, other in ((0, 2), (1, 3)):
             for ours, theirs in zip(ranks[one][index][1], ranks[other][index][1], strict=True):
                 assert torch.equal(ours, theirs), case
-
-
-class Terms(nn.Module):
-    """A module whose gradients are its inputs: its output is a sum of products with them."""
-
-    def __init__(self, *shapes):
-        super().__init__()
-        self.terms = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-
-    def forward(self, total, given):
-        for term, gradient in zip(self.terms, given, strict=True):
-            if gradient is not None:
-                total = total + (term * gradient).sum()
-        return total
-
-
-class Sum(nn.Module):
-    """Three layers of terms, then terms of its own."""
-
-    SHAPES = ((33, 7), (33,), (16, 20))
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Terms(*self.SHAPES) for _ in range(3))
-        self.own = Terms(*self.SHAPES)
-        self.embed = nn.Identity()  # what sharded() expects
-
-    def forward(self, given):
-        total = torch.zeros((), requires_grad=True)
-        for layer, gradients_of_layer in zip((*self.layers, self.own), given, strict=True):
-            if any(each is not None for each in gradients_of_layer):
-                total = layer(total, gradients_of_layer)
-        return total
-
-
-def given_gradients(rank, number):
-    """Return gradients by layer and parameter. From step START on some are None, others in every step."""
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    given = [[torch.randn(shape, generator=generator) for shape in Sum.SHAPES] for _ in range(4)]
-    if number >= START:
-        given[number % 4] = [None] * 3
-        given[(number + 1) % 4][number % 3] = None
-    return given
-
-
-def by_parameter(state):
-    """Return the state's errors by the name of the parameter."""
-    errors, saved = {}, state.state_dict()
-    names = saved["parameters"]["names"]
-    for memory in saved["buckets"].values():
-        if "error" in memory:
-            numels = [torch.Size(shape).numel() for shape in memory["shapes"]]
-            pairs = zip(memory["parameters"], memory["error"].split(numels), strict=True)
-            errors |= {names[index]: error for index, error in pairs}
-    return errors
 
 
 def add_up(rank, name):

@@ -167,6 +167,12 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         plan.quantize(buffer, 0)
         plan.average(0)
         plan.dequantize(buffer)
+        plan = QuantizedPlan(
+            BlockLayout([(block_size, 4), (3,)] * world_size, block_size, world_size), dtype,
+            torch.device("cpu"), bits=bits, error_feedback=False, divisor=1.0, only_sums=True,
+            **quantizer(bits, dtype),
+        )  # fmt: skip
+        plan.sum(torch.zeros(block_size * 4 + 3, dtype=dtype))
         options = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
         yield f"{TYPE_NAMES[dtype]} bits={bits} {options}"
     # Between 4 nodes of 3 ranks, whose gradients are multiplied by 1/4, and summed within the node in dtype.

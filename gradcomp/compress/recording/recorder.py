@@ -38,8 +38,8 @@ class Recorder:
 
     Averages are bit-identical with and without a recorder. docs/internals/recording.md has the cost of recording.
 
-    Raises TypeError for another state; ValueError if the state has a recorder, or if every or max_rows is not
-    a whole number of at least 1.
+    Raises TypeError for another state; ValueError if the state has a recorder, is compress_reduce_scatter's,
+    or if every or max_rows is not a whole number of at least 1.
 
     Example::
 
@@ -57,6 +57,10 @@ class Recorder:
             )
         if state.recorder is not None:
             raise ValueError("the state has a recorder already: call its detach() first")
+        if state.has_shards:
+            raise ValueError(
+                "the state is compress_reduce_scatter's: it sums shards, and no rank has averages to record"
+            )
         self._state = state
         self._every = int(RANK("every", every))
         self._rows: deque[RecordedBucket] = deque(maxlen=int(RANK("max_rows", max_rows)))

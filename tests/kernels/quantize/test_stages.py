@@ -279,6 +279,73 @@ def test_codes_of_opposite_signs_cancel(device):
         assert not output.any()
 
 
+def sums_of(plans, grads, errors, out_dtype):
+    """Reduce-scatter the ranks' buckets: return every rank's shard."""
+    for plan, grad, error in zip(plans, grads, errors, strict=True):
+        plan.error = error
+        plan.quantize(grad, None)
+    all_to_all(plans)
+    numel = plans[0].layout.numel // len(plans)
+    outputs = [torch.full((numel,), math.nan, dtype=out_dtype, device=grads[0].device) for _ in plans]
+    for plan, output in zip(plans, outputs, strict=True):
+        plan.sum(output)
+    return outputs
+
+
+def check_sums(plans, outputs, bits, dtype, is_exact):
+    """Check every rank's shard: the received values' sum in the wide dtype, divided by 1/4, rounded once.
+
+    is_exact: whether products and sums are rounded apart.
+    """
+    layout, wide = plans[0].layout, WIDE[dtype]
+    for rank, (plan, output) in enumerate(zip(plans, outputs, strict=True)):
+        blocks = torch.zeros(layout.shard_numel, dtype=wide)
+        exact = torch.zeros(layout.exact_numel, dtype=wide)
+        for payload in plan.received:
+            codes, scales, exact_of_one = sections_of(payload, layout, dtype, bits)
+            blocks += dequantized(codes, scales, wide, bits).flatten()
+            exact += exact_of_one.to(wide)
+        of_shard = len(layout.quantized) // layout.world_size, len(layout.exact) // layout.world_size
+        for parts, values, number in zip(
+            (layout.quantized, layout.exact), (blocks, exact), of_shard, strict=True
+        ):
+            for part in parts[:number]:
+                expected, found = values[part.stored] * 4, output[part.in_bucket].cpu()
+                bound = 0.0 if is_exact else average(dtype, layout.world_size, expected.abs().max())
+                assert ((found.double() - expected.to(dtype).double()).abs() <= bound).all(), rank
+
+
+@BITS
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sums_of_shards_with_equal_tensors(dtype, world_size, bits, device):
+    layout = BlockLayout(MIXED * world_size, 16, world_size)
+    options = {"bits": bits, "error_feedback": True, "only_sums": True, "divisor": 0.25}
+    plans = [ops.quantized_plan(layout, dtype, device, **options) for _ in range(world_size)]
+    plain = plain_plans_of(layout, dtype, **options)
+    zeros = torch.zeros(world_size, world_size * layout.shard_numel, dtype=WIDE[dtype])
+    errors, plain_errors = list(zeros.to(device)), list(zeros.clone())
+    for step in range(2):
+        outputs = sums_of(plans, random_grads(layout, dtype, device, step), errors, dtype)
+        check_sums(plans, outputs, bits, dtype, is_exact=True)
+        grads = random_grads(layout, dtype, torch.device("cpu"), step)
+        check_sums(plain, sums_of(plain, grads, plain_errors, dtype), bits, dtype, is_exact=False)
+        if bits == 8:
+            assert torch.equal(torch.stack(errors).cpu(), torch.stack(plain_errors))
+    assert all(error.any() for error in errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_of_16_bits_are_in_fp32(dtype, device):
+    """Three equal numbers' sum isn't rounded twice."""
+    layout = BlockLayout([(5,)] * 3, 16, 3)
+    options = {"bits": 8, "error_feedback": False, "exact_dtype": dtype, "only_sums": True, "divisor": 1}
+    plans = [ops.quantized_plan(layout, torch.float32, device, **options) for _ in range(3)]
+    grads = [torch.full((15,), 1 + 2.0**-7, device=device) for _ in plans]
+    for output in sums_of(plans, grads, [None] * 3, torch.float32):
+        assert torch.equal(output.cpu(), torch.full((5,), 3 + 3 * 2.0**-7))
+
+
 def test_it_is_chosen_where_kernels_run(monkeypatch):
     layout, cpu = BlockLayout([(16, 16)], 16, 1), torch.device("cpu")
     options = {"bits": 4, "error_feedback": True}

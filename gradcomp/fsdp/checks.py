@@ -1,0 +1,134 @@
+"""Checks before a model's gradients are compressed: the model, its state, and whether the ranks agree."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from gradcomp.comm.consistency import require_same_on_all_ranks
+from gradcomp.compress import CompressorState
+
+from .param_groups import ParamGroup, param_groups_of
+
+
+def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
+    """Return the parameter groups of a model that FSDP2 shards.
+
+    whose: the function's name, for messages.
+
+    Raises TypeError for anything but a module; ValueError for a model that isn't sharded as a whole, and for
+    one of replicate().
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{whose} takes a module, got {model!r}")
+    if not isinstance(model, FSDPModule):
+        has_hooks = callable(getattr(model, "register_comm_hook", None))
+        advice = (
+            "call its register_comm_hook(state, hook) instead"
+            if has_hooks
+            else "call fully_shard on the model itself after its parts"
+        )
+        raise ValueError(
+            f"{whose} takes a model sharded with torch.distributed.fsdp.fully_shard, but "
+            f"{type(model).__name__} is not: {advice}"
+        )
+    groups = param_groups_of(model)
+    if not groups:
+        raise ValueError(f"{type(model).__name__} has no sharded parameters")
+    for group in groups:
+        if group.shard_group is None:
+            raise ValueError(
+                f"{whose}: {group.name} is replicated with replicate(), in which torch has no place for "
+                "another average. Call fully_shard over a mesh of size 1 and compress_replicas, or use "
+                "DistributedDataParallel and a hook"
+            )
+    return groups
+
+
+def check_state(whose: str, state: CompressorState, group: dist.ProcessGroup, group_name: str) -> None:
+    """Raise ValueError for a state that has another model, or another process group.
+
+    group_name: the group's name in messages.
+    """
+    if state.has_model:
+        raise ValueError(
+            f"{whose}: the state averages the gradients of a model already: make one state per model"
+        )
+    ranks, given = map(
+        dist.get_process_group_ranks, (group if state.process_group is None else state.process_group, group)
+    )
+    if ranks != given:
+        raise ValueError(
+            f"the state's process group has ranks {ranks}, but {group_name} has {given}: set "
+            f"state.process_group = {group_name}"
+        )
+
+
+def require_agreement(
+    whose: str,
+    groups: list[ParamGroup],
+    replicate_group: dist.ProcessGroup | None,
+    values: dict[str, Any],
+    advice: str,
+) -> None:
+    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and values.
+
+    First the ranks of each shard mesh are compared, then the replicas, with the first comparison's errors:
+    ranks that differ anywhere in the grid differ in one of the two comparisons.
+
+    replicate_group: None for a model without replicas.
+    """
+    device = groups[0].device
+    values = values | {
+        "FSDP modules": [group.name for group in groups],
+        "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],
+    }
+
+    def compare_shards() -> None:
+        failure: RuntimeError | None = None
+        for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
+            assert shard_group is not None
+            try:
+                require_same_on_all_ranks(whose, values, shard_group, device, advice)
+            except RuntimeError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    if replicate_group is not None:
+        places = [group.shard_group and group.shard_group.rank() for group in groups]
+        values_of_replicas = values | {"rank in the shard mesh": places}
+        raise_on_all(whose, compare_shards, replicate_group, device, advice, values_of_replicas)
+    else:
+        compare_shards()
+
+
+def raise_on_all(
+    whose: str,
+    function: Callable[[], None],
+    others: dist.ProcessGroup,
+    device: torch.device,
+    advice: str,
+    values: dict[str, Any] | None = None,
+) -> None:
+    """Call a function, and raise its error, or one that tells of it, on every rank of another group, too.
+
+    others: a group whose ranks all call this; the function communicates within other groups.
+    values: must be equal on all ranks of `others`, by name.
+    """
+    failure: Exception | None = None
+    try:
+        function()
+    except Exception as error:
+        failure = error
+    try:
+        told = {**(values or {}), "error": failure and str(failure)}
+        require_same_on_all_ranks(whose, told, others, device, advice)
+    except RuntimeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure

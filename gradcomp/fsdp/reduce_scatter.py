@@ -1,0 +1,198 @@
+"""Compression of FSDP2's reduce-scatter: the sum of gradients over the shards of a model."""
+
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from gradcomp.comm.bucket import ShardBucket
+from gradcomp.comm.consistency import require_same_group
+from gradcomp.compress import CompressorState
+
+from .checks import check_state, checked_groups, raise_on_all, require_agreement
+from .param_groups import ParamGroup, call_after_backward
+
+_WHOSE = "compress_reduce_scatter"
+_METHODS = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
+
+
+class ShardSums:
+    """Sums a model's shards with its state, and counts the state's steps.
+
+    replicate_group: the ranks that hold the same shard, which FSDP2 averages afterwards; None without.
+    """
+
+    def __init__(self, state: CompressorState, replicate_group: dist.ProcessGroup | None):
+        self._state, self._replicate_group = state, replicate_group
+        self._is_in_step = False
+
+    def sum(self, bucket: ShardBucket) -> None:
+        """Write the sum of this rank's shard; on CUDA, for what the current stream does next.
+
+        Raises the errors of the state's hook: in a state's first step on every rank of the model.
+        """
+        self._is_in_step = True
+        if self._state.is_compared or self._replicate_group is None:
+            self._sum(bucket)
+            return
+        raise_on_all(
+            f"the first step of {_WHOSE}",
+            partial(self._sum, bucket),
+            self._replicate_group,
+            bucket.shard.device,
+            "The error is that of the ranks which have one",
+        )
+
+    def _sum(self, bucket: Any) -> None:
+        self._state.average(_WHOSE, bucket).wait()
+
+    def end_of_backward(self) -> None:
+        """Count a step if this backward has summed anything."""
+        if self._is_in_step:
+            self._state.end_step()
+        self._is_in_step = False
+
+
+class CompressedReduceScatter:
+    """The reduce-scatter of one parameter group, with the methods of torch's ReduceScatter.
+
+    index: the group's index in the model, which its bucket gets.
+    """
+
+    def __init__(self, index: int, param_group: ParamGroup, sums: ShardSums):
+        self._index, self._param_group, self._sums = index, param_group, sums
+        self._group = param_group.reduce_scatter_group
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate an input or output, uninitialized."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Write the sum over the ranks of this rank's row to output_tensor.
+
+        input_tensor: [ranks · n], in the reduce dtype: a row of padded gradients for each rank. It may be
+            changed.
+        output_tensor: [n], in the same dtype.
+        op: SUM.
+        async_op: ignored; the current stream waits for the sum.
+
+        Raises RuntimeError for another group or op than compress_reduce_scatter found or set.
+        """
+        name = self._param_group.name
+        if group is not self._group:
+            raise RuntimeError(
+                f"{name} is reduce-scattered in another process group now: call "
+                f"set_separate_reduce_scatter_group before {_WHOSE}"
+            )
+        if op != dist.ReduceOp.SUM:
+            raise RuntimeError(
+                f"FSDP2 asks for {op} of {name}, but {_WHOSE} sums: leave "
+                "set_force_sum_reduction_for_comms(True) in force"
+            )
+        parameters = self._param_group.reduced_whole(output_tensor)
+        self._sums.sum(ShardBucket(self._index, input_tensor, parameters, output_tensor))
+
+
+def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
+    """Send the gradients of a model that FSDP2 shards in 4, 8 or 16 bits when they are reduce-scattered.
+
+    Every FSDP module is a bucket. A rank quantizes its gradient of the whole module and sends each rank its
+    shard of it; the owner sums in fp32 what it gets. What is rounded off is added to the next gradient. These
+    errors take 4 bytes per parameter of the whole model on every rank, a ranks_per_node-th of that by nodes,
+    and none with 16 bits or use_error_feedback=False.
+
+    model: after fully_shard, called for the model itself, too. On a 2-D mesh, or with compress_replicas, the
+        sum over the replicas follows.
+    state: a QuantizationState, for this model alone. Its process group becomes the shards' if it has none.
+
+    Sets set_force_sum_reduction_for_comms(True) in every FSDP module. Call it on every rank, before training.
+
+    Raises TypeError for another state or model; ValueError for a model that is not sharded, or whose parts
+    are sharded over different ranks, for a second call, and for a state that doesn't fit; RuntimeError if
+    torch is too old, and on every rank if the ranks differ.
+
+    Example::
+
+        fully_shard(model)
+        compress_reduce_scatter(model, QuantizationState(bits=4))
+    """
+    groups, shard_group = _checked_groups(model)
+    _check_state(state, shard_group)
+    _require_torch()
+    replicate_group = groups[0].replicate_group
+    for each in (shard_group, replicate_group):
+        if each is not None:
+            require_same_group(_WHOSE, each)
+    values = {
+        "state": {"algorithm": state.algorithm, **state.compared_options()},
+        "ranks_per_node": state.ranks_per_node,
+        "number of replicas": replicate_group.size() if replicate_group else 1,
+    }
+    require_agreement(
+        _WHOSE, groups, replicate_group, values, "Give every rank the same model, mesh and state"
+    )
+    named = [zip(group.names(model), group.whole_placeholders, strict=True) for group in groups]
+    state.number_parameters(chain.from_iterable(named))
+    state.process_group, state.has_shards = shard_group, True
+    sums = ShardSums(state, replicate_group)
+    for index, group in enumerate(groups):
+        group.install_reduce_scatter(CompressedReduceScatter(index, group, sums))
+    call_after_backward(model, sums.end_of_backward)
+
+
+def _require_torch() -> None:
+    missing = [name for name in _METHODS if not hasattr(FSDPModule, name)]
+    if missing:
+        raise RuntimeError(
+            f"{_WHOSE} needs FSDPModule.{missing[0]}, which torch {torch.__version__} lacks: use torch "
+            "2.13 or newer"
+        )
+
+
+def _checked_groups(model: Any) -> tuple[list[ParamGroup], dist.ProcessGroup]:
+    """Return (the model's parameter groups, their process group). Raises TypeError or ValueError."""
+    groups = checked_groups(_WHOSE, model)
+    for group in groups:
+        if (name := group.custom_reduce_scatter) is not None:
+            raise ValueError(
+                f"{group.name} has another reduce-scatter already, a {name}. Likely cause: a second call of "
+                f"{_WHOSE}, or set_custom_reduce_scatter, set_symm_mem_for_comm or "
+                "set_allocate_memory_from_process_group_for_comm"
+            )
+    shard_group = groups[0].reduce_scatter_group
+    assert shard_group is not None
+    for group in groups:
+        if group.reduce_scatter_group is not shard_group:
+            first, other = (
+                dist.get_process_group_ranks(each) for each in (shard_group, group.reduce_scatter_group)
+            )
+            raise ValueError(
+                f"{groups[0].name} is sharded over ranks {first}, but {group.name} over ranks {other} or in "
+                f"another process group: {_WHOSE} takes a model that is sharded over one mesh"
+            )
+    return groups, shard_group
+
+
+def _check_state(state: Any, shard_group: dist.ProcessGroup) -> None:
+    if not isinstance(state, CompressorState) or not state.can_reduce_scatter:
+        raise TypeError(
+            f"{_WHOSE} takes a QuantizationState, got {state!r}. PowerSGD and other compressors average a "
+            "whole bucket on every rank, in all-reduces: use them between replicas, with compress_replicas"
+        )
+    check_state(_WHOSE, state, shard_group, "the shards' group")
+    if state.recorder is not None:
+        raise ValueError(
+            f"{_WHOSE}: the state has a Recorder, but sums of shards are no averages to record: detach it"
+        )

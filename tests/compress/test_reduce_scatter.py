@@ -1,0 +1,183 @@
+"""Test sums of shards in codes on simulated ranks, flat and by nodes, against float64."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gradcomp.comm.bucket import ShardBucket
+from gradcomp.hooks.quantization_hooks import QuantizationState
+from gradcomp.layout import ShardLayout
+from gradcomp.testing import run_ranks
+from tests.tolerances import QUANTIZED_IDENTITY, UNIT_ROUNDOFF
+
+# One row, one column, fewer rows than ranks, no rows, vectors, rows that don't fill all shards.
+SHAPES = [(7, 13), (1, 40), (3,), (64, 1), (2, 3, 5), (0, 4), (33, 9), (10,)]
+
+
+def in_rows(whole, layout):
+    """Return whole tensors' elements in the order of a ShardBucket's buffer, padded with zeros."""
+    buffer = whole.new_zeros(layout.world_size, layout.row_numel)
+    for row, in_tensors, in_row in layout.shards():
+        buffer[row, in_row] = whole[in_tensors]
+    return buffer.view(-1)
+
+
+def of_rows(rows, layout):
+    """Return the elements of whole tensors from all ranks' shards: the reverse of in_rows."""
+    whole = rows[0].new_zeros(layout.numel)
+    for row, in_tensors, in_row in layout.shards():
+        whole[in_tensors] = rows[row][in_row]
+    return whole
+
+
+def gradients(rank, step, layout, dtype):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(layout.numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def steps(rank, group, dtype, num_steps, options):
+    """Return this rank's shards of every step, and its state at the end."""
+    layout = ShardLayout(SHAPES, group.size())
+    state = QuantizationState(group, block_size=16, **options)
+    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in SHAPES]
+    state.number_parameters((str(index), each) for index, each in enumerate(parameters))
+    shards = []
+    for step in range(num_steps):
+        shard = torch.full((layout.row_numel,), math.nan, dtype=dtype)
+        buffer = in_rows(gradients(rank, step, layout, dtype), layout)
+        state.average("compress_reduce_scatter", ShardBucket(0, buffer, parameters, shard)).wait()
+        state.end_step()
+        shards.append(shard)
+    return shards, state.state_dict()
+
+
+def sums_of(ranks, step, layout):
+    return of_rows([shards[step].double() for shards, _ in ranks], layout)
+
+
+def exact_sum(world_size, step, layout, dtype):
+    return sum(gradients(rank, step, layout, dtype).double() for rank in range(world_size))
+
+
+FORMS = [(2, 1), (3, 1), (5, 1), (6, 2), (6, 3)]  # ranks, ranks per node
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_nothing_is_lost(plain_torch, world_size, ranks_per_node, dtype, bits):
+    """Σ sums + Σ errors = Σ of all gradients."""
+    layout = ShardLayout(SHAPES, world_size)
+    options = {"bits": bits, "ranks_per_node": ranks_per_node}
+    ranks = run_ranks(steps, world_size, dtype, 4, options)
+    sums, expected = 0.0, 0.0
+    rounding = 0.0  # of the sums to the bucket's dtype
+    for step in range(4):
+        of_step = sums_of(ranks, step, layout)
+        sums, expected = sums + of_step, expected + exact_sum(world_size, step, layout, dtype)
+        rounding += UNIT_ROUNDOFF[dtype] * of_step.norm()
+    errors = sum(state_dict["buckets"][0]["error"].double() for _, state_dict in ranks)
+    assert errors.norm() > 0.001 * expected.norm()
+    bound = QUANTIZED_IDENTITY[dtype] * expected.norm() + rounding
+    assert (sums + errors - expected).norm() <= bound
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), FORMS)
+@pytest.mark.parametrize("options", [{"bits": 16}, {"bits": 8, "use_error_feedback": False}], ids=str)
+def test_without_errors(plain_torch, world_size, ranks_per_node, options):
+    layout = ShardLayout(SHAPES, world_size)
+    options = {**options, "ranks_per_node": ranks_per_node}
+    ranks = run_ranks(steps, world_size, torch.float32, 2, options)
+    relative = 2.0**-8 if options["bits"] == 16 else 0.01
+    for step in range(2):
+        expected = exact_sum(world_size, step, layout, torch.float32)
+        found = sums_of(ranks, step, layout)
+        assert 0 < (found - expected).norm() <= relative * expected.norm()
+    assert not any("error" in bucket for _, each in ranks for bucket in each["buckets"].values())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_plain_steps_are_exact(plain_torch, world_size):
+    layout = ShardLayout(SHAPES, world_size)
+    ranks = run_ranks(steps, world_size, torch.float32, 2, {"start_iter": 2})
+    for step in range(2):
+        expected = exact_sum(world_size, step, layout, torch.float32)
+        assert (sums_of(ranks, step, layout) - expected).abs().max() <= 1e-5
+    assert all(state_dict["iter"] == 2 for _, state_dict in ranks)
+
+
+def discard(rank, group):
+    """Return the errors after a step, and after a step that is discarded."""
+    layout = ShardLayout(SHAPES, group.size())
+    state, errors = QuantizationState(group, block_size=16), []
+    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
+
+    def step(number):
+        buffer = in_rows(gradients(rank, number, layout, torch.float32), layout)
+        bucket = ShardBucket(0, buffer, parameters, torch.empty(layout.row_numel))
+        state.average("compress_reduce_scatter", bucket).wait()
+        state.end_step()
+        errors.append(state.state_dict()["buckets"][0]["error"])
+
+    step(0)
+    with state.discard_step():
+        step(1)
+    state.rescale_errors(2.0)
+    errors.append(state.state_dict()["buckets"][0]["error"])
+    return errors
+
+
+def test_discarded_steps_and_rescaled_errors(plain_torch):
+    for first, discarded, rescaled in run_ranks(discard, 2):
+        assert first.any()
+        assert torch.equal(first, discarded)
+        assert torch.equal(2 * first, rescaled)
+
+
+def two_nodes_then_none(rank, group):
+    """Return this rank's errors by nodes, and after a flat step of zeros with the shards that it brings."""
+    layout = ShardLayout(SHAPES, group.size())
+    state = QuantizationState(group, block_size=16, ranks_per_node=2)
+    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
+    results = []
+    for number, ranks_per_node in enumerate((2, 1, 2)):
+        state.ranks_per_node = ranks_per_node
+        whole = gradients(rank, number, layout, torch.float32) if number == 0 else torch.zeros(layout.numel)
+        shard = torch.empty(layout.row_numel)
+        bucket = ShardBucket(0, in_rows(whole, layout), parameters, shard)
+        state.average("compress_reduce_scatter", bucket).wait()
+        state.end_step()
+        results.append((shard, state.state_dict()["buckets"][0]["error"].double()))
+    return results
+
+
+def test_other_nodes_keep_the_errors(plain_torch):
+    layout = ShardLayout(SHAPES, 4)
+    ranks = run_ranks(two_nodes_then_none, 4)
+    totals = [sum(results[step][1] for results in ranks) for step in range(3)]
+    assert totals[0].any()
+    for step in (1, 2):
+        sums = of_rows([results[step][0].double() for results in ranks], layout)
+        assert sums.any()
+        assert (sums + totals[step] - totals[step - 1]).abs().max() <= 1e-5
+
+
+def test_the_rows_of_tensors():
+    """Compare with torch.chunk, as FSDP2 cuts tensors."""
+    for world_size in (1, 2, 3, 4, 7):
+        layout = ShardLayout(SHAPES, world_size)
+        whole = torch.arange(1.0, layout.numel + 1)
+        rows = in_rows(whole, layout).view(world_size, -1)
+        parts = whole.split([math.prod(shape) for shape in SHAPES])
+        tensors = [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)]
+        for row in range(world_size):
+            expected = []
+            for tensor, (length, *_) in zip(tensors, layout.shard_shapes, strict=True):
+                shard = tensor[row * length : (row + 1) * length]
+                padding = torch.zeros(length - len(shard), *tensor.shape[1:])
+                expected.append(torch.cat([shard, padding]).flatten())
+            assert torch.equal(rows[row], torch.cat(expected))
+        assert torch.equal(of_rows(list(rows), layout), whole)
