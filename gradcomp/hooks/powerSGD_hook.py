@@ -1,7 +1,7 @@
 """PowerSGD: all-reduce two thin factors of every gradient matrix instead of the matrix.
 
-Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. docs/powersgd.md has the options and
-the differences from torch's, docs/internals/powersgd.md the algorithm as implemented.
+Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. docs/powersgd.md has the options
+and the differences from torch's, docs/internals/powersgd.md the algorithm as implemented.
 """
 
 import logging

@@ -36,7 +36,7 @@ class Recorder:
     max_rows: the number of rows to keep, one per bucket and step; then the oldest rows are dropped. A row
         takes about 4 kB, 3 kB of them on the bucket's device.
 
-    Averages are bit-identical with and without a recorder. docs/internals/recording.md has the cost of recording.
+    Averages are bit-identical with and without a recorder. docs/recording.md has the cost.
 
     Raises TypeError for another state; ValueError if the state has a recorder, is compress_reduce_scatter's,
     or if every or max_rows is not a whole number of at least 1.
