@@ -97,39 +97,16 @@ def _launch(
     scale: float,
     *,
     to_flat: bool,
-) -> None:
-    if not len(tables.tiles):
-        return
-    with launching_on(flat.device):
-        _launch_of(
-            len(tables.tiles),
-            tables.pointers(tensors),
-            tables.tiles,
-            flat,
-            scale,
-            tensor_dtype=tensors[0].dtype,
-            to_flat=to_flat,
-        )()
-
-
-def _launch_of(
-    num_tiles: int,
-    pointers: torch.Tensor,
-    tiles: torch.Tensor,
-    flat: torch.Tensor,
-    scale: float,
-    *,
-    tensor_dtype: torch.dtype,
-    to_flat: bool,
 ) -> Launch:
+    dtype = tensors[0].dtype if tensors else flat.dtype
     return Launch(
         _flatten_kernel,
-        num_tiles,
-        pointers,
-        tiles,
+        len(tables.tiles),
+        tables.pointers(tensors),
+        tables.tiles,
         flat,
         scale,
-        TENSOR_TYPE=_TRITON_DTYPES[tensor_dtype],
+        TENSOR_TYPE=_TRITON_DTYPES[dtype],
         TO_FLAT=to_flat,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
@@ -145,10 +122,10 @@ def compile_flatten(dtype: torch.dtype, device: torch.device, *, to_flat: bool) 
     dtype: of the tensors and the flat buffer.
     to_flat: whether for flatten.
     """
-    table = torch.empty(1, dtype=torch.int64, device="meta")
-    flat = torch.empty(1, dtype=dtype, device="meta")
+    meta = torch.device("meta")
+    flat, tables = torch.empty(1, dtype=dtype, device=meta), FlattenTables([(0, 0, 0, 1)], 1, meta)
     with launching_on(device):
-        _launch_of(1, table, table, flat, 1.0, tensor_dtype=dtype, to_flat=to_flat).compile()
+        _launch([flat], tables, flat, 1.0, to_flat=to_flat).compile()
 
 
 def flatten(
@@ -164,7 +141,8 @@ def flatten(
     tables: the FlattenTables of these tensors.
     out: contiguous, 1-D, any floating-point dtype. Each element is rounded to it once.
     """
-    _launch(tensors, tables, out, scale, to_flat=True)
+    with launching_on(out.device):
+        _launch(tensors, tables, out, scale, to_flat=True)()
 
 
 def unflatten(
@@ -180,4 +158,5 @@ def unflatten(
     tables: the FlattenTables of out.
     out: one floating-point dtype, on flat's device, without gaps. Each is written in the order of its memory.
     """
-    _launch(out, tables, flat, scale, to_flat=False)
+    with launching_on(flat.device):
+        _launch(out, tables, flat, scale, to_flat=False)()

@@ -28,7 +28,6 @@ from .wire import add_up
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
 PROGRAMS = {1: 4, 2: 4, 4: 4, 8: 3}
-PLAIN_DOT_WARPS = 8  # without feedback the kernel has two loops (see gradient_tile); some spill with 4 warps
 # A dot product over more rows at once takes more registers than there are for a program.
 DOT_ROWS = 32
 
@@ -129,25 +128,6 @@ def back_project_dot(
 
 
 @triton.jit
-def back_project_tiles(
-    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Compute one program's partial Q: in FMAs up to MAX_FMA_RANK, above it in matrix products."""
-    if RANK <= MAX_FMA_RANK:
-        back_project_fma(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
-        )  # fmt: skip
-    else:
-        back_project_dot(
-            source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
-        )  # fmt: skip
-
-
-@triton.jit
 def _back_project_kernel(
     source_ptr,
     p_ptr,
@@ -187,10 +167,16 @@ def _back_project_kernel(
     )
     for ALIGNED in tl.static_range(2):
         if is_aligned == ALIGNED:
-            back_project_tiles(
-                source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
-                RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
-            )  # fmt: skip
+            if RANK <= MAX_FMA_RANK:
+                back_project_fma(
+                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
+                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
+                )  # fmt: skip
+            else:
+                back_project_dot(
+                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
+                    RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
+                )  # fmt: skip
     add_up(partial_ptr, arrived_ptr, wire_ptr, matrix_ptr, work, scale, COLS, Q_WIRE, RANK, BLOCK_COLS)
 
 
@@ -200,12 +186,7 @@ def back_project(bucket: PowerSGDBucket) -> Launch:
     This is step 5 of PowerSGD (Vogels et al. 2019, algorithm 1).
     """
     work, feedback = bucket.work, bucket.error_feedback
-    is_dot = work.rank > MAX_FMA_RANK.value
-    rows = min(work.block_rows, DOT_ROWS) if is_dot else work.block_rows
-    is_plain_dot = is_dot and not feedback and work.block_cols == 64
-    num_warps = PLAIN_DOT_WARPS if is_plain_dot else NUM_WARPS
-    # Beyond rank 32, PLAIN_DOT_WARPS also take more registers than two programs leave (sm_120).
-    num_programs = 1 if is_plain_dot and work.rank > 32 else PROGRAMS.get(work.rank, 2)
+    rows = min(work.block_rows, DOT_ROWS) if work.rank > MAX_FMA_RANK.value else work.block_rows
     return Launch(
         _back_project_kernel,
         len(work.back_project_work),
@@ -224,7 +205,7 @@ def back_project(bucket: PowerSGDBucket) -> Launch:
         SPLIT=work.block_rows // rows,
         FEEDBACK=feedback,
         PRECISION=dot_precision(bucket.p.dtype),
-        num_warps=num_warps,
-        maxnreg=registers(num_warps, num_programs),
+        num_warps=NUM_WARPS,
+        maxnreg=registers(NUM_WARPS, PROGRAMS.get(work.rank, 2)),
         enable_fp_fusion=True,
     )

@@ -240,26 +240,6 @@ def project_dot(
 
 
 @triton.jit
-def project_tiles(
-    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
-    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Compute one program's partial P: in FMAs up to MAX_FMA_RANK, above it in matrix products."""
-    if RANK <= MAX_FMA_RANK:
-        project_fma(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
-            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
-        )  # fmt: skip
-    else:
-        project_dot(
-            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
-            RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
-        )  # fmt: skip
-
-
-@triton.jit
 def _project_kernel(
     grad_ptr,
     memory_ptr,
@@ -295,7 +275,7 @@ def _project_kernel(
     arrived_ptr, wire_ptr: see add_up.
     scale: 1 / world size. It makes the all-reduced sum the average, and never overflows 16 bits needlessly.
     BLOCK_COLS: PowerSGDWork's block_cols, divided by SPLIT.
-    RELOADED: see is_reloaded.
+    RELOADED: load the matrix's row of the table again for each tile, see launch_options.
     UNIT: scale columns of Q to length 1, rather than by a power of two. Needed where P's length matters.
     PRECISION: see dot_precision.
     Grid: one program per row of work_ptr: tiles (PowerSGDWork._walk), or a copy (_copies).
@@ -322,27 +302,20 @@ def _project_kernel(
         is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS)
         for ALIGNED in tl.static_range(2):
             if is_aligned == ALIGNED:
-                project_tiles(
-                    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, q_hat, factor, partial, matrix_ptr,
-                    row_block, first * SPLIT, last * SPLIT,
-                    RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
-                )  # fmt: skip
+                if RANK <= MAX_FMA_RANK:
+                    project_fma(
+                        grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr,
+                        row_block, first * SPLIT, last * SPLIT,
+                        RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
+                    )  # fmt: skip
+                else:
+                    project_dot(
+                        grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr,
+                        row_block, first * SPLIT, last * SPLIT,
+                        RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION,
+                        ALIGNED,
+                    )  # fmt: skip
         add_up(partial_ptr, arrived_ptr, wire_ptr, matrix_ptr, work, scale, ROWS, P_WIRE, RANK, BLOCK_ROWS)
-
-
-def is_reloaded(rank: int, dtype: torch.dtype) -> bool:
-    """Return whether a matrix's row of the table is loaded again for each tile, through shared memory.
-
-    Otherwise it is loaded once, which takes more registers. There are too few registers for that in float16
-    (shortening the error takes some), in fp32 at rank 4 on sm_100, and in fp64 at rank 32 on sm_90 under
-    Triton 3.6. In fp32 at rank 32, loading the row once makes the compiler place tiles so that two programs
-    don't fit 100 KiB.
-
-    rank: padded.
-    dtype: the gradient's.
-    """
-    ranks = {torch.float16: (rank,), torch.float32: (4, 32), torch.float64: (32,)}
-    return rank in ranks.get(dtype, ())
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
@@ -351,21 +324,29 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     rank: padded.
     dtype: the gradient's.
     """
+    # In float16 shortening the error takes registers, and in fp64 so does everything: there a matrix's row of
+    # the table is loaded again for each tile, through shared memory. Elsewhere it is loaded once, which takes
+    # more registers.
+    is_reloaded = dtype in (torch.float16, torch.float64)
     # In matrix products a tile's rows keep 4 warps busy: more warps would repeat the same products. But in
     # fp64 beyond rank 32 the registers of 4 warps don't suffice.
     is_large = dtype == torch.float64 and rank > 32
     num_warps = 8 if rank <= 4 or is_large else 4
-    # Three programs fit a multiprocessor if there are registers left. There are none left for fp16, where
-    # shortening the error takes them, nor at rank 2 on sm_100.
+    # Three programs fit a multiprocessor if there are registers left. There are none left for fp16, nor at
+    # rank 2 on sm_100.
     num_programs = 3 if rank == 1 and dtype in (torch.float32, torch.bfloat16) else 1 if is_large else 2
-    # Matrix products take tiles that were loaded one step ahead, through shared memory. With RELOADED the
-    # table's elements are loaded another step ahead. In fp64, loading ahead takes more registers than there
-    # are. In fp16 beyond rank 32, loading the table's elements ahead does (sm_86, Triton 3.9).
+    # Matrix products take tiles that were loaded one step ahead, through shared memory; a table's elements
+    # that are loaded again, another step ahead. In fp64, loading ahead takes more registers than there are.
+    # In fp16 beyond rank 32, loading the table's elements ahead does (sm_86, Triton 3.9).
     num_stages = 3
     if rank > MAX_FMA_RANK.value:
-        is_ahead = is_reloaded(rank, dtype) and rank <= 32
-        num_stages = 1 if dtype == torch.float64 else 3 if is_ahead else 2
-    return {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": registers(num_warps, num_programs)}
+        num_stages = 1 if dtype == torch.float64 else 3 if is_reloaded and rank <= 32 else 2
+    return {
+        "RELOADED": is_reloaded,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "maxnreg": registers(num_warps, num_programs),
+    }
 
 
 def project(bucket: PowerSGDBucket) -> Launch:
@@ -398,7 +379,6 @@ def project(bucket: PowerSGDBucket) -> Launch:
         SPLIT=work.block_cols // cols,
         COPY_BLOCK=COPY_BLOCK,
         FEEDBACK=bucket.error_feedback,
-        RELOADED=is_reloaded(work.rank, dtype),
         UNIT=bucket.has_epsilon,
         PRECISION=dot_precision(bucket.p.dtype),
         enable_fp_fusion=True,

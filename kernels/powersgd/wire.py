@@ -60,7 +60,8 @@ def add_up(
             offs_rank = rank_start + tl.arange(0, RANK_BLOCK)[:, None]
             mask = (offs_row < stride) & (offs_rank < tl.load(matrix_ptr + MATRIX_RANK))
             acc = tl.zeros((RANK_BLOCK, BLOCK), ACC)
-            for i in range(tl.load(work + 6).to(tl.int32)):
+            # Unrolled, so that four loads are under way at once.
+            for i in tl.range(0, tl.load(work + 6).to(tl.int32), loop_unroll_factor=4):
                 acc += tl.load(partial + i * (RANK * BLOCK) + offs_rank * BLOCK, mask=mask, other=0.0)
             # If P has NaN, sums beyond the last row may be NaN too.
             values = round_to(tl.where(offs_row < length, acc * factor, 0.0), TYPE)

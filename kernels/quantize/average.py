@@ -8,6 +8,7 @@ from ..launch import Launch, registers
 from ..tile import round_to
 from .bucket import RANK, QuantizedBucket
 from .tile import (
+    BLOCKS_WORK,
     WORK_FIELDS,
     codes_at,
     decode,
@@ -19,9 +20,7 @@ from .tile import (
     store_scales,
     tile_of,
 )
-from .work import BLOCKS as _BLOCKS
 
-BLOCKS_WORK = tl.constexpr(_BLOCKS)
 # Warps that a multiprocessor's registers must hold at once. The few: where tiles are masked (blocks aren't a
 # power of two), or where a row's sums pass through all warps (blocks beyond WIDEST_BLOCK).
 RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8

@@ -8,6 +8,7 @@ from ..launch import Launch, Slot, registers
 from ..tile import copy_tile, round_to
 from .bucket import RANK, QuantizedBucket
 from .tile import (
+    BLOCKS_WORK,
     WORK_FIELDS,
     codes_at,
     decode,
@@ -20,9 +21,7 @@ from .tile import (
     store_scales,
     tile_of,
 )
-from .work import BLOCKS as _BLOCKS
 
-BLOCKS_WORK = tl.constexpr(_BLOCKS)
 RESIDENT_WARPS = 16  # warps that a multiprocessor's registers must hold at once
 
 

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .work import WORK_FIELDS as _WORK_FIELDS
+from . import work as quantize_work
 
-WORK_FIELDS = tl.constexpr(_WORK_FIELDS)
+WORK_FIELDS = tl.constexpr(quantize_work.WORK_FIELDS)
+BLOCKS_WORK = tl.constexpr(quantize_work.BLOCKS)  # the first column of a row of work
 THRESHOLD = tl.constexpr(23)  # position of the first positive threshold in the quantizer
 ZERO = tl.constexpr(8)  # the code of the level zero
 

@@ -109,7 +109,11 @@ def panel_of(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
 
 
 def assert_padding_is_zero(plan: PowerSGDPlan) -> None:
-    """Check that the memory and the panels are zero outside matrices and factors. The kernels rely on it."""
+    """Check that the memory and the panels are zero outside matrices and factors, and that no count is left.
+
+    The kernels rely on it.
+    """
+    assert not plan._bucket.arrived.any()
     indices = range(len(plan.layout.matrices))
     held = {
         "memory": (plan._bucket.memory, [plan._matrix(i) for i in indices] if plan._feedback else []),
