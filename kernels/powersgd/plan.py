@@ -1,7 +1,5 @@
 """PowerSGD's plan of one bucket on the kernels: tables, error and wires; five launches per step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
