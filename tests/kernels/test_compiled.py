@@ -115,36 +115,39 @@ def check_copies_move_128_bits_at_a_time(report):
 
 
 def check_matrices_move_128_bits_at_a_time(report):
-    """Check the branch for gradients that are aligned to 16 bytes."""
+    """Check the branch for gradients that are aligned to 16 bytes, and copies of uncompressed tensors."""
     checked = 0
     for name, facts in report.items():
         loads, stores = TILES_MOVED.get(facts["kernel"], (0, 0))
         # Without error feedback there is no error memory.
         if facts["kernel"] == "_project_kernel" and "plain" in name:
             loads, stores = 1, 0
-        assert wide(facts, "LDG") >= loads * facts["accesses_per_tile"], f"{name}: {facts['memory']}"
-        assert wide(facts, "STG") >= stores * facts["accesses_per_tile"], f"{name}: {facts['memory']}"
+        copied = 0
+        if facts["kernel"] in TILES_MOVED:
+            copied_bytes = facts["constants"].get("COPY_BLOCK", 0) * facts["itemsize"]
+            copied = copied_bytes // (facts["num_warps"] * 32 * 16)
+        of_tile = facts["accesses_per_tile"]
+        assert wide(facts, "LDG") >= loads * of_tile + copied, f"{name}: {facts['memory']}"
+        assert wide(facts, "STG") >= stores * of_tile + copied, f"{name}: {facts['memory']}"
         checked += bool(loads + stores) and facts["accesses_per_tile"] > 0
     assert checked > 20
 
 
 def check_factors_move_128_bits_at_a_time(report):
-    """Check copies between partial sums, wires and panels, and copies of uncompressed tensors.
+    """Check reconstruct: copies from the wire to panels, and copies of uncompressed tensors.
 
-    A thread holds 8 elements of a factor and 16 elements of an uncompressed tensor. In reconstruct it also
-    holds 128 bits of each column of Q.
+    A thread holds 8 elements of a factor, 16 elements of an uncompressed tensor, and 128 bits of each column
+    of Q.
     """
     checked = 0
     for name, facts in report.items():
-        if facts["kernel"] in ("_pack_kernel", "_reconstruct_kernel"):
-            # itemsize is of the first pointer, a gradient or partial sums. The name has the wire's dtype.
-            itemsize = 2 if "16 r=" in name else facts["itemsize"]
-            expected = (8 + 16) * itemsize // 16
-            columns = facts["rank"] if facts["kernel"] == "_reconstruct_kernel" and facts["rank"] <= 8 else 0
+        if facts["kernel"] == "_reconstruct_kernel":
+            expected = (8 + 16) * facts["itemsize"] // 16
+            columns = facts["rank"] if facts["rank"] <= 8 else 0
             assert wide(facts, "STG") >= expected, f"{name}: {facts['memory']}"
             assert wide(facts, "LDG") >= expected + columns, f"{name}: {facts['memory']}"
             checked += 1
-    assert checked > 20
+    assert checked > 10
 
 
 def check_panels_move_128_bits_at_a_time(report):
