@@ -13,7 +13,6 @@ from .tile import (
     COLS,
     FIRST_NORM,
     FIRST_RANDOM,
-    MATRIX_FIELDS,
     MATRIX_RANK,
     MAX_NORMS,
     NUM_NORMS,
@@ -23,6 +22,7 @@ from .tile import (
     SHRINK,
     WORK_FIELDS,
     panel,
+    tiles_of,
 )
 
 NUM_WARPS = 4
@@ -85,9 +85,7 @@ def _random_q_kernel(
     Grid: one program per NEXT_Q row of work_ptr; these rows are its first ones.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
-    matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
-    first = tl.load(work + 3).to(tl.int32)
-    last = tl.load(work + 4).to(tl.int32)
+    matrix_ptr, _norm, first, last = tiles_of(work, matrices_ptr)
     randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK)
 
 

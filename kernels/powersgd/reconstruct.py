@@ -11,7 +11,6 @@ from .random import randomize
 from .tile import (
     COLS,
     COPY,
-    MATRIX_FIELDS,
     MATRIX_RANK,
     MAX_FMA_RANK,
     NEXT_Q,
@@ -27,6 +26,7 @@ from .tile import (
     gradient_tile,
     is_16_byte_aligned,
     panel,
+    tiles_of,
     wire_start,
     wire_stride,
 )
@@ -147,41 +147,33 @@ def _reconstruct_kernel(
     q_wire_ptr: the averaged Q, column after column.
     p_ptr: orthonormal panels.
     q_ptr, norms_ptr: written, see PowerSGDBucket. Without WARM_START there is a new random Q.
-    work_ptr: rows, one of
-        (NEXT_Q, matrix, index of the norms, first column block, one past the last)
-        (TILES, matrix, row block, first column block, one past the last)
-        (COPY, first bucket element, first wire element, number of elements)
+    work_ptr: PowerSGDWork's reconstruct_work: rows of _next_q_work, _walk and _copies.
     PRECISION: see dot_precision.
     Grid: one program per row of work_ptr.
     Writes 4 B per matrix element in fp32, plus the factors.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     work_type = tl.load(work)
-    index = tl.load(work + 1)
-    second = tl.load(work + 2)
-    third = tl.load(work + 3)
-    last = tl.load(work + 4).to(tl.int32)
     if work_type == COPY:
-        copy_tile(p_wire_ptr + second, grad_ptr + index, third, 1.0, COPY_BLOCK)
-    elif work_type == NEXT_Q:
-        matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
-        first = third.to(tl.int32)
-        next_q(
-            q_wire_ptr, q_ptr, norms_ptr, matrix_ptr, second, first, last,
-            RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
-        )  # fmt: skip
-        if not WARM_START:
-            randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
+        source_ptr = p_wire_ptr + tl.load(work + 2)
+        copy_tile(source_ptr, grad_ptr + tl.load(work + 1), tl.load(work + 3), 1.0, COPY_BLOCK)
     else:
-        matrix_ptr = matrices_ptr + index * MATRIX_FIELDS
-        first = third.to(tl.int32)
-        is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (second + 1) * BLOCK_ROWS)
-        for ALIGNED in tl.static_range(2):
-            if is_aligned == ALIGNED:
-                reconstruct_tiles(
-                    grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, second, first, last,
-                    RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, PRECISION, ALIGNED,
-                )  # fmt: skip
+        matrix_ptr, block, first, last = tiles_of(work, matrices_ptr)
+        if work_type == NEXT_Q:
+            next_q(
+                q_wire_ptr, q_ptr, norms_ptr, matrix_ptr, block, first, last,
+                RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
+            )  # fmt: skip
+            if not WARM_START:
+                randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
+        else:
+            is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (block + 1) * BLOCK_ROWS)
+            for ALIGNED in tl.static_range(2):
+                if is_aligned == ALIGNED:
+                    reconstruct_tiles(
+                        grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, block, first, last,
+                        RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, PRECISION, ALIGNED,
+                    )  # fmt: skip
 
 
 def reconstruct(bucket: PowerSGDBucket) -> Launch:

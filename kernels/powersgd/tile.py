@@ -55,9 +55,10 @@ def dot_rank_block(rank: int) -> int:
 
 @triton.jit
 def tiles_of(work, matrices_ptr):
-    """Return a program's (matrix, block, first, last) from its row of tiles; see PowerSGDWork._walk.
+    """Return (matrix, block, first, last) from a program's row of work; see PowerSGDWork._walk.
 
     matrix: pointer to the matrix's row of matrix_table.
+    block: in a row of _next_q_work, the index of the norms.
     """
     matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
     first = tl.load(work + 3).to(tl.int32)
