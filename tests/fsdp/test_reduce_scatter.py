@@ -12,7 +12,7 @@ from gradcomp.cpu.quantize import levels
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from tests.fsdp.models import RANKS, Sum, gradients, sharded, weights
-from tests.fsdp.scenarios import SCENARIOS, STEPS, accumulate_in_grad
+from tests.fsdp.scenarios import SCENARIOS, STEPS, accumulate_in_grad, step
 from tests.reducer.models import run_cases
 from tests.tolerances import UNIT_ROUNDOFF
 
@@ -79,9 +79,12 @@ def compare(rank, world_size, name):
                 torch.manual_seed(0)
                 models.append(make(each))
             state = make_state(**options)
-            compress_reduce_scatter(models[1], state)
+            calls = [partial(compress_reduce_scatter, models[1], state)]
             if replicas is not None:
-                compress_replicas(models[1], replicas)
+                # In either order.
+                calls.insert(state_name == "exact", partial(compress_replicas, models[1], replicas))
+            for call in calls:
+                call()
             worst = max(differences(models, partial(run_step, rank=rank)))
             found[f"{form}, {state_name}"] = worst, state.iter
     return found
@@ -175,3 +178,26 @@ def plans_of_equal_layers(rank):
 
 def test_equal_layers_share_the_memory_of_codes(run_ranks):
     assert run_ranks(plans_of_equal_layers, 2) == [(6, 1)] * 2
+
+
+def on_meta(rank):
+    """Compress a model on the meta device, then give it values; return the gradients, and torch's."""
+    found = []
+    for state in (QuantizationState(bits=8, block_size=4096), None):
+        with torch.device("meta"):
+            model = sharded(init_device_mesh("cpu", (2,)))
+        if state is not None:
+            compress_reduce_scatter(model, state)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        step(model, rank, 0)
+        found.append(torch.cat([each.flatten() for each in gradients(model) if each is not None]))
+    return found
+
+
+def test_a_model_on_the_meta_device(run_ranks):
+    for ours, theirs in run_ranks(on_meta, 2):
+        assert 0 < theirs.abs().max()
+        assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
