@@ -268,6 +268,7 @@ class AutoState(CompressorState):
         options = self.options
         self._trial = Trial(names, options.steps_per_turn, options.rounds, options.tolerance, before)
         self._chosen_at = self.iter
+        self._clock.forget()
         self._num_slow, self._slow_on_ranks = 0, None
 
     def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:

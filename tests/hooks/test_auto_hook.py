@@ -209,6 +209,22 @@ def test_another_trial_after_so_many_steps():
     assert used[94:97] == ["none"] * 3
 
 
+def test_another_trial_has_times_of_its_own():
+    """Steps before it, whose times no check has read yet, don't count."""
+
+    def run(rank, group):
+        state = state_of(rank, group, retrial_every=45, rounds=1)
+        for step in range(90):
+            if step == 65:  # chosen at 20, tried again from 65 on
+                state._clock._now.ms = {**MS, "int4": 300}
+            step_of(state, rank, step)
+        return state._chosen_at, {row["candidate"]: row["ms"] for row in state.table}
+
+    for chosen_at, table in run_ranks(run, 2):
+        assert chosen_at == 65 + 18
+        assert table["int4"] == pytest.approx(300)
+
+
 def test_other_candidates_begin_another_trial():
     def run(rank, group):
         state = state_of(rank, group)
