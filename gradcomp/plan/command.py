@@ -272,8 +272,8 @@ def _from_file(
 
 
 def bits_per_s(text: str) -> float:
-    """Parse a bandwidth such as 200Mbit, 2.5Gbit/s or 450GB/s, for argparse. The B of bytes is a capital."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG])([bB][iI][tT]|B)(?:/[sS])?", text.strip())
+    """Parse a bandwidth such as 200Mbit, 2.5Gbit/s, 10Gbps or 450GB/s, for argparse. A capital B is bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgG])([bB][iI][tT]|b|B)(?:/[sS]|ps)?", text.strip())
     if found is None or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth; write it as 200Mbit or 10Gbit")
     bits = 8 if found[3] == "B" else 1

@@ -369,6 +369,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.write_text(page(runs, [file.name for file in options.files]), encoding="utf-8")
         if options.svg is not None:
             options.svg.write_text(picture(runs[0]), encoding="utf-8")
+    except FileNotFoundError as error:
+        parser.error(f"there is no file {error.filename}")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(f"{options.out}: {sum(len(run.steps) for run in runs)} steps of {len(runs)} run(s)")

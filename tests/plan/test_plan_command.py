@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from gradcomp.__main__ import main
+from gradcomp.plan.command import bits_per_s
 from gradcomp.plan.show import seconds, with_prefix
 from tests.plan.measured import as_written, as_written_with_nodes
 from tests.programs import ROOT, run_python
@@ -154,6 +155,20 @@ def documented():
     page = (ROOT / "docs" / "plan.md").read_text()
     blocks = re.findall(r"```\npython -m gradcomp plan ([^\n]*)\n```\n\n```\n(.*?)\n```\n", page, re.DOTALL)
     return [(command, output) for command, output in blocks if "--from" not in command]
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        *((text, 10e9) for text in ("10Gbit", "10Gbit/s", "10Gbps", "10Gb", "10gb/s", "10 Gbit")),
+        ("1.25GB/s", 10e9),
+        ("1.25GBps", 10e9),
+        ("200Mbit", 2e8),
+        ("500kb", 5e5),
+    ],
+)
+def test_bandwidths_as_people_write_them(text, bits):
+    assert bits_per_s(text) == pytest.approx(bits)
 
 
 @pytest.mark.parametrize(("command", "output"), documented(), ids=lambda text: text.split("\n")[0][:40])
@@ -315,7 +330,7 @@ def test_a_map_of_nodes_has_whole_nodes(capsys, tmp_path):
         (["--ranks-per-node", "8", "--cards-per-node", "3"], "a node has 3 network cards for 8 ranks"),
         (["--cards-per-node", "2"], "a node has 2 network cards for 1 ranks"),
         (["--bandwidth-within", "10Gbit"], "--bandwidth-within needs --ranks-per-node of at least 2"),
-        (["--ranks-per-node", "8", "--bandwidth-within", "10Gb"], "'10Gb' is not a bandwidth"),
+        (["--ranks-per-node", "8", "--bandwidth-within", "10G"], "'10G' is not a bandwidth"),
         (
             ["--device", "cpu", "--ranks-per-node", "2"],
             "nothing is known of gloo's links within a node of cpu: give --bandwidth-within",

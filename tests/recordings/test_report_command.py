@@ -285,3 +285,12 @@ def test_it_does_not_overwrite_what_it_reads(tmp_path, capsys):
             main(["report", str(path), option, str(path)])
         assert "is one of the files to read" in capsys.readouterr().err
     assert path.read_text() == before
+
+
+def test_a_missing_file(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "none.jsonl")])
+    assert (
+        capsys.readouterr().err
+        == f"python -m gradcomp report: error: there is no file {tmp_path}/none.jsonl\n"
+    )
