@@ -133,32 +133,28 @@ def bench_parser() -> BenchParser:
         "work. Print a table, and which hook to use.",
         epilog=f"{HOW_TO_START[0].upper()}{HOW_TO_START[1:]}.",
     )
-    text = "start N processes on this machine, without torchrun"
+    text = "Start N processes on this machine, without torchrun."
     parser.add_argument("--ranks", type=positive_int, metavar="N", help=text)
-    text = "module:callable, returning (module, inputs) or (module, inputs, loss function) (default: gpt)"
-    parser.add_argument("--model", default="gpt", help=f"{', '.join(BUILT_IN_WORKLOADS)}, or {text}")
-    parser.add_argument(
-        "--hook", default=DEFAULT_HOOKS, metavar="NAMES", help="separated by commas (default: %(default)s)"
+    text = "module:callable, which returns (module, inputs) or (module, inputs, loss function). Default: gpt."
+    text = f"The model: {', '.join(BUILT_IN_WORKLOADS)}, or {text}"
+    parser.add_argument("--model", default="gpt", help=text)
+    text = "The hooks to measure, separated by commas. Default: %(default)s."
+    parser.add_argument("--hook", default=DEFAULT_HOOKS, metavar="NAMES", help=text)
+    text = "The time of steps with each hook. Default: 5."
+    parser.add_argument("--seconds", type=positive, default=5.0, metavar="S", help=text)
+    text = "DDP's option of this name. Default: 25."
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25.0, metavar="MB", help=text)
+    text = (
+        "The ranks of a node, which share its network cards. Default: torchrun's, if a node's ranks follow "
+        "one another."
     )
-    parser.add_argument(
-        "--seconds", type=positive, default=5.0, metavar="S", help="of steps with each hook (default: 5)"
-    )
-    parser.add_argument(
-        "--bucket-cap-mb", type=positive, default=25.0, metavar="MB", help="DDP's option (default: 25)"
-    )
-    text = "of a node, which share its network cards (default: torchrun's, if they follow one another)"
     parser.add_argument("--ranks-per-node", type=positive_int, metavar="N", help=text)
-    parser.add_argument("--cpu", action="store_true", help="on the CPU and gloo, though there are GPUs")
-    parser.add_argument(
-        "--max-loss",
-        type=not_negative,
-        default=0.02,
-        metavar="NATS",
-        help="what a recommended hook may cost on docs/accuracy.md's small GPT (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write JSON that `python -m gradcomp plan --from` reads"
-    )
+    text = "Compute on the CPU and communicate with gloo, though there are GPUs."
+    parser.add_argument("--cpu", action="store_true", help=text)
+    text = "What a recommended hook may cost in loss on docs/accuracy.md's GPT. Default: %(default)s."
+    parser.add_argument("--max-loss", type=not_negative, default=0.02, metavar="NATS", help=text)
+    text = "Write JSON that `python -m gradcomp plan --from` reads."
+    parser.add_argument("--out", type=Path, metavar="FILE", help=text)
     return parser
 
 

@@ -28,8 +28,15 @@ REPLACED_BY_FILE = (
 )
 
 
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=28)
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports an error in one line, then exits with status 2."""
+    """A parser that reports an error in one line, then exits with status 2. Its help texts are aligned."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"formatter_class": _formatter, **options})
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -63,43 +70,46 @@ def plan_parser() -> OneLineParser:
         "measured: docs/internals/plan.md has the formulas.",
     )
     model = parser.add_argument_group("what is trained")
-    text = "module:callable, which returns an nn.Module or a list of shapes (default: bert-large)"
-    model.add_argument("--model", help=f"{', '.join(BUILT_IN_MODELS)}, or {text}")
-    model.add_argument("--device", choices=DEVICES, help="default: H200")
-    model.add_argument("--batch", type=positive_int, metavar="N", help="images or sequences per rank")
+    text = "module:callable, which returns an nn.Module or a list of shapes. Default: bert-large."
+    model.add_argument("--model", help=f"The model: {', '.join(BUILT_IN_MODELS)}, or {text}")
+    model.add_argument("--device", choices=DEVICES, help="What each rank computes on. Default: H200.")
+    model.add_argument("--batch", type=positive_int, metavar="N", help="Images or sequences per rank.")
     for part in ("forward", "backward", "optimizer"):
-        text = f"{part}'s time, in place of the one from operations and the device's rate"
+        text = f"The time of {part}, in place of the one from operations and the device's rate."
         model.add_argument(f"--{part}-ms", type=not_negative, metavar="MS", help=text)
-    model.add_argument("--dtype", choices=DTYPES, help="of the gradients (default: float32)")
-    model.add_argument("--bucket-cap-mb", type=positive, metavar="MB", help="DDP's option (default: 25)")
-    text = "all of that, as `python -m gradcomp bench` wrote it"
+    model.add_argument("--dtype", choices=DTYPES, help="The gradients' dtype. Default: float32.")
+    text = "DDP's option of this name. Default: 25."
+    model.add_argument("--bucket-cap-mb", type=positive, metavar="MB", help=text)
+    text = "Take all of the above from a file that `python -m gradcomp bench` wrote."
     model.add_argument("--from", dest="file", type=Path, metavar="FILE", help=text)
     network = parser.add_argument_group("the network")
-    network.add_argument(
-        "--ranks", type=positive_int, metavar="N", help="default: 64, rounded to whole nodes, or FILE's"
-    )
-    text = "of each network card, such as 200Mbit or 10Gbit (default: 10Gbit, or FILE's)"
+    text = "The number of ranks. Default: 64, rounded to whole nodes, or FILE's."
+    network.add_argument("--ranks", type=positive_int, metavar="N", help=text)
+    text = "The rate of each network card, such as 200Mbit or 10Gbps. Default: 10Gbit, or FILE's."
     network.add_argument("--bandwidth", type=bits_per_s, metavar="RATE", help=text)
-    text = "ranks of a node, which share its network cards (default: 1, or FILE's)"
+    text = "The ranks of a node, which share its network cards. Default: 1, or FILE's."
     network.add_argument("--ranks-per-node", type=positive_int, metavar="N", help=text)
-    network.add_argument("--cards-per-node", type=positive_int, metavar="N", help="default: 1")
+    text = "The network cards of a node. Default: 1."
+    network.add_argument("--cards-per-node", type=positive_int, metavar="N", help=text)
     text = (
-        "of each rank's links within its node, in one direction, such as 450GB/s (default: FILE's, or 80%% "
-        "of the GPU's data sheet on nccl; on gloo there is none)"
+        "The rate of each rank's links within its node, in one direction, such as 450GB/s. Default: FILE's, "
+        "or 80%% of the GPU's data sheet on nccl; on gloo there is none."
     )
     network.add_argument("--bandwidth-within", type=bits_per_s, metavar="RATE", help=text)
-    text = "per message between two ranks (default: 10 for nccl, 50 for gloo, or FILE's)"
+    text = "The time per message between two ranks. Default: 10 for nccl, 50 for gloo, or FILE's."
     network.add_argument("--latency-us", type=not_negative, metavar="US", help=text)
-    network.add_argument("--backend", choices=LATENCIES_US, help="default: nccl, gloo on the CPU")
+    text = "The process group's backend. Default: nccl, on the CPU gloo."
+    network.add_argument("--backend", choices=LATENCIES_US, help=text)
     output = parser.add_argument_group("what is shown")
-    text = f"hooks, separated by commas (default: {','.join(CANDIDATES)})"
+    text = "The hooks to compare, separated by commas. Default: all that docs/accuracy.md names."
     output.add_argument("--hook", type=_hooks, metavar="NAMES", help=text)
-    text = "nats that a recommended hook may cost on the small GPT (default: %(default)s)"
+    text = "What a recommended hook may cost in loss on docs/accuracy.md's GPT. Default: %(default)s."
     output.add_argument("--max-loss", type=not_negative, default=0.02, metavar="NATS", help=text)
-    text = "the hook to use by bandwidth and ranks, as a table"
+    text = "Show the hook to use by bandwidth and ranks, as a table."
     output.add_argument("--map", action="store_true", help=text)
-    output.add_argument("--picture", type=Path, metavar="FILE", help="draw that map (needs matplotlib)")
-    output.add_argument("--json", action="store_true", help="the table as JSON")
+    text = "Draw that map into a file. Needs matplotlib."
+    output.add_argument("--picture", type=Path, metavar="FILE", help=text)
+    output.add_argument("--json", action="store_true", help="Print the table as JSON.")
     return parser
 
 

@@ -350,11 +350,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Write an HTML page, with tables and pictures, about the files that Recorder.save wrote. "
         "Files of several ranks of a run are put together.",
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines of Recorder.save")
-    parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="PAGE", help="default: %(default)s"
-    )
-    text = "write the first run's charts to this file, too, without the page around them"
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Files that Recorder.save wrote.")
+    text = "The page to write. Default: %(default)s."
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="PAGE", help=text)
+    text = "Write the first run's charts to this file, too, without the page around them."
     parser.add_argument("--svg", type=Path, metavar="PICTURE", help=text)
     options = parser.parse_args(arguments)
     for name, written in (("--out", options.out), ("--svg", options.svg)):
