@@ -31,6 +31,8 @@ def announce_start(
     sent_bytes: int,
     group: dist.ProcessGroup | None,
     nodes: str | None,
+    *,
+    is_resumed: bool = False,
 ) -> None:
     """Announce on rank 0 that a state has begun to compress, and how many bytes that saves.
 
@@ -39,18 +41,20 @@ def announce_start(
     gradient_bytes: the bytes of that step's gradients.
     sent_bytes: the bytes that a rank sends in that step; with nodes, a node.
     nodes: the nodes in words; None if the state averages without nodes.
+    is_resumed: whether a checkpoint says that it had begun before.
     """
-    say(_text(what, step, gradient_bytes, sent_bytes, nodes), group)
+    begins = f"continues to compress at step {step}" if is_resumed else f"compresses from step {step} on"
+    say(f"{what} {begins}: {_saved(gradient_bytes, sent_bytes, nodes)}", group)
 
 
-def _text(what: str, step: int, gradient_bytes: int, sent_bytes: int, nodes: str | None) -> str:
+def _saved(gradient_bytes: int, sent_bytes: int, nodes: str | None) -> str:
     if sent_bytes < gradient_bytes:
         rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
     else:
         rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
     per = "rank" if nodes is None else f"node, between {nodes}"
     sizes = f"{shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)} per step and {per}"
-    return f"{what} compresses from step {step} on: {rate}, {sizes}"
+    return f"{rate}, {sizes}"
 
 
 def shown_bytes(num_bytes: int) -> str:

@@ -7,6 +7,7 @@ into strings, and fills only entries that the target already has.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -115,6 +116,13 @@ def to_state_dict(
     }
 
 
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return texts such as "bits from 8 to 4" for the values that differ."""
+    return [
+        f"{name} from {value!r} to {after[name]!r}" for name, value in before.items() if after[name] != value
+    ]
+
+
 def as_dict(options: Any) -> dict[str, Any]:
     """Return a compressor's options by name; an empty dict for None."""
     return asdict(options) if is_dataclass(options) and not isinstance(options, type) else {}
@@ -127,6 +135,22 @@ def compared(options: Any) -> dict[str, Any]:
 
 def _fields(options_class: type) -> tuple[Any, ...]:
     return fields(options_class) if is_dataclass(options_class) else ()
+
+
+def replaced(
+    options: Any, settings: Settings, checked_dict: dict[str, Any], defaults: dict[str, Any]
+) -> list[str]:
+    """Name the options and settings of a state that a checked state_dict changes, except from their defaults.
+
+    defaults: of a new state's arguments, by name.
+
+    Returns the texts of `changes`.
+    """
+    with suppress(TypeError, ValueError):  # options may have no default
+        defaults = {**as_dict(type(options)()), **defaults}
+    own = {**as_dict(options), **asdict(settings)}
+    given = {name: value for name, value in own.items() if name not in defaults or defaults[name] != value}
+    return changes(given, {**checked_dict["options"], **asdict(settings_of(checked_dict))})
 
 
 def settings_of(state_dict: dict[str, Any]) -> Settings:
@@ -204,11 +228,13 @@ def checked(
     another version, another algorithm, or any other value that doesn't fit.
     """
     require_version(state_dict)
-    require_keys("the state_dict", state_dict, _KEYS)
-    if state_dict["algorithm"] != algorithm:
+    # First: another hook's file has other keys. A state may have had its compressor's name once.
+    if state_dict.get("algorithm", algorithm) not in (algorithm, compressor.__name__):
         raise ValueError(
-            f"the state_dict is of {state_dict['algorithm']!r}, but this state is of {algorithm!r}"
+            f"the state_dict is of {state_dict['algorithm']!r}, but this state is of {algorithm!r}: load it "
+            "into a state of the hook that saved it"
         )
+    require_keys("the state_dict", state_dict, _KEYS)
     buckets = {
         index: _bucket(f"bucket {index}", memory, compressor, options_class)
         for index, memory in indexed("buckets", state_dict["buckets"])
@@ -220,6 +246,7 @@ def checked(
         )
     return {
         **state_dict,
+        "algorithm": algorithm,
         "options": as_dict(options_from("", state_dict["options"], options_class)),
         **asdict(settings_of(state_dict)),
         **{name: rule(name, state_dict[name]) for name, rule in PROGRESS.items()},

@@ -15,12 +15,13 @@ So a step ends in one of three ways:
     a bucket brings a parameter for the second time: the previous step has ended, and a new step begins
 """
 
+import inspect
 import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +40,13 @@ from ..comm.process_group import Operation, joined_group, require_group
 from ..comm.streams import Future
 from ..rules import described
 from . import checkpoint
-from .announcement import announce_start
+from .announcement import announce_start, say
 from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
-from .compressor import Compressor, MakesCompressors, ShardCompressor, errors_in
+from .compressor import BucketSpec, Compressor, MakesCompressors, ShardCompressor, errors_in
 from .memories import BucketMemories, BucketPart, Memory
+
+# A state with more exact steps than this before compression says so in its first step.
+LONG_START = 10
 
 
 class Phase(NamedTuple):
@@ -149,6 +153,8 @@ class CompressorState:
             raise TypeError(
                 f"CompressorState takes a frozen dataclass or None as its options, got {options!r}"
             )
+        if not _has_one_compressor(type(self)):
+            _require_usable(compressor, options)
         settings = Settings(start_iter, random_seed, compression_stats_logging_frequency)
         self._require_start(settings.start_iter, options)
         self._compressor, self._options_class = compressor, type(options)
@@ -174,7 +180,7 @@ class CompressorState:
         self._announced: set[str] = set()
         self._memories = BucketMemories()
         self._pipeline = Pipeline()
-        self._is_compared = self._was_loaded = self._discards_step = False
+        self._is_compared = self._was_loaded = self._discards_step = self._is_resumed = False
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self.recorder: Any = None
@@ -208,6 +214,15 @@ class CompressorState:
         """
         options, settings = options or self._options, settings or self._settings
         self._require_start(settings.start_iter, options)
+        if self.iter:
+            own, new = (
+                {**checkpoint.as_dict(some), **asdict(other)}
+                for some, other in ((self._options, self._settings), (options, settings))
+            )
+            texts = ", ".join(checkpoint.changes(own, new))
+            _logger_of(self).info(
+                "%s: changed at step %s: %s.", self.algorithm, self.iter, texts or "nothing"
+            )
         self._options, self._settings, self._is_compared = options, settings, False
 
     @property
@@ -344,6 +359,10 @@ class CompressorState:
             self._report_stats()
         if gradient_bytes:
             self._has_compressed(phase, gradient_bytes, sent_bytes)
+        elif not self._announced and self.start_iter - self.iter > LONG_START:
+            self._announced.add("")
+            group = joined_group(self.process_group)
+            say(f"{self.algorithm}: exact averages until step {self.start_iter}", group)
         self._is_compared = True
         self._num_steps += 1
 
@@ -357,7 +376,16 @@ class CompressorState:
             self._announced.add(phase.name)
             group = joined_group(self.process_group)
             between = self._nodes and self._nodes[1]
-            announce_start(phase.name, self.iter, gradient_bytes, sent_bytes, group, between)
+            is_resumed = self._is_resumed and self.iter > self.start_iter
+            announce_start(
+                phase.name, self.iter, gradient_bytes, sent_bytes, group, between, is_resumed=is_resumed
+            )
+            if sent_bytes >= gradient_bytes:
+                _logger_of(self).warning("%s saves no bytes%s.", phase.name, self._why_nothing_is_saved())
+
+    def _why_nothing_is_saved(self) -> str:
+        """Return words that go on after "saves no bytes", with the likely cause."""
+        return ""
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Prepare a step, before the first of its buckets is averaged. All ranks come here at the same step.
@@ -637,12 +665,25 @@ class CompressorState:
 
         Saved errors go to the parameters that they were saved for, whatever buckets these parameters are in.
         Errors that don't fit start at zero, with a warning. Another rank's errors are loaded, with a warning.
+        So are other options and settings than this state was given: assign yours again after loading.
 
         Raises TypeError for anything but a state_dict; KeyError for missing or unknown keys; ValueError for
         an unknown version, another compressor, or any other value that doesn't fit. After an error the state
         is unchanged.
         """
-        self._load_checked(self.checked(state_dict))
+        checked = self.checked(state_dict)
+        arguments = inspect.signature(type(self)).parameters.values()
+        defaults = {
+            each.name.replace("start_powerSGD_iter", "start_iter"): each.default for each in arguments
+        }
+        if texts := checkpoint.replaced(self._options, self._settings, checked, defaults):
+            _logger_of(self).warning(
+                "%s: the checkpoint changes what this state was made with: %s. Its options count; to use "
+                "yours, assign them after load_state_dict.",
+                self.algorithm,
+                ", ".join(texts),
+            )
+        self._load_checked(checked)
         self._warn_of_another_ranks_errors()
 
     def checked(self, state_dict: Any) -> dict[str, Any]:
@@ -658,7 +699,7 @@ class CompressorState:
         self._memories.load(checked["parameters"], checkpoint.memories_of(checked, self._options_class))
         for name in PROGRESS:
             setattr(self, name, checked[name])
-        self._is_compared, self._was_loaded = False, True
+        self._is_compared, self._was_loaded, self._is_resumed = False, True, True
         self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
 
     def _contents(self) -> Any:
@@ -754,6 +795,24 @@ def _logger_of(state: CompressorState) -> logging.Logger:
 
 def _has_one_compressor(state_class: type[CompressorState]) -> bool:
     return hasattr(state_class, "_compressor")
+
+
+def _require_usable(compressor: type[Compressor], options: Any) -> None:
+    """Raise TypeError for a compressor that a small bucket shows to lack options, or a number of elements."""
+    name = compressor.__name__
+    try:
+        made = compressor(BucketSpec(((4, 4), (4,)), torch.float32, torch.device("cpu"), 1, 0), options)
+    except AttributeError as error:
+        if options is None and "NoneType" in str(error):
+            raise TypeError(f"{name} takes options, but CompressorState got none: {error}") from error
+        return
+    except Exception:  # it may need a real bucket, or a process group
+        return
+    if not isinstance(made.sent_numel, int):
+        raise TypeError(
+            f"{name}.sent_numel is {made.sent_numel!r}, but must be an int: the number of elements of an "
+            "all-reduce that sends as many bytes"
+        )
 
 
 def _is_frozen(options: Any) -> bool:

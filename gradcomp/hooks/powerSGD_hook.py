@@ -183,6 +183,12 @@ class PowerSGDState(CompressorState):
             return Phase(name, QuantizedStart, options, warms_up=PowerSGDCompressor)
         return Phase(self.algorithm, PowerSGDCompressor, options)
 
+    def _why_nothing_is_saved(self) -> str:
+        return (
+            f": no matrix is large enough for rank {self.matrix_approximation_rank}, as each must be "
+            f"compressed at least {self.min_compression_rate:g} times (min_compression_rate)"
+        )
+
     def end_step(self) -> None:
         super().end_step()
         self._waits_for_buckets = False

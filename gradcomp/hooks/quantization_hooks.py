@@ -66,6 +66,7 @@ class QuantizationState(CompressorState):
     """
 
     min_start_iter = 0
+    algorithm = "quantization_hook"
     _default_ranks_per_node = AUTO
     _compressor, _options_class = QuantizedCompressor, QuantizedOptions
 
