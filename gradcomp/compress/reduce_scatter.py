@@ -63,6 +63,8 @@ class QuantizedReduceScatter(ShardCompressor):
             self._error = torch.zeros(numel, dtype=wide, device=bucket.device)
         self._place: int | None = None  # in the node, known from the first step on
         self._loaded: torch.Tensor | None = None  # until the next step
+        # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
+        self._just_loaded: torch.Tensor | None = None
         exact_bytes = (self._plan_options["exact_dtype"] or self._dtype).itemsize
         _, num_bytes = self._layout.sections(self._plan_options["bits"], exact_bytes)
         # The number of elements in a reduce-scatter that sends as many bytes.
@@ -131,7 +133,8 @@ class QuantizedReduceScatter(ShardCompressor):
         if self._place not in (None, place) and self._loaded is None and self._error is not None:
             self._loaded = self.state()["error"]  # the nodes have changed
         self._place = place
-        rest, self._loaded = self._loaded, None
+        rest = self._just_loaded = self._loaded
+        self._loaded = None
         if rest is None or self._error is None:
             return None
         self._error.zero_()
