@@ -22,12 +22,16 @@ def users_environment(**changes: str) -> dict[str, str]:
 
 
 def run_python(
-    *arguments: str | Path, stderr: int = subprocess.PIPE, timeout_s: float = 120, **environment: str
+    *arguments: str | Path,
+    stderr: int = subprocess.PIPE,
+    timeout_s: float = 120,
+    cwd: Path = ROOT,
+    **environment: str,
 ) -> "subprocess.CompletedProcess[str]":
     """Run `python arguments` in the checkout, as a user does; scripts elsewhere import this gradcomp, too."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
+        cwd=cwd,
         env=users_environment(PYTHONPATH=str(ROOT)) | environment,
         stdout=subprocess.PIPE,
         stderr=stderr,

@@ -46,8 +46,6 @@ from types import SimpleNamespace
 step, run = 99, SimpleNamespace(log=lambda values, step: None)
 """,
     ("docs/new_compressor.md", 1): "model = DistributedDataParallel(new_model())",
-    # One script, block after block.
-    **{("docs/quick_start.md", number): "" for number in range(1, 6)},
     ("docs/checkpoints.md", 1): "",
     ("docs/checkpoints.md", 3): FRESH + "old_world_size = world_size",
     ("docs/checkpoints.md", 4): "",
@@ -84,6 +82,8 @@ WITHOUT_GROUP = {
 RUN_ELSEWHERE = {
     ("docs/testing.md", 5): "tests/testing/test_documentation.py",
     ("docs/new_compressor.md", 2): "tests/compress/test_new_compressor.py",
+    # One script, block after block.
+    **{("docs/quick_start.md", number): "tests/docs/test_quick_start.py" for number in range(7)},
     # test_pages.py, there, runs every block of these pages.
     **{
         (f"docs/{page}", number): "tests/frameworks/recipes.py"
@@ -104,6 +104,7 @@ NOT_RUN = [
     ("docs/demo.md", "reducer: torch", PRINTED),
     ("docs/fsdp.md", "disable_fsdp_gradient_division(model)", "a patch of torchtitan, run by hand"),
     ("docs/fsdp.md", "backward  ── block 2", PICTURE),
+    ("docs/quick_start.md", "torchrun --nproc-per-node 2 time", "run by tests/docs/test_quick_start.py"),
     ("docs/recording.md", "gradcomp: PowerSGD compresses", PRINTED),
     ("docs/recording.md", "GRADCOMP_QUIET=1", "a setting before a script of the user's"),
     ("docs/recording.md", "python -m gradcomp report", "run by tests/recordings"),
