@@ -101,7 +101,7 @@ class Memory:
         if self.device != device or self.made_by is not make:
             self.save_and_drop_compressor()
         if self.compressor is None:
-            self.compressor = make(self._spec(device, world_size, seed, ranks_per_node), self.options)
+            self.compressor = _made(make, self._spec(device, world_size, seed, ranks_per_node), self.options)
             self.device, self.made_by = device, make
             saved, self.saved = self.saved, None
             if saved is not None:
@@ -244,6 +244,23 @@ class BucketPart:
             parts = flat.split([each.stop - each.start for each in self.slices])
             for each, part in zip(self.slices, parts, strict=True):
                 buffer[each] = part
+
+
+def _made(make: MakesCompressors, bucket: BucketSpec, options: Any) -> Compressor:
+    """Make a compressor. Raises TypeError if it lacks options, or counts no whole elements."""
+    name = getattr(make, "__name__", type(make).__name__)
+    try:
+        made = make(bucket, options)
+    except AttributeError as error:
+        if options is None and "NoneType" in str(error):
+            raise TypeError(f"{name} takes options, but CompressorState got none: {error}") from error
+        raise
+    if not isinstance(made.sent_numel, int):
+        raise TypeError(
+            f"{name}.sent_numel is {made.sent_numel!r}, but must be an int: the number of elements of an "
+            "all-reduce that sends as many bytes"
+        )
+    return made
 
 
 def _copied(state: State | None) -> State | None:

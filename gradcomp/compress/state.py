@@ -42,7 +42,7 @@ from ..rules import described
 from . import checkpoint
 from .announcement import announce_start, say
 from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
-from .compressor import BucketSpec, Compressor, MakesCompressors, ShardCompressor, errors_in
+from .compressor import Compressor, MakesCompressors, ShardCompressor, errors_in
 from .memories import BucketMemories, BucketPart, Memory
 
 # A state with more exact steps than this before compression says so in its first step.
@@ -153,8 +153,6 @@ class CompressorState:
             raise TypeError(
                 f"CompressorState takes a frozen dataclass or None as its options, got {options!r}"
             )
-        if not _has_one_compressor(type(self)):
-            _require_usable(compressor, options)
         settings = Settings(start_iter, random_seed, compression_stats_logging_frequency)
         self._require_start(settings.start_iter, options)
         self._compressor, self._options_class = compressor, type(options)
@@ -795,24 +793,6 @@ def _logger_of(state: CompressorState) -> logging.Logger:
 
 def _has_one_compressor(state_class: type[CompressorState]) -> bool:
     return hasattr(state_class, "_compressor")
-
-
-def _require_usable(compressor: type[Compressor], options: Any) -> None:
-    """Raise TypeError for a compressor that a small bucket shows to lack options, or a number of elements."""
-    name = compressor.__name__
-    try:
-        made = compressor(BucketSpec(((4, 4), (4,)), torch.float32, torch.device("cpu"), 1, 0), options)
-    except AttributeError as error:
-        if options is None and "NoneType" in str(error):
-            raise TypeError(f"{name} takes options, but CompressorState got none: {error}") from error
-        return
-    except Exception:  # it may need a real bucket, or a process group
-        return
-    if not isinstance(made.sent_numel, int):
-        raise TypeError(
-            f"{name}.sent_numel is {made.sent_numel!r}, but must be an int: the number of elements of an "
-            "all-reduce that sends as many bytes"
-        )
 
 
 def _is_frozen(options: Any) -> bool:

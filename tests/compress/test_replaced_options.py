@@ -13,6 +13,7 @@ from tests.hooks.powersgd_oracle import Bucket, random_gradient
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
+SHAPES = [(40, 30), (17,)]
 CHANGES = "the checkpoint changes what this state was made with"
 
 
@@ -92,13 +93,16 @@ class Half(Compressor):
 
 
 def test_a_compressor_that_lacks_options_or_counts_parts_of_elements():
-    with pytest.raises(TypeError, match="Half takes options, but CompressorState got none"):
-        CompressorState(Half)
-    with pytest.raises(TypeError, match=r"Half.sent_numel is 2.0, but must be an int"):
-        CompressorState(Half, Options())
+    def run(rank, group, options, message):
+        state = CompressorState(Half, options, group)
+        buckets = [Bucket(random_gradient(SHAPES, rank, step, torch.float32), SHAPES) for step in range(3)]
+        for bucket in buckets[:2]:
+            compress_hook(state, bucket).wait()
+        with pytest.raises(TypeError, match=message):
+            compress_hook(state, buckets[2])
 
-
-SHAPES = [(40, 30), (17,)]
+    run_ranks(run, 2, None, "Half takes options, but CompressorState got none")
+    run_ranks(run, 2, Options(), r"Half.sent_numel is 121.7\d*, but must be an int")
 
 
 def said(caplog, hook, state_of, num_steps):

@@ -55,9 +55,9 @@ def messages(rank, call, hook_name, folder):
 
 
 CALLS = {
-    "CommHook.state_dict": ("consolidated_state_dict", "save the state of QuantizedCompressor"),
+    "CommHook.state_dict": ("consolidated_state_dict", "save the state of quantization_hook"),
     "consolidated_state_dict": ("consolidated_state_dict", "save the state of PowerSGD"),
-    "load_from_dcp": ("load_from_dcp", "load the state of QuantizedCompressor"),
+    "load_from_dcp": ("load_from_dcp", "load the state of quantization_hook"),
     "Recorder.complete": ("Recorder.complete", "find the relative errors of the recorded rows"),
 }
 

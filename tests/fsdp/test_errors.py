@@ -171,7 +171,7 @@ def differ(rank, odd_rank, what):
     ("what", "odd_rank", "message"),
     [
         ("options", 3, "bits.*8"),
-        ("no state", 0, "state is .*QuantizedCompressor"),
+        ("no state", 0, "state is .*quantization_hook"),
         ("modules", 2, r"shapes\[\d\] is"),
     ],
 )

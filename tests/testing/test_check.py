@@ -32,9 +32,10 @@ def test_our_hooks_hold_what_they_claim(name):
         assert "bucket_insensitive" in held
     else:
         with_state = {"error_feedback_identity", "held_back_comes_out", "checkpoint_round_trip"}
-        assert held >= with_state | {"bounded_memory"}
+        # What a state of auto_hook keeps depends on the candidate in use.
+        assert held >= with_state | ({"bounded_memory"} if name != "auto" else set())
         assert ("contraction" in held) == (name != "int8")  # int8 is near enough to count as averaging
-        has_rank = "batched" not in name and not name.startswith("int")
+        has_rank = "batched" not in name and not name.startswith(("int", "auto"))
         assert ("exact_up_to_rank" in held) == ("no_error_where_exact" in held) == has_rank
     assert all(
         verdict.num_examples >= 2 for verdict in report.verdicts.values() if verdict.outcome == "holds"

@@ -73,7 +73,7 @@ def test_every_hook_is_to_keep_zeros_unless_it_multiplies_factors():
     batched = claims.pop("batched r=1")
     assert batched is None
     assert {name: kept for name, kept in claims.items() if kept != "elements"} == dict.fromkeys(
-        ("PowerSGD r=1", "r=4", "PowerSGD r=1, fp16"), "lines"
+        ("PowerSGD r=1", "r=4", "PowerSGD r=1, fp16", "auto"), "lines"
     )
 
 
