@@ -1,7 +1,7 @@
-"""Local steps in place of an average in every step; see gradcomp.local_steps.
+"""Local steps instead of an average in every step; see gradcomp.local_steps.
 
-A run is named "local:20:int4:momentum=0.9": the local steps, what the pseudo-gradients are sent in, and
-settings. Without settings it is LocalSteps' default.
+A run is named "local:20:int4:momentum=0.9": the number of local steps, the hook for the pseudo-gradients, and
+settings. The others are LocalSteps' defaults.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MOMENTS = ("keep", "average", "reset")
 class LocalOptions:
     """The settings of a run.
 
-    every: local steps between exchanges. sent_in: "none", or a hook's name with "-" in place of ":".
+    every: local steps between exchanges. sent_in: "none", or a hook's name with "-" instead of ":".
     lr, momentum: of the outer SGD, with Nesterov momentum if that isn't 0.
     inner: the factor of the inner optimizer's learning rate. A rank's own gradients are noisier than their
         mean, so that Adam's steps are shorter.
     fragments, delay: LocalSteps'.
-    moments: what becomes of the inner optimizer's moments at an exchange.
-    start: steps after each of which all weights are averaged first, as other hooks begin with plain steps.
-        Their bytes don't count, as theirs don't.
+    moments: one of MOMENTS, done to the inner optimizer's moments at an exchange.
+    start: first steps; after each of them all weights are averaged, uncompressed. Their bytes don't count,
+        like the bytes of other hooks' plain first steps.
     """
 
     every: int

@@ -27,7 +27,7 @@ FACTORS: dict[str, dict[str, torch.dtype]] = {
     "int8": {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
 }
 ALONE = "alone"  # every rank trains by itself
-LOCAL = "local"  # every rank trains by itself, but for an average every so many steps
+LOCAL = "local"  # every rank trains by itself, but for an average every few dozen steps
 OTHERS = ("none", "allreduce", "fp16", "bf16", "int8", "int4", "int4:256", ALONE)
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 

@@ -4,8 +4,8 @@
 
 For every number of hosts, link and model it times steps with each hook, gradcomp's and torch's, on torch's
 DistributedDataParallel, on gradcomp's, and on FSDP2, and then trains to a validation loss with some of them.
-It needs Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Rows are written to --out
-as they are measured, then tables and a picture; --report only draws those of earlier rows.
+It needs Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Every row is written
+to --out at once; tables and a picture follow. --report only draws tables and pictures of earlier rows.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
 LOCAL = ("20", "20:int4", "20:int4:delay=5")
 # With several ranks per host, quantized averages go by nodes; these don't.
 FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
-# FSDP2 shards over all ranks, and its reduce-scatter is compressed: (whose, hook).
+# FSDP2 shards over all ranks, and its reduce-scatter is compressed: (made by, hook).
 SHARDED = (
     *(("gradcomp", hook) for hook in ("none", "bf16", "int8", "int4")),
     ("torch", "bf16"),  # as reduce_dtype
 )
-# Trained to a validation loss on torch's DDP: (whose, hook).
+# Trained to a validation loss on torch's DDP: (made by, hook).
 TO_LOSS = (
     *(
         ("gradcomp", hook)
@@ -78,9 +78,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     text = "numbers of ranks on each host, comma-separated (default 1)"
     parser.add_argument("--ranks-per-host", type=numbers, default=[1], help=text)
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default %(default)s)")
-    text = "only hooks whose name starts so, comma-separated (default: every hook)"
+    text = "only hooks that start with these names, comma-separated (default: every hook)"
     parser.add_argument("--hooks", default="", help=text)
-    text = "in place of all other rows, auto_hook beside its candidates, in so many runs (default: none)"
+    text = (
+        "instead of all other rows: auto_hook beside its candidates, in this number of runs (default: none)"
+    )
     parser.add_argument("--auto", type=int, default=0, metavar="RUNS", help=text)
     text = "with --auto: the links between which the rate changes in mid-run (default %(default)s)"
     parser.add_argument("--change", default="10000,100", help=text)
@@ -88,11 +90,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help=text)
     text = "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200)"
     parser.add_argument("--loss-links", default="200", help=text)
-    text = "train to a loss with so many seeds, of weights and batches (default %(default)s)"
+    text = "the number of seeds, of weights and batches, to train to a loss with (default %(default)s)"
     parser.add_argument("--loss-seeds", type=positive, default=1, help=text)
     text = "the longest time to a loss, per hook (default %(default)s)"
     parser.add_argument("--loss-seconds", type=float, default=150.0, help=text)
-    text = "start nothing after so many minutes (default %(default)s)"
+    text = "minutes after which nothing more is started (default %(default)s)"
     parser.add_argument("--minutes", type=float, default=45.0, help=text)
     text = "folder of rows, tables and picture (default %(default)s)"
     parser.add_argument("--out", type=Path, default=Path("build/network"), help=text)
@@ -121,7 +123,7 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
         hooks += [("gradcomp", hook, "local steps") for hook in LOCAL]
-        hooks += [(whose, hook, "fsdp2") for whose, hook in SHARDED]
+        hooks += [(made_by, hook, "fsdp2") for made_by, hook in SHARDED]
     if options.auto:
         yield from auto_jobs(options, ranks_per_host)
         return
@@ -129,14 +131,14 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
         if mbit_per_s is not None:
             yield mbit_per_s, {"job": "link"}
         for model in options.models:
-            for whose, hook, wrapper in hooks:
+            for made_by, hook, wrapper in hooks:
                 if hook.startswith(wanted):
-                    names = {"model": model, "hooks": whose, "hook": hook, "wrapper": wrapper}
+                    names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": wrapper}
                     yield mbit_per_s, {"job": "steps", **names, "seconds": options.seconds}
     trained = product(range(options.loss_seeds), options.loss_links, options.models, TO_LOSS)
-    for seed, mbit_per_s, model, (whose, hook) in trained if (hosts, ranks_per_host) == (2, 1) else ():
+    for seed, mbit_per_s, model, (made_by, hook) in trained if (hosts, ranks_per_host) == (2, 1) else ():
         if hook.startswith(wanted):
-            names = {"model": model, "hooks": whose, "hook": hook, "wrapper": "torch", "seed": seed}
+            names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": "torch", "seed": seed}
             limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
             yield mbit_per_s, {"job": "loss", **names, "start_iter": START_ITER, **limits}
 

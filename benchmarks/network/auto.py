@@ -1,4 +1,4 @@
-"""auto_hook over throttled links: what it chooses, and how long its step takes beside every fixed hook's.
+"""auto_hook over throttled links: its choice, and its step beside every fixed hook's step.
 
 Job "auto" trains with auto_hook until its trial is over. Then steps of auto_hook and of each of its
 candidates take turns, each on a model of its own. Job "change" goes on with that training after the link's

@@ -41,7 +41,7 @@ from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.quantization_hooks import QuantizationState
 
 TIMEOUT = timedelta(seconds=60)
-WARM_UP_STEPS = 5  # torch's DDP arranges its buckets anew after the first; compression starts after the third
+WARM_UP_STEPS = 5  # torch's DDP rearranges its buckets after the first; compression starts after the third
 START_ITER = 3
 MIN_STEPS, MAX_STEPS = 5, 40
 VALIDATE_EVERY = 5

@@ -1,4 +1,4 @@
-"""Time a training step as it is, and with a hook that sends nothing.
+"""Time a training step without a hook, and with a hook that sends nothing.
 
 torchrun --nproc-per-node 2 time_your_step.py
 """
@@ -53,6 +53,6 @@ def ms_per_step(hook=None, steps=20):
     return (now() - start) / steps * 1e3
 
 
-as_it_is, without_network = ms_per_step(), ms_per_step(debugging_hooks.noop_hook)
+without_hook, without_network = ms_per_step(), ms_per_step(debugging_hooks.noop_hook)
 if dist.get_rank() == 0:
-    print(f"{as_it_is:.1f} ms per step, {without_network:.1f} ms if communication were free")
+    print(f"{without_hook:.1f} ms per step, {without_network:.1f} ms if communication were free")

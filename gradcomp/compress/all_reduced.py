@@ -1,6 +1,6 @@
 """A plain all-reduce as a compressor, in the bucket's dtype or in 16 bits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,11 +46,12 @@ class AllReducedCompressor(Compressor):
         self._pending = PendingErrors(bucket.shapes, range(len(bucket.shapes)))
         self._unused: Sequence[int] = ()
         self._has_loaded = False
-        numel = sum(bucket.numels)
         # Kept from step to step: a CPU's new memory takes longer to write for the first time.
         self._wire: torch.Tensor | None = None
         self._spec = bucket
-        self.sent_numel = -(-numel * (self._dtype or bucket.dtype).itemsize // bucket.dtype.itemsize)
+        self.sent_numel = -(
+            -sum(bucket.numels) * (self._dtype or bucket.dtype).itemsize // bucket.dtype.itemsize
+        )
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Keep these tensors' errors."""
@@ -64,34 +65,30 @@ class AllReducedCompressor(Compressor):
         """Average in two stages; by nodes, in four. Yields each collective in progress."""
         self._pending.add_to(flat, self._unused)
         if self._ranks_per_node == 1:
-            yield from self._sum(flat, group, self._scale, LastWork)
+            yield from self._sum(flat, group, self._scale, is_last=True)
             return
         nodes = nodes_of(group, self._ranks_per_node)
 
         def between(part: torch.Tensor) -> Stages:
-            yield from self._sum(part, nodes.between, 1.0)
+            yield from self._sum(part, nodes.between, 1.0, is_last=False)
             return part
 
         yield from reduce_by_nodes(flat, nodes, between, self._scale)
 
-    def _sum(
-        self,
-        flat: torch.Tensor,
-        group: dist.ProcessGroup,
-        scale: float,
-        kind: Callable[[dist.Work], dist.Work] = lambda work: work,
-    ) -> Works:
-        """Sum scale · flat over a group, in place. kind: LastWork if no collective comes after it."""
+    def _sum(self, flat: torch.Tensor, group: dist.ProcessGroup, scale: float, *, is_last: bool) -> Works:
+        """Sum scale · flat over a group, in place. is_last: whether no collective of the bucket follows."""
+        wire = flat
         if self._dtype is None:
             if scale != 1.0:
                 flat.mul_(scale)
-            yield kind(dist.all_reduce(flat, group=group, async_op=True))
-            return
-        if self._wire is None:
-            self._wire = flat.new_empty(flat.numel(), dtype=self._dtype)
-        ops.compress_cast(flat, out=self._wire, scale=scale, overwrite=True)
-        yield kind(dist.all_reduce(self._wire, group=group, async_op=True))
-        ops.decompress_cast(self._wire, out=flat)
+        else:
+            if self._wire is None:
+                self._wire = flat.new_empty(flat.numel(), dtype=self._dtype)
+            wire = ops.compress_cast(flat, out=self._wire, scale=scale, overwrite=True)
+        work = dist.all_reduce(wire, group=group, async_op=True)
+        yield LastWork(work) if is_last else work
+        if wire is not flat:
+            ops.decompress_cast(wire, out=flat)
 
     def state(self) -> State:
         # On every rank or on none, whichever ranks have sent their errors.

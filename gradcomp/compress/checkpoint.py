@@ -137,17 +137,16 @@ def _fields(options_class: type) -> tuple[Any, ...]:
     return fields(options_class) if is_dataclass(options_class) else ()
 
 
-def replaced(
-    options: Any, settings: Settings, checked_dict: dict[str, Any], defaults: dict[str, Any]
-) -> list[str]:
+def replaced(options: Any, settings: Settings, checked_dict: dict[str, Any], default: Settings) -> list[str]:
     """Name the options and settings of a state that a checked state_dict changes, except from their defaults.
 
-    defaults: of a new state's arguments, by name.
+    default: a new state's settings.
 
     Returns the texts of `changes`.
     """
+    defaults = asdict(default)
     with suppress(TypeError, ValueError):  # options may have no default
-        defaults = {**as_dict(type(options)()), **defaults}
+        defaults |= as_dict(type(options)())
     own = {**as_dict(options), **asdict(settings)}
     given = {name: value for name, value in own.items() if name not in defaults or defaults[name] != value}
     return changes(given, {**checked_dict["options"], **asdict(settings_of(checked_dict))})

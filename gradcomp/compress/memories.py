@@ -114,12 +114,17 @@ class Memory:
             self.saved, self.compressor = self.compressor.state() or None, None
 
     def warm_up(
-        self, later: MakesCompressors, device: torch.device, world_size: int, ranks_per_node: int = 1
+        self,
+        later: Iterable[MakesCompressors],
+        device: torch.device,
+        world_size: int,
+        ranks_per_node: int = 1,
     ) -> None:
         """Warm up what will make this bucket's compressors. Does nothing after the first call."""
         if not self._is_warmed_up:
             self._is_warmed_up = True
-            later.warm_up(self._spec(device, world_size, 0, ranks_per_node), self.options)
+            for each in later:
+                each.warm_up(self._spec(device, world_size, 0, ranks_per_node), self.options)
 
     def _spec(self, device: torch.device, world_size: int, seed: int, ranks_per_node: int) -> BucketSpec:
         return BucketSpec(tuple(self.shapes), self.dtype, device, world_size, seed, ranks_per_node)

@@ -15,7 +15,6 @@ So a step ends in one of three ways:
     a bucket brings a parameter for the second time: the previous step has ended, and a new step begins
 """
 
-import inspect
 import logging
 import math
 import weakref
@@ -55,13 +54,13 @@ class Phase(NamedTuple):
     name: the algorithm's name in log lines.
     compressor: the class of the buckets' compressors, or what makes them; None for plain averages.
     options: the compressors' options.
-    warms_up: what makes a later phase's compressors, to be warmed up in these steps; None for no warm-up.
+    warms_up: what makes the compressors of later phases, to be warmed up in these steps.
     """
 
     name: str
     compressor: MakesCompressors | None
     options: Any
-    warms_up: MakesCompressors | None = None
+    warms_up: tuple[MakesCompressors, ...] = ()
 
 
 class _Attribute:
@@ -124,6 +123,7 @@ class CompressorState:
 
     min_start_iter = 2
     _default_ranks_per_node: int | str = 1
+    _default_start_iter = 2
     # A subclass with one fixed compressor sets both: its pickled states hold plain types and name no class.
     _compressor: type[Compressor]
     _options_class: type
@@ -142,7 +142,7 @@ class CompressorState:
         options: Any = None,
         process_group: Any = None,
         *,
-        start_iter: int = 2,
+        start_iter: int = _default_start_iter,
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         ranks_per_node: int | str | None = None,
@@ -217,10 +217,9 @@ class CompressorState:
                 {**checkpoint.as_dict(some), **asdict(other)}
                 for some, other in ((self._options, self._settings), (options, settings))
             )
-            texts = ", ".join(checkpoint.changes(own, new))
-            _logger_of(self).info(
-                "%s: changed at step %s: %s.", self.algorithm, self.iter, texts or "nothing"
-            )
+            if texts := checkpoint.changes(own, new):
+                shown = ", ".join(texts)
+                _logger_of(self).info("%s: changed at step %s: %s.", self.algorithm, self.iter, shown)
         self._options, self._settings, self._is_compared = options, settings, False
 
     @property
@@ -272,7 +271,7 @@ class CompressorState:
     def phase(self, options: Any) -> Phase:
         """Return how the current step averages buckets with these options."""
         if self.iter < self.start_iter:
-            return Phase(self.algorithm, None, options, warms_up=self._compressor)
+            return Phase(self.algorithm, None, options, warms_up=(self._compressor,))
         return Phase(self.algorithm, self._compressor, options)
 
     @property
@@ -461,7 +460,7 @@ class CompressorState:
         else:
             self._warn_of_another_ranks_errors(group)
             future = self._average_compressed(hook_name, bucket, group, phase.compressor, parts)
-        if phase.warms_up is not None:  # warm-up runs while this step's collectives are in progress
+        if phase.warms_up:  # warm-up runs while this step's collectives are in progress
             for part in parts:
                 part.memory.warm_up(phase.warms_up, buffer.device, group.size(), self._num_ranks_per_node)
         self.maybe_increase_iter(bucket)
@@ -670,11 +669,8 @@ class CompressorState:
         is unchanged.
         """
         checked = self.checked(state_dict)
-        arguments = inspect.signature(type(self)).parameters.values()
-        defaults = {
-            each.name.replace("start_powerSGD_iter", "start_iter"): each.default for each in arguments
-        }
-        if texts := checkpoint.replaced(self._options, self._settings, checked, defaults):
+        default = Settings(self._default_start_iter)
+        if texts := checkpoint.replaced(self._options, self._settings, checked, default):
             _logger_of(self).warning(
                 "%s: the checkpoint changes what this state was made with: %s. Its options count; to use "
                 "yours, assign them after load_state_dict.",
@@ -775,8 +771,8 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
 def _of_shards(phase: Phase) -> Phase:
     """Return the phase with the classes that reduce-scatter. A later phase's class may have none."""
     assert phase.compressor is None or phase.compressor.of_shards is not None
-    compressor, warms_up = (each and each.of_shards for each in (phase.compressor, phase.warms_up))
-    return phase._replace(compressor=compressor, warms_up=warms_up)
+    later = tuple(each.of_shards for each in phase.warms_up if each.of_shards is not None)
+    return phase._replace(compressor=phase.compressor and phase.compressor.of_shards, warms_up=later)
 
 
 def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:

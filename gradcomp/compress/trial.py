@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 
 from gradcomp import ops
 
-from ..rules import COUNT
-from .checkpoint import require_keys
+from ..rules import COUNT, RANK
+from .checkpoint import counts, require_keys
 
 WARM_UP_STEPS = 2  # of each turn
 # A candidate that took this many times the fastest one's time in a round gets no turns in later rounds.
@@ -29,7 +29,7 @@ DROPPED_FROM = 1.5
 
 
 def choose(seconds: Sequence[float], tolerance: float, current: int | None = None) -> int:
-    """Return which candidate to use: the first whose step takes at most 1 + tolerance times the fastest.
+    """Return which candidate to use: the first that takes at most 1 + tolerance times the fastest.
 
     seconds: of a step, by candidate, the mildest first.
     current: the one in use, if there was an earlier trial. So that noise doesn't flip the choice, it stays
@@ -50,18 +50,22 @@ def choose(seconds: Sequence[float], tolerance: float, current: int | None = Non
 
 @dataclass
 class Trial:
-    """The turns of a trial, and its result.
+    """The turns of a trial, and its result. dataclasses.asdict makes a checkpoint of it.
 
     names: the candidates, the mildest first.
-    steps_per_turn, num_rounds, tolerance: AutoState's options.
+    place: the number of ranks, and of ranks per node, for which the result holds.
+    steps_per_turn, num_rounds, tolerance: AutoState's options when the trial began.
     before: the candidate that an earlier trial chose; None without one.
     taking_part: the candidates that take turns in this round.
     step: the number of steps in this round so far.
     seconds: by candidate, the median times of a step, one for each round.
+    sent_bytes: by candidate, the bytes that a rank sends per step; with nodes, a node.
     choice: the chosen candidate; None during the trial.
+    chosen_at: the number of the first step with the choice; 0 during the trial.
     """
 
     names: list[str]
+    place: tuple[int, int]
     steps_per_turn: int
     num_rounds: int
     tolerance: float
@@ -70,7 +74,9 @@ class Trial:
     step: int = 0
     round: int = 0
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
     choice: str | None = None
+    chosen_at: int = 0
 
     def __post_init__(self) -> None:
         self.taking_part = self.taking_part or list(self.names)
@@ -93,10 +99,11 @@ class Trial:
     def is_round_over(self) -> bool:
         return self.choice is None and self.step >= self.steps_per_turn * len(self.taking_part)
 
-    def end_round(self, seconds: Sequence[float]) -> None:
+    def end_round(self, seconds: Sequence[float], next_step: int) -> None:
         """Begin the next round, or choose.
 
-        seconds: of a step, for each candidate that takes part; inf if unknown. The same on all ranks.
+        seconds: of a step, for each candidate that takes part; inf if unknown. Equal on all ranks.
+        next_step: the number of the step that comes now.
         """
         for name, each in zip(self.taking_part, seconds, strict=True):
             if math.isfinite(each):
@@ -109,52 +116,62 @@ class Trial:
         if is_known and (self.round >= self.num_rounds or len(self.taking_part) == 1):
             before = self.names.index(self.before) if self.before in self.names else None
             self.choice = self.names[choose(list(self.medians().values()), self.tolerance, before)]
+            self.chosen_at = next_step
 
     def medians(self) -> dict[str, float]:
         """Return each candidate's median over the rounds, in seconds; inf for one that is unknown."""
         return {name: statistics.median(each) if each else math.inf for name, each in self.seconds.items()}
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what `from_dict` needs, in plain types."""
-        return {
-            "names": list(self.names),
-            "before": self.before,
-            "taking_part": list(self.taking_part),
-            "step": self.step,
-            "round": self.round,
-            "seconds": {name: list(each) for name, each in self.seconds.items()},
-            "choice": self.choice,
-        }
-
     @classmethod
-    def from_dict(cls, given: Any, steps_per_turn: int, num_rounds: int, tolerance: float) -> "Trial":
-        """Return the trial that as_dict() has described.
+    def from_dict(cls, given: Any) -> "Trial":
+        """Return the trial that dataclasses.asdict has described.
 
         Raises KeyError for missing and unknown entries, ValueError for entries that don't fit.
         """
-        expected = ("names", "before", "taking_part", "step", "round", "seconds", "choice")
-        require_keys("trial", given, expected)
-        names, taking_part = (
-            [str(each) for each in given[name]] if isinstance(given[name], list | tuple) else []
-            for name in ("names", "taking_part")
-        )
-        seconds = given["seconds"]
-        is_timed = isinstance(seconds, dict) and list(seconds) == names
-        if not names or not taking_part or not set(taking_part) <= set(names) or not is_timed:
-            raise ValueError(f"trial: names is {given['names']!r} and taking_part {given['taking_part']!r}")
+        require_keys("trial", given, [each.name for each in fields(cls)])
+        names, taking_part, seconds = given["names"], given["taking_part"], given["seconds"]
+        if not isinstance(names, list) or not all(isinstance(each, str) for each in names) or not names:
+            raise ValueError(f"trial: names is {names!r}, but must be a list of names")
+        if (
+            not isinstance(taking_part, list)
+            or not taking_part
+            or any(each not in names for each in taking_part)
+        ):
+            raise ValueError(f"trial: taking_part is {taking_part!r}, but must be some of {names}")
+        is_by_name = isinstance(seconds, dict) and list(seconds) == names
+        if not is_by_name or not all(isinstance(each, list) for each in seconds.values()):
+            raise ValueError(
+                f"trial: seconds is {seconds!r}, but must have a list of times for each of {names}"
+            )
         for name in ("choice", "before"):
-            if given[name] is not None and given[name] not in (names if name == "choice" else [given[name]]):
+            if given[name] not in (None, *names):
                 raise ValueError(f"trial: {name} is {given[name]!r}, but must be one of {names}")
-        times = {name: [_checked_time(name, each) for each in seconds[name]] for name in names}
-        steps, rounds = (COUNT(f"trial: {name}", given[name]) for name in ("step", "round"))
-        made = cls(names, steps_per_turn, num_rounds, tolerance, given["before"], taking_part, steps, rounds)
-        made.seconds, made.choice = times, given["choice"]
-        return made
+        place, sent_bytes = counts("trial: place", given["place"]), given["sent_bytes"]
+        if len(place) != 2 or not isinstance(sent_bytes, dict):
+            raise ValueError(
+                f"trial: place is {place} and sent_bytes {sent_bytes!r}, but must be two numbers and a dict"
+            )
+        numbers = {name: COUNT(f"trial: {name}", given[name]) for name in ("step", "round", "chosen_at")}
+        options = {name: RANK(f"trial: {name}", given[name]) for name in ("steps_per_turn", "num_rounds")}
+        return cls(
+            names,
+            (place[0], place[1]),
+            tolerance=_checked_time("tolerance", given["tolerance"]),
+            before=given["before"],
+            taking_part=taking_part,
+            seconds={
+                name: [_checked_time(f"a time of {name}", each) for each in seconds[name]] for name in names
+            },
+            sent_bytes={name: COUNT(f"trial: bytes of {name}", each) for name, each in sent_bytes.items()},
+            choice=given["choice"],
+            **numbers,
+            **options,
+        )
 
 
 def _checked_time(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"trial: a time of {name} is {value!r}, but must be finite and at least 0")
+        raise ValueError(f"trial: {name} is {value!r}, but must be finite and at least 0")
     return float(value)
 
 

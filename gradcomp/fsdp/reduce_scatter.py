@@ -14,28 +14,28 @@ from gradcomp.comm.consistency import require_same_group
 from gradcomp.compress import CompressorState
 
 from .checks import check_state, checked_groups, raise_on_all, require_agreement
-from .param_groups import ParamGroup, call_after_backward
+from .param_groups import ParamGroup, StepCounter, call_after_backward
 
 _WHOSE = "compress_reduce_scatter"
 _METHODS = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
 
 
-class ShardSums:
+class ShardSums(StepCounter):
     """Sums a model's shards with its state, and counts the state's steps.
 
     replicate_group: the ranks that hold the same shard, which FSDP2 averages afterwards; None without.
     """
 
     def __init__(self, state: CompressorState, replicate_group: dist.ProcessGroup | None):
+        super().__init__(state.end_step)
         self._state, self._replicate_group = state, replicate_group
-        self._is_in_step = False
 
     def sum(self, bucket: ShardBucket) -> None:
         """Write the sum of this rank's shard; on CUDA, for what the current stream does next.
 
         Raises the errors of the state's hook: in a state's first step on every rank of the model.
         """
-        self._is_in_step = True
+        self.begin()
         if self._state.is_compared or self._replicate_group is None:
             self._sum(bucket)
             return
@@ -49,12 +49,6 @@ class ShardSums:
 
     def _sum(self, bucket: Any) -> None:
         self._state.average(_WHOSE, bucket).wait()
-
-    def end_of_backward(self) -> None:
-        """Count a step if this backward has summed anything."""
-        if self._is_in_step:
-            self._state.end_step()
-        self._is_in_step = False
 
 
 class CompressedReduceScatter:

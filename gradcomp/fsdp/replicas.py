@@ -18,18 +18,18 @@ from gradcomp.comm.process_group import Operation, require_group
 from gradcomp.compress import CompressorState, compress_hook
 
 from .checks import check_state, checked_groups, raise_on_all, require_agreement
-from .param_groups import ParamGroup, call_after_backward
+from .param_groups import ParamGroup, StepCounter, call_after_backward
 
 
-class ReplicaAverage:
+class ReplicaAverage(StepCounter):
     """Averages a model's buckets over its replicas, and counts its state's steps.
 
     state: None for an exact average in the bucket's dtype.
     """
 
     def __init__(self, replicate_group: dist.ProcessGroup, state: CompressorState | None):
+        super().__init__(None if state is None else state.end_step)
         self.group, self._state = replicate_group, state
-        self._is_in_step = False
 
     def average(self, bucket: GradBucket, shard_group: dist.ProcessGroup) -> None:
         """Average a bucket in place; on CUDA, for what the current stream does next.
@@ -37,7 +37,7 @@ class ReplicaAverage:
         Raises the errors of the state's hook. In a state's first step an error of one rank is raised on every
         rank. Later the other ranks notice when the process ends, or by their time-out.
         """
-        self._is_in_step = True
+        self.begin()
         if self._state is None or self._state.is_compared:
             self._average(bucket)
             return
@@ -57,12 +57,6 @@ class ReplicaAverage:
                 average_in_place(bucket, self.group, operation).wait()
             else:
                 compress_hook(self._state, bucket).wait()
-
-    def end_of_backward(self) -> None:
-        """Count a step if this backward has averaged anything."""
-        if self._is_in_step and self._state is not None:
-            self._state.end_step()
-        self._is_in_step = False
 
 
 class AllReduceHook:

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,19 @@ from gradcomp.compress import checkpoint
 from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.compress.announcement import say, shown_bytes
 from gradcomp.compress.checkpoint import Settings, require_error
-from gradcomp.compress.compressor import BucketSpec, Choice, Compressor, State
+from gradcomp.compress.compressor import Choice, Compressor, State
 from gradcomp.compress.named import BY_NODES, NamedHook
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.compress.trial import WARM_UP_STEPS, StepClock, Trial
-from gradcomp.rules import COUNT, Rule, check_fields, checked_field, described
+from gradcomp.rules import Rule, check_fields, checked_field, described
 
 __all__ = ["CANDIDATES", "AutoState", "auto_hook"]
 
 # Names as in docs/accuracy.md, the mildest first.
 CANDIDATES = ("none", "bf16", "int8", "int4", "powersgd:16:int8", "powersgd:8:int8")
-# After the trial: a step is slow if it takes this many times the step of the trial. So many slow steps in a
-# row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the next check.
+# After the trial: a step is slow if it takes this many times the step of the trial. MAX_SLOW_STEPS
+# in a row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the
+# next check.
 SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
 # A candidate that a plan predicts to take longer than this many times the fastest is not tried.
 PREDICTED_WITHIN = 1.5
@@ -96,8 +97,8 @@ class _AnyCandidate(Compressor):
 class AutoState(CompressorState):
     """The state that auto_hook is registered with: finds out which compression pays, and uses it.
 
-    Candidates take turns of a few training steps, round after round. Then, of the candidates, mildest first,
-    the first whose step takes at most `tolerance` longer than the fastest is used. "none" is a candidate.
+    Candidates take turns of a few training steps, round after round. Of the candidates, mildest first, the
+    first that takes at most `tolerance` longer per step than the fastest is used then. "none" is a candidate.
 
     process_group: the group that averages; None for the default one.
     candidates: names as in docs/accuracy.md, the mildest first: none, bf16, fp16, int8, int4, powersgd:RANK,
@@ -112,7 +113,7 @@ class AutoState(CompressorState):
     plan: a file with the output of `python -m gradcomp plan --json`. Candidates predicted to take more than
         1.5 times the fastest one's step are not tried. "none" always is.
     ranks_per_node: see QuantizationState.
-    clock: a function that returns seconds, in place of the device's events or time.perf_counter; for tests.
+    clock: a function that returns seconds, instead of the device's events or time.perf_counter; for tests.
 
     choice: the candidate in use after a trial; None before and during one.
 
@@ -126,6 +127,7 @@ class AutoState(CompressorState):
     """
 
     _default_ranks_per_node = AUTO
+    _default_start_iter = 10
     _compressor, _options_class = _AnyCandidate, AutoOptions
     algorithm = "auto_hook"
 
@@ -142,7 +144,7 @@ class AutoState(CompressorState):
         *,
         strongest: str | None = None,
         tolerance: float = 0.05,
-        start_iter: int = 10,
+        start_iter: int = _default_start_iter,
         steps_per_turn: int = 6,
         rounds: int = 3,
         retrial_every: int | None = 10_000,
@@ -175,12 +177,8 @@ class AutoState(CompressorState):
     def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
         super()._reset(process_group, settings, options)
         self._trial: Trial | None = None
-        # Of the trial: the number of ranks and of ranks per node, and the step after which it chose.
-        self._place: tuple[int, int] | None = None
-        self._chosen_at = 0
         self._clock = StepClock()
         self._choices: dict[str, Choice] = {}
-        self._sent_bytes: dict[str, int] = {}
         self._device = torch.device("cpu")
         self._num_slow = 0
         self._slow_on_ranks: ReducedValues | None = None
@@ -208,21 +206,22 @@ class AutoState(CompressorState):
                 {
                     "candidate": name,
                     "ms": seconds * 1e3 if math.isfinite(seconds) else None,
-                    "sent_bytes": self._sent_bytes.get(name),
+                    "sent_bytes": self._trial.sent_bytes.get(name),
                     "nats": None if cost is None else cost.nats,
                 }
             )
         return rows
 
     def compared_options(self) -> dict[str, Any]:
-        trial = None if self._trial is None else self._trial.as_dict()
+        trial = None if self._trial is None else asdict(self._trial)
         return super().compared_options() | checkpoint.as_dict(self.options) | {"the trial": trial}
 
     # --- steps ---
 
     def phase(self, options: AutoOptions) -> Phase:
         if self._trial is None:
-            return Phase(self.algorithm, None, options, warms_up=_Every(self))
+            later = tuple(map(self._choice, self._forms()))
+            return Phase(self.algorithm, None, options, warms_up=later)
         return Phase(self._trial.current, self._choice(self._trial.current), options)
 
     def _choice(self, name: str) -> Choice:
@@ -232,7 +231,7 @@ class AutoState(CompressorState):
             self._choices[name] = Choice(compressor, options, is_by_nodes=name.endswith(BY_NODES))
         return self._choices[name]
 
-    def _forms(self, device: torch.device) -> list[str]:
+    def _forms(self) -> list[str]:
         """Return the candidates' names, with nodes each flat and by nodes.
 
         On NCCL, buckets that aren't codes are all-reduced in rings, which go node by node already.
@@ -241,33 +240,36 @@ class AutoState(CompressorState):
             return list(self.candidates)
         forms = []
         for name in self.candidates:
-            has_two = NamedHook.named(name).is_quantized or not ops.has_streams(device)
+            has_two = NamedHook.named(name).is_quantized or not ops.has_streams(self._device)
             forms += [name + BY_NODES, name] if has_two else [name]
         return forms
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
-        place, names = (group.size(), self._num_ranks_per_node), self._names(group)
-        if self._trial is None or self._place != place or self._trial.names != names:
+        trial, names = self._trial, self._names(group)
+        if trial is None or (trial.place, trial.names) != (self._place(group), names):
             if self.iter >= self.start_iter:
-                self._place = place
-                self._begin_trial(names, before=None)
-        elif self._trial.choice is None:
-            if self._trial.is_round_over:
-                self._end_round(self._trial, group)
-        elif self.retrial_every is not None and self.iter - self._chosen_at >= self.retrial_every:
-            self._begin_trial(names, before=self._trial.choice)
+                self._begin_trial(group, before=None)
+        elif trial.choice is None:
+            if trial.is_round_over:
+                self._end_round(trial, group)
+        elif self.retrial_every is not None and self.iter - trial.chosen_at >= self.retrial_every:
+            self._begin_trial(group, before=trial.choice)
         elif self.iter % CHECK_EVERY == 0:
-            self._check_speed(self._trial, group)
+            self._check_speed(trial, group)
+
+    def _place(self, group: dist.ProcessGroup) -> tuple[int, int]:
+        """Return the number of ranks, and of ranks per node."""
+        return group.size(), self._num_ranks_per_node
 
     def _names(self, group: dist.ProcessGroup) -> list[str]:
         """Return the candidates of a trial. A single rank averages nothing, so nothing can pay."""
-        return self._forms(self._device) if group.size() > 1 else [self.candidates[0]]
+        return self._forms() if group.size() > 1 else [self.candidates[0]]
 
-    def _begin_trial(self, names: list[str], before: str | None) -> None:
-        options = self.options
-        self._trial = Trial(names, options.steps_per_turn, options.rounds, options.tolerance, before)
-        self._chosen_at = self.iter
+    def _begin_trial(self, group: dist.ProcessGroup, before: str | None) -> None:
+        options, place, names = self.options, self._place(group), self._names(group)
+        self._trial = Trial(names, place, options.steps_per_turn, options.rounds, options.tolerance, before)
+        self._trial.chosen_at = self.iter
         self._clock.forget()
         self._num_slow, self._slow_on_ranks = 0, None
 
@@ -278,15 +280,15 @@ class AutoState(CompressorState):
             seconds.setdefault(name, []).append(each)
         medians = [_median(seconds[name]) for name in trial.taking_part]
         what = "compare the candidates' times of auto_hook"
-        trial.end_round(ReducedValues(what, medians, self._groups(group), self._device).wait())
+        agreed = ReducedValues(what, medians, self._groups(group), self._device).wait()
+        trial.end_round(agreed, self.iter)
         if trial.choice is not None:
-            self._chosen_at = self.iter
             say(self._decision(trial), group)
             if self.recorder is not None:
                 self.recorder.add_choice(self.iter, trial.choice, self.table)
 
     def _groups(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-        """Return the groups whose ranks choose alike: a step waits for the slowest shard, too."""
+        """Return the groups that choose alike: a step waits for the slowest shard, too."""
         return [group] if self.shard_group is None else [group, self.shard_group]
 
     def _decision(self, trial: Trial) -> str:
@@ -299,7 +301,7 @@ class AutoState(CompressorState):
             shown.append(f"{row['candidate']} {ms}{sent}{nats}")
         return (
             f"auto_hook uses {trial.choice} from step {self.iter} on: of the candidates, mildest first, the "
-            f"first whose step takes at most {trial.tolerance:.0%} longer than the fastest. Each with its "
+            f"first that takes at most {trial.tolerance:.0%} longer per step than the fastest. Each with its "
             f"time and bytes per step, and its cost in loss in docs/accuracy.md: {'; '.join(shown)}"
         )
 
@@ -311,7 +313,7 @@ class AutoState(CompressorState):
         before = self._slow_on_ranks
         if before is not None and before.wait()[0] >= MAX_SLOW_STEPS:
             say(f"auto_hook: {MAX_SLOW_STEPS} steps in a row were slow, so the trial is repeated", group)
-            self._begin_trial(trial.names, before=trial.choice)
+            self._begin_trial(group, before=trial.choice)
         else:
             what = "compare the speed of auto_hook's steps"
             self._slow_on_ranks = ReducedValues(what, [self._num_slow], self._groups(group), self._device)
@@ -324,21 +326,17 @@ class AutoState(CompressorState):
             self._trial.step += 1
 
     def _has_compressed(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
-        self._sent_bytes[phase.name] = sent_bytes
+        assert self._trial is not None  # only its candidates compress
+        self._trial.sent_bytes[phase.name] = sent_bytes
 
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything except the process group, in the format of CompressorState.state_dict.
 
-        It also has "trial": the trial's candidates, times, position and choice, the number of ranks and of
-        ranks per node that it holds for, the step of the choice, and the bytes sent; None before a trial.
+        It also has "trial", the fields of the trial; None before a trial.
         """
-        trial = None
-        if self._trial is not None:
-            place, at = list(self._place or ()), self._chosen_at
-            trial = {**self._trial.as_dict(), "place": place, "at": at, "sent": dict(self._sent_bytes)}
-        return {**super().state_dict(), "trial": trial}
+        return {**super().state_dict(), "trial": None if self._trial is None else asdict(self._trial)}
 
     def checked(self, state_dict: Any) -> dict[str, Any]:
         checkpoint.require_version(state_dict)
@@ -346,53 +344,18 @@ class AutoState(CompressorState):
         if "trial" in state_dict:
             state_dict = {name: value for name, value in state_dict.items() if name != "trial"}
         checked = super().checked(state_dict)
-        if trial is not None:
-            _trial_from(trial, AutoOptions(**checked["options"]))
-        return {**checked, "trial": trial}
+        return {**checked, "trial": None if trial is None else asdict(Trial.from_dict(trial))}
 
     def _load_checked(self, checked: dict[str, Any]) -> None:
         super()._load_checked(checked)
         self._clock.forget()
         self._num_slow, self._slow_on_ranks = 0, None
-        self._trial, self._place = None, None
-        if (trial := checked["trial"]) is not None:
-            self._trial, self._place, self._chosen_at, self._sent_bytes = _trial_from(trial, self.options)
-
-
-class _Every:
-    """Makes the first candidate's compressors, and warms up every candidate."""
-
-    of_shards = None
-
-    def __init__(self, state: AutoState):
-        self._state = state
-
-    def __call__(self, bucket: BucketSpec, options: Any) -> Compressor:
-        return self._state._choice(self._state.candidates[0])(bucket, options)
-
-    def warm_up(self, bucket: BucketSpec, options: Any) -> None:
-        for name in self._state._forms(bucket.device):
-            self._state._choice(name).warm_up(bucket, options)
+        trial = checked["trial"]
+        self._trial = None if trial is None else Trial.from_dict(trial)
 
 
 def _median(seconds: list[float]) -> float:
     return statistics.median(seconds) if seconds else math.inf
-
-
-def _trial_from(given: Any, options: AutoOptions) -> tuple[Trial, tuple[int, int], int, dict[str, int]]:
-    """Return (the trial, its place, the step of its choice, bytes sent) from a state_dict's "trial".
-
-    Raises KeyError for missing and unknown entries, ValueError for entries that don't fit.
-    """
-    own = ("place", "at", "sent")
-    checkpoint.require_keys("trial", {name: given[name] for name in own if name in given}, own)
-    rest = {name: value for name, value in given.items() if name not in own}
-    trial = Trial.from_dict(rest, options.steps_per_turn, options.rounds, options.tolerance)
-    place, sent = checkpoint.counts("trial: place", given["place"]), given["sent"]
-    if len(place) != 2 or not isinstance(sent, dict):
-        raise ValueError(f"trial: place is {place}, but must be two numbers; sent is {sent!r}")
-    num_bytes = {str(name): COUNT(f"trial: sent of {name}", each) for name, each in sent.items()}
-    return trial, (place[0], place[1]), COUNT("trial: at", given["at"]), num_bytes
 
 
 def _promising(names: list[str], path: Path) -> list[str]:
@@ -418,14 +381,14 @@ def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future
     """Average a bucket with the mildest compression that pays, which the state finds out by itself.
 
     The first state.start_iter steps are plain. Then candidates take turns, a few steps each, in several
-    rounds: about 100 steps in all. From then on, of the candidates, mildest first, the first whose step takes
-    at most state.tolerance longer than the fastest is used, until the next trial. One line says so.
+    rounds: about 100 steps in all. From then on, of the candidates, mildest first, the first that takes at
+    most state.tolerance longer per step than the fastest is used, until the next trial. One line says so.
 
-    On the wire: what the candidate in use sends; see default_hooks, quantization_hook and powerSGD_hook. A
-    trial adds an all-reduce of one number per candidate for every round; later every 25th step adds one of a
-    single number.
-    State: the candidate's errors. They are passed on when the candidate changes, so a sum of averages lacks
-    no gradient; directions of PowerSGD start anew.
+    On the wire: the codes or factors of the candidate in use; see default_hooks, quantization_hook
+    and powerSGD_hook. A trial adds an all-reduce of one number per candidate for every round; later every
+    25th step adds an all-reduce of one number.
+    State: the candidate's errors. They are passed on when the candidate changes, so no gradient is
+    missing from the sum of the averages; PowerSGD begins with new random directions.
 
     Raises TypeError if the state is not an AutoState or the bucket is not a floating-point bucket.
 

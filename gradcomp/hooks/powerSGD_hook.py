@@ -94,6 +94,7 @@ class PowerSGDState(CompressorState):
     """
 
     _default_ranks_per_node = AUTO
+    _default_start_iter = 1_000
     _compressor, _options_class = PowerSGDCompressor, PowerSGDOptions
     algorithm = "PowerSGD"
 
@@ -111,7 +112,7 @@ class PowerSGDState(CompressorState):
         self,
         process_group: Any,
         matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1_000,  # noqa: N803
+        start_powerSGD_iter: int = _default_start_iter,  # noqa: N803
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
         warm_start: bool = True,
@@ -177,10 +178,10 @@ class PowerSGDState(CompressorState):
 
     def phase(self, options: PowerSGDOptions) -> Phase:
         if self._waits_for_buckets or (options.start_bits is None and self.iter < self.start_iter):
-            return Phase(self.algorithm, None, options, warms_up=PowerSGDCompressor)
+            return Phase(self.algorithm, None, options, warms_up=(PowerSGDCompressor,))
         if self.iter < self.start_iter:
             name = f"the quantized start of {self.algorithm}"
-            return Phase(name, QuantizedStart, options, warms_up=PowerSGDCompressor)
+            return Phase(name, QuantizedStart, options, warms_up=(PowerSGDCompressor,))
         return Phase(self.algorithm, PowerSGDCompressor, options)
 
     def _why_nothing_is_saved(self) -> str:

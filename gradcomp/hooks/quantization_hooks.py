@@ -65,7 +65,7 @@ class QuantizationState(CompressorState):
     Checkpoints: use state_dict() and load_state_dict(), or torch.save; see CompressorState.
     """
 
-    min_start_iter = 0
+    min_start_iter = _default_start_iter = 0
     algorithm = "quantization_hook"
     _default_ranks_per_node = AUTO
     _compressor, _options_class = QuantizedCompressor, QuantizedOptions
@@ -76,7 +76,7 @@ class QuantizationState(CompressorState):
         bits: int = 4,
         block_size: int = 128,
         use_error_feedback: bool | None = None,
-        start_iter: int = 0,
+        start_iter: int = _default_start_iter,
         *,
         uncompressed_dtype: torch.dtype | None = None,
         compression_stats_logging_frequency: int = 10_000,

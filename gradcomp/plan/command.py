@@ -75,7 +75,7 @@ def plan_parser() -> OneLineParser:
     model.add_argument("--device", choices=DEVICES, help="What each rank computes on. Default: H200.")
     model.add_argument("--batch", type=positive_int, metavar="N", help="Images or sequences per rank.")
     for part in ("forward", "backward", "optimizer"):
-        text = f"The time of {part}, in place of the one from operations and the device's rate."
+        text = f"The time of {part}, instead of the one from operations and the device's rate."
         model.add_argument(f"--{part}-ms", type=not_negative, metavar="MS", help=text)
     model.add_argument("--dtype", choices=DTYPES, help="The gradients' dtype. Default: float32.")
     text = "DDP's option of this name. Default: 25."

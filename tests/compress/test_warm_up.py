@@ -95,12 +95,12 @@ def test_a_new_memory_is_warmed_up_though_an_old_one_had_its_address():
     Noted.calls.clear()
     shapes = [((size, 3),) for size in range(2, 12)]
 
-    def train_anew(rank):
+    def train_again(rank):
         state = CompressorState(Noted, start_iter=100)
         for (shape,) in shapes:
             compress_hook(state, Bucket(torch.ones(shape[0] * 3), [shape], 0, True)).wait()
 
-    simulate(train_anew, 1)
+    simulate(train_again, 1)
     assert Noted.calls == [("warmed up", each) for each in shapes]
 
 

@@ -17,6 +17,7 @@ from tests.fsdp.models import (
     by_parameter,
     given_gradients,
     gradients,
+    losses_of_training,
     new_grid,
     sharded,
     weights,
@@ -42,15 +43,7 @@ def train(rank, name, precision):
     torch.manual_seed(0)
     model = sharded(grid.shards, mp_policy=PRECISIONS[precision])
     compress_replicas(model, grid.replicas, state)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    losses = []
-    for number in range(20):
-        x = batch_of(rank, number % 4)
-        loss = (model(x).float() - x.sum(dim=1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of_training(model, rank)
     return losses, weights(model), state.iter, state.compression_stats()[0]
 
 

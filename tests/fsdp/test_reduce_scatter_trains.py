@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.fsdp.models import RANKS, Net, batch_of, gradients, new_grid, sharded, weights
+from tests.fsdp.models import RANKS, Net, batch_of, gradients, losses_of_training, new_grid, sharded, weights
 from tests.reducer.models import run_cases
 
 STEPS = 100
@@ -118,15 +118,7 @@ def train(rank, form, precision):
     compress_reduce_scatter(model, state)
     if of_replicas is not None:
         compress_replicas(model, grid.replicas, of_replicas())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    losses = []
-    for number in range(20):
-        x = batch_of(rank, number % 4)
-        loss = (model(x).float() - x.sum(dim=1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of_training(model, rank)
     return losses, weights(model), state.iter, state.compression_stats()[0]
 
 
