@@ -145,7 +145,7 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
 
 def auto_jobs(options: argparse.Namespace, ranks_per_host: int) -> Iterator[tuple[int | None, Job]]:
     """Yield auto_hook's jobs: without a throttle first, as the network is made, then link by link."""
-    fixed = [*CANDIDATES, *(f"{hook}:flat" for hook in CANDIDATES[2:] if ranks_per_host > 1)]
+    fixed = [*CANDIDATES, auto.PLAIN_HOOK, *(f"{hook}:flat" for hook in CANDIDATES[2:] if ranks_per_host > 1)]
     for link, model, run in product([None, *options.links], options.models, range(options.auto)):
         yield link, {"job": "auto", "model": model, "run": run, "fixed": fixed, "seconds": AUTO_S}
     before, after = map(int, options.change.split(","))
@@ -290,15 +290,13 @@ def run(options: argparse.Namespace) -> int:
 
 def show(path: Path, picture: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    if rows and rows[0]["job"] in ("auto", "change"):
-        print("\n" + auto.table(rows))
-        return
-    print("\n" + report.tables(rows))
+    is_of_auto = bool(rows) and rows[0]["job"] in ("auto", "change")
+    print("\n" + (auto.table(rows) if is_of_auto else report.tables(rows)))
     compared = predicted.compare(rows)
     if compared:
         print("\n" + predicted.table(compared))
     try:
-        report.draw(rows, picture)
+        (auto if is_of_auto else report).draw(rows, picture)
         print(f"\nTime per step against bandwidth: {picture}")
     except ImportError:
         print("\nNo picture: it needs matplotlib (pip install 'gradcomp[demo]')")

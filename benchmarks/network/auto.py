@@ -1,8 +1,8 @@
 """auto_hook over throttled links: its choice, and its step beside every fixed hook's step.
 
-Job "auto" trains with auto_hook until its trial is over. Then steps of auto_hook and of each of its
-candidates take turns, each on a model of its own. Job "change" goes on with that training after the link's
-rate has changed, and tells when auto_hook notices.
+Job "auto" trains with auto_hook until its trial is over. Then steps of auto_hook, of each of its candidates
+and of a hook that only averages take turns, each on a model of its own. Job "change" goes on with that
+training after the link's rate has changed, and tells when auto_hook notices.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from benchmarks.demo.chart import COLORS
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 
-from .report import Row, of, places
+from .report import FLAT, Row, of, places
 
+# A hook that does what DDP does without one: what any hook costs.
+PLAIN_HOOK = "allreduce"
 ROUNDS, STEPS = 5, 3  # the turns of a hook, and its timed steps in each; one step before them isn't timed
 MAX_TRIAL_STEPS = 400
 
@@ -35,10 +39,11 @@ def auto(job: dict[str, Any], new_trainer: Any) -> dict[str, Any]:
         for _ in range(4):  # plain steps, in which DDP rebuilds its buckets, and the first compressed one
             trainers[hook].step()
     times: dict[str, list[float]] = {hook: [] for hook in trainers}
-    for _ in range(ROUNDS):
-        for hook, each in trainers.items():
-            each.step()
-            times[hook] += [sum(each.step()) for _ in range(STEPS)]
+    names = list(trainers)
+    for number in range(ROUNDS):
+        for hook in names[number:] + names[:number]:  # another one comes first in every round
+            trainers[hook].step()
+            times[hook] += [sum(trainers[hook].step()) for _ in range(STEPS)]
     medians = {hook: statistics.median(each) * 1e3 for hook, each in times.items()}
     return {
         "choice": state.choice,
@@ -86,18 +91,26 @@ def summary(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Format a table per model and number of hosts: a line per link, medians over the runs."""
-    measured = [row for row in of(rows, job="auto") if "failed" not in row]
+    measured = [row for row in of(rows, job="auto") if "failed" not in row and PLAIN_HOOK in row["step_ms"]]
     found = []
     for model, count in dict.fromkeys((row["model"], places(row)) for row in measured):
         of_both = [row for row in measured if (row["model"], places(row)) == (model, count)]
         lines = [f"{model}, {count}: auto_hook after its trial, ms per step beside the fixed hooks'", ""]
-        lines += ["| Mbit/s | auto_hook chose | auto_hook | " + " | ".join(CANDIDATES) + " | best | none |"]
-        lines += ["|" + "---|" * (len(CANDIDATES) + 5)]
+        titles = (
+            "Mbit/s",
+            "auto_hook chose",
+            "auto_hook",
+            *CANDIDATES,
+            PLAIN_HOOK,
+            "times the best",
+            "times none",
+        )
+        lines += ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
         for link in dict.fromkeys(row["mbit_per_s"] for row in of_both):
             runs = of(of_both, mbit_per_s=link)
             choices = ", ".join(dict.fromkeys(str(row["choice"]) for row in runs))
-            hooks = [f"{_median(runs, hook):.3g}" for hook in ("auto", *CANDIDATES)]
-            cells = ["none" if link is None else f"{link:,}", choices, *hooks, *_against(runs)]
+            hooks = [f"{median_ms(runs, hook):.3g}" for hook in ("auto", *CANDIDATES, PLAIN_HOOK)]
+            cells = ["no throttle" if link is None else f"{link:,}", choices, *hooks, *_against(runs)]
             lines.append("| " + " | ".join(cells) + " |")
         found.append("\n".join(lines))
     changes = [row for row in of(rows, job="change") if "failed" not in row]
@@ -109,10 +122,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n\n".join(found)
 
 
-def _median(runs: Sequence[Row], hook: str) -> float:
+def median_ms(runs: Sequence[Row], hook: str) -> float:
     """Return the median over runs of a hook's ms; with nodes, of its faster form."""
     return statistics.median(
-        min(ms for name, ms in row["step_ms"].items() if name.removesuffix(":flat") == hook) for row in runs
+        min(ms for name, ms in row["step_ms"].items() if name.removesuffix(FLAT) == hook) for row in runs
     )
 
 
@@ -122,8 +135,48 @@ def _ratios(runs: Sequence[Row]) -> str:
 
 
 def _against(runs: Sequence[Row]) -> tuple[str, str]:
-    """Return auto_hook's step over the fastest fixed hook's, and over none's, medians over the runs."""
+    """Return auto_hook's step over the fastest candidate's, and over none's, medians over the runs."""
     times = [row["step_ms"] for row in runs]
-    best = [each["auto"] / min(ms for hook, ms in each.items() if hook != "auto") for each in times]
+    best = [
+        each["auto"] / min(ms for hook, ms in each.items() if hook not in ("auto", PLAIN_HOOK))
+        for each in times
+    ]
     none = [each["auto"] / each["none"] for each in times]
     return f"{statistics.median(best):.2f}", f"{statistics.median(none):.2f}"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG: ms per step against bandwidth, a line per hook, a panel per model on two hosts.
+
+    Raises ImportError without matplotlib.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    measured = [row for row in of(rows, job="auto", hosts=2) if row["mbit_per_s"] and "failed" not in row]
+    measured = [row for row in measured if PLAIN_HOOK in row["step_ms"]]
+    panels = list(dict.fromkeys((row["model"], places(row)) for row in measured))
+    figure, drawn = pyplot.subplots(
+        1, len(panels), figsize=(5.2 * len(panels), 4.2), layout="constrained", squeeze=False
+    )
+    for axes, (model, count) in zip(drawn[0], panels, strict=True):
+        of_panel = [row for row in measured if (row["model"], places(row)) == (model, count)]
+        links = sorted({row["mbit_per_s"] for row in of_panel})
+        for hook, color in zip(
+            (*CANDIDATES, "auto"), (*COLORS[1 : len(CANDIDATES) + 1], "black"), strict=True
+        ):
+            times = [median_ms(of(of_panel, mbit_per_s=link), hook) for link in links]
+            is_auto = hook == "auto"
+            style = (
+                {"linewidth": 2.6, "linestyle": "--", "label": "auto_hook"} if is_auto else {"label": hook}
+            )
+            axes.plot(links, times, marker="o", markersize=4, color=color, **style)
+        axes.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms per step")
+        axes.set_title(f"{model}, {count}", loc="left")
+        axes.grid(which="major", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    drawn[0][-1].legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

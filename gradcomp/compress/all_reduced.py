@@ -53,6 +53,11 @@ class AllReducedCompressor(Compressor):
             -sum(bucket.numels) * (self._dtype or bucket.dtype).itemsize // bucket.dtype.itemsize
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing but the gradients is sent, in their own dtype."""
+        return self._dtype is None and self._ranks_per_node == 1 and self._pending.are_none
+
     def leave_out(self, unused: Sequence[int]) -> None:
         """Keep these tensors' errors."""
         self._unused = unused

@@ -65,6 +65,14 @@ class Compressor(ABC):
     def __init__(self, bucket: BucketSpec, options: Any):  # noqa: B027 a subclass has its own
         pass
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the next average is a plain all-reduce of the gradients. The state then does it itself.
+
+        Ranks may disagree, so `stages` must issue the same all-reduce, and no other collective.
+        """
+        return False
+
     @classmethod  # noqa: B027 may stay empty
     def warm_up(cls, bucket: BucketSpec, options: Any) -> None:
         """Prepare a bucket's first compressed step, for example by compiling kernels.

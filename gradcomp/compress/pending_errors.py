@@ -25,6 +25,11 @@ class PendingErrors:
         # ends, so it is freed in the next step.
         self._sent: dict[int, torch.Tensor] = {}
 
+    @property
+    def are_none(self) -> bool:
+        """True if no error waits, and none is part of the last average."""
+        return not self._errors and not self._sent
+
     def load(self, error: torch.Tensor) -> None:
         """Replace all errors. error: [numel], the bucket's, of which a copy is kept."""
         self._errors = {position: error[where].clone() for position, where in self._slices.items()}

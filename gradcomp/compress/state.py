@@ -485,6 +485,28 @@ class CompressorState:
         """Average a bucket part by part, with a compressor made by `make` for each part."""
         buffer = bucket.buffer()
         compressors = [self._compressor_of(part.memory, make, buffer.device, group) for part in parts]
+        if parts[0].slices is None and compressors[0].is_plain:
+            # On a CPU this hook doesn't wait for the average, as the pipeline does for the last bucket's.
+            future = self._average_plainly(hook_name, bucket, group)
+        else:
+            future = self._average_in_stages(hook_name, bucket, group, parts, compressors)
+        sent_numel = sum(compressor.sent_numel for compressor in compressors)
+        self.total_numel_before_compression += buffer.numel()
+        self.total_numel_after_compression += sent_numel
+        self._step.gradient_bytes += buffer.nbytes
+        self._step.sent_bytes += sent_numel * buffer.itemsize
+        return future
+
+    def _average_in_stages(
+        self,
+        hook_name: str,
+        bucket: dist.GradBucket,
+        group: dist.ProcessGroup,
+        parts: list[BucketPart],
+        compressors: list[Compressor],
+    ) -> Future:
+        """Begin the stages of the compressors of a bucket's parts, one part after another."""
+        buffer = bucket.buffer()
         # A compressor ends a step by choosing the next step's random projections: hence the next step's seed.
         seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
         unused = [part.unused(bucket) for part in parts]
@@ -511,13 +533,7 @@ class CompressorState:
             running = self.recorder.recorded(running, *named, parts, compressors, group)
         is_first = self._step.num_buckets == 1
         is_last = bucket.is_last() or is_waited_for_at_once(bucket)
-        future = self._pipeline.add(running, buffer.device, is_first=is_first, is_last=is_last)
-        sent_numel = sum(compressor.sent_numel for compressor in compressors)
-        self.total_numel_before_compression += buffer.numel()
-        self.total_numel_after_compression += sent_numel
-        self._step.gradient_bytes += buffer.nbytes
-        self._step.sent_bytes += sent_numel * buffer.itemsize
-        return future
+        return self._pipeline.add(running, buffer.device, is_first=is_first, is_last=is_last)
 
     def _begin_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> bool:
         """Register a bucket and its group. Returns whether the bucket is the first one of its step."""

@@ -273,6 +273,30 @@ def test_errors_are_sent_when_nothing_compresses():
         assert not left[-1][2].any()
 
 
+def staged_steps(rank, group, ms):
+    """Return the choice, and which of 45 steps were averaged in stages."""
+    state, begun = state_of(rank, group, candidates=("none", "int8"), rounds=1, ms=ms), []
+    staged = []
+    with pytest.MonkeyPatch.context() as patch:
+        add = state._pipeline.add
+        patch.setattr(state._pipeline, "add", lambda *given, **named: begun.append(1) or add(*given, **named))
+        for step in range(45):
+            begun.clear()
+            step_of(state, rank, step)
+            staged.append(bool(begun))
+    return state.choice, staged
+
+
+def test_where_nothing_pays_steps_are_plain_once_the_errors_are_sent():
+    """The last two staged steps of "none" send the errors, and free them."""
+    for choice, staged in run_ranks(staged_steps, 2, {"none": 10.0, "int8": 11.0}):
+        assert choice == "none"
+        # Plain steps, none's turn, int8's turn, two steps that send and free its errors, plain steps.
+        assert staged == [False] * 5 + [True] * 5 + [False] * 35
+    for choice, staged in run_ranks(staged_steps, 2, {"none": 20.0, "int8": 11.0}):
+        assert (choice, staged[-1]) == ("int8", True)
+
+
 # --- checkpoints ---
 
 
