@@ -1,4 +1,4 @@
-# Every target sets itself up: the first call builds .venv, later ones reuse it.
+# Every target sets itself up: the first call builds .venv with what this target needs, later ones reuse and extend it.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,66 +13,68 @@ WORKERS ?= 2
 # One thread per process for torch: ranks share the cores already.
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# Tests that take long, because they run whole programs or compile for GPUs.
-PROGRAMS := tests/bench tests/benchmarks tests/docs tests/frameworks tests/kernels/test_compiled.py
+# Tests that take long, because they run whole programs or compile for GPUs, or that need more than pytest.
+PROGRAMS := tests/bench tests/benchmarks tests/docs tests/frameworks tests/kernels/test_compiled.py \
+	tests/house/test_project_files.py tests/house/test_wheel.py tests/plan/test_plan_command.py
 
 .PHONY: demo accuracy test test-programs test-other-tritons lint format docs bench bench-network gpu-check dist check-dist clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
-demo: $(VENV)/ready      ## train a small GPT with every hook on 2 ranks; draw loss against bytes sent
+demo: $(VENV)/demo-ready ## train a small GPT with four hooks on 2 ranks; draw loss against bytes sent
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
-accuracy: $(VENV)/ready  ## train two models to the end with every hook, from several seeds; compare validation losses
+accuracy: $(VENV)/accuracy-ready  ## train two models to the end with every hook, from several seeds; compare validation losses
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 
-test: $(VENV)/ready      ## the library's tests
+test: $(VENV)/test-ready ## the library's tests
 	$(PYTEST) $(PROGRAMS:%=--ignore=%) $(ARGS)
 
-test-programs: $(VENV)/ready  ## the tests of commands, benchmarks, recipes for frameworks, the documentation and compiled kernels
+test-programs: $(VENV)/dev-ready  ## the tests of commands, benchmarks, recipes for frameworks, the documentation and compiled kernels
 	$(PYTEST) $(PROGRAMS) $(ARGS)
 
 test-other-tritons: $(OTHER_TRITONS:%=$(VENV)/triton-%)  ## the kernels' tests under other Tritons than torch's
 	for triton in $^; do PYTHONPATH=$$triton $(PYTEST) tests/kernels $(ARGS) || exit; done
 
-lint: $(VENV)/ready      ## check style and types; edits nothing
+lint: $(VENV)/dev-ready  ## check style and types; edits nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright --project pyproject.toml
 
-format: $(VENV)/ready    ## sort imports and format
+format: $(VENV)/dev-ready ## sort imports and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/ready      ## build the documentation site into build/site; a warning is an error
+docs: $(VENV)/docs-ready ## build the documentation site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet $(ARGS)
 
-bench: $(VENV)/ready     ## time our operations and hooks beside torch's on this machine's device
+bench: $(VENV)/demo-ready ## time our operations and hooks beside torch's on this machine's device
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-network: $(VENV)/ready  ## time hooks over throttled links between network namespaces (Linux)
+bench-network: $(VENV)/accuracy-ready  ## time hooks over throttled links between network namespaces (Linux)
 	$(BIN)/python -m benchmarks.network $(ARGS)
 
 gpu-check:       ## tests and benchmarks on CUDA, from a bare checkout (no venv, no network)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
-dist: $(VENV)/ready      ## build the sdist, and from it the wheel, into build/dist
+dist: $(VENV)/dev-ready  ## build the sdist, and from it the wheel, into build/dist
 	rm -rf build/dist
 	$(BIN)/python -m build --no-isolation --outdir build/dist $(ARGS)
 
-check-dist: $(VENV)/ready  ## install what dist has built with every Python of PYTHONS that there is
+check-dist: $(VENV)/dev-ready  ## install what dist has built with every Python of PYTHONS that there is
 	$(BIN)/python .ci/check_dist.py build/dist $(PYTHONS)
 
 clean:           ## remove the environment and everything built
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
-$(VENV)/ready: constraints.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+# .venv with gradcomp, editable, and the packages of one extra of pyproject.toml.
+$(VENV)/%-ready: constraints.txt pyproject.toml
+	[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt setuptools
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$*]'
 	@touch $@
 
-$(VENV)/triton-%: | $(VENV)/ready
+$(VENV)/triton-%: | $(VENV)/test-ready
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps --target $@ triton==$*

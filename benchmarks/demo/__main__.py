@@ -1,6 +1,6 @@
 """Train the same small GPT with each hook on several ranks; compare loss, time and bytes sent.
 
-    python -m benchmarks.demo --hook fp16,bf16 --steps 400
+    python -m benchmarks.demo --hook all --steps 400
 
 Each run is torchrun with benchmarks/demo/train.py: the same weights, data and order for every hook. The text
 is the source of Python's own standard library. It writes a JSON record per hook and a picture to --out.
@@ -27,6 +27,7 @@ from benchmarks.demo.options import (
 from benchmarks.demo.train import HOOKS
 
 ROOT = Path(__file__).resolve().parents[2]
+FIRST_HOOKS = "none,bf16,int4,powersgd_int8"  # one of each kind, so that a first run takes two minutes
 GRACE_S = 5.0  # the time between asking a run's processes to end and killing them
 
 
@@ -41,16 +42,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     known = ",".join(HOOKS)
-    parser.add_argument("--hook", default=known, help="comma-separated, in this order (default %(default)s)")
+    parser.add_argument(
+        "--hook", default=FIRST_HOOKS, help=f"some of {known}, in this order, or all (default %(default)s)"
+    )
     parser.add_argument("--ranks", type=positive, default=2, help="processes (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default %(default)s)")
     add_training_options(parser)
     options = parser.parse_args(arguments)
     check_training_options(parser, options)
-    options.hooks = options.hook.split(",")
+    options.hooks = list(HOOKS) if options.hook == "all" else options.hook.split(",")
     for hook in options.hooks:
         if hook not in HOOKS:
-            parser.error(f"--hook: there is no {hook!r}; known are {known}")
+            parser.error(f"--hook: there is no {hook!r}; known are {known}, and all")
     return options
 
 

@@ -142,7 +142,8 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
     [
         (
             ["--hook", "fp16,fp8"],
-            "there is no 'fp8'; known are none,allreduce,fp16,bf16,int8,int4,powersgd,powersgd_int8,batched",
+            "there is no 'fp8'; known are none,allreduce,fp16,bf16,int8,int4,powersgd,powersgd_int8,batched, "
+            "and all",
         ),
         (["--powersgd-rank", "0"], "argument --powersgd-rank: '0' is not a whole number of at least 1"),
         (["--ranks", "0"], "argument --ranks: '0' is not a whole number of at least 1"),
