@@ -1,9 +1,11 @@
-"""The model to train in a benchmark: a small GPT, an MLP, or one that a user's function returns."""
+"""The model to train in a benchmark: one of plan's, or one that a user's function returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradcomp.plan.models import called, load_callable
+from gradcomp.plan.models import BUILT_IN_MODELS, Parameter, built_in_model, called, load_callable
 
 VOCABULARY, SEQUENCE, BATCH = 256, 64, 4
 
@@ -74,7 +76,55 @@ def mlp(width: int = 1024) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(64, 784)
 
 
-BUILT_IN_WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {"gpt": gpt, "mlp": mlp}
+class MatrixProducts(nn.Module):
+    """Stands for a model whose code isn't here: its parameters, and a product of each of its matrices.
+
+    A step has the model's gradients, in their order. In forward it has the model's operations, in backward
+    half as many: it computes gradients of parameters, but none of activations.
+
+    parameters: the model's.
+    num_items: the number of samples in a batch.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], num_items: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(each.shape) / 32 for each in parameters)
+        # The rows of each matrix's input.
+        self.num_rows = [num_items * (each.num_macs // each.numel) for each in parameters]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return a scalar, [].
+
+        inputs: at least as many elements as any matrix's input has, of which each matrix takes the first.
+        """
+        total = inputs.new_zeros(())
+        for weight, num_rows in zip(self.weights, self.num_rows, strict=True):
+            if num_rows and weight.ndim > 1:
+                matrix = weight.flatten(1)
+                rows = inputs[: num_rows * matrix.shape[1]].view(num_rows, matrix.shape[1])
+                total = total + functional.linear(rows, matrix).mean()
+            else:
+                total = total + weight.mean()
+        return total
+
+    def num_inputs(self) -> int:
+        """Return the number of elements of the largest matrix's input."""
+        num_columns: list[int] = [math.prod(weight.shape[1:]) for weight in self.weights]
+        return max(rows * columns for rows, columns in zip(self.num_rows, num_columns, strict=True))
+
+
+def stand_in(name: str) -> tuple[nn.Module, Tensor]:
+    """Return MatrixProducts of one of plan's models, with the batch that plan assumes, and its input."""
+    model = built_in_model(name)
+    module = MatrixProducts(model.parameters, model.batch * model.samples_per_item)
+    return module, torch.randn(module.num_inputs())
+
+
+BUILT_IN_WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    **{name: partial(stand_in, name) for name in BUILT_IN_MODELS},
+    "gpt": gpt,
+    "mlp": mlp,
+}
 
 
 def load_workload(name: str, device: torch.device) -> Workload:

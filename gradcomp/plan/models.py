@@ -1,6 +1,6 @@
-"""Models, four real ones or a user's: their parameters, computation and DDP buckets.
+"""Models, four real ones, two small ones or a user's: their parameters, computation and DDP buckets.
 
-The real models' shapes are written out here, in registration order: nothing is downloaded or installed.
+Shapes are written out here, in registration order: nothing is downloaded or installed.
 """
 
 from __future__ import annotations
@@ -148,6 +148,24 @@ def llama_7b() -> Iterator[Parameter]:
     yield _matrix(vocabulary, hidden)
 
 
+def gpt() -> Iterator[Parameter]:
+    """Yield the parameters of the small GPT that bench trains: 52, 3,290,624 elements."""
+    hidden, vocabulary = 256, 256
+    yield Parameter((vocabulary, hidden))
+    for _ in range(4):
+        yield from (*_weight_and_bias(hidden), *_weight_and_bias(hidden))
+        for rows, cols in ((3, 1), (1, 1), (4, 1), (1, 4)):
+            yield from (_matrix(rows * hidden, cols * hidden), Parameter((rows * hidden,)))
+    yield from _weight_and_bias(hidden)
+    yield _matrix(vocabulary, hidden)
+
+
+def mlp() -> Iterator[Parameter]:
+    """Yield the parameters of the perceptron that bench trains: 6, 1,863,690 elements."""
+    for rows, cols in ((1024, 784), (1024, 1024), (10, 1024)):
+        yield from (_matrix(rows, cols), Parameter((rows,)))
+
+
 def _convolution(channels_out: int, channels_in: int, size: int, side: int) -> Parameter:
     """Return the weight of a convolution with an output of side × side positions."""
     shape = (channels_out, channels_in, size, size)
@@ -170,6 +188,8 @@ _BUILT_IN: dict[str, tuple[Callable[[], Iterator[Parameter]], str, int, int, flo
     "bert-large": (bert_large, "token", 512, 8, 0.4),
     "gpt2-medium": (gpt2_medium, "token", 1024, 4, 0.4),
     "llama-7b": (llama_7b, "token", 2048, 2, 0.4),
+    "gpt": (gpt, "token", 64, 4, 0.4),
+    "mlp": (mlp, "image", 1, 64, 0.4),
 }
 BUILT_IN_MODELS = tuple(_BUILT_IN)
 

@@ -28,6 +28,8 @@ from gradcomp.plan.models import (
         ("bert-large", 391, 335_141_888, 2 * 0.302),
         ("gpt2-medium", 292, 354_823_168, 2 * 0.3534),
         ("llama-7b", 291, 6_738_415_616, 2 * 6.607),
+        ("gpt", 52, 3_290_624, 2 * 0.003211),
+        ("mlp", 6, 1_863_690, 2 * 0.0018616),
     ],
 )
 def test_models_have_the_known_sizes(name, num_parameters, numel, gflops):
