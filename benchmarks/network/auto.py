@@ -89,9 +89,15 @@ def summary(row: Row) -> str:
     return f"{row['choice']} after {row['num_trial_steps']} steps; {_ratios([row])}"
 
 
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that compare auto_hook with the fixed hooks."""
+    found = [row for row in of(rows, job="auto") if "failed" not in row]
+    return [row for row in found if PLAIN_HOOK in row["step_ms"]]
+
+
 def table(rows: Sequence[Row]) -> str:
     """Format a table per model and number of hosts: a line per link, medians over the runs."""
-    measured = [row for row in of(rows, job="auto") if "failed" not in row and PLAIN_HOOK in row["step_ms"]]
+    measured = compared(rows)
     found = []
     for model, count in dict.fromkeys((row["model"], places(row)) for row in measured):
         of_both = [row for row in measured if (row["model"], places(row)) == (model, count)]
@@ -109,7 +115,7 @@ def table(rows: Sequence[Row]) -> str:
         for link in dict.fromkeys(row["mbit_per_s"] for row in of_both):
             runs = of(of_both, mbit_per_s=link)
             choices = ", ".join(dict.fromkeys(str(row["choice"]) for row in runs))
-            hooks = [f"{median_ms(runs, hook):.3g}" for hook in ("auto", *CANDIDATES, PLAIN_HOOK)]
+            hooks = [shown(median_ms(runs, hook)) for hook in ("auto", *CANDIDATES, PLAIN_HOOK)]
             cells = ["no throttle" if link is None else f"{link:,}", choices, *hooks, *_against(runs)]
             lines.append("| " + " | ".join(cells) + " |")
         found.append("\n".join(lines))
@@ -127,6 +133,11 @@ def median_ms(runs: Sequence[Row], hook: str) -> float:
     return statistics.median(
         min(ms for name, ms in row["step_ms"].items() if name.removesuffix(FLAT) == hook) for row in runs
     )
+
+
+def shown(milliseconds: float) -> str:
+    """Format a step's time in ms: without decimals from 100 on, else with one."""
+    return f"{milliseconds:.0f}" if milliseconds >= 99.95 else f"{milliseconds:.1f}"
 
 
 def _ratios(runs: Sequence[Row]) -> str:
@@ -155,8 +166,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    measured = [row for row in of(rows, job="auto", hosts=2) if row["mbit_per_s"] and "failed" not in row]
-    measured = [row for row in measured if PLAIN_HOOK in row["step_ms"]]
+    measured = [row for row in compared(rows) if row["hosts"] == 2 and row["mbit_per_s"]]
     panels = list(dict.fromkeys((row["model"], places(row)) for row in measured))
     figure, drawn = pyplot.subplots(
         1, len(panels), figsize=(5.2 * len(panels), 4.2), layout="constrained", squeeze=False
