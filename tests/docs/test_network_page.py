@@ -1,31 +1,26 @@
-"""Test that the tables of docs/network.md, and README's first table, show the recorded rows."""
+"""Test that the tables of docs/network.md, and README's table, show the recorded rows."""
 
 import json
 
 import pytest
 
-from benchmarks.network import predicted, report
+from benchmarks.network import auto, predicted, report
 from tests.programs import ROOT
 
-# README's names of hooks, and the tables'.
+# README's names of hooks, and those of the rows and of docs/accuracy.md.
 HOOKS = {
-    "no communication": "noop",
     "no hook": "none",
-    "torch's fp16": "torch's fp16",
+    "`auto_hook`": "auto",
+    "`bf16_compress_hook`": "bf16",
+    "`quantization_hook`, 8 bits": "int8",
     "`quantization_hook`, 4 bits": "int4",
-    "`powerSGD_hook`, rank 4": "powersgd:4",
-    "torch's PowerSGD, rank 4": "torch's powersgd:4",
+    "`powerSGD_hook`, rank 16, int8 factors": "powersgd:16:int8",
+    "`powerSGD_hook`, rank 8, int8 factors": "powersgd:8:int8",
 }
 # The hooks whose time to a loss is on the page.
 TO_LOSS = ("none", "int4", "powersgd:4", "powersgd:8:int8:start4")
-# README's columns: (ranks per host, Mbit/s).
-COLUMNS = {
-    "50 Mbit/s": (1, 50),
-    "200 Mbit/s": (1, 200),
-    "1 Gbit/s": (1, 1_000),
-    "10 Gbit/s": (1, 10_000),
-    "2 × 3 ranks, 200 Mbit/s": (3, 200),
-}
+# README's columns of times, in Mbit/s.
+LINKS = (50, 200, 1_000, 10_000)
 
 
 def rows_of(name):
@@ -64,25 +59,31 @@ def test_the_page_says_how_far_off_predictions_are(rows, rows_of_nodes):
         assert summary in page
 
 
-def test_the_readme_quotes_the_rows(rows, rows_of_nodes):
+def test_the_page_has_the_tables_of_auto_hook():
+    page = (ROOT / "docs/network.md").read_text()
+    for block in auto.table(rows_of("network_auto.jsonl")).split("\n\n"):
+        assert block in page
+
+
+def test_the_readme_quotes_the_rows():
+    """Times as in the rows of auto_hook's runs, bytes and losses as on docs/accuracy.md."""
+    runs = report.of(auto.compared(rows_of("network_auto.jsonl")), model="mlp", hosts=2, ranks_per_host=1)
     text = (ROOT / "README.md").read_text()
-    table = text[text.index("| ms per step, two hosts |") :].partition("\n\n")[0]
-    (_, *links), _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    table = text[text.index("| fewer bytes than fp32") - 2 :].partition("\n\n")[0]
+    _, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
     assert [hook for hook, *_ in lines] == list(HOOKS)
-    for hook, *cells in lines:
-        for link, cell in zip(links, cells, strict=True):
-            ranks, mbit_per_s = COLUMNS[link]
-            of_place = rows if ranks == 1 else report.of(rows_of_nodes, ranks_per_host=ranks)
-            found = report.of(of_place, job="steps", hosts=2, model="mlp", mbit_per_s=mbit_per_s)
-            # PowerSGD's small factors go flat.
-            names = (HOOKS[hook], "powersgd:4:flat") if hook == "`powerSGD_hook`, rank 4" else (HOOKS[hook],)
-            (row,) = (each for each in found if report.name(each) in names)
-            assert cell == quoted(row), (hook, link)
+    costs = {cells[0]: cells for line in accuracy_lines() if (cells := line.split())}
+    for name, rate, *cells in lines:
+        hook = HOOKS[name]
+        times = [auto.median_ms(report.of(runs, mbit_per_s=link), hook) for link in LINKS]
+        assert cells[: len(LINKS)] == list(map(auto.shown, times)), hook
+        cost = costs.get({"bf16": "fp16"}.get(hook, hook))
+        if cost is not None:
+            assert rate == f"{cost[2]} ({cost[3]})"
+        if cost is not None and hook != "none":
+            assert cells[len(LINKS)] == cost[8]
 
 
-def quoted(row):
-    """Format a step's time in ms: without decimals from 100 on, else with one."""
-    if "failed" in row:
-        return report.failure(row)
-    milliseconds = row["step_ms"]
-    return f"{milliseconds:.0f}" if milliseconds >= 99.95 else f"{milliseconds:.1f}"
+def accuracy_lines():
+    page = (ROOT / "docs/accuracy.md").read_text()
+    return page[page.index("\ngpt: ") :].partition("\n\n")[0].splitlines()[3:]

@@ -56,6 +56,37 @@ def test_links_lead_to_files_and_headings():
     assert len(broken) > 50
 
 
+def hard_to_read(text: str) -> list[str]:
+    """Return links that show a file's name, empty table headers, and registrations too long for a page."""
+    prose = without_code(text)
+    names = re.findall(r"\[[\w./-]+\.md\]\(", prose)
+    headers = re.findall(r"^\|(?: *\|)+ *\n\|-", prose, flags=re.MULTILINE)
+    lines = [line for line in text.splitlines() if "register_comm_hook(" in line and not line.startswith("|")]
+    code = [line for line in lines if line in "".join(re.findall(r"^```.*?^```", text, re.M | re.S))]
+    return names + headers + [line for line in code if len(line) > 92]
+
+
+def test_pages_show_titles_and_whole_lines():
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert {page.name: found for page in pages if (found := hard_to_read(page.read_text()))} == {}
+    bad = "[hooks.md](hooks.md)\n\n| | |\n|---|---|\n\n```\n" + "x" * 80 + ".register_comm_hook(a, b)\n```\n"
+    assert len(hard_to_read(bad)) == 3
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert [line for line in code_of(lines) if len(line) > 80] == []
+
+
+def code_of(lines: list[str]) -> list[str]:
+    """Return the lines within fences."""
+    fences = [i for i, line in enumerate(lines) if line.startswith("```")]
+    return [
+        line for start, end in zip(fences[::2], fences[1::2], strict=True) for line in lines[start + 1 : end]
+    ]
+
+
 def test_the_readme_links_are_absolute():
     readme = (ROOT / "README.md").read_text()
     assert undefined_labels(readme) == []
