@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -123,7 +123,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         end_with_parent()
     elif options.ranks is not None:
         parser.error("--ranks starts processes itself: leave it out under torchrun")
-    _run_rank(parser, options)
+    try:
+        _run_rank(parser, options)
+    except KeyboardInterrupt:
+        _end_interrupted()
+
+
+def _end_interrupted() -> NoReturn:
+    """End this rank without cleanup: collectives under way would wait for the other ranks."""
+    if is_first_rank():
+        print("interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 def bench_parser() -> BenchParser:
@@ -194,6 +204,6 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
                 found.write(options.out)
                 print(f"\nFor other networks: python -m gradcomp plan --from {options.out}")
     except KeyboardInterrupt:
-        os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
+        _end_interrupted()
     finally:
         dist.destroy_process_group()

@@ -201,3 +201,23 @@ def test_whatever_ends_it_ends_its_ranks(number):
         assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
         assert "Traceback" not in err
         assert have_ended(ranks)
+
+
+def test_an_interrupt_under_torchrun_is_one_line():
+    """The rest of the output is torchrun's own."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "gradcomp", "bench", "--cpu", *TINY, "--seconds", "600"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=users_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        while "links" not in (line := process.stderr.readline()):
+            assert line, "it ended before it began"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=END_S)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert err.splitlines().count("interrupted") == 1
+    assert "gradcomp/" not in err
