@@ -300,6 +300,8 @@ def show(path: Path, picture: Path) -> None:
         print(f"\nTime per step against bandwidth: {picture}")
     except ImportError:
         print("\nNo picture: it needs matplotlib (pip install 'gradcomp[demo]')")
+    except ValueError as error:
+        print(f"\nNo picture: {error}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -157,17 +158,22 @@ def _against(runs: Sequence[Row]) -> tuple[str, str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: ms per step against bandwidth, a line per hook, a panel per model on two hosts.
+    """Write a PNG: ms per step against bandwidth, a line per hook.
 
-    Raises ImportError without matplotlib.
+    There is a panel for each model and number of hosts and ranks, in which two links at least were measured.
+
+    Raises ImportError without matplotlib, ValueError if there is no such panel.
     """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    measured = [row for row in compared(rows) if row["hosts"] == 2 and row["mbit_per_s"]]
-    panels = list(dict.fromkeys((row["model"], places(row)) for row in measured))
+    measured = [row for row in compared(rows) if row["mbit_per_s"]]
+    found = dict.fromkeys((row["model"], places(row), row["mbit_per_s"]) for row in measured)
+    panels = [panel for panel, number in Counter(each[:2] for each in found).items() if number > 1]
+    if not panels:
+        raise ValueError("a picture needs two links")
     figure, drawn = pyplot.subplots(
         1, len(panels), figsize=(5.2 * len(panels), 4.2), layout="constrained", squeeze=False
     )

@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks.demo.__main__ import descendants, is_running
 from benchmarks.network import __main__ as network
-from benchmarks.network import hosts, predicted, report
+from benchmarks.network import auto, hosts, predicted, report
+from gradcomp.hooks.auto_hook import CANDIDATES
 from gradcomp.plan.measurements import Measurements
 from tests.bench import two_hosts
 from tests.programs import ROOT, run_module, users_environment
@@ -282,3 +283,27 @@ def test_a_prediction_by_nodes_takes_both_links():
     lines = predicted.table([by_nodes, flat]).splitlines()
     assert lines[2].startswith("| mlp, 2 hosts of 2 ranks, int4 | ")
     assert predicted.compare([*rows[:-1], {**rows[-1], "ranks_per_host": 1}]) == []
+
+
+def auto_row(link, run, auto_ms, none_ms):
+    fixed = dict.fromkeys(CANDIDATES, 30.0) | {"none": none_ms, "allreduce": none_ms + 1, "int8:flat": 20.0}
+    place = {"hosts": 2, "ranks_per_host": 1, "mbit_per_s": link, "model": "mlp"}
+    times = {"step_ms": {"auto": auto_ms, **fixed}, "choice": "int8", "num_trial_steps": 90}
+    return {"job": "auto", "run": run, **place, **times}
+
+
+def test_the_table_of_auto_hook_has_medians_and_ratios(tmp_path):
+    rows = [auto_row(link, run, 24.0 + run, 40.0) for link in (None, 100) for run in range(3)]
+    # A run for the change of rate times none only, and a job may fail.
+    rows.append({**auto_row(100, 3, 99.0, 99.0), "step_ms": {"auto": 99.0, "none": 99.0}})
+    rows.append({**auto_row(100, 4, 99.0, 99.0), "failed": "hangs"})
+    lines = auto.table(rows).splitlines()
+    assert (
+        lines[4]
+        == "| no throttle | int8 | 25.0 | 40.0 | 30.0 | 20.0 | 30.0 | 30.0 | 30.0 | 41.0 | 1.25 | 0.62 |"
+    )
+    assert lines[5].startswith("| 100 | int8 | 25.0 |")
+    with pytest.raises(ValueError, match="a picture needs two links"):
+        auto.draw(rows, tmp_path / "auto.png")
+    auto.draw([*rows, auto_row(10, 0, 50.0, 400.0)], tmp_path / "auto.png")
+    assert (tmp_path / "auto.png").stat().st_size > 5_000
