@@ -131,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _end_interrupted() -> NoReturn:
     """End this rank without cleanup: collectives under way would wait for the other ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends another one
     if is_first_rank():
         print("interrupted", file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
