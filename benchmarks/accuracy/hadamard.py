@@ -50,9 +50,9 @@ class Hadamard:
         return blocks, self._signs[len(flat)]
 
 
-def register_hadamard(model: Any, bits: int, width: int, start_iter: int) -> None:
-    """Register quantization_hook on transformed gradients."""
-    state, transform = QuantizationState(bits=bits, start_iter=start_iter), Hadamard(width)
+def register_hadamard(model: Any, width: int, start_iter: int) -> None:
+    """Register quantization_hook with 4 bits on transformed gradients."""
+    state, transform = QuantizationState(bits=4, start_iter=start_iter), Hadamard(width)
 
     def hook(state: QuantizationState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         transform.apply_(bucket.buffer())

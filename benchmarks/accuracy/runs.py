@@ -71,7 +71,7 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
     elif hook == "int4:256":
         demo.register_quantization(averager, 4, start_iter, block_size=256, uncompressed_dtype=torch.bfloat16)
     elif hook in HADAMARD:
-        register_hadamard(averager, 4, HADAMARD[hook], start_iter)
+        register_hadamard(averager, HADAMARD[hook], start_iter)
     else:
         demo.HOOKS[name](averager, 0, start_iter)
 

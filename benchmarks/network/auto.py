@@ -1,4 +1,4 @@
-"""auto_hook over throttled links: its choice, and its step beside every fixed hook's step.
+"""auto_hook over throttled links: the hook that it chooses, and its step compared with every fixed hook.
 
 Job "auto" trains with auto_hook until its trial is over. Then steps of auto_hook, of each of its candidates
 and of a hook that only averages take turns, each on a model of its own. Job "change" goes on with that
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.demo.chart import COLORS
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 
-from .report import FLAT, Row, of, places
+from .report import FLAT, Row, label_axes, of, places
 
 # A hook that does what DDP does without one: what any hook costs.
 PLAIN_HOOK = "allreduce"
@@ -189,10 +189,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 {"linewidth": 2.6, "linestyle": "--", "label": "auto_hook"} if is_auto else {"label": hook}
             )
             axes.plot(links, times, marker="o", markersize=4, color=color, **style)
-        axes.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms per step")
-        axes.set_title(f"{model}, {count}", loc="left")
-        axes.grid(which="major", alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        label_axes(axes, f"{model}, {count}")
     drawn[0][-1].legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

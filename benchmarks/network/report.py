@@ -171,17 +171,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) else "-"
                 color = colors[hook.removesuffix(FLAT)]
                 axes.plot(links, times, style, marker="o", markersize=4, color=color, label=hook)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("Mbit/s")
-        axes.set_ylabel("ms per step")
-        axes.grid(which="major", alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        label_axes(axes, title)
     if panels[0][-1].lines:
         panels[0][-1].legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def label_axes(axes: Any, title: str) -> None:
+    """Make a panel of ms per step against bandwidth, both on logarithmic scales."""
+    axes.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms per step")
+    axes.set_title(title, loc="left")
+    axes.grid(which="major", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _panel(row: Row) -> str:

@@ -77,10 +77,10 @@ def mlp(width: int = 1024) -> tuple[nn.Module, Tensor]:
 
 
 class MatrixProducts(nn.Module):
-    """Stands for a model whose code isn't here: its parameters, and a product of each of its matrices.
+    """A replacement for a model without code: the model's parameters, and one product for each matrix.
 
-    A step has the model's gradients, in their order. In forward it has the model's operations, in backward
-    half as many: it computes gradients of parameters, but none of activations.
+    A step has the model's gradients, in the model's order. The forward has the model's operations. The
+    backward has half of the model's operations, because it computes no gradients of activations.
 
     parameters: the model's.
     num_items: the number of samples in a batch.

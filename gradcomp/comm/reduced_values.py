@@ -55,5 +55,5 @@ class ReducedValues:
                 self._work.wait()
             else:
                 self._passed.synchronize()
-        found: list[float] = self._values.tolist()  # on the host: no wait
+        found: list[float] = self._values.tolist()  # on CUDA, of the copy in host memory, which is complete
         return found

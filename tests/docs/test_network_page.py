@@ -7,7 +7,7 @@ import pytest
 from benchmarks.network import auto, predicted, report
 from tests.programs import ROOT
 
-# README's names of hooks, and those of the rows and of docs/accuracy.md.
+# README's names of hooks, and the names in the rows and in docs/accuracy.md.
 HOOKS = {
     "no hook": "none",
     "`auto_hook`": "auto",
