@@ -291,7 +291,7 @@ def run(options: argparse.Namespace) -> int:
 def show(path: Path, picture: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     is_of_auto = bool(rows) and rows[0]["job"] in ("auto", "change")
-    print("\n" + (auto.table(rows) if is_of_auto else report.tables(rows)))
+    print("\n" + (f"{auto.table(rows)}\n\n{auto.ratios(rows)}" if is_of_auto else report.tables(rows)))
     compared = predicted.compare(rows)
     if compared:
         print("\n" + predicted.table(compared))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.demo.chart import COLORS
+from gradcomp.compress.named import BY_NODES
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 
 from .report import FLAT, Row, label_axes, of, places
@@ -113,7 +114,7 @@ def table(rows: Sequence[Row]) -> str:
             "times none",
         )
         lines += ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-        for link in dict.fromkeys(row["mbit_per_s"] for row in of_both):
+        for link in _links(of_both):
             runs = of(of_both, mbit_per_s=link)
             choices = ", ".join(dict.fromkeys(str(row["choice"]) for row in runs))
             hooks = [shown(median_ms(runs, hook)) for hook in ("auto", *CANDIDATES, PLAIN_HOOK)]
@@ -129,6 +130,27 @@ def table(rows: Sequence[Row]) -> str:
     return "\n\n".join(found)
 
 
+def ratios(rows: Sequence[Row]) -> str:
+    """Format times the best candidate and times none, a line per model and hosts, a column per link.
+
+    Ratios are medians over the runs. The last column compares auto_hook with a model of its own that uses the hook which auto_hook chose, over
+    all links.
+    """
+    measured = compared(rows)
+    links = _links(measured)
+    titles = ["no throttle" if link is None else f"{link:,} Mbit/s" for link in links]
+    lines = ["| " + " | ".join(["model", *titles, "times the hook that it chose"]) + " |"]
+    lines.append("|" + "---|" * (len(links) + 2))
+    for model, count in dict.fromkeys((row["model"], places(row)) for row in measured):
+        of_both = [row for row in measured if (row["model"], places(row)) == (model, count)]
+        of_links = [of(of_both, mbit_per_s=link) for link in links]
+        cells = [", ".join(_against(runs)) if runs else "" for runs in of_links]
+        fixed = [(row["step_ms"]["auto"], _ms_of_choice(row)) for row in of_both]
+        chosen = statistics.median(auto_ms / ms for auto_ms, ms in fixed if ms is not None)
+        lines.append("| " + " | ".join([f"{model}, {count}", *cells, f"{chosen:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
 def median_ms(runs: Sequence[Row], hook: str) -> float:
     """Return the median over runs of a hook's ms; with nodes, of its faster form."""
     return statistics.median(
@@ -139,6 +161,20 @@ def median_ms(runs: Sequence[Row], hook: str) -> float:
 def shown(milliseconds: float) -> str:
     """Format a step's time in ms: without decimals from 100 on, else with one."""
     return f"{milliseconds:.0f}" if milliseconds >= 99.95 else f"{milliseconds:.1f}"
+
+
+def _ms_of_choice(row: Row) -> float | None:
+    """Return the ms of the fixed hook, in the form, that auto_hook chose; None if that one wasn't timed."""
+    times, choice = row["step_ms"], row["choice"]
+    if choice.endswith(BY_NODES):
+        name = choice.removesuffix(BY_NODES)
+        return times[name] if name + FLAT in times else None
+    return times.get(choice + FLAT, times[choice])
+
+
+def _links(rows: Sequence[Row]) -> list[int | None]:
+    """Return the links of rows, in Mbit/s, without a throttle first."""
+    return sorted({row["mbit_per_s"] for row in rows}, key=lambda link: link or 0)
 
 
 def _ratios(runs: Sequence[Row]) -> str:

@@ -303,6 +303,16 @@ def test_the_table_of_auto_hook_has_medians_and_ratios(tmp_path):
         == "| no throttle | int8 | 25.0 | 40.0 | 30.0 | 20.0 | 30.0 | 30.0 | 30.0 | 41.0 | 1.25 | 0.62 |"
     )
     assert lines[5].startswith("| 100 | int8 | 25.0 |")
+    of_both = [*rows, {**auto_row(100, 0, 24.0, 40.0), "model": "gpt"}]
+    by_nodes = [{**of_both[-1], "choice": f"{name} by nodes"} for name in ("int8", "none")]
+    assert auto.ratios(of_both).splitlines() == [
+        "| model | no throttle | 100 Mbit/s | times the hook that it chose |",
+        "|---|---|---|---|",
+        "| mlp, 2 hosts | 1.25, 0.62 | 1.25, 0.62 | 1.25 |",  # its choice, int8, was also timed flat: 20.0
+        "| gpt, 2 hosts |  | 1.20, 0.60 | 1.20 |",
+    ]
+    # By nodes int8 takes 30.0; none by nodes wasn't timed.
+    assert auto.ratios([*rows, *by_nodes]).splitlines()[3].endswith("| 1.20, 0.60 | 0.80 |")
     with pytest.raises(ValueError, match="a picture needs two links"):
         auto.draw(rows, tmp_path / "auto.png")
     auto.draw([*rows, auto_row(10, 0, 50.0, 400.0)], tmp_path / "auto.png")

@@ -19,6 +19,8 @@ HOOKS = {
 }
 # The hooks whose time to a loss is on the page.
 TO_LOSS = ("none", "int4", "powersgd:4", "powersgd:8:int8:start4")
+# The hooks shown with three ranks per host.
+OF_THREE_RANKS = ("none", "int4", "int4:flat", "powersgd:8:int8", "powersgd:8:int8:flat")
 # README's columns of times, in Mbit/s.
 LINKS = (50, 200, 1_000, 10_000)
 
@@ -45,7 +47,7 @@ def test_the_page_has_tables_of_the_rows(rows, rows_of_nodes):
     shown = (
         report.of(on_torchs, job="steps", model="mlp"),
         [row for row in report.of(on_torchs, job="loss") if row["hook"] in TO_LOSS],
-        [row for row in of_three if row["hooks"] == "gradcomp" and row["hook"] != "fp16"],
+        [row for row in of_three if row["hooks"] == "gradcomp" and row["hook"] in OF_THREE_RANKS],
     )
     for some in shown:
         for block in report.tables(some).split("\n\n"):
@@ -61,9 +63,11 @@ def test_the_page_says_how_far_off_predictions_are(rows, rows_of_nodes):
 
 def test_the_page_has_the_tables_of_auto_hook():
     page = (ROOT / "docs/network.md").read_text()
-    for name in ("network_auto.jsonl", "network_auto_hosts.jsonl"):
-        for block in auto.table(rows_of(name)).split("\n\n"):
-            assert block in page
+    of_two, of_more = rows_of("network_auto.jsonl"), rows_of("network_auto_hosts.jsonl")
+    assert auto.table(report.of(of_two, model="mlp", job="auto")) in page
+    assert auto.ratios(of_two + of_more) in page
+    noticed = [row["noticed_after"] for row in report.of(of_two + of_more, job="change")]
+    assert f"begins after {min(noticed)} to {max(noticed)} steps" in page
 
 
 def test_the_readme_quotes_the_rows():
