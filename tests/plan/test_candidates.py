@@ -129,7 +129,7 @@ def test_names():
 
 def test_costs_are_those_of_the_page():
     page = (ROOT / "docs" / "accuracy.md").read_text()
-    gpt = page[page.index("\ngpt: ") : page.index("\ndigits: ")]
+    gpt = page[page.index("\ngpt: ") :].partition("\n```")[0]
     row = re.compile(r"^(\S+) +[\d,]+ +([\d.]+)× .*? ([+-]\d\.\d{3}) ±", re.MULTILINE)
     on_page = {name: (float(nats), float(rate)) for name, rate, nats in row.findall(gpt)}
     costs = {name: (cost.nats, cost.rate) for name, cost in MEASURED.items() if name != "none"}
