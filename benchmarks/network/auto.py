@@ -131,10 +131,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def ratios(rows: Sequence[Row]) -> str:
-    """Format times the best candidate and times none, a line per model and hosts, a column per link.
+    """Format times the best candidate, and times none: a line per model and hosts, a column per link.
 
-    Ratios are medians over the runs. The last column compares auto_hook with a model of its own that uses the hook which auto_hook chose, over
-    all links.
+    Ratios are medians over the runs. The last column compares auto_hook, over all links, with a model that
+    uses the hook which it chose.
     """
     measured = compared(rows)
     links = _links(measured)

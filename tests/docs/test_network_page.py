@@ -19,6 +19,9 @@ HOOKS = {
 }
 # The hooks whose time to a loss is on the page.
 TO_LOSS = ("none", "int4", "powersgd:4", "powersgd:8:int8:start4")
+# The hooks in the table of steps: torch's others end with an error or hang, and bf16 is as fast as fp16.
+OURS = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
+STEPS = [*(("gradcomp", hook) for hook in OURS), ("torch", "fp16")]
 # The hooks shown with three ranks per host.
 OF_THREE_RANKS = ("none", "int4", "int4:flat", "powersgd:8:int8", "powersgd:8:int8:flat")
 # README's columns of times, in Mbit/s.
@@ -43,9 +46,10 @@ def rows_of_nodes():
 def test_the_page_has_tables_of_the_rows(rows, rows_of_nodes):
     page = (ROOT / "docs/network.md").read_text()
     on_torchs = report.of(rows, hosts=2, wrapper="torch")
+    of_mlp = report.of(on_torchs, job="steps", model="mlp")
     of_three = report.of(rows_of_nodes, hosts=2, ranks_per_host=3, job="steps")
     shown = (
-        report.of(on_torchs, job="steps", model="mlp"),
+        [row for row in of_mlp if (row["hooks"], row["hook"]) in STEPS],
         [row for row in report.of(on_torchs, job="loss") if row["hook"] in TO_LOSS],
         [row for row in of_three if row["hooks"] == "gradcomp" and row["hook"] in OF_THREE_RANKS],
     )
@@ -68,6 +72,12 @@ def test_the_page_has_the_tables_of_auto_hook():
     assert auto.ratios(of_two + of_more) in page
     noticed = [row["noticed_after"] for row in report.of(of_two + of_more, job="change")]
     assert f"begins after {min(noticed)} to {max(noticed)} steps" in page
+
+
+def test_the_page_on_local_steps_has_a_table_of_the_rows():
+    rows = report.of(rows_of("network_local_steps.jsonl"), job="steps")
+    shown = [row for row in rows if row["wrapper"] in ("torch", "local steps")]
+    assert report.tables(shown) in (ROOT / "docs/frameworks/local_steps.md").read_text()
 
 
 def test_the_readme_quotes_the_rows():

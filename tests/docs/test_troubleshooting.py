@@ -1,4 +1,4 @@
-"""Test that docs/troubleshooting.md quotes messages of the source, and every one that doesn't explain itself."""
+"""Test that docs/troubleshooting.md quotes messages of the source: all that don't explain themselves."""
 
 import ast
 import re
