@@ -5,6 +5,7 @@ They need scikit-learn and matplotlib: pip install 'gradcomp[accuracy]'.
 
 import json
 import re
+import statistics
 import subprocess
 from argparse import Namespace
 from pathlib import Path
@@ -182,6 +183,33 @@ def test_the_documented_table_is_of_the_recorded_runs():
     rows = rows_of(ROOT / "benchmarks" / "results" / "accuracy.jsonl")
     table = comparison.tables([row for row in rows if row["task"] == "gpt"])
     assert table in (ROOT / "docs" / "accuracy.md").read_text()
+
+
+LOCAL_STEPS = {
+    "7, int4, 50 plain steps first": "local:7:int4:start=50",
+    "**10, int4**": "local:10:int4",
+    "10, int4, `fragments=5`": "local:10:int4:fragments=5",
+    "10, int4, twice the learning rate": "local:10:int4:inner=2",
+    "10, int4, 50 plain steps first": "local:10:int4:start=50",
+    "20, int4": "local:20:int4",
+    "10, no hook": "local:10",
+    "10, int4, Adam's moments averaged, too": "local:10:int4:moments=average",
+    "10, int4, DiLoCo's outer optimizer": "local:10:int4:lr=0.7:momentum=0.9",
+    "every step, PowerSGD r = 2, int8 factors": "powersgd:2:int8",
+    "every step, PowerSGD r = 1, int8 factors": "powersgd:1:int8",
+}
+
+
+def test_the_costs_of_local_steps_are_of_the_recorded_runs():
+    page = (ROOT / "docs" / "frameworks" / "local_steps.md").read_text()
+    rows = rows_of(ROOT / "benchmarks" / "results" / "accuracy_local_steps.jsonl")
+    found = {each.hook: each for each in comparison.summaries(rows)["gpt"]}
+    for setting, hook in LOCAL_STEPS.items():
+        rate = found["none"].bytes_per_step / found[hook].bytes_per_step
+        losses = found[hook].differences
+        assert len(losses) == 3
+        mean, deviation = statistics.mean(losses), statistics.stdev(losses)
+        assert f"| {setting} | {rate:.1f}× | {mean:+.3f} ± {deviation:.3f} |" in page
 
 
 @pytest.mark.parametrize(
