@@ -32,6 +32,7 @@ class LocalOptions:
     inner: the factor of the inner optimizer's learning rate. A rank's own gradients are noisier than their
         mean, so that Adam's steps are shorter.
     fragments, delay: LocalSteps'.
+    grow: after every so many steps the number of local steps doubles; 0: never.
     moments: one of MOMENTS, done to the inner optimizer's moments at an exchange.
     start: first steps; after each of them all weights are averaged, uncompressed. Their bytes don't count,
         like the bytes of other hooks' plain first steps.
@@ -44,6 +45,7 @@ class LocalOptions:
     inner: float = 1.0
     fragments: int = 1
     delay: int = 0
+    grow: int = 0
     moments: str = "keep"
     start: int = 0
 
@@ -101,9 +103,11 @@ class LocalTraining:
                 self._local.join()
             else:
                 self._local.step()
-            if self._num_steps % self._options.every == 0:
+            if self._num_steps % self._local.every == 0:
                 self._treat_moments()
         self.sent_bytes += meter.num_bytes
+        if self._options.grow and self._num_steps % self._options.grow == 0:
+            self._local.every *= 2
 
     @torch.no_grad()
     def _treat_moments(self) -> None:

@@ -40,6 +40,7 @@ def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_local_steps(tmp_path):
     hooks = ("none", "local:5", "local:10:int4", "local:5:int4:lr=0.7:momentum=0.9:start=10")
+    hooks += ("local:5:grow=10",)
     options = ["--task=gpt", f"--hook={','.join(hooks)}", "--steps=20", "--seeds=1", "--ranks=2"]
     run_accuracy(*TINY_OPTIONS, *options, "--out", str(tmp_path))
     none, *local = rows_of(tmp_path / "accuracy.jsonl")
@@ -49,7 +50,9 @@ def test_local_steps(tmp_path):
     assert 4 * whole <= local[0]["sent_bytes"] < 4.01 * whole
     assert 2 * whole / 8 < local[1]["sent_bytes"] < 2 * whole / 4
     assert 2 * whole / 8 < local[2]["sent_bytes"] < 2 * whole / 4
-    counted = (20, 20, 10)
+    # After 5 and 10 steps, and then 10 later.
+    assert 3 * whole <= local[3]["sent_bytes"] < 3.01 * whole
+    counted = (20, 20, 10, 20)
     assert [row["bytes_per_step"] for row in local] == [
         row["sent_bytes"] // number for row, number in zip(local, counted, strict=True)
     ]
