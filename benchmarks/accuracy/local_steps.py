@@ -32,7 +32,7 @@ class LocalOptions:
     inner: the factor of the inner optimizer's learning rate. A rank's own gradients are noisier than their
         mean, so that Adam's steps are shorter.
     fragments, delay: LocalSteps'.
-    grow: after every so many steps the number of local steps doubles; 0: never.
+    grow: steps after which the number of local steps doubles, again and again; 0: never.
     moments: one of MOMENTS, done to the inner optimizer's moments at an exchange.
     start: first steps; after each of them all weights are averaged, uncompressed. Their bytes don't count,
         like the bytes of other hooks' plain first steps.
@@ -86,9 +86,13 @@ class LocalTraining:
         self._local = LocalSteps(
             model, outer, options.every, hook, state, options.fragments, delay=options.delay
         )
-        self.every = options.every
         self._weights = [each.detach() for each in model.parameters()]
         self.sent_bytes = self.num_counted = 0
+
+    @property
+    def every(self) -> int:
+        """Local steps between two exchanges of a weight."""
+        return self._local.every
 
     def step(self, *, is_last: bool) -> None:
         """Call it after every step of the inner optimizer."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,11 +98,9 @@ def compared(rows: Sequence[Row]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Format a table per model and number of hosts: a line per link, medians over the runs."""
-    measured = compared(rows)
     found = []
-    for model, count in dict.fromkeys((row["model"], places(row)) for row in measured):
-        of_both = [row for row in measured if (row["model"], places(row)) == (model, count)]
-        lines = [f"{model}, {count}: auto_hook after its trial, ms per step beside the fixed hooks'", ""]
+    for name, of_both in _by_model_and_hosts(compared(rows)).items():
+        lines = [f"{name}: auto_hook after its trial, ms per step beside the fixed hooks'", ""]
         titles = (
             "Mbit/s",
             "auto_hook chose",
@@ -141,13 +138,13 @@ def ratios(rows: Sequence[Row]) -> str:
     titles = ["no throttle" if link is None else f"{link:,} Mbit/s" for link in links]
     lines = ["| " + " | ".join(["model", *titles, "times the hook that it chose"]) + " |"]
     lines.append("|" + "---|" * (len(links) + 2))
-    for model, count in dict.fromkeys((row["model"], places(row)) for row in measured):
-        of_both = [row for row in measured if (row["model"], places(row)) == (model, count)]
+    for name, of_both in _by_model_and_hosts(measured).items():
         of_links = [of(of_both, mbit_per_s=link) for link in links]
         cells = [", ".join(_against(runs)) if runs else "" for runs in of_links]
         fixed = [(row["step_ms"]["auto"], _ms_of_choice(row)) for row in of_both]
-        chosen = statistics.median(auto_ms / ms for auto_ms, ms in fixed if ms is not None)
-        lines.append("| " + " | ".join([f"{model}, {count}", *cells, f"{chosen:.2f}"]) + " |")
+        chosen = [auto_ms / ms for auto_ms, ms in fixed if ms is not None]
+        cells.append(f"{statistics.median(chosen):.2f}" if chosen else "")
+        lines.append("| " + " | ".join([name, *cells]) + " |")
     return "\n".join(lines)
 
 
@@ -170,6 +167,13 @@ def _ms_of_choice(row: Row) -> float | None:
         name = choice.removesuffix(BY_NODES)
         return times[name] if name + FLAT in times else None
     return times.get(choice + FLAT, times[choice])
+
+
+def _by_model_and_hosts(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(f"{row['model']}, {places(row)}", []).append(row)
+    return found
 
 
 def _links(rows: Sequence[Row]) -> list[int | None]:
@@ -205,17 +209,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    measured = [row for row in compared(rows) if row["mbit_per_s"]]
-    found = dict.fromkeys((row["model"], places(row), row["mbit_per_s"]) for row in measured)
-    panels = [panel for panel, number in Counter(each[:2] for each in found).items() if number > 1]
+    measured = _by_model_and_hosts([row for row in compared(rows) if row["mbit_per_s"]])
+    panels = {name: of_panel for name, of_panel in measured.items() if len(_links(of_panel)) > 1}
     if not panels:
         raise ValueError("a picture needs two links")
     figure, drawn = pyplot.subplots(
         1, len(panels), figsize=(5.2 * len(panels), 4.2), layout="constrained", squeeze=False
     )
-    for axes, (model, count) in zip(drawn[0], panels, strict=True):
-        of_panel = [row for row in measured if (row["model"], places(row)) == (model, count)]
-        links = sorted({row["mbit_per_s"] for row in of_panel})
+    for axes, (name, of_panel) in zip(drawn[0], panels.items(), strict=True):
+        links = _links(of_panel)
         for hook, color in zip(
             (*CANDIDATES, "auto"), (*COLORS[1 : len(CANDIDATES) + 1], "black"), strict=True
         ):
@@ -225,7 +227,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 {"linewidth": 2.6, "linestyle": "--", "label": "auto_hook"} if is_auto else {"label": hook}
             )
             axes.plot(links, times, marker="o", markersize=4, color=color, **style)
-        label_axes(axes, f"{model}, {count}")
+        label_axes(axes, name)
     drawn[0][-1].legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -91,7 +91,10 @@ class ShardBucket(GradBucket):
 
     def gradients(self) -> list[torch.Tensor]:
         """Raise TypeError: no gradient is in one piece."""
-        raise TypeError("a ShardBucket has its gradients in pieces, one per rank")
+        raise TypeError(
+            "a ShardBucket has its gradients in pieces, one per rank. Likely cause: a hook or compressor "
+            "that averages was called with a bucket of compress_reduce_scatter"
+        )
 
 
 def require_bucket(hook_name: str, bucket: Any) -> None:

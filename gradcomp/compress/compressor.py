@@ -199,7 +199,10 @@ class ShardCompressor(Compressor):
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Raise TypeError: no rank gets the averages of other shards."""
-        raise TypeError(f"{type(self).__name__} sums a shard, and averages nothing")
+        raise TypeError(
+            f"{type(self).__name__} sums a shard, and averages nothing. Likely cause: it was made for "
+            "compress_reduce_scatter, but called by a hook that averages"
+        )
 
 
 def errors_in(state: State) -> State:

@@ -249,9 +249,15 @@ def _validate(matrix: Matrix, rank: int) -> None:
         raise ValueError(f"{matrix}: numel must lie between 1 and rows · cols")
     # The kernels use 32-bit offsets within a tile (at most 64 rows of M) and within a factor's panel.
     if matrix.cols >= 2**31 // 64:
-        raise ValueError(f"{matrix}: a matrix may have at most {2**31 // 64 - 1} columns")
+        raise ValueError(
+            f"{matrix}: a matrix may have at most {2**31 // 64 - 1} columns, as PowerSGD's kernels count in "
+            "32 bits within a tile. Use another hook"
+        )
     if (max(matrix.rows, matrix.cols) + 64) * rank >= 2**31:
-        raise ValueError(f"{matrix}: its factors of rank {rank} (padded) would have 2³¹ elements or more")
+        raise ValueError(
+            f"{matrix}: its factors of rank {rank} (padded) would have 2³¹ elements or more, but PowerSGD's "
+            "kernels count in 32 bits within a factor. Use a smaller rank, or another hook"
+        )
 
 
 def _ranges(stop: int, step: int) -> list[tuple[int, int]]:
