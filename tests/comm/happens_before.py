@@ -8,7 +8,7 @@ stream's next one (vector clocks: Fidge, and Mattern, 1988). A wait takes over t
 Memory that is freed may be used again at once, on the stream that allocated it. So all accesses to it must be
 ordered before that stream's next work. For Tensor.record_stream's streams the allocator waits.
 
-Nothing is computed: kernels don't run here. All tensors that a kernel gets count as read and written.
+Nothing is computed: kernels are neither compiled nor run here. All tensors that a kernel gets count as read and written.
 """
 
 from __future__ import annotations
@@ -266,24 +266,18 @@ def _trace_waits(trace: Trace) -> None:
 def _trace_kernels(trace: Trace) -> None:
     from gradcomp.kernels import flatten, launch
 
-    jit: Any = triton.runtime.JITFunction
-    run, stage = jit.run, launch.Stage.__call__
-
-    def traced_run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def traced_run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if not (warmup or trace.is_paused):
             trace.enqueue(self.__name__, [(each, True) for each in tensors_in(args)])
-        with trace.paused():
-            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     def traced_stage(self: Any, **values: Any) -> None:
         for each in self._launches:
             arguments = [values[a.name] if isinstance(a, launch.Slot) else a for a in each._arguments]
             trace.enqueue(each._kernel.__name__, [(tensor, True) for tensor in tensors_in(arguments)])
-        with trace.paused():
-            stage(self, **values)
 
-    jit.run = traced_run
+    triton.runtime.JITFunction.run = traced_run
     launch.Stage.__call__ = traced_stage  # type: ignore[method-assign]
+    launch.Launch.compile = lambda self: False  # type: ignore[method-assign]
 
     def traced_copies(name: str, copy: Callable[..., None]) -> Callable[..., None]:
         """Trace a kernel that gets the tensors' addresses in a table."""
