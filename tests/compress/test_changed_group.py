@@ -15,6 +15,7 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_hook,
     quantization_pertensor_hook,
 )
+from tests.depth import mixed
 from tests.hooks.powersgd_runs import Messages
 
 SIZE, BEFORE, AFTER = 32, 4, 40
@@ -96,8 +97,10 @@ def shrink(rank, library, store_path):
     return found
 
 
-@pytest.mark.parametrize("library", [gradcomp.DistributedDataParallel, nn.parallel.DistributedDataParallel])
-@pytest.mark.parametrize("is_assigned", [True, False])
+@pytest.mark.parametrize(
+    ("library", "is_assigned"),
+    mixed([gradcomp.DistributedDataParallel, nn.parallel.DistributedDataParallel], [True, False]),
+)
 def test_errors_are_kept_by_a_group_that_shrinks(run_ranks, library, is_assigned, tmp_path):
     one, two, _ = run_ranks(shrink, 3, library, None if is_assigned else str(tmp_path / "store"))
     for name in KINDS:

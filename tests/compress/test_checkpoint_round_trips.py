@@ -20,6 +20,7 @@ from gradcomp.hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wr
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.compress.test_new_compressor import TopK, TopKOptions
+from tests.depth import everyday
 from tests.hooks.powersgd_oracle import random_gradient
 from tests.hooks.powersgd_runs import reload
 
@@ -96,10 +97,11 @@ def error_of(state):
     return None if error is None else error.double()
 
 
-def round_trips(rank, dtype, folder):
+def round_trips(rank, dtype, names, folder):
     """Return the failures as (state, number of steps before saving, way, message)."""
     wrong = []
-    for name, (make, hook) in STATES.items():
+    for name in names:
+        make, hook = STATES[name]
         for num_steps in (START - 1, START + 2):
             state, parameters = make(), [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
             for step in range(num_steps):
@@ -132,4 +134,5 @@ def round_trips(rank, dtype, folder):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_loaded_goes_on_as_what_was_saved(run_ranks, dtype, tmp_path):
-    assert run_ranks(round_trips, 2, dtype, str(tmp_path)) == [[], []]
+    names = everyday(list(STATES)[DTYPES.index(dtype) :: 2], list(STATES))
+    assert run_ranks(round_trips, 2, dtype, names, str(tmp_path)) == [[], []]

@@ -9,8 +9,9 @@ import gradcomp
 from gradcomp.hooks.default_hooks import bf16_compress_wrapper
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.depth import everyday
 
-SIZE, STEPS, START = 32, 40, 2
+SIZE, STEPS, START = 32, everyday(12, 40), 2
 
 
 def power_sgd(**options):

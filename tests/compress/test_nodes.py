@@ -19,6 +19,7 @@ from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import RankError, check_hook, claims_of
+from tests.depth import everyday, mixed
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
 from tests.hooks.test_quantization_hook import train
@@ -75,11 +76,13 @@ def test_the_mean(bits, world_size, ranks_per_node, dtype):
         )
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-@pytest.mark.parametrize("within", WITHIN, ids=str)
-def test_the_mean_of_sums_in_16_bits(bits, world_size, ranks_per_node, dtype, within):
+@pytest.mark.parametrize(
+    ("bits", "nodes", "dtype", "within"),
+    mixed([4, 8, 16], NODES, [torch.float32, torch.float64, torch.float16], WITHIN, together=2),
+    ids=str,
+)
+def test_the_mean_of_sums_in_16_bits(bits, nodes, dtype, within):
+    world_size, ranks_per_node = nodes
     results = testing.run_ranks(steps_of, world_size, bits, ranks_per_node, dtype, 1, within)
     mean = torch.stack([steps[0][0].double() for steps, _ in results]).mean(0)
     for steps, saved in results:
@@ -187,14 +190,14 @@ def test_checkpoints_from_before_the_dtype_within_are_loaded():
     assert torch.equal(error_in(state.state_dict()), error_in(saved))
 
 
-@BITS
+@pytest.mark.parametrize("bits", everyday([4], [4, 8]))
 def test_every_property_of_the_kit(bits):
     flat = claims_of(quantization_hook, lambda group: QuantizationState(group, bits, block_size=16))
     report = check_hook(
         quantization_hook,
         lambda group: QuantizationState(group, bits, block_size=16, ranks_per_node=2),
         world_size=4,
-        max_examples=4,
+        max_examples=everyday(2, 4),
         claims=flat,
     )
     report.raise_if_failed()
@@ -212,7 +215,7 @@ def powersgd_state(group):
 
 
 def test_every_property_of_the_kit_with_powersgds_int8_factors():
-    check_hook(powerSGD_hook, powersgd_state, world_size=4, max_examples=3).raise_if_failed()
+    check_hook(powerSGD_hook, powersgd_state, world_size=4, max_examples=everyday(2, 3)).raise_if_failed()
 
 
 def factor_steps(rank, group, ranks_per_node, factor_dtype):

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from tests.fsdp.models import Net, batch_of, sharded
+from tests.fsdp.models import Net, batch_of, gradients, sharded, weights
 
 STEPS = 3
 
@@ -124,3 +124,23 @@ SCENARIOS = {
 }
 if hasattr(FSDPModule, "set_manual_backward_finalization"):  # since torch 2.15
     SCENARIOS["backwards that the caller finalizes"] = (sharded, finalize)
+
+
+def differences(models, run_step):
+    """Train two models, and yield differences of gradients, relative to the largest, and of weights."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
+    for number in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            run_step(model, number=number)
+        theirs, ours = map(gradients, models)
+        assert any(each is not None and each.any() for each in theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one is None) == (other is None)
+            if other is not None and other.numel():
+                assert one.dtype == other.dtype
+                yield ((one - other).abs().max() / other.abs().max().clamp(min=1)).item()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(*map(weights, models), strict=True):
+        yield from (one - other).abs().flatten().tolist()

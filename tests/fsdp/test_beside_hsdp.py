@@ -1,6 +1,7 @@
 """Compare compress_replicas with torch's own averaging over replicas, HSDP, where nothing is lost."""
 
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -15,6 +16,7 @@ from gradcomp.compress import CompressorState
 from gradcomp.fsdp import compress_replicas
 from gradcomp.fsdp.replicas import AllReduceHook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
+from tests.depth import mixed
 from tests.fsdp.models import (
     RANKS,
     Exact,
@@ -25,7 +27,7 @@ from tests.fsdp.models import (
     sharded,
     weights,
 )
-from tests.fsdp.scenarios import SCENARIOS, STEPS, step
+from tests.fsdp.scenarios import SCENARIOS, STEPS, differences, step
 from tests.reducer.models import run_cases
 from tests.tolerances import UNIT_ROUNDOFF, average
 
@@ -41,46 +43,26 @@ STATES = {
 HSDP = {"reduced in fp16": UNIT_ROUNDOFF[torch.float16]}
 
 
-def compare(rank, name):
-    """Train with HSDP and with compress_replicas; return the largest differences, by the state's name."""
+def compare(rank, name, state_name):
+    """Train with HSDP and with compress_replicas; return the largest difference and the state's steps."""
     grid = new_grid()
     make, run_step = SCENARIOS[name]
-    found = {}
-    for state_name, make_state in STATES.items():
-        models = []
-        for mesh in (grid.mesh, grid.shards):
-            torch.manual_seed(0)
-            models.append(make(mesh))
-        state = make_state(grid.replicas)
-        compress_replicas(models[1], grid.replicas, state)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
-        worst = 0.0
-        for number in range(STEPS):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                run_step(model, rank, number)
-            theirs, ours = map(gradients, models)
-            assert any(each is not None and each.any() for each in theirs)
-            for one, other in zip(ours, theirs, strict=True):
-                assert (one is None) == (other is None)
-                if other is not None and other.numel():
-                    assert one.dtype == other.dtype
-                    worst = max(worst, ((one - other).abs().max() / other.abs().max().clamp(min=1)).item())
-            for optimizer in optimizers:
-                optimizer.step()
-        for one, other in zip(*map(weights, models), strict=True):
-            worst = max([worst, *(one - other).abs().flatten().tolist()])
-        found[state_name] = worst, state and state.iter
-    return found
+    models = []
+    for mesh in (grid.mesh, grid.shards):
+        torch.manual_seed(0)
+        models.append(make(mesh))
+    state = STATES[state_name](grid.replicas)
+    compress_replicas(models[1], grid.replicas, state)
+    worst = max(differences(models, partial(run_step, rank=rank)))
+    return worst, state and state.iter
 
 
 def test_it_equals_hsdp(run_ranks):
-    cases = [(name,) for name in SCENARIOS]
+    cases = mixed(list(SCENARIOS), list(STATES))
     for results in run_ranks(run_cases, RANKS, compare, cases, timeout_s=240):
-        for name, found in zip(SCENARIOS, results, strict=True):
-            for state_name, (worst, num_steps) in found.items():
-                assert worst <= HSDP.get(name, 1e-6), f"{name}, {state_name}"
-                assert num_steps in (None, STEPS), f"{name}, {state_name}"
+        for case, (worst, num_steps) in zip(cases, results, strict=True):
+            assert worst <= HSDP.get(case[0], 1e-6), case
+            assert num_steps in (None, STEPS), case
 
 
 def one_shard(rank):

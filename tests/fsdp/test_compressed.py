@@ -9,6 +9,7 @@ from gradcomp.compress import load_from_dcp, per_rank_state_dict
 from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.quantization_hooks import QuantizationState
+from tests.depth import mixed
 from tests.fsdp.models import (
     RANKS,
     START,
@@ -48,7 +49,7 @@ def train(rank, name, precision):
 
 
 def test_models_train_and_replicas_stay_bitwise_equal(run_ranks):
-    cases = [(name, precision) for name in STATES for precision in PRECISIONS]
+    cases = mixed(list(STATES), list(PRECISIONS))
     ranks = run_ranks(run_cases, RANKS, train, cases, timeout_s=240)
     for index, case in enumerate(cases):
         for losses, _, num_steps, rate in (results[index] for results in ranks):
@@ -139,7 +140,8 @@ def resume(rank, folder, name, loads_first):
 
 
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(run_ranks, tmp_path):
-    cases = [(str(tmp_path / f"{name} {first}"), name, first) for name in STATES for first in (False, True)]
+    chosen = mixed(list(STATES), (False, True))
+    cases = [(str(tmp_path / f"{name} {first}"), name, first) for name, first in chosen]
     for results in run_ranks(run_cases, RANKS, resume, cases, timeout_s=240):
         for case, (straight, resumed) in zip(cases, results, strict=True):
             assert straight[2] == resumed[2] == 9, case

@@ -1,9 +1,11 @@
 """Compare compress_reduce_scatter with torch's own reduce-scatter, where nothing is lost."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -11,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from gradcomp.cpu.quantize import levels
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
 from gradcomp.hooks.quantization_hooks import QuantizationState
-from tests.fsdp.models import RANKS, Sum, gradients, sharded, weights
-from tests.fsdp.scenarios import SCENARIOS, STEPS, accumulate_in_grad, step
+from tests.depth import everyday, mixed
+from tests.fsdp.models import RANKS, Sum, gradients, sharded
+from tests.fsdp.scenarios import SCENARIOS, STEPS, accumulate_in_grad, differences, step
 from tests.reducer.models import run_cases
 from tests.tolerances import UNIT_ROUNDOFF
 
@@ -37,68 +40,47 @@ STATES = {
 }
 
 
-def meshes_of(world_size):
-    """Yield (form, torch's mesh, gradcomp's mesh, the group of compress_replicas, the state's options)."""
-    shards = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
-    yield "shards", shards, shards, None, {}
-    if world_size == RANKS:
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        yield "by nodes", shards, shards, None, {"ranks_per_node": 2}
-        yield "HSDP", grid, grid, None, {}
-        yield "with compress_replicas", grid, grid["shard"], grid["replicate"].get_group(), {}
+FORMS = {2: ("shards",), RANKS: ("shards", "by nodes", "HSDP", "with compress_replicas")}
 
 
-def differences(models, run_step):
-    """Train two models, and yield differences of gradients, relative to the largest, and of weights."""
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
-    for number in range(STEPS):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            run_step(model, number=number)
-        theirs, ours = map(gradients, models)
-        assert any(each is not None and each.any() for each in theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert (one is None) == (other is None)
-            if other is not None and other.numel():
-                assert one.dtype == other.dtype
-                yield ((one - other).abs().max() / other.abs().max().clamp(min=1)).item()
-        for optimizer in optimizers:
-            optimizer.step()
-    for one, other in zip(*map(weights, models), strict=True):
-        yield from (one - other).abs().flatten().tolist()
+def meshes_of(form):
+    """Return (torch's mesh, gradcomp's mesh, the group of compress_replicas, the state's options)."""
+    if form in ("shards", "by nodes"):
+        shards = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        return shards, shards, None, {"ranks_per_node": 2} if form == "by nodes" else {}
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if form == "HSDP":
+        return grid, grid, None, {}
+    return grid, grid["shard"], grid["replicate"].get_group(), {}
 
 
-def compare(rank, world_size, name):
-    """Train with torch and with gradcomp; return the largest difference and the state's steps, by form."""
+def compare(rank, name, form, state_name):
+    """Train with torch and with gradcomp; return the largest difference and the state's steps."""
     make, run_step = CASES[name]
-    found = {}
-    for form, native_mesh, mesh, replicas, options in meshes_of(world_size):
-        for state_name, make_state in STATES.items():
-            models = []
-            for each in (native_mesh, mesh):
-                torch.manual_seed(0)
-                models.append(make(each))
-            state = make_state(**options)
-            calls = [partial(compress_reduce_scatter, models[1], state)]
-            if replicas is not None:
-                # In either order.
-                calls.insert(state_name == "exact", partial(compress_replicas, models[1], replicas))
-            for call in calls:
-                call()
-            worst = max(differences(models, partial(run_step, rank=rank)))
-            found[f"{form}, {state_name}"] = worst, state.iter
-    return found
+    native_mesh, mesh, replicas, options = meshes_of(form)
+    models = []
+    for each in (native_mesh, mesh):
+        torch.manual_seed(0)
+        models.append(make(each))
+    state = STATES[state_name](**options)
+    calls = [partial(compress_reduce_scatter, models[1], state)]
+    if replicas is not None:
+        # In either order.
+        calls.insert(state_name == "exact", partial(compress_replicas, models[1], replicas))
+    for call in calls:
+        call()
+    return max(differences(models, partial(run_step, rank=rank))), state.iter
 
 
-@pytest.mark.parametrize("world_size", [2, RANKS])
+@pytest.mark.parametrize("world_size", everyday([RANKS], [2, RANKS]))
 def test_it_equals_torchs_reduce_scatter(run_ranks, world_size):
-    cases = [(world_size, name) for name in CASES]
+    cases = mixed(list(CASES), FORMS[world_size], list(STATES))
     for results in run_ranks(run_cases, world_size, compare, cases, timeout_s=400):
-        for name, found in zip(CASES, results, strict=True):
-            for form, (worst, num_steps) in found.items():
-                rounding = world_size * UNIT_ROUNDOFF[ROUNDINGS[name]] if name in ROUNDINGS else 1e-6
-                assert worst <= rounding, f"{name}, {form}"
-                assert num_steps == STEPS * REDUCTIONS.get(name, 1), f"{name}, {form}"
+        for case, (worst, num_steps) in zip(cases, results, strict=True):
+            name = case[0]
+            rounding = world_size * UNIT_ROUNDOFF[ROUNDINGS[name]] if name in ROUNDINGS else 1e-6
+            assert worst <= rounding, case
+            assert num_steps == STEPS * REDUCTIONS.get(name, 1), case
 
 
 def codes_of(bits, generator, shape):
@@ -119,46 +101,45 @@ class Even(Sum):
     SHAPES = ((32, 8), (33,), (16, 20))
 
 
-def sum_codes(rank, world_size, bits):
-    """Return the largest difference from torch's averages, of gradients with exact codes, by form."""
-    model_class, found = Even if bits == 4 else Sum, {}
-    for form, native_mesh, mesh, replicas, options in meshes_of(world_size):
-        models = [sharded(each, model_class()) for each in (native_mesh, mesh)]
-        state = QuantizationState(bits=bits, block_size=16, **options)
-        compress_reduce_scatter(models[1], state)
-        if replicas is not None:
-            compress_replicas(models[1], replicas)
-        worst = 0.0
-        for number in range(3):
-            generator = torch.Generator().manual_seed(10 * number + rank)
-            given = [[codes_of(bits, generator, shape) for shape in model_class.SHAPES] for _ in range(4)]
-            if form == "by nodes" and rank % 2:  # a node's sums must have exact codes, too
-                given = [[0 * each for each in layer] for layer in given]
-            for model in models:
-                model.zero_grad()
-                model(given).backward()
-            for one, other in zip(*map(gradients, models), strict=True):
-                worst = max([worst, *(one - other).abs().flatten().tolist()])
-        errors = [each["error"] for each in state.state_dict()["buckets"].values() if "error" in each]
-        assert len(errors) == (0 if bits == 16 else 4)
-        assert not any(error.any() for error in errors), form
-        found[form] = worst
-    return found
+def sum_codes(rank, form, bits, num_steps=3):
+    """Return the largest difference from torch's averages, of gradients with exact codes."""
+    model_class = Even if bits == 4 else Sum
+    native_mesh, mesh, replicas, options = meshes_of(form)
+    models = [sharded(each, model_class()) for each in (native_mesh, mesh)]
+    state = QuantizationState(bits=bits, block_size=16, **options)
+    compress_reduce_scatter(models[1], state)
+    if replicas is not None:
+        compress_replicas(models[1], replicas)
+    worst = 0.0
+    for number in range(num_steps):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        given = [[codes_of(bits, generator, shape) for shape in model_class.SHAPES] for _ in range(4)]
+        if form == "by nodes" and rank % 2:  # a node's sums must have exact codes, too
+            given = [[0 * each for each in layer] for layer in given]
+        for model in models:
+            model.zero_grad()
+            model(given).backward()
+        for one, other in zip(*map(gradients, models), strict=True):
+            worst = max([worst, *(one - other).abs().flatten().tolist()])
+    errors = [each["error"] for each in state.state_dict()["buckets"].values() if "error" in each]
+    assert len(errors) == (0 if bits == 16 else 4)
+    assert not any(error.any() for error in errors), form
+    return worst
 
 
 @pytest.mark.parametrize("world_size", [2, RANKS])
 def test_exact_codes_give_torchs_sums(run_ranks, world_size):
-    cases = [(world_size, bits) for bits in (4, 8, 16)]
+    cases = list(product(FORMS[world_size], (4, 8, 16)))
     for results in run_ranks(run_cases, world_size, sum_codes, cases, timeout_s=240):
-        for (_, bits), found in zip(cases, results, strict=True):
-            for form, worst in found.items():
-                assert worst <= 1e-6, (bits, form)
+        for case, worst in zip(cases, results, strict=True):
+            assert worst <= 1e-6, case
 
 
 def test_exact_codes_on_the_kernels(run_ranks):
-    for bits in (4, 16):
-        for found in run_ranks(sum_codes, RANKS, RANKS, bits, interpret=True, timeout_s=200):
-            assert max(found.values()) <= 1e-6, bits
+    cases = [(*case, everyday(1, 3)) for case in mixed(FORMS[RANKS], (4, 16))]
+    for results in run_ranks(run_cases, RANKS, sum_codes, cases, interpret=True, timeout_s=200):
+        for case, worst in zip(cases, results, strict=True):
+            assert worst <= 1e-6, case
 
 
 def plans_of_equal_layers(rank):

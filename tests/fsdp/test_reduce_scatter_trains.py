@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.depth import everyday, mixed
 from tests.fsdp.models import RANKS, Net, batch_of, gradients, losses_of_training, new_grid, sharded, weights
 from tests.reducer.models import run_cases
 
@@ -63,7 +64,7 @@ def late_losses(rank):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, RANKS])
+@pytest.mark.parametrize("world_size", everyday([2], [2, RANKS]))
 def test_int4_trains_as_on_ddp(run_ranks, world_size):
     for found in run_ranks(late_losses, world_size, timeout_s=240):
         none = found["DDP None"]
@@ -103,6 +104,7 @@ FORMS = {
         lambda: PowerSGDState(None, 2, 2, min_compression_rate=1),
     ),
 }
+EVERYDAY = ["plain steps first", "by nodes, bf16 within", "int4 between replicas", "PowerSGD between replicas"]
 PRECISIONS = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
@@ -123,7 +125,7 @@ def train(rank, form, precision):
 
 
 def test_models_train_in_every_form(run_ranks):
-    cases = [(form, precision) for form in FORMS for precision in PRECISIONS]
+    cases = mixed(everyday(EVERYDAY, list(FORMS)), list(PRECISIONS))
     ranks = run_ranks(run_cases, RANKS, train, cases, timeout_s=300)
     for index, (form, precision) in enumerate(cases):
         for losses, _, num_steps, rate in (results[index] for results in ranks):

@@ -9,6 +9,7 @@ from gradcomp.comm.nodes import nodes_of
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook, node_wrapper
 from gradcomp.hooks.quantization_hooks import quantization_pertensor_hook
+from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 
 SHAPES = [(13, 7), (5,), (1,)]
@@ -47,7 +48,7 @@ def test_the_mean(world_size, ranks_per_node, hook, dtype, bound):
 
 def test_every_property_of_the_kit():
     hook = node_wrapper(allreduce_hook, 2)
-    report = testing.check_hook(hook, world_size=4, max_examples=4)
+    report = testing.check_hook(hook, world_size=4, max_examples=everyday(2, 4))
     report.raise_if_failed()
 
 

@@ -11,6 +11,7 @@ from gradcomp.hooks.powerSGD_hook import PowerSGDState, from_torch, powerSGD_hoo
 from gradcomp.testing import check_hook, run_ranks
 from gradcomp.testing.run import run_hook
 from gradcomp.testing.workload import Workload
+from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import HOOKS, START, error_of, new_state, reload
 from tests.tolerances import FACTOR_ROUNDINGS, FACTOR_UNIT, MEAN_ERROR
@@ -26,19 +27,18 @@ def make_state(group, **options):
     return PowerSGDState(group, 2, START, min_compression_rate=1, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("powerSGD", {"factor_dtype": torch.bfloat16}),
-        ("powerSGD", {"factor_dtype": torch.float16}),
-        ("powerSGD", {"factor_dtype": torch.int8}),
-        ("batched", {"factor_dtype": torch.int8}),
-        ("powerSGD", {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16, "start_bits": 4}),
-    ],
-    ids=str,
-)
+CHECKED = [
+    ("batched", {"factor_dtype": torch.int8}),
+    ("powerSGD", {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16, "start_bits": 4}),
+    ("powerSGD", {"factor_dtype": torch.bfloat16}),
+    ("powerSGD", {"factor_dtype": torch.float16}),
+    ("powerSGD", {"factor_dtype": torch.int8}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), everyday(CHECKED[:2], CHECKED), ids=str)
 def test_every_property_of_the_kit(name, options):
-    report = check_hook(HOOKS[name], partial(make_state, **options), max_examples=3)
+    report = check_hook(HOOKS[name], partial(make_state, **options), max_examples=everyday(2, 3))
     report.raise_if_failed()
     held = {name for name, verdict in report.verdicts.items() if "holds" in str(verdict)}
     assert {

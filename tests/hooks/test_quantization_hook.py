@@ -12,6 +12,7 @@ from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import check_hook
+from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
 from tests.ranks import RankError
@@ -212,10 +213,12 @@ def test_it_trains_everywhere(run_ranks, way):
     assert torch.equal(one, other)
 
 
-@BITS
+@pytest.mark.parametrize("bits", everyday([8], [4, 8]))  # 4 every day in tests/testing/test_check.py
 def test_every_property_of_the_kit(bits):
     report = check_hook(
-        quantization_hook, lambda group: QuantizationState(group, bits, block_size=16), max_examples=10
+        quantization_hook,
+        lambda group: QuantizationState(group, bits, block_size=16),
+        max_examples=everyday(2, 10),
     )
     report.raise_if_failed()
     held = {name for name, verdict in report.verdicts.items() if "holds" in str(verdict)}

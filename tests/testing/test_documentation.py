@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradcomp.testing import PropertyFailure, Workload, check_hook, properties
+from tests.depth import everyday
 
 DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
 PROPERTIES = {"NonFiniteFailure", "PropertyFailure"} ^ set(properties.__all__)
@@ -34,7 +35,7 @@ def without_numbers(text):
 
 def test_the_documented_top_k_hook(tmp_path, monkeypatch):
     sound = example(monkeypatch, tmp_path, "top_k")
-    report = check_hook(sound.top_k_hook, sound.TopKState, max_examples=10)
+    report = check_hook(sound.top_k_hook, sound.TopKState, max_examples=everyday(4, 10))
     report.raise_if_failed()
     assert without_numbers(str(report)) in without_numbers(DOCS.read_text())
     without = example(monkeypatch, tmp_path, "top_k_without_error_feedback", leave_out="# error feedback")

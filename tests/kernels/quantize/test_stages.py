@@ -8,6 +8,7 @@ import torch
 from gradcomp import ops
 from gradcomp.kernels.quantize import plan as quantize_plan
 from gradcomp.layout import BlockLayout
+from tests.depth import mixed
 from tests.kernels.copies import FLOATS
 from tests.kernels.quantize.ranks import (
     all_gather,
@@ -144,8 +145,7 @@ def test_many_tensors(bits, device):
     check_steps(BlockLayout([(4, 5), (3,)] * 8 + [(4, 4)] * 5, 4, 2), bits, torch.float32, device, 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("dtype", "world_size"), mixed(FLOATS, [1, 2, 5]), ids=str)
 def test_8_bits_are_those_of_plain_torch(dtype, world_size, device):
     """Outputs, errors, codes and scales have the same bits; sums of exactly sent elements may differ."""
     layout = BlockLayout(MIXED, 16, world_size)
@@ -316,9 +316,7 @@ def check_sums(plans, outputs, bits, dtype, is_exact):
                 assert ((found.double() - expected.to(dtype).double()).abs() <= bound).all(), rank
 
 
-@BITS
-@pytest.mark.parametrize("world_size", [1, 3, 5])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("dtype", "world_size", "bits"), mixed(FLOATS, [1, 3, 5], [4, 8]), ids=str)
 def test_sums_of_shards_with_equal_tensors(dtype, world_size, bits, device):
     layout = BlockLayout(MIXED * world_size, 16, world_size)
     options = {"bits": bits, "error_feedback": True, "only_sums": True, "divisor": 0.25}

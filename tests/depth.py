@@ -1,0 +1,47 @@
+"""How much tests try: every day a part, and everything with HYPOTHESIS_PROFILE=deep, as a nightly run does.
+
+Hypothesis' profiles of these names are made in conftest.py.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import chain, combinations, product
+from typing import Any, TypeVar
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "everyday")
+IS_DEEP = PROFILE == "deep"
+
+_T = TypeVar("_T")
+
+
+def everyday(part: _T, deep: _T) -> _T:
+    """Return the first argument every day, and the second one deep."""
+    return deep if IS_DEEP else part
+
+
+def mixed(*lists: Sequence[Any], together: int = 1) -> list[tuple[Any, ...]]:
+    """Return combinations of one element from each list: deep, all of them; else a few.
+
+    together: how many elements from different lists must occur in one combination, whichever they are: by
+        default every element of every list occurs; with 2, every pair.
+    """
+    everything = list(product(*lists))
+    if IS_DEEP:
+        return everything
+
+    def groups(combination: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+        return set(combinations(enumerate(combination), together))
+
+    indices = list(product(*(range(len(each)) for each in lists)))
+    missing = set(chain.from_iterable(map(groups, indices)))
+    chosen = []
+    while missing:
+        # Ties go to the combination of which the chosen ones share the least.
+        best = max(indices, key=lambda each: (len(groups(each) & missing), -_overlap(each, chosen)))
+        chosen.append(best)
+        missing -= groups(best)
+    return [tuple(each[i] for each, i in zip(lists, index, strict=True)) for index in sorted(chosen)]
+
+
+def _overlap(combination: tuple[int, ...], chosen: Sequence[tuple[int, ...]]) -> int:
+    return sum(a == b for other in chosen for a, b in zip(combination, other, strict=True))
