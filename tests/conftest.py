@@ -1,4 +1,4 @@
-"""Choose Triton's interpreter for the kernels if there is no GPU, before any module imports Triton."""
+"""Choose the device of the tests before any module imports Triton: without a GPU, kernels are interpreted."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,14 +9,29 @@ import torch
 
 from tests.devices import let_torchs_power_sgd_have_cpu_buckets
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-let_torchs_power_sgd_have_cpu_buckets()
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "the device that tests compute on; by default the GPU if there is one"
+    parser.addoption("--device", choices=("cuda", "cpu"), help=help)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs from this process and its children if the device is the CPU."""
+    device = config.getoption("device")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA counts the GPUs
+    if torch.cuda.is_available():
+        os.environ.pop("TRITON_INTERPRET", None)
+    elif device == "cuda":
+        raise pytest.UsageError(f"--device cuda: torch {torch.__version__} finds no GPU")
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+    let_torchs_power_sgd_have_cpu_buckets()
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Return the device of the kernels: the GPU if there is one, else the CPU, where they are interpreted."""
+    """Return the device of the kernels: the GPU, or the CPU, where they are interpreted."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -26,6 +41,15 @@ def run_ranks() -> Callable[..., list[Any]]:
     from tests import ranks  # imports Triton
 
     return ranks.run_ranks
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def run_group(
+    request: pytest.FixtureRequest, run_ranks: Callable[..., list[Any]]
+) -> Callable[..., list[Any]]:
+    """Return run_ranks for two ranks on gloo, or on NCCL for one rank per GPU (one on gloo without a GPU)."""
+    world_size = 2 if request.param == "gloo" else max(1, torch.cuda.device_count())
+    return lambda function, *arguments: run_ranks(function, world_size, *arguments, backend=request.param)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,9 +62,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def touches_device(item: pytest.Item) -> bool:
-    """Return whether a test takes the fixture `device`, or is in a file that imports device_of_rank."""
+    """Return whether a test takes `device` or `run_group`, or is in a file that imports device_of_rank."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    takes_fixture = "device" in getattr(item, "fixturenames", ()) and "device" not in parameters
+    fixtures = set(getattr(item, "fixturenames", ()))
+    takes_fixture = "run_group" in fixtures or "device" in fixtures - parameters.keys()
     return takes_fixture or hasattr(getattr(item, "module", None), "device_of_rank")
 
 

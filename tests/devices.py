@@ -4,8 +4,10 @@ import torch
 
 
 def device_of_rank() -> torch.device:
-    """Return a rank's device: the one GPU if there is one (gloo takes CUDA tensors), else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """Return a rank's device: its GPU on NCCL, the first GPU on gloo, or the CPU without a GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def let_torchs_power_sgd_have_cpu_buckets() -> None:

@@ -1,4 +1,4 @@
-"""Run a test's function in fresh processes that form a gloo process group.
+"""Run a test's function in fresh processes that form a process group, on gloo or on NCCL.
 
 The processes are made by gradcomp.testing's ranks="gloo", which reports every rank's traceback or stack and
 kills ranks that don't end. Here each call has its own processes, so that ranks may die or change torch's
@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from gradcomp.testing import RankError
 from gradcomp.testing.ranks.processes import Pool
@@ -37,12 +38,16 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
+    backend: str = "gloo",
     interpret: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """Call function(rank, *arguments) in world_size processes of one group; return the results, by rank.
 
+    Tensors in results, also in lists, tuples and dicts, come back on the CPU.
+
     function: importable by name.
+    backend: "gloo", or "nccl" with a GPU per rank; without a GPU it is gloo, too.
     interpret: run the Triton kernels on the CPU, under the interpreter.
 
     Raises RankError if a rank raises or dies, or if the ranks are not done after timeout_s. In the last case
@@ -51,7 +56,7 @@ def run_ranks(
     # With a GPU, neither this process nor any rank interprets.
     interpret = interpret and os.environ.get("TRITON_INTERPRET") == "1"
     with _forking_from_clean_process(interpret) as context, closing(Pool(context)) as pool:
-        return pool.run(_call, world_size, (function, arguments), timeout_s)
+        return pool.run(_call, world_size, (function, arguments, backend), timeout_s)
 
 
 @contextmanager
@@ -70,8 +75,26 @@ def _forking_from_clean_process(interpret: bool) -> Iterator[ForkServerContext]:
         yield multiprocessing.get_context("forkserver")
 
 
-def _call(rank: int, _: dist.ProcessGroup, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _call(
+    rank: int,
+    group: dist.ProcessGroup,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    backend: str,
+) -> Any:
+    if backend == "nccl" and torch.cuda.is_available():
+        _regroup(rank, group.size(), backend)
     let_torchs_power_sgd_have_cpu_buckets()
     torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)  # the pool seeds every rank differently
-    return function(rank, *arguments)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), function(rank, *arguments))
+
+
+def _regroup(rank: int, world_size: int, backend: str) -> None:
+    """Replace the default group by one on another backend, with a GPU per rank."""
+    torch.cuda.set_device(rank)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # this machine need not have any network
+    store = dist.PrefixStore(backend, dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
