@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gradcomp
-from benchmarks.checked_hooks import HOOKS
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.testing import run_ranks
+from tests.hooks.checked import HOOKS
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 AVERAGING = [name for name, check in HOOKS.items() if check.averages]

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 import gradcomp
-from benchmarks.checked_hooks import HOOKS
 from gradcomp.comm import pipeline
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.nodes import Nodes
@@ -35,6 +34,7 @@ from gradcomp.kernels.powersgd import plan as powersgd_plan
 from gradcomp.layout import BlockLayout
 from gradcomp.local_steps import LocalSteps
 from tests.comm.happens_before import Trace, TracedWork, install
+from tests.hooks.checked import HOOKS
 
 # One list of shapes per bucket.
 SHAPES = [[(64, 48), (48,)], [(32, 32), (7,)], [(16, 40)], [(24, 24), (5,)]]
