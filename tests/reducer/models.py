@@ -3,11 +3,13 @@
 import copy
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
+from tests.devices import device_of_rank
 
 CAP_MB = 0.01
 PLAIN = {}
@@ -30,10 +32,10 @@ class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(3, 8, 3, bias=False),
             nn.BatchNorm2d(8),
             nn.ReLU(),
-            nn.Conv2d(8, 16, 3),
+            nn.Conv2d(8, 16, 3, bias=False),
             nn.BatchNorm2d(16),
             nn.ReLU(),
         ).to(memory_format=torch.channels_last)
@@ -64,19 +66,20 @@ class Transformer(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """This model has a sparse and a dense embedding."""
+    """This model has a sparse and a dense embedding. Batches have 0 to 20 tokens, so as many sparse rows."""
 
     def __init__(self):
         super().__init__()
         self.sparse = nn.Embedding(50, 8, sparse=True)
-        self.dense = nn.EmbeddingBag(30, 8)
+        self.dense = nn.Embedding(30, 8)
         self.head = nn.Linear(8, 4)
 
     def forward(self, tokens):
-        return self.head(self.sparse(tokens).mean(1) + self.dense(tokens))
+        return self.head(self.sparse(tokens).sum(1) + self.dense(tokens).sum(1))
 
     def batch(self, generator):
-        return torch.randint(0, 30, (5, 4), generator=generator)
+        length = int(torch.randint(0, 5, (), generator=generator))
+        return torch.randint(0, 30, (5, length), generator=generator)
 
 
 class Branches(nn.Module):
@@ -118,6 +121,25 @@ class Repeated(nn.Module):
         return torch.randn(5, 10, generator=generator)
 
 
+class MixedDtypes(nn.Module):
+    """This model has float32, bfloat16 and complex parameters; the complex one is stored transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(5))
+        for layer in self.layers[1::2]:
+            layer.bfloat16()
+        self.turn = nn.Parameter(torch.randn(16, 20, dtype=torch.complex64).t())
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return torch.view_as_real(x.to(torch.complex64) @ self.turn)
+
+    def batch(self, generator):
+        return torch.randn(6, 20, generator=generator)
+
+
 class Heads(nn.Module):
     """This model has a trunk and two heads, with losses that aren't linear in the parameters."""
 
@@ -130,13 +152,20 @@ class Heads(nn.Module):
         return self.a(hidden).square().sum(), self.b(hidden).square().sum()
 
 
-MODELS = {each.__name__: each for each in (MLP, ConvNet, Transformer, Embeddings, Branches, Repeated)}
+MODELS = {
+    each.__name__: each for each in (MLP, ConvNet, Transformer, Embeddings, Branches, Repeated, MixedDtypes)
+}
 HOOKS = {
     "none": None,
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
 }
+
+
+def on_device(placed):
+    """Return the module or tensor on the rank's device."""
+    return placed.to(device_of_rank())
 
 
 def run_cases(rank, function, cases):
@@ -175,7 +204,7 @@ def train_both(rank, model_name, hook, options, num_steps, accumulate=1, set_to_
     A step's gradients are (torch's DDP's, the Reducer's), with None for a missing gradient.
     """
     torch.manual_seed(0)
-    model = MODELS[model_name]()
+    model = on_device(MODELS[model_name]())
     theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
     for name in ("branches", "never"):
         assert (
@@ -183,6 +212,7 @@ def train_both(rank, model_name, hook, options, num_steps, accumulate=1, set_to_
         )
     ddp = DistributedDataParallel(
         theirs,
+        process_group=dist.new_group(backend="gloo"),  # NCCL has no sparse gradients
         bucket_cap_mb=CAP_MB,
         **{name: value for name, value in options.items() if name != "first_bucket_cap_mb"},
     )
@@ -196,7 +226,7 @@ def train_both(rank, model_name, hook, options, num_steps, accumulate=1, set_to_
             optimizer.zero_grad(set_to_none=set_to_none)
         for micro_step in range(accumulate):
             generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro_step)
-            x = model.batch(generator)
+            x = on_device(model.batch(generator))
             if micro_step < accumulate - 1:
                 with ddp.no_sync(), reducer.no_sync():
                     loss_of(ddp(x)).backward()

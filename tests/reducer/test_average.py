@@ -5,36 +5,50 @@ import torch
 
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_runs import Messages
+from tests.reducer.models import on_device, run_cases
 from tests.tolerances import average
 
 HOOKS = {"none": None, "fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
 
 
-def tensors_of(rank):
+# (hook, dtype, wire)
+CASES = [("none", dtype, torch.float32 if dtype.is_complex else dtype) for dtype in DTYPES]
+CASES += [("fp16", torch.float32, torch.float16), ("bf16", torch.float32, torch.bfloat16)]
+
+
+def tensors_of(rank, dtype):
+    """Return contiguous, 0-dim, empty, transposed and channels-last tensors, and every other row of one."""
     generator = torch.Generator().manual_seed(rank)
-    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 4), (), (0, 2), (7,), (5, 6))]
-    return [tensors[0], tensors[1], tensors[2], tensors[3], tensors[4].t()]
+    shapes = ((3, 4), (), (0, 2), (7,), (5, 6), (4, 6, 3, 3), (40, 7))
+    *tensors, wide, images, rows = (
+        on_device(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes
+    )
+    return [*tensors, wide.t(), images.to(memory_format=torch.channels_last), rows[::2]]
 
 
-def average_once(rank, hook, dtype):
-    mine = [tensor.to(dtype) for tensor in tensors_of(rank)]
-    result = [tensor.clone() for tensor in mine]
+def average_once(rank, hook, dtype, wire):
+    mine, result = tensors_of(rank, dtype), tensors_of(rank, dtype)
     returned = gradcomp.average_(result, HOOKS[hook])
     assert returned is result
+    between = result[-1].as_strided((20, 7), (14, 1), 7)
+    assert torch.equal(between, mine[-1].as_strided((20, 7), (14, 1), 7))
     return mine, result
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_mean_of_every_dtype(run_ranks, dtype, world_size):
-    check(run_ranks(average_once, world_size, "none", dtype), torch.float32 if dtype.is_complex else dtype)
+def test_the_mean(run_group):
+    check_all(run_group(run_cases, average_once, CASES))
 
 
-@pytest.mark.parametrize(("hook", "wire"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_the_mean_through_hooks(run_ranks, hook, wire):
-    check(run_ranks(average_once, 2, hook, torch.float32), wire)
+def test_the_mean_of_three_ranks(run_ranks):
+    check_all(run_ranks(run_cases, 3, average_once, CASES))
+
+
+def check_all(ranks):
+    for index, (_, _, wire) in enumerate(CASES):
+        check([results[index] for results in ranks], wire)
 
 
 def check(ranks, wire):
@@ -43,38 +57,48 @@ def check(ranks, wire):
         values = torch.stack([mine[index].to(wide) for mine, _ in ranks])
         bound = average(wire, len(ranks), values.abs().amax(0).double())
         assert all(torch.equal(result[index], first) for _, result in ranks)
+        assert first.dtype == ranks[0][0][index].dtype
         assert ((first.to(wide) - values.mean(0)).abs() <= 2 * bound).all()
 
 
 def average_mixed(rank):
-    """Average several dtypes in one call; then, with one state, tensors that are new in every call."""
-    mixed = [
-        torch.full((3,), float(rank)),
-        torch.full((2,), rank, dtype=torch.float64),
-        torch.full((4,), float(rank)),
-    ]
-    gradcomp.average_(mixed)
-    state = powerSGD_hook.PowerSGDState(None, 2, 2)
-    inputs, errors = [], []
+    """Average several dtypes in one call."""
+    mixed = [torch.full((3,), float(rank)), torch.full((2,), rank, dtype=torch.float64), torch.ones(4)]
+    return gradcomp.average_([on_device(each) for each in mixed])
+
+
+def test_dtypes_together(run_group):
+    ranks = run_group(average_mixed)
+    mean = (len(ranks) - 1) / 2
+    for mixed in ranks:
+        assert [tensor.tolist() for tensor in mixed] == [[mean] * 3, [mean] * 2, [1] * 4]
+
+
+def sums_of_steps(rank, compression):
+    """Average tensors that are new in every call with one state; return the sums, and the last error."""
+    state, hook = {
+        "PowerSGD": (powerSGD_hook.PowerSGDState(None, 2, 2), powerSGD_hook.powerSGD_hook),
+        "int4": (QuantizationState(None, bits=4, block_size=16, start_iter=2), quantization_hook),
+    }[compression]
+    given, out = (on_device(torch.zeros(30, 40)) for _ in range(2))
     for step in range(6):
         generator = torch.Generator().manual_seed(10 * rank + step)
-        tensors = [torch.randn(40, 30, generator=generator), torch.randn(6, generator=generator)]
-        inputs.append([tensor.clone() for tensor in tensors])
-        gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state)
-        errors.append((tensors, state.state_dict()["buckets"][0].get("error")))
-    return mixed, inputs, errors
+        tensors = [on_device(torch.randn(shape, generator=generator)) for shape in ((40, 30), (6,))]
+        tensors[0] = tensors[0].t()
+        given += tensors[0]
+        gradcomp.average_(tensors, hook, state)
+        out += tensors[0]
+    return given, out, state.state_dict()["buckets"][0]["error"][:1200].view(30, 40)
 
 
-def test_dtypes_together_and_states_that_remember(run_ranks):
-    ranks = run_ranks(average_mixed, 2)
-    for mixed, _, _ in ranks:
-        assert [tensor.tolist() for tensor in mixed] == [[0.5] * 3, [0.5] * 2, [0.5] * 4]
-    # Error feedback: over the compressed steps, the outputs and the last error add up to the inputs.
-    given = sum(inputs[step][0] for _, inputs, _ in ranks for step in range(2, 6)) / 2
-    out = sum(ranks[0][2][step][0][0] for step in range(2, 6))
-    still = sum(errors[5][1][:1200].view(40, 30) for _, _, errors in ranks) / 2
-    torch.testing.assert_close(out + still, given, rtol=0.0, atol=1e-5)
-    assert still.abs().max() > 0.1
+def test_states_remember_what_is_not_sent(run_group):
+    """The outputs and the last errors add up to the inputs."""
+    compressions = [("PowerSGD",), ("int4",)]
+    ranks = run_group(run_cases, sums_of_steps, compressions)
+    for cases in zip(*ranks, strict=True):
+        given, out, still = (torch.stack(each).mean(0) for each in zip(*cases, strict=True))
+        torch.testing.assert_close(out + still, given, rtol=0.0, atol=1e-5)
+        assert 0.1 < still.norm() < given.norm()
 
 
 def wrong_arguments(rank):

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
 from gradcomp.reducer import RepeatedBroadcast, broadcast, broadcast_coalesced
+from tests.reducer.models import on_device, run_cases
 
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16, torch.uint8)
 
@@ -31,30 +31,29 @@ def assorted_tensors(seed):
 
 
 def broadcast_all(rank, chunk_bytes):
-    """Broadcast twice with one object, once with the function, and fewer tensors with the object."""
+    """Broadcast the last rank's: twice with one object, once with the function, fewer with the object."""
     broadcast.BROADCAST_BYTES = chunk_bytes
-    repeated = RepeatedBroadcast()
+    repeated, last = RepeatedBroadcast(), dist.get_world_size() - 1
     results = []
     for seed, copy_all in ((0, repeated), (10, repeated), (20, broadcast_coalesced)):
-        tensors = assorted_tensors(seed + rank)
+        tensors = [on_device(each) for each in assorted_tensors(seed + rank)]
         strides = [each.stride() for each in tensors]
-        copy_all(tensors, 1, dist.group.WORLD)
+        copy_all(tensors, last, dist.group.WORLD)
         assert [each.stride() for each in tensors] == strides
         results.append(tensors)
-    fewer = assorted_tensors(30 + rank)[::2]  # the object hasn't seen this list
-    repeated(fewer, 1, dist.group.WORLD)
+    fewer = [on_device(each) for each in assorted_tensors(30 + rank)[::2]]  # the object hasn't seen this list
+    repeated(fewer, last, dist.group.WORLD)
     return [*results, fewer]
 
 
-@pytest.mark.parametrize("chunk_bytes", [250 << 20, 100, 1])
-def test_assorted_tensors(run_ranks, chunk_bytes):
-    ranks = run_ranks(broadcast_all, 2, chunk_bytes)
-    for index, seed in enumerate((0, 10, 20, 30)):
-        expected = assorted_tensors(seed + 1)[:: 2 if seed == 30 else 1]
-        for results in ranks:
-            for got, want in zip(results[index], expected, strict=True):
-                assert got.dtype == want.dtype
-                assert torch.equal(got, want)
+def test_assorted_tensors(run_group):
+    for broadcasts in zip(*run_group(run_cases, broadcast_all, [(250 << 20,), (100,), (1,)]), strict=True):
+        for index, seed in enumerate((0, 10, 20, 30)):
+            expected = assorted_tensors(seed + len(broadcasts) - 1)[:: 2 if seed == 30 else 1]
+            for results in broadcasts:
+                for got, want in zip(results[index], expected, strict=True):
+                    assert got.dtype == want.dtype
+                    assert torch.equal(got, want)
 
 
 class Operators(TorchDispatchMode):
