@@ -1,6 +1,7 @@
 """Run scenarios with torch's DistributedDataParallel and with gradcomp's, and compare how they end."""
 
 import warnings
+from functools import partial
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -31,37 +32,50 @@ def assert_alike(run_ranks, scenario, world_size, *arguments, exact=True):
 def assert_all_alike(run_ranks, scenario, world_size, cases, exact=True):
     """Compare the classes for several cases, in one set of processes; return gradcomp's by case and rank."""
     ranks = run_ranks(run_cases, world_size, on_both, [(scenario, *case) for case in cases])
+    return _all_alike(ranks, scenario, cases, exact)
+
+
+def assert_alike_in_groups(run_group, scenario, cases, wire=torch.float32):
+    """Compare the classes on the rank's device: exactly on a CPU, within the wire's rounding on a GPU."""
+    ranks = run_group(run_cases, on_both, [(scenario, *case) for case in cases])
+    return _all_alike(ranks, scenario, cases, exact=not torch.cuda.is_available(), wire=wire)
+
+
+def _all_alike(ranks, scenario, cases, exact, wire=torch.float32):
     for index, case in enumerate(cases):
         for results in ranks:
             ours, theirs = results[index]["gradcomp"], results[index]["torch"]
-            _compare(ours, theirs, world_size, exact, where=f"{scenario.__name__}{case}")
+            bound = None if exact else partial(average, wire, 10 * len(ranks))
+            _compare(ours, theirs, bound, where=f"{scenario.__name__}{case}")
     return [[results[index]["gradcomp"] for results in ranks] for index in range(len(cases))]
 
 
-def _compare(ours, theirs, world_size, exact, where):
+def _compare(ours, theirs, bound, where):
+    """Compare results. bound: of the error for values up to a magnitude; None if results must be equal."""
     if isinstance(theirs, torch.Tensor):
         assert isinstance(ours, torch.Tensor), where
         assert ours.shape == theirs.shape, where
         assert ours.dtype == theirs.dtype, where
-        if exact:
+        if bound is None or not theirs.is_floating_point():
             assert torch.equal(ours, theirs), where
         else:
-            bound = 10 * average(torch.float32, world_size, theirs.abs().max())
-            assert (ours - theirs).abs().max() <= bound, where
+            assert (ours - theirs).abs().max() <= bound(theirs.abs().max()), where
     elif isinstance(theirs, dict):
         assert list(ours) == list(theirs), where
         for key in theirs:
-            _compare(ours[key], theirs[key], world_size, exact, where)
+            _compare(ours[key], theirs[key], bound, where)
     elif isinstance(theirs, list | tuple):
         assert len(ours) == len(theirs), where
         for one, other in zip(ours, theirs, strict=True):
-            _compare(one, other, world_size, exact, where)
+            _compare(one, other, bound, where)
     else:
         assert ours == theirs, where
 
 
 def batch_of(model, rank, step):
-    return model.batch(torch.Generator().manual_seed(1000 * rank + step))
+    """Return a batch on the model's device."""
+    x = model.batch(torch.Generator().manual_seed(1000 * rank + step))
+    return x.to(next(model.parameters()).device)
 
 
 def flat(model):

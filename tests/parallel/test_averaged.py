@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradcomp
-from tests.reducer.models import PLAIN, STATIC, UNUSED, VIEW, Heads, run_cases
+from tests.reducer.models import PLAIN, STATIC, UNUSED, VIEW, Heads, on_device, run_cases
 from tests.tolerances import average
 
 EVERY = (PLAIN, UNUSED, STATIC)
@@ -166,23 +166,24 @@ def both(rank, scenario, model, options):
     results = []
     for wrap in (lambda module: module, lambda module: gradcomp.DistributedDataParallel(module, **options)):
         torch.manual_seed(0)
-        wrapped = wrap(model())
-        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))
+        wrapped = wrap(on_device(model()))
+        x = on_device(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank)))
         scenario(wrapped, x)
         results.append([param.grad.detach().clone() for param in wrapped.parameters()])
     return results
 
 
-def test_gradients_are_the_mean_of_the_ranks(run_ranks):
+def test_gradients_are_the_mean_of_the_ranks(run_group):
     cases = [(scenario, model, options) for scenario, model, several in AVERAGED for options in several]
-    ranks = run_ranks(run_cases, 2, both, cases)
+    ranks = run_group(run_cases, both, cases)
     for index, (scenario, _, options) in enumerate(cases):
-        for own, averaged, other, averaged_there in zip(*ranks[0][index], *ranks[1][index], strict=True):
+        own, averaged = zip(*(results[index] for results in ranks), strict=True)
+        for locals_, averages in zip(zip(*own, strict=True), zip(*averaged, strict=True), strict=True):
             where = f"{scenario.__name__} {options}"
-            assert torch.equal(averaged, averaged_there), where
-            mean = (own.double() + other.double()) / 2
-            bound = 10 * average(torch.float32, 2, max(own.abs().max(), other.abs().max()))
-            assert (averaged - mean).abs().max() <= bound, where
+            assert all(torch.equal(each, averages[0]) for each in averages), where
+            locals_ = torch.stack(locals_).double()
+            bound = 10 * average(torch.float32, len(ranks), locals_.abs().max())
+            assert (averages[0] - locals_.mean(0)).abs().max() <= bound, where
 
 
 class Branch(nn.Module):

@@ -5,14 +5,14 @@ import warnings
 import torch
 
 import gradcomp
-from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, flat, gradients
-from tests.reducer.models import CAP_MB, MLP, UNUSED, Branches, loss_of
+from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, batch_of, flat, gradients
+from tests.reducer.models import CAP_MB, MLP, UNUSED, Branches, loss_of, on_device
 
 
 def uneven(cls, rank, divide, options):
     """Train on two inputs on rank 0, and on five on rank 1."""
     torch.manual_seed(0)
-    model = MLP() if not options else Branches()
+    model = on_device(MLP() if not options else Branches())
     ddp = cls(model, bucket_cap_mb=CAP_MB, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with ddp.join(divide_by_initial_world_size=divide):
@@ -23,10 +23,10 @@ def uneven(cls, rank, divide, options):
     return flat(model)
 
 
-def test_join(run_ranks):
+def test_join(run_group):
     cases = [(divide, options) for divide in (True, False) for options in ({}, UNUSED)]
-    for first, second in assert_all_alike(run_ranks, uneven, 2, cases):
-        assert torch.equal(first, second)
+    for ranks in assert_alike_in_groups(run_group, uneven, cases):
+        assert all(torch.equal(each, ranks[0]) for each in ranks)
 
 
 def without_any(cls, rank):

@@ -10,32 +10,35 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
-from tests.parallel.beside_torch import assert_alike, batch_of, flat, gradients
-from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of
+from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, batch_of, flat, gradients
+from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of, on_device
 
 
 def reassigned_buffers(cls, rank, options):
     torch.manual_seed(0)
-    model = ConvNet()
+    model = on_device(ConvNet())
     ddp = cls(model, **options)
     results = []
     for step in range(3):
-        model.body[1].register_buffer("running_mean", torch.full((8,), float(10 * rank + step)))
+        mean = on_device(torch.full((8,), float(10 * rank + step)))
+        model.body[1].register_buffer("running_mean", mean)
         ddp.zero_grad()
         loss_of(ddp(batch_of(model, 0, step))).backward()
         results.append(model.body[1].running_mean.clone())
     return results
 
 
-@pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
-def test_buffers_come_from_rank_0_in_every_forward(run_ranks, options):
-    first, second = assert_alike(run_ranks, reassigned_buffers, 2, options)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other) == (not options)
+def test_buffers_come_from_rank_0_in_every_forward(run_group):
+    cases = [({},), ({"broadcast_buffers": False},)]
+    for (options,), ranks in zip(
+        cases, assert_alike_in_groups(run_group, reassigned_buffers, cases), strict=True
+    ):
+        for one, other in zip(ranks[0], ranks[-1], strict=True):
+            assert torch.equal(one, other) == (not options or len(ranks) == 1)
 
 
 def buffers_at_construction(cls, rank, options):
-    model = ConvNet()
+    model = on_device(ConvNet())
     model.body[1].running_mean.fill_(rank + 1.0)
     if cls is TorchDDP:
         # An older torch has no forward_sync_buffers.
@@ -44,13 +47,13 @@ def buffers_at_construction(cls, rank, options):
     return model.body[1].running_mean.clone()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}], ids=str
-)
-def test_buffers_at_construction(run_ranks, options):
+def test_buffers_at_construction(run_group):
     """Buffers are broadcast, also with forward_sync_buffers=False, but not with broadcast_buffers=False."""
-    first, second = assert_alike(run_ranks, buffers_at_construction, 2, options)
-    assert torch.equal(first, second) == ("broadcast_buffers" not in options)
+    cases = [({},), ({"broadcast_buffers": False},), ({"forward_sync_buffers": False},)]
+    for (options,), ranks in zip(
+        cases, assert_alike_in_groups(run_group, buffers_at_construction, cases), strict=True
+    ):
+        assert torch.equal(ranks[0], ranks[-1]) == ("broadcast_buffers" not in options or len(ranks) == 1)
 
 
 def serialize(cls, rank, how):
