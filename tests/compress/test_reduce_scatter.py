@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradcomp.comm.bucket import ShardBucket
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.layout import ShardLayout
 from gradcomp.testing import run_ranks
+from tests.reducer.models import on_device, run_cases
 from tests.tolerances import QUANTIZED_IDENTITY, UNIT_ROUNDOFF
 
 # One row, one column, fewer rows than ranks, no rows, vectors, rows that don't fill all shards.
@@ -37,7 +39,7 @@ def gradients(rank, step, layout, dtype):
     return torch.randn(layout.numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def steps(rank, group, dtype, num_steps, options):
+def steps(rank, group, dtype, num_steps, options, place=torch.Tensor.clone):
     """Return this rank's shards of every step, and its state at the end."""
     layout = ShardLayout(SHAPES, group.size())
     state = QuantizationState(group, block_size=16, **options)
@@ -45,8 +47,8 @@ def steps(rank, group, dtype, num_steps, options):
     state.number_parameters((str(index), each) for index, each in enumerate(parameters))
     shards = []
     for step in range(num_steps):
-        shard = torch.full((layout.row_numel,), math.nan, dtype=dtype)
-        buffer = in_rows(gradients(rank, step, layout, dtype), layout)
+        shard = place(torch.full((layout.row_numel,), math.nan, dtype=dtype))
+        buffer = place(in_rows(gradients(rank, step, layout, dtype), layout))
         state.average("compress_reduce_scatter", ShardBucket(0, buffer, parameters, shard)).wait()
         state.end_step()
         shards.append(shard)
@@ -69,10 +71,24 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_nothing_is_lost(plain_torch, world_size, ranks_per_node, dtype, bits):
-    """Σ sums + Σ errors = Σ of all gradients."""
-    layout = ShardLayout(SHAPES, world_size)
     options = {"bits": bits, "ranks_per_node": ranks_per_node}
-    ranks = run_ranks(steps, world_size, dtype, 4, options)
+    assert_nothing_is_lost(run_ranks(steps, world_size, dtype, 4, options), dtype)
+
+
+def steps_on_device(rank, bits):
+    options = {"bits": bits, "start_iter": 1}
+    return steps(rank, dist.group.WORLD, torch.float32, 4, options, on_device)
+
+
+def test_nothing_is_lost_on_the_ranks_devices(run_group):
+    for ranks in zip(*run_group(run_cases, steps_on_device, [(4,), (8,)]), strict=True):
+        assert_nothing_is_lost(ranks, torch.float32)
+
+
+def assert_nothing_is_lost(ranks, dtype):
+    """Σ sums + Σ errors = Σ of all gradients."""
+    world_size = len(ranks)
+    layout = ShardLayout(SHAPES, world_size)
     sums, expected = 0.0, 0.0
     rounding = 0.0  # of the sums to the bucket's dtype
     for step in range(4):

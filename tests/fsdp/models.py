@@ -93,9 +93,9 @@ class Grid:
         return self.mesh["shard"].get_local_rank()
 
 
-def new_grid(num_replicas=2, num_shards=2):
-    mesh = init_device_mesh("cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
-    return Grid(mesh)
+def new_grid(num_replicas=2, num_shards=2, device_type="cpu"):
+    shape = (num_replicas, num_shards)
+    return Grid(init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")))
 
 
 def sharded(mesh, model=None, **options):

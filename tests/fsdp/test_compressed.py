@@ -1,6 +1,9 @@
 """Test that sharded models train with compression between replicas, and that errors follow parameters."""
 
+from itertools import chain
+
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -9,6 +12,7 @@ from gradcomp.compress import load_from_dcp, per_rank_state_dict
 from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.quantization_hooks import QuantizationState
+from tests import devices
 from tests.depth import mixed
 from tests.fsdp.models import (
     RANKS,
@@ -23,7 +27,7 @@ from tests.fsdp.models import (
     sharded,
     weights,
 )
-from tests.reducer.models import run_cases
+from tests.reducer.models import on_device, run_cases
 
 STATES = {
     "PowerSGD": lambda: PowerSGDState(None, 2, START, min_compression_rate=1),
@@ -89,6 +93,43 @@ def test_errors_follow_parameters_that_only_some_steps_use(run_ranks):
                 mean = (held[0] + held[1])[: total.numel()].view_as(total) / 2
                 assert (mean.norm() > 0.01 * expected.norm()) == (total.ndim == 2), name
                 assert (total + mean - expected).abs().max() <= 1e-5, name
+
+
+def add_up_whole_models(rank, name):
+    """Return by parameter: Σ averages, Σ of this rank's gradients, and its error. A rank is a replica."""
+    grid = new_grid(dist.get_world_size(), 1, devices.device_of_rank().type)
+    model, state = sharded(grid.shards, Sum()), STATES[name]() if name in STATES else None
+    compress_replicas(model, grid.replicas, state)
+    averages, own = ([torch.zeros_like(each) for each in weights(model)] for _ in range(2))
+    for number in range(12):
+        given = [
+            [each if each is None else on_device(each) for each in layer]
+            for layer in given_gradients(rank, number)
+        ]
+        model.zero_grad()
+        model(given).backward()
+        for sums, added in ((averages, gradients(model)), (own, chain(*given))):
+            for total, each in zip(sums, added, strict=True):
+                if each is not None:
+                    total += each
+    errors = by_parameter(state) if state else {}
+    names = [name for name, _ in model.named_parameters()]
+    held = [
+        errors[each].view_as(total) if state else 0 * total for each, total in zip(names, own, strict=True)
+    ]
+    return averages, own, held
+
+
+def test_whole_models_on_the_ranks_devices(run_group):
+    names = ("no state", *STATES)
+    ranks = run_group(run_cases, add_up_whole_models, [(name,) for name in names])
+    for name, results in zip(names, zip(*ranks, strict=True), strict=True):
+        averages, own, held = (zip(*each, strict=True) for each in zip(*results, strict=True))
+        for replicas, *rest in zip(averages, own, held, strict=True):
+            gradient, error = (torch.stack(each).double().mean(0) for each in rest)
+            assert all(torch.equal(each, replicas[0]) for each in replicas), name
+            assert (replicas[0] + error - gradient).abs().max() <= 1e-5, name
+            assert (error.norm() > 0.01 * gradient.norm()) == (gradient.ndim == 2 and name in STATES), name
 
 
 def skipped(number):
