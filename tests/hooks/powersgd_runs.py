@@ -88,12 +88,12 @@ class Messages(logging.Handler):
         self._logger.propagate = self._propagate
 
 
-def reload(value):
-    """Save the value with torch.save, and load it with torch.load's safe default."""
+def reload(value, **options):
+    """Save the value with torch.save, and load it with torch.load's safe default. options: of torch.load."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file)
+    return torch.load(file, **options)
 
 
 def equal(one, other):
