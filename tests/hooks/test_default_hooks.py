@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.hooks import debugging_hooks, default_hooks
 from tests.devices import device_of_rank
 from tests.ranks import RankError
+from tests.reducer.models import run_cases
 from tests.tolerances import average
 
 STEPS = 4
@@ -108,33 +109,53 @@ def assert_averages(ranks, rounded_to):
         assert bool((error <= bound).all()), f"step {step}: off by {(error / bound).max():.2f} × the bound"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("hook", list(ROUNDED_TO))
-def test_hooks_average(run_ranks, hook, world_size):
-    ranks = run_ranks(local_and_averaged, world_size, hook, {})
-    assert_averages(ranks, ROUNDED_TO[hook])
-    for _, order in ranks:
-        buckets = max(order) + 1
-        assert buckets >= 5, "too few buckets to have several in flight"
-        assert order[-buckets:] == list(range(buckets))
+OPTIONS = [
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    {"static_graph": True},
+]
+# local_and_averaged's arguments.
+CASES = [
+    *((hook, {}) for hook in ROUNDED_TO),
+    *((hook, options) for hook in ("allreduce", "fp16", "bf16") for options in OPTIONS),
+    # Ranks check that results have the bucket's dtype. They have the precision of the bucket or the wire.
+    *(
+        (hook, {}, dtype)
+        for hook in ("allreduce", "fp16", "bf16 around fp16")
+        for dtype in (torch.float64, torch.bfloat16, torch.float16)
+    ),
+]
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "fp16"])
-def test_same_as_torchs_hook(run_ranks, hook):
+def assert_all_average(ranks, cases):
+    for (hook, _, *dtype), results in zip(cases, zip(*ranks, strict=True), strict=True):
+        rounded_to = ROUNDED_TO[hook] if dtype in ([], [torch.float32]) else [*dtype, *ROUNDED_TO[hook]]
+        assert_averages(results, rounded_to)
+        for _, order in results:
+            buckets = max(order) + 1
+            assert buckets >= 5, "too few buckets to have several in flight"
+            assert order[-buckets:] == list(range(buckets))
+
+
+def test_hooks_average(run_group):
+    assert_all_average(run_group(run_cases, local_and_averaged, CASES), CASES)
+
+
+def test_hooks_average_on_three_ranks(run_ranks):
+    cases = [(hook, {}) for hook in ROUNDED_TO]
+    assert_all_average(run_ranks(run_cases, 3, local_and_averaged, cases), cases)
+
+
+def test_the_same_as_torchs_hooks(run_ranks):
     """allreduce's results are equal to the bit; fp16's within rounding, since our hook rounds only once."""
-    ours = run_ranks(local_and_averaged, 2, hook, {})
-    theirs = run_ranks(local_and_averaged, 2, f"torch's {hook}", {})
-    for (local, mine), (_, other) in zip(ours[0][0], theirs[0][0], strict=True):
-        if hook == "allreduce":
-            assert torch.equal(mine, other)
-        else:
-            assert (mine - other).abs().max() <= 2 * average(torch.float16, 2, local.abs().max())
-
-
-def test_allreduce_hook_equals_no_hook(run_ranks):
-    ours, without = (run_ranks(local_and_averaged, 2, hook, {}) for hook in ("allreduce", "none"))
-    for (_, mine), (_, other) in zip(ours[0][0], without[0][0], strict=True):
-        assert torch.equal(mine, other)
+    names = ("allreduce", "torch's allreduce", "none", "fp16", "torch's fp16")
+    ranks = run_ranks(run_cases, 2, local_and_averaged, [(name, {}) for name in names])
+    for steps in zip(*(results for results, _ in ranks[0]), strict=True):
+        (local, exact), (_, torchs_exact), (_, without), (_, fp16), (_, torchs_fp16) = steps
+        assert torch.equal(exact, torchs_exact)
+        assert torch.equal(exact, without)
+        assert (fp16 - torchs_fp16).abs().max() <= 2 * average(torch.float16, 2, local.abs().max())
 
 
 def test_noop_hook_keeps_each_ranks_own_gradients(run_ranks):
@@ -143,39 +164,16 @@ def test_noop_hook_keeps_each_ranks_own_gradients(run_ranks):
             assert torch.equal(local, result)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-        {"static_graph": True},
-    ],
-    ids=lambda options: "+".join(options),
-)
-@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
-def test_hooks_with_ddp_options(run_ranks, hook, options):
-    assert_averages(run_ranks(local_and_averaged, 2, hook, options), ROUNDED_TO[hook])
+def test_a_group_of_some_ranks(run_ranks):
+    cases = [(hook, {}, torch.float32, [0, 2]) for hook in ("allreduce", "fp16", "bf16")]
+    ranks = run_ranks(run_cases, 3, local_and_averaged, cases)
+    assert_all_average([ranks[0], ranks[2]], [case[:3] for case in cases])
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_other_bucket_dtypes(run_ranks, hook, dtype):
-    """Results have the bucket's dtype, and the precision of the bucket or the wire. Ranks check the dtype."""
-    rounded_to = [dtype] if hook == "allreduce" else [dtype, *ROUNDED_TO[hook]]
-    assert_averages(run_ranks(local_and_averaged, 2, hook, {}, dtype), rounded_to)
-
-
-@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
-def test_a_group_of_some_ranks(run_ranks, hook):
-    ranks = run_ranks(local_and_averaged, 3, hook, {}, torch.float32, [0, 2])
-    assert_averages([ranks[0], ranks[2]], ROUNDED_TO[hook])
-
-
-@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
-def test_hooks_run_the_triton_kernels_too(run_ranks, hook):
+def test_hooks_run_the_triton_kernels_too(run_ranks):
     """Interpreted kernels, called from backward and communication threads, compute the same averages."""
-    assert_averages(run_ranks(local_and_averaged, 2, hook, {}, interpret=True), ROUNDED_TO[hook])
+    cases = [(hook, {}) for hook in ("allreduce", "fp16", "bf16 around fp16")]
+    assert_all_average(run_ranks(run_cases, 2, local_and_averaged, cases, interpret=True), cases)
 
 
 def accumulate(rank, hook_name):
@@ -195,9 +193,11 @@ def accumulate(rank, hook_name):
     return results, []
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
-def test_no_sync_accumulates(run_ranks, hook):
-    assert_averages(run_ranks(accumulate, 2, hook), ROUNDED_TO[hook])
+def test_no_sync_accumulates(run_ranks):
+    hooks = ("allreduce", "fp16", "bf16")
+    ranks = run_ranks(run_cases, 2, accumulate, [(hook,) for hook in hooks])
+    for hook, results in zip(hooks, zip(*ranks, strict=True), strict=True):
+        assert_averages(results, ROUNDED_TO[hook])
 
 
 def average_large_gradients(rank, hook_name):
@@ -211,8 +211,9 @@ def average_large_gradients(rank, hook_name):
 
 def test_fp16_divides_before_it_rounds(run_ranks):
     """torch's hook casts before it divides, so that 80,000 becomes infinite."""
-    assert run_ranks(average_large_gradients, 2, "fp16") == [[60_000.0] * 6] * 2
-    assert run_ranks(average_large_gradients, 2, "torch's fp16") == [[float("inf")] * 6] * 2
+    for ours, theirs in run_ranks(run_cases, 2, average_large_gradients, [("fp16",), ("torch's fp16",)]):
+        assert ours == [60_000.0] * 6
+        assert theirs == [float("inf")] * 6
 
 
 def train(rank, hook_name):
@@ -229,14 +230,14 @@ def train(rank, hook_name):
     return losses
 
 
-@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16"])
-def test_training_reaches_the_loss_of_no_hook(run_ranks, hook):
-    with_hook, without = run_ranks(train, 2, hook), run_ranks(train, 2, "none")
-    for mine, other in zip(with_hook, without, strict=True):
+def test_training_reaches_the_loss_of_no_hook(run_ranks):
+    cases = [("none",), ("allreduce",), ("fp16",), ("bf16",)]
+    for other, *with_hooks in run_ranks(run_cases, 2, train, cases):
         assert other[-1] < 0.3 * other[0], "the training itself does not converge"
-        assert mine[-1] < 0.3 * mine[0]
-        # After 60 steps, the losses differ by less than a tenth of the training's progress.
-        assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
+        for mine in with_hooks:
+            assert mine[-1] < 0.3 * mine[0]
+            # After 60 steps, the losses differ by less than a tenth of the training's progress.
+            assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
 
 
 def lose_the_peer(rank, hook_name):

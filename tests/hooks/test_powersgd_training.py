@@ -18,6 +18,7 @@ from tests.hooks.powersgd_runs import (
     START,
 )
 from tests.hooks.test_default_hooks import Net, backward, flat_grads
+from tests.reducer.models import run_cases
 
 
 def digest(tensor):
@@ -54,54 +55,56 @@ def train(rank, hook_name, options, state_options, steps, dtype=torch.float32, l
     return digests, digest(parameters), losses, order
 
 
-def assert_replicas_equal(ranks):
-    for digests, parameters, _, order in ranks:
-        buckets = max(order) + 1
-        assert buckets >= 5, "too few buckets to have several in flight"
-        assert order[-buckets:] == list(range(buckets))
-        assert all(finite for _, finite in digests)
-        assert digests == ranks[0][0]
-        assert parameters == ranks[0][1]
+def options_of(**options):
+    return {"matrix_approximation_rank": 2, **options}
 
 
-@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_replicas_stay_equal(run_ranks, hook, world_size):
-    """Replicas stay equal in 100 steps with many buckets in flight; torch's hook dies with two."""
-    options = {"matrix_approximation_rank": 4}
-    assert_replicas_equal(run_ranks(train, world_size, hook, {}, options, 100))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-        {"static_graph": True},
+BOTH = ("powerSGD", "batched")
+VIEW, UNUSED = {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}
+# By world size, train's arguments: hook, DDP's options, the state's options, steps, dtype.
+CASES = {
+    2: [
+        *((hook, {}, options_of(matrix_approximation_rank=4), 40) for hook in BOTH),
+        *(
+            (hook, options, options_of(), 40)
+            for hook in BOTH
+            for options in (VIEW, UNUSED, UNUSED | VIEW, {"static_graph": True})
+        ),
+        *((hook, {}, options_of(), 30) for hook in HOOKS if "around" in hook),
+        *(
+            (hook, {}, options_of(), 30, dtype)
+            for hook in BOTH
+            for dtype in (torch.bfloat16, torch.float16, torch.float64)
+        ),
     ],
-    ids="+".join,
-)
-@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
-def test_replicas_stay_equal_with_ddp_options(run_ranks, hook, options):
-    assert_replicas_equal(run_ranks(train, 2, hook, options, {"matrix_approximation_rank": 2}, 100))
+    3: [
+        *((hook, {}, options_of(matrix_approximation_rank=4), 40) for hook in BOTH),
+        *(
+            ("powerSGD", {}, {"matrix_approximation_rank": 4, **options}, 20)
+            for options in (
+                {"warm_start": False},
+                {"use_error_feedback": False},
+                {"min_compression_rate": 0.5},
+            )
+        ),
+    ],
+    4: [(hook, {}, options_of(matrix_approximation_rank=4), 40) for hook in BOTH],
+}
 
 
-@pytest.mark.parametrize("hook", [hook for hook in HOOKS if "around" in hook])
-def test_replicas_stay_equal_under_the_wrappers(run_ranks, hook):
-    assert_replicas_equal(run_ranks(train, 2, hook, {}, {"matrix_approximation_rank": 2}, 30))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
-def test_replicas_of_models_in_other_dtypes_stay_equal(run_ranks, hook, dtype):
-    assert_replicas_equal(run_ranks(train, 2, hook, {}, {"matrix_approximation_rank": 2}, 30, dtype))
-
-
-def test_state_options_keep_replicas_equal(run_ranks):
-    for options in ({"warm_start": False}, {"use_error_feedback": False}, {"min_compression_rate": 0.5}):
-        options = {"matrix_approximation_rank": 4, **options}
-        assert_replicas_equal(run_ranks(train, 3, "powerSGD", {}, options, 20))
+@pytest.mark.parametrize("world_size", CASES)
+def test_replicas_stay_equal(run_ranks, world_size):
+    """Replicas stay equal with many buckets in flight; torch's hook dies with two."""
+    cases = CASES[world_size]
+    ranks = run_ranks(run_cases, world_size, train, cases, timeout_s=240)
+    for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+        for digests, parameters, _, order in results:
+            buckets = max(order) + 1
+            assert buckets >= 5, "too few buckets to have several in flight"
+            assert order[-buckets:] == list(range(buckets)), case
+            assert all(finite for _, finite in digests), case
+            assert digests == results[0][0], case
+            assert parameters == results[0][1], case
 
 
 def test_without_warm_start_or_error_feedback_compression_may_start_at_once(run_ranks):
@@ -119,16 +122,15 @@ def compress_from_the_first_step(rank, options):
     return state.compression_stats()[0], outputs
 
 
-@pytest.mark.parametrize("hook", ["powerSGD", "batched", "fp16 around powerSGD"])
-def test_training_reaches_about_the_loss_of_no_compression(run_ranks, hook):
-    steps = 150
-    options = {"matrix_approximation_rank": 2}
-    compressed_ranks = run_ranks(train, 2, hook, {}, options, steps)
-    plain_ranks = run_ranks(train, 2, "none", {}, options, steps)
-    for (_, _, mine, _), (_, _, other, _) in zip(compressed_ranks, plain_ranks, strict=True):
+def test_training_reaches_about_the_loss_of_no_compression(run_ranks):
+    hooks = ("none", "powerSGD", "batched", "fp16 around powerSGD")
+    ranks = run_ranks(run_cases, 2, train, [(hook, {}, options_of(), 150) for hook in hooks])
+    for losses in ([losses for _, _, losses, _ in results] for results in ranks):
+        other, *with_compression = losses
         assert other[-1] < 0.3 * other[0], "the training itself does not converge"
-        # The losses differ by less than a tenth of the training's progress.
-        assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
+        for mine in with_compression:
+            # The losses differ by less than a tenth of the training's progress.
+            assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
 
 
 # Layers that a step does not use.
