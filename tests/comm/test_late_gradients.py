@@ -85,8 +85,10 @@ def synchronizing_is_an_error(device):
 def errors_in(state, buckets):
     if state is None:
         return [torch.zeros_like(bucket.gradient) for bucket in buckets]
+    if buckets[0].gradient.is_cuda:
+        torch.cuda.synchronize()
     kept = state.state_dict()["buckets"]
-    return [kept[bucket.index()]["error"].double() for bucket in buckets]
+    return [kept[bucket.index()]["error"].to(bucket.gradient.device) for bucket in buckets]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -106,6 +108,6 @@ def test_late_gradients(name, step, device):
     with synchronizing_is_an_error(device):
         assert not take_step(hook, state, buckets, (SLEEP_CYCLES, SHORT_SLEEP_CYCLES)), "the host was held"
     for bucket, old, new in zip(buckets, before, errors_in(state, buckets), strict=True):
-        off = (bucket.result - (bucket.gradient.double() + old - new)).abs().max()
+        off = (bucket.result.double() + new - bucket.gradient - old).abs().max()
         assert off <= check.max_error * bucket.gradient.abs().max(), f"bucket {bucket.index()}"
     assert state is None or state.compression_stats()[0] > 1, "nothing was compressed"

@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -82,41 +81,32 @@ def test_on_three_ranks(run_ranks):
     assert_all_as_torchs(run_ranks(run_cases, 3, train_both, cases), cases)
 
 
-@contextmanager
-def late_work(device):
-    """Enqueue work on a stream of its own, behind a sleeping kernel, if the device has streams."""
-    if device.type == "cpu":
-        yield
-        return
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(SLEEP_CYCLES)
-        yield
-    torch.cuda.synchronize()
-
-
 def train_late(rank):
-    """Read and overwrite gradients at once after each late backward.
+    """On a stream of its own, read and overwrite gradients at once after backward, behind a sleeping kernel.
 
     Return per hook, options and step (the dtype on the wire, own gradients, averages).
     """
-    results = []
+    has_streams, results = torch.cuda.is_available(), []
     cases = [(hook, options) for hook in ("none", "allreduce", "bf16") for options in ({}, VIEW)]
-    for hook, options in cases:
-        torch.manual_seed(0)
-        model = on_device(MLP())
-        local, reducer = copy.deepcopy(model), make_reducer(model, hook, **options)
-        for step in range(3):
-            x = on_device(model.batch(torch.Generator().manual_seed(10 * rank + step)))
-            with late_work(x.device):
+    with torch.cuda.stream(torch.cuda.Stream() if has_streams else None):
+        for hook, options in cases:
+            torch.manual_seed(0)
+            model = on_device(MLP())
+            local, reducer = copy.deepcopy(model), make_reducer(model, hook, **options)
+            for step in range(3):
+                x = on_device(model.batch(torch.Generator().manual_seed(10 * rank + step)))
+                own = torch.autograd.grad(loss_of(local(x)), [*local.parameters()])
                 model.zero_grad(set_to_none=step % 2 == 0)
+                if has_streams:
+                    torch.cuda._sleep(SLEEP_CYCLES)
                 loss_of(model(x)).backward()
                 averages = [param.grad.clone() for param in model.parameters()]
                 for param in model.parameters():
                     param.grad.fill_(torch.nan)
-            own = torch.autograd.grad(loss_of(local(x)), [*local.parameters()])
-            results.append((WIRES[hook], own, averages))
-        reducer.close()
+                results.append((WIRES[hook], own, averages))
+            reducer.close()
+    if has_streams:
+        torch.cuda.synchronize()
     return results
 
 
