@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import gradcomp
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook
 from tests.devices import device_of_rank
@@ -38,11 +39,11 @@ class Alike(nn.Sequential):
         super().__init__(nn.Flatten(), *(nn.Linear(64, 64, bias=False) for _ in range(5)))
 
 
-def make_trainer(rank, hook, state, net, options):
+def make_trainer(rank, hook, state, net, options, wrapper=DistributedDataParallel):
     torch.manual_seed(1)
     unused = options.get("find_unused_parameters", False)
     cap = 0.02 if net is Net else 1
-    model = DistributedDataParallel(net(unused).to(device_of_rank()), bucket_cap_mb=cap, **options)
+    model = wrapper(net(unused).to(device_of_rank()), bucket_cap_mb=cap, **options)
     indices = []
 
     def recorded(state, bucket):
@@ -64,14 +65,14 @@ def parameters_of(model):
     return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
 
 
-def interrupt(rank, hook, options, warm_up, net=Net, after=6):
+def interrupt(rank, hook, options, warm_up, net=Net, after=6, wrapper=DistributedDataParallel):
     """Train 12 steps, then the steps from `after` on again, from this rank's checkpoint.
 
     warm_up: load the state after a step of the new model, not before.
     Returns (number of buckets, log lines with "afresh", the parameters of both runs).
     """
     state = new_state()
-    model, optimizer, indices = make_trainer(rank, hook, state, net, options)
+    model, optimizer, indices = make_trainer(rank, hook, state, net, options, wrapper)
     continue_training(rank, model, optimizer, range(after))
     with Messages():
         checkpoint = {
@@ -88,7 +89,7 @@ def interrupt(rank, hook, options, warm_up, net=Net, after=6):
     resumed_state = checkpoint["comm_hook_state"]
     if warm_up:
         saved, resumed_state = resumed_state.state_dict(), new_state()
-    resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, net, options)
+    resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, net, options, wrapper)
     if warm_up:
         # DDP arranges its buckets once, in this step.
         continue_training(rank, resumed, resumed_optimizer, [0])
@@ -114,6 +115,7 @@ CASES = [
     *((hook, UNUSED, False) for hook in RESUMED),
     # load_state_dict is called after DDP has arranged its buckets.
     *((hook, {}, True) for hook in RESUMED),
+    *(("powerSGD", {}, warm_up, Net, 6, gradcomp.DistributedDataParallel) for warm_up in (False, True)),
 ]
 
 
