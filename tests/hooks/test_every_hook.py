@@ -23,7 +23,8 @@ def on_ddp(model):
 
 
 def on_reducer(model, **options):
-    return Reducer(model.named_parameters(), bucket_cap_mb=CAP_MB, **options)
+    caps = {"bucket_cap_mb": CAP_MB, "first_bucket_cap_mb": CAP_MB}
+    return Reducer(model.named_parameters(), **caps, **options)
 
 
 def on_views(model):
@@ -55,9 +56,9 @@ def train(rank, check, averager_of):
             each.zero_grad()
             (forward if each is model else each)(inputs).square().sum().backward()
         steps.append([[p.grad.clone() for p in each.parameters()] for each in (local, model)])
+    assert hook is None or len(buckets) > 1, "one bucket is never in flight beside others"
     errors = {id(param): torch.zeros_like(param) for param in model.parameters()}
     for index, memory in state.state_dict()["buckets"].items() if state else ():
-        assert index == 0 or len(buckets) > 1
         parts = memory["error"].split([param.numel() for param in buckets[index]])
         errors |= {id(param): part for param, part in zip(buckets[index], parts, strict=True)}
     return steps, [errors[id(param)].view_as(param) for param in model.parameters()]
