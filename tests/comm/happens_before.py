@@ -8,7 +8,8 @@ stream's next one (vector clocks: Fidge, and Mattern, 1988). A wait takes over t
 Memory that is freed may be used again at once, on the stream that allocated it. So all accesses to it must be
 ordered before that stream's next work. For Tensor.record_stream's streams the allocator waits.
 
-Nothing is computed: kernels are neither compiled nor run here. All tensors that a kernel gets count as read and written.
+Nothing is computed: kernels are neither compiled nor run here. All tensors that a kernel gets count as read
+and written.
 """
 
 from __future__ import annotations

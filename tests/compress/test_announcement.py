@@ -1,6 +1,9 @@
 """Test the line that says when compression starts: its step, its rank, and how users silence it."""
 
+import io
 import logging
+import os
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -10,17 +13,15 @@ from tests.programs import TORCHRUN, run_python
 BYTES = "of 54.08 kB per step and rank"
 LINE = f"gradcomp: PowerSGD compresses from step 3 on: 8.7 times fewer bytes, 6.21 kB {BYTES}"
 PROGRAM = """
-import copy, logging, os, sys
+import logging
 import torch
 import torch.distributed as dist
 from gradcomp import Reducer
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 {configure}
-if "RANK" in os.environ:
+if not dist.is_initialized():
     dist.init_process_group("gloo")
-else:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 144))
 reducer = Reducer(model.parameters(), bucket_cap_mb=0.02)
 state = PowerSGDState(None, 4, start_powerSGD_iter=3{options})
@@ -36,21 +37,20 @@ dist.destroy_process_group()
 """
 
 
-def said(configure="", *arguments, options="", **environment):
-    """Return the program's lines on stderr that announce compression."""
-    program = PROGRAM.format(configure=configure, options=options)
-    done = run_python(*arguments, "-c", program, **environment)
-    assert done.returncode == 0, done.stderr
-    assert "done" in done.stdout
-    return [line for line in done.stderr.splitlines() if "compresses" in line]
+def said(rank, configure="", options="", environment=None):
+    """Return the program's lines on stderr that announce compression. In a process of its own."""
+    os.environ |= environment or {}
+    with redirect_stderr(io.StringIO()) as text:
+        exec(PROGRAM.format(configure=configure, options=options), {})
+    return [line for line in text.getvalue().splitlines() if "compresses" in line]
 
 
-def test_it_is_said_once_without_any_configuration():
-    assert said() == [LINE]
+def test_it_is_said_once_without_any_configuration(run_ranks):
+    assert run_ranks(said, 1) == [[LINE]]
 
 
-def test_a_quantized_start_is_said_too():
-    lines = said(options=", start_bits=4")
+def test_a_quantized_start_is_said_too(run_ranks):
+    (lines,) = run_ranks(said, 1, "", ", start_bits=4")
     assert lines == [
         "gradcomp: the quantized start of PowerSGD compresses from step 0 on: 7.0 times fewer bytes, 7.70 kB "
         f"{BYTES}",
@@ -59,8 +59,8 @@ def test_a_quantized_start_is_said_too():
 
 
 @pytest.mark.parametrize(("value", "lines"), [("1", []), ("true", []), ("0", [LINE])])
-def test_the_environment_silences_it(value, lines):
-    assert said(GRADCOMP_QUIET=value) == lines
+def test_the_environment_silences_it(run_ranks, value, lines):
+    assert run_ranks(said, 1, "", "", {"GRADCOMP_QUIET": value}) == [lines]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_the_environment_silences_it(value, lines):
         ("logging.disable(logging.INFO)", []),
     ],
 )
-def test_logging_takes_over_once_it_is_configured(configure, lines):
-    assert said(configure) == lines
+def test_logging_takes_over_once_it_is_configured(run_ranks, configure, lines):
+    assert run_ranks(said, 1, configure) == [lines]
 
 
 def test_one_rank_of_two_says_it(tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, from_torch, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 
 SHAPES = [(24, 18), (7,), (5, 3, 4)]
@@ -56,7 +57,10 @@ def runs(rank, name):
 # On kernels, test each kind of plan once. The state does the rest, without kernels.
 @pytest.mark.parametrize(
     ("name", "interpret"),
-    [*((name, False) for name in KINDS), *((name, True) for name in ("int4", "PowerSGD", "int8 factors"))],
+    [
+        *((name, False) for name in KINDS),
+        *((name, True) for name in everyday(["int8 factors"], ["int4", "PowerSGD", "int8 factors"])),
+    ],
 )
 def test_the_scale_makes_no_difference_to_averages(run_ranks, name, interpret):
     for without_scale, followed, resumed, not_followed in run_ranks(runs, 2, name, interpret=interpret):

@@ -25,7 +25,6 @@ from tests.fsdp.models import (
     local,
     new_grid,
     sharded,
-    weights,
 )
 from tests.fsdp.scenarios import SCENARIOS, STEPS, differences, step
 from tests.reducer.models import run_cases

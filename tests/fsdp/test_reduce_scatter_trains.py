@@ -104,7 +104,12 @@ FORMS = {
         lambda: PowerSGDState(None, 2, 2, min_compression_rate=1),
     ),
 }
-EVERYDAY = ["plain steps first", "by nodes, bf16 within", "int4 between replicas", "PowerSGD between replicas"]
+EVERYDAY = [
+    "plain steps first",
+    "by nodes, bf16 within",
+    "int4 between replicas",
+    "PowerSGD between replicas",
+]
 PRECISIONS = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
+from tests.depth import everyday, mixed
 from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import (
     Bucket,
@@ -67,14 +68,12 @@ CASES = {
         *((hook, {}, options_of(matrix_approximation_rank=4), 40) for hook in BOTH),
         *(
             (hook, options, options_of(), 40)
-            for hook in BOTH
-            for options in (VIEW, UNUSED, UNUSED | VIEW, {"static_graph": True})
+            for hook, options in mixed(BOTH, (VIEW, UNUSED, UNUSED | VIEW, {"static_graph": True}))
         ),
         *((hook, {}, options_of(), 30) for hook in HOOKS if "around" in hook),
         *(
             (hook, {}, options_of(), 30, dtype)
-            for hook in BOTH
-            for dtype in (torch.bfloat16, torch.float16, torch.float64)
+            for hook, dtype in mixed(BOTH, (torch.bfloat16, torch.float16, torch.float64))
         ),
     ],
     3: [
@@ -123,7 +122,7 @@ def compress_from_the_first_step(rank, options):
 
 
 def test_training_reaches_about_the_loss_of_no_compression(run_ranks):
-    hooks = ("none", "powerSGD", "batched", "fp16 around powerSGD")
+    hooks = ("none", "fp16 around powerSGD", *everyday((), BOTH))
     ranks = run_ranks(run_cases, 2, train, [(hook, {}, options_of(), 150) for hook in hooks])
     for losses in ([losses for _, _, losses, _ in results] for results in ranks):
         other, *with_compression = losses

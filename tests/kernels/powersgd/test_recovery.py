@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradcomp.kernels.powersgd import work as powersgd_work
+from tests.depth import everyday
 from tests.kernels.powersgd.ranks import (
     MIXED,
     check_step,
@@ -37,12 +38,15 @@ def test_zero_gradients_and_back(rank, device):
     check_step(plans, random_grads(plans[0].layout, FP32, device, 1))
 
 
+# (rank, the value, whether there is error feedback)
+BAD = [
+    *((4, math.nan, True), (16, math.inf, True), (40, math.nan, True)),
+    *((1, math.inf, True), (4, -math.inf, False), (16, math.nan, False)),
+]
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize(
-    ("rank", "bad", "feedback"),
-    [(1, math.inf, True), (4, math.nan, True), (4, -math.inf, False), (16, math.inf, True),
-     (16, math.nan, False), (40, math.nan, True)],
-)  # fmt: skip
+@pytest.mark.parametrize(("rank", "bad", "feedback"), everyday(BAD[:3], BAD))
 def test_not_finite_everywhere_and_sound_again(rank, bad, feedback, device):
     world_size = 2 if rank == 4 else 1
     plans = plans_of(MIXED, rank, FP32, device, world_size=world_size, error_feedback=feedback)
@@ -60,12 +64,15 @@ def test_not_finite_everywhere_and_sound_again(rank, bad, feedback, device):
     check_step(plans, random_grads(layout, FP32, device, 2, world_size))
 
 
+LARGE = [
+    *((4, (40, 150), "signs"), (16, (40, 150), "uniform")),
+    *((1, (64, 64), "signs"), (1, (40, 150), "uniform")),
+]
+
+
 # numpy warns in the interpreter: the large step itself may overflow.
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")
-@pytest.mark.parametrize(
-    ("rank", "shape", "kind"),
-    [(1, (64, 64), "signs"), (4, (40, 150), "signs"), (1, (40, 150), "uniform"), (16, (40, 150), "uniform")],
-)  # fmt: skip
+@pytest.mark.parametrize(("rank", "shape", "kind"), everyday(LARGE[:2], LARGE))
 def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(rank, shape, kind, device):
     """An error is shortened before use if its factors might not fit fp16. Outputs and errors still add up."""
     plans = plans_of([shape], rank, FP16, device, world_size=2)
