@@ -24,23 +24,28 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks import environment, isolated
+from benchmarks import environment, isolated, outcomes
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
 from benchmarks.records import RESULTS, Row, append, file_of, header, summary, table
 
+COPY = "copy"  # the provider that copies as many bytes as the operation moves
+
 
 def discover(device: torch.device, quick: bool) -> list[Case]:
-    """List the cases of the hooks, PowerSGD, every module in benchmarks/kernels/, and the reducers."""
+    """List the cases of the hooks, PowerSGD, every module in benchmarks/kernels/, and the reducers.
+
+    The most important ones come first, as there may be no time for the last ones.
+    """
     folder = Path(__file__).parent / "kernels"
     names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
-    # By importance, as there may be no time for the last ones.
     modules = [
         f"benchmarks.{name}" for name in ("powersgd_hooks", "powersgd_stages", "quantized_hooks", "hooks")
     ]
     modules += [f"benchmarks.kernels.{name}" for name in names] + ["benchmarks.reducer"]
-    return [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
+    found = [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
+    return sorted(found, key=lambda case: not case.comes_first)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,8 +54,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--filter", default="", help="only cases whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
     parser.add_argument("--record", action="store_true", help="append the rows to --results")
-    text = "a step of gpu-check that failed before, noted in the rows (repeatable)"
-    parser.add_argument("--failed-step", action="append", default=[], help=text)
+    text = "a part of gpu-check that failed before, noted in the rows (repeatable)"
+    parser.add_argument("--failed-part", action="append", default=[], help=text)
+    parser.add_argument("--outcomes", type=Path, help="a file to note each case's outcome in")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--device", help="cuda or cpu; cuda where there is one")
     parser.add_argument(
@@ -64,42 +70,47 @@ def measure(
     clock: Clock,
     budget_s: float = float("inf"),
     keep: Callable[[list[Row]], object] = lambda rows: None,
+    noted: Path | None = None,
 ) -> tuple[list[Row], list[str], list[str]]:
-    """Run the cases, print their rows and keep them, case by case.
+    """Run the cases, print their rows, keep them and note the outcome, case by case.
 
     Returns the rows, the cases that failed and those not reached.
     """
     rows: list[Row] = []
     failed: list[str] = []
     deadline = time.monotonic() + budget_s
+    outcomes.plan(noted, map(str, cases))
     for number, case in enumerate(cases, 1):
         if time.monotonic() > deadline:
             return rows, failed, [str(case) for case in cases[number - 1 :]]
         print(f"[{number}/{len(cases)}] {case}", flush=True)
         try:
             case_rows = run_case(case, clock)
-        except Exception:
+        except Exception as error:
             # One broken case must not hide the results of the others.
             traceback.print_exc(file=sys.stdout)
             failed.append(str(case))
+            outcomes.note(noted, str(case), outcomes.FAILED, error=repr(error))
             continue
         print(table(case_rows), flush=True)
         keep(case_rows)
+        outcomes.note(noted, str(case), outcomes.PASSED)
         rows += case_rows
     return rows, failed, []
 
 
 def run_case(case: Case, clock: Clock) -> list[Row]:
-    """Check the case, time it, and return one row per provider."""
+    """Check the case, time it beside a copy of as many bytes, and return one row per provider."""
     if case.isolated:
         errors, timings, launches = isolated.measure(case, clock)
     else:
         setup = case.build()
         errors = check(case, setup)
-        timings = clock.time(setup.providers, case.seconds)
+        timings = clock.time(setup.providers | {COPY: clock.copy(case.num_bytes)}, case.seconds)
         # The timing has warmed the providers up.
         count = setup.num_launches
         launches = {name: count(each) if count else None for name, each in setup.providers.items()}
+        errors, launches = errors | {COPY: None}, launches | {COPY: None}
     baseline = timings[case.baseline]
     least_us = floor_us(clock.device, case.num_bytes, case.min_launches)
     rows = []
@@ -158,9 +169,9 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
         return 1
     clock = Clock(device, args.quick)
     print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)\n{header()}")
-    facts["failed_steps"] = args.failed_step
+    facts["failed_parts"] = args.failed_part
     keep = partial(append, environment=facts, directory=args.results) if args.record else lambda rows: None
-    rows, failed, skipped = measure(selected, clock, args.budget_s, keep)
+    rows, failed, skipped = measure(selected, clock, args.budget_s, keep, args.outcomes)
     print("\n" + summary(rows))
     for name in failed:
         print(f"benchmarks: FAILED {name}")

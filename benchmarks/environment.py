@@ -41,16 +41,16 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str:
-    """Return the checkout's commit, with "-dirty" if any file but the results differs from it.
+    """Return what the environment variable GRADCOMP_COMMIT says, else the checkout's commit by git.
 
-    Without git or a .git folder: the environment variable GRADCOMP_COMMIT, else "unknown".
+    By git it ends in "-dirty" if any file but the results differs from it. Without a .git folder: "unknown".
     """
-    if (ROOT / ".git").exists():
-        revision = _output_of(["git", "rev-parse", "HEAD"])
-        if revision:
-            changes = _output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"])
-            return revision + ("-dirty" if changes else "")
-    return os.environ.get("GRADCOMP_COMMIT", "unknown")
+    given = os.environ.get("GRADCOMP_COMMIT")
+    if not given and (ROOT / ".git").exists():
+        given = _output_of(["git", "rev-parse", "HEAD"])
+        if given and _output_of(["git", "status", "--porcelain", "--", ".", ":!benchmarks/results"]):
+            given += "-dirty"
+    return given or "unknown"
 
 
 def driver_version() -> str | None:

@@ -301,7 +301,7 @@ def _benchmark_arguments(args: argparse.Namespace, before: Sequence[Outcome], ti
         arguments += ["--record", "--results", str(folder)]
         for outcome in before:
             if outcome.verdict.startswith("FAILED"):
-                arguments += ["--failed-step", outcome.name]
+                arguments += ["--failed-part", outcome.name]
     return arguments
 
 

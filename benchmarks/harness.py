@@ -44,6 +44,7 @@ class Case:
     num_buckets: the number of buckets in a call, for the host's time per bucket.
     num_elements: the number of gradient elements, for the bytes per element; None if that is meaningless.
     isolated: the providers' names, if each is timed in a process of its own; see isolated.py.
+    comes_first: whether it is timed before all cases that don't come first, as there may be no time for them.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case:
     num_buckets: int = 1
     num_elements: int | None = None
     isolated: tuple[str, ...] = ()
+    comes_first: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.label} {self.dtype}"

@@ -60,6 +60,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             build=partial(_calling, name, device),
             error_of=partial(elementwise_error, dtype=dtype),
             isolated=("gradcomp", "torch") if device.type == "cpu" else (),
+            comes_first=True,
         )
 
     if device.type == "cpu":

@@ -59,6 +59,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             error_of=frobenius_error,
             num_elements=NUM_ELEMENTS,
             isolated=tuple(HOOKS) if on_cpu else (),
+            comes_first=world_size == 1,
         )
 
 

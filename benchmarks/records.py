@@ -61,7 +61,7 @@ def _cells(row: Row) -> list[str]:
         f"{row['percent_of_copy']:.0f}",
         "-" if times_floor is None else f"{times_floor:.2f}",
         f"{row['times_baseline']:.2f}",
-        f"{row['error']:.1e}",
+        "-" if row["error"] is None else f"{row['error']:.1e}",
         "-" if num_launches is None else str(num_launches),
     ]
 

@@ -30,7 +30,6 @@ from gradcomp.plan import buckets_of
 
 SMALL: list[models.Shape] = [(64, 64), (256,)] * 200
 OPTIONS: dict[str, dict[str, bool]] = {"": {}, ", bucket views": {"gradient_as_bucket_view": True}}
-CUDA_SECONDS = 0.5  # the time limit of a case, as gpu-check has many
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -48,7 +47,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             max_error=rounding_error(torch.float32),
             build=partial(_training, shapes, device, options),
             baseline="torch",
-            seconds=CUDA_SECONDS if device.type == "cuda" else None,
             isolated=("gradcomp", "torch") if device.type == "cpu" else (),
         )
 

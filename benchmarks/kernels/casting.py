@@ -26,6 +26,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 label=f"{mib} MiB",
                 num_bytes=numel * (4 + 2),
                 baseline="torch",
+                comes_first=mib == 25,
             )
             wire = str(dtype).removeprefix("torch.")
             yield describe(

@@ -1,5 +1,6 @@
 """Test the benchmarks' models, harness and records without a GPU."""
 
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import isolated, models
+from benchmarks import isolated, models, outcomes
 from benchmarks.clock import Clock, Timing
 from benchmarks.harness import (
     Case,
@@ -109,13 +110,16 @@ def test_a_wrong_result_is_not_recorded_and_the_others_are(broken, tmp_path, mon
     right = case_of(lambda: [torch.arange(4.0)])
     cases = [replace(case_of(broken), name="miscount"), right]
     arguments = ["--quick", "--device", "cpu", "--record", "--results", str(tmp_path)]
-    assert bench.main([*arguments, "--failed-step", "kernels:1"], cases) == 1
+    noted = tmp_path / "outcomes"
+    assert bench.main([*arguments, "--failed-part", "kernels", "--outcomes", str(noted)], cases) == 1
     assert "FAILED miscount to 4 float32" in capsys.readouterr().out
+    found = {name: row["outcome"] for name, row in outcomes.read(noted).items()}
+    assert found == {"miscount to 4 float32": "failed", "count to 4 float32": "passed"}
     assert bench.main(arguments, [right]) == 0
-    [path] = tmp_path.iterdir()
+    [path] = tmp_path.glob("*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["case"] for row in rows] == ["count"] * 4  # appended: two providers in each run
-    assert [row["failed_steps"] for row in rows] == [["kernels:1"]] * 2 + [[]] * 2
+    assert [row["case"] for row in rows] == ["count"] * 6  # appended: two providers and a copy in each run
+    assert [row["failed_parts"] for row in rows] == [["kernels"]] * 3 + [[]] * 3
 
 
 def test_rows_are_written_before_the_next_case_runs(tmp_path, monkeypatch):
@@ -128,7 +132,7 @@ def test_rows_are_written_before_the_next_case_runs(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--quick", "--device", "cpu", "--record", "--results", str(tmp_path)], cases)
     [path] = tmp_path.iterdir()
-    assert len(path.read_text().splitlines()) == 2
+    assert len(path.read_text().splitlines()) == 3
 
 
 def test_the_summary_gives_the_ratio_to_the_baseline_and_its_range():
@@ -156,11 +160,14 @@ def test_a_turn_leaves_its_first_call_out():
     assert not list(times)
 
 
-def test_cases_beyond_the_budget_are_skipped_and_reported(monkeypatch, capsys):
+def test_cases_beyond_the_budget_are_skipped_and_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     case = case_of(lambda: [torch.arange(4.0)])
-    assert bench.main(["--quick", "--device", "cpu", "--budget-s", "-1"], [case]) == 0
+    noted = tmp_path / "outcomes"
+    arguments = ["--quick", "--device", "cpu", "--budget-s", "-1", "--outcomes", str(noted)]
+    assert bench.main(arguments, [case]) == 0
     assert "not reached within -1 s: count to 4 float32" in capsys.readouterr().out
+    assert outcomes.read(noted) == {"count to 4 float32": {"outcome": "left"}}
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -191,6 +198,19 @@ def test_each_model_is_flattened_whole_on_a_gpu():
     cases = [case for case in bench.discover(torch.device("cuda"), False) if case.name == "flatten"]
     sizes = {case.label.split(",")[0]: case.num_bytes for case in cases if case.dtype == "float32"}
     assert sizes == {name: 8 * models.num_elements(list(shapes())) for name, shapes in models.MODELS.items()}
+
+
+def test_what_matters_most_is_timed_first_on_a_gpu():
+    cases = bench.discover(torch.device("cuda"), False)
+    first = [str(case) for case in itertools.takewhile(lambda case: case.comes_first, cases)]
+    assert len(first) < 25
+    for expected in (
+        *(f"powerSGD_hook bert-large, 38 buckets, r={rank} float32" for rank in (1, 4, 8, 32)),
+        "powerSGD_hook bert-large, 38 buckets, r=4, int8 factors float32",
+        *("quantization_hook ", "fp16_compress_hook ", "compress_cast ", "flatten ", "unflatten "),
+        *(f"quantize 25 MiB, {bits} bits" for bits in (4, 8)),
+    ):
+        assert any(name.startswith(expected) for name in first), expected
 
 
 def quantizing(stage, bits):
@@ -237,7 +257,7 @@ def test_a_run_records_rows_with_every_field(tmp_path):
     assert done.returncode == 0, done.stdout
     [path] = tmp_path.iterdir()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) == 4  # two dtypes, two providers
+    assert len(rows) == 6  # two dtypes, two providers and a copy
     documented = (RESULTS / "README.md").read_text()
     for row in rows:
         assert row["case"] == "decompress_cast"
@@ -249,8 +269,15 @@ def test_a_run_records_rows_with_every_field(tmp_path):
         assert not [field for field in row if f"`{field}`" not in documented]
         nulls = {field for field, value in row.items() if value is None}
         only_on_cuda = {"compute_capability", "driver", "cuda", "host_us", "host_us_per_bucket"}
-        assert nulls <= only_on_cuda | {"bytes_per_element", "num_launches", "floor_us", "times_floor"}
-    assert {row["provider"] for row in rows} == {"gradcomp", "torch"}
+        assert nulls <= only_on_cuda | {
+            "bytes_per_element",
+            "num_launches",
+            "floor_us",
+            "times_floor",
+            "error",
+        }
+        assert (row["error"] is None) == (row["provider"] == "copy")
+    assert {row["provider"] for row in rows} == {"gradcomp", "torch", "copy"}
 
 
 def test_hooks_are_timed_in_processes_of_their_own(tmp_path):

@@ -51,6 +51,9 @@ class Clock:
 
     device, copy_gb_per_s = CUDA, 4000.0
 
+    def copy(self, num_bytes):
+        return lambda: None
+
     def time(self, providers, seconds):
         return {name: Timing([30.0] * 5, host_us=5.0) for name in providers}
 
@@ -70,7 +73,7 @@ def test_every_row_of_a_gpu_has_the_floor_and_how_many_floors_its_time_is(on, tm
     assert "gradcomp 1.00× (1.00–1.00) in 2.14 floors   torch in 2.14 floors" in capsys.readouterr().out
     [path] = tmp_path.iterdir()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["provider"] for row in rows] == ["gradcomp", "torch"]
+    assert [row["provider"] for row in rows] == ["gradcomp", "torch", "copy"]
     for row in rows:
         assert (row["min_launches"], row["floor_us"]) == (2, pytest.approx(10 + 4))
         assert row["times_floor"] == pytest.approx(30 / 14)

@@ -109,7 +109,7 @@ def test_what_passes_is_recorded_whatever_fails(exit_status, only, tmp_path, mon
     assert "ran with" in output  # a failing step does not stop the others
     assert ("the hooks say something" in output) == (not only)
     assert ("'--record'" in output) == (not only)
-    assert ("'--failed-step', 'kernels'" in output) == bool(exit_status)
+    assert ("'--failed-part', 'kernels'" in output) == bool(exit_status)
     paths = list(tmp_path.iterdir())
     if only:
         assert paths == []
