@@ -56,7 +56,7 @@ bench: $(VENV)/demo-ready ## time our operations and hooks beside torch's on thi
 bench-network: $(VENV)/accuracy-ready  ## time hooks over throttled links between network namespaces (Linux)
 	$(BIN)/python -m benchmarks.network $(ARGS)
 
-gpu-check:       ## tests and benchmarks on CUDA, from a bare checkout (no venv, no network)
+gpu-check:       ## tests and benchmarks on a GPU in under 8 minutes, from a bare checkout (no venv, no network)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 dist: $(VENV)/dev-ready  ## build the sdist, and from it the wheel, into build/dist

@@ -1,194 +1,137 @@
-"""Run everything that needs a GPU, within 8 minutes: python -m benchmarks.gpu_check (make gpu-check).
+"""Test and time everything on a GPU in under 8 minutes: python -m benchmarks.gpu_check (make gpu-check).
 
-It needs a bare checkout with torch, triton, numpy, pytest and hypothesis, and no network. In this order:
+It needs a bare checkout with torch, triton, numpy, pytest and hypothesis, and no network. Its parts run one
+after another; within a part of tests, processes share them:
 
-1. All at once, as they mostly compile kernels, each on a core of its own:
-   - streams: lifetimes and stream order; no hook makes the host wait (stream_check.py);
-   - ddp-nccl, ddp-gloo: training with each hook beside float64, on torch's DDP and on gradcomp's Reducer
-     (ddp_check.py). NCCL has one rank per GPU. On gloo 2 ranks share the first GPU;
-   - reducer-nccl, reducer-gloo: the Reducer, the wrapper, FSDP2 and average_ in other scenarios, on the same
-     ranks (reducer_check.py);
-2. benchmarks: python -m benchmarks alone on the GPU, its rows appended to benchmarks/results/;
-3. tests:1, tests:2 ...: processes that share the tests that compute on a GPU, from the folders in TESTS.
+kernels     the kernels against float64 and plain torch, those first whose failure says most
+arrival     PowerSGD's arrival counters under contention
+hooks       streams and hooks, on NCCL and gloo
+reducer     the Reducer, the wrapper and FSDP2
+benchmarks  python -m benchmarks: beside torch's hooks and beside a copy of as many bytes
+slowest     python -m benchmarks.slowest: the slowest kernels' own times
 
-Every step has a time limit. A step that fails or exceeds its limit doesn't stop the others. Every step's
-outcome is written to a file beside the device's rows as soon as the step ends. Rows of benchmarks name the
-steps that failed before. Nothing is recorded if steps were left out. Exit status: 0 if all steps passed, 1 if
-one did not, 2 without a GPU.
+Each part has a time limit. A part that fails or is killed at its limit doesn't stop the next one. As soon as
+a part ends, the results folder has its output, PART.log, and its row in DEVICE-parts.jsonl: device, versions,
+commit, verdict, and what failed or was left. Exit status: 0 if all parts passed, 1 if one did not, 2 if
+nothing could be run.
 
-On a CPU (--device cpu, to try the command out) NCCL's steps run on one rank of gloo. --quick leaves all but a
-little of each step out.
+With --device cpu it tries itself out where there is no GPU: few tests on interpreted kernels, small
+benchmarks in plain torch. A pass on a CPU proves nothing about kernels, streams and NCCL.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from benchmarks import outcomes
 
 ROOT = Path(__file__).resolve().parent.parent
-TOTAL_S = 470  # under 8 minutes, including the time to start and to end
-# Folders of tests/, with kernels last: what they test is computed in the other steps, too.
-TESTS = ("comm", "compress", "fsdp", "hooks", "parallel", "reducer", "testing", "kernels")
-# Processes that run tests, on CUDA: of 16 cores, some are left to the ranks of tests.
-TEST_PROCESSES = 12
-
-# The benchmark that --quick runs.
-QUICK_BENCHMARK = "compress_cast"
-
+ARRIVAL = "tests/kernels/powersgd/test_arrival.py"
+# Their failures say most: steps of PowerSGD and their stages, stages of quantization, copies, then what steps
+# are made of.
+FIRST = (
+    "tests/kernels/powersgd/test_step.py",
+    "tests/kernels/quantize/test_stages.py",
+    "tests/kernels/test_copy.py",
+    "tests/kernels/test_cast.py",
+    "tests/kernels/powersgd/test_orthonormalize.py",
+    "tests/kernels/powersgd/test_random.py",
+    "tests/kernels/powersgd/test_plan.py",
+)
+# On a CPU, which interprets kernels, a part has every Nth of its tests, unless --tests chooses some.
+EVERY_ON_CPU = 32
 PASSED = "passed"
 
 
 @dataclass(frozen=True)
-class Step:
-    name: str
-    command: list[str]  # the Python interpreter's arguments
-    budget_s: float
+class Part:
+    """A part of the check.
 
-
-@dataclass(frozen=True)
-class Outcome:
-    name: str
-    verdict: str
-    seconds: float
-
-
-def stages(device: str, quick: bool = False, claims: str = "claims") -> list[list[Step]]:
-    """List the steps by stage. The steps of a stage run together.
-
-    quick: leave out all but a little of each step.
-    claims: an empty folder, for tests/claimed.py.
+    limit_s: the time after which it is killed.
+    tests: files and folders whose tests on the device it runs.
+    cores: the share of the cores that get a process each. Some are left to the ranks of tests.
+    module: the module of benchmarks that it runs instead of tests.
     """
-    hooks, scenarios = [], []
-    if quick:
-        hooks = ["--hook", "bf16_compress_hook", "--hook", "quantization_hook int4 by nodes"]
-        scenarios = ["--scenario", "bucket views, Reducer", "--scenario", "FSDP2"]
-    checks = [Step("streams", ["-m", "benchmarks.stream_check", "--device", device], 150)]
-    for backend in ("nccl", "gloo"):
-        on_ranks = _on_ranks(device, backend)
-        checks += [
-            Step(f"ddp-{backend}", ["-m", "benchmarks.ddp_check", *on_ranks, *hooks], 150),
-            Step(f"reducer-{backend}", ["-m", "benchmarks.reducer_check", *on_ranks, *scenarios], 150),
+
+    name: str
+    limit_s: float
+    tests: tuple[str, ...] = ()
+    cores: float = 0.0
+    module: tuple[str, ...] = ()
+
+    def commands(self, args: argparse.Namespace, scratch: Path, failed: Sequence[str]) -> list[list[str]]:
+        """Return the arguments of each of its processes, which note outcomes in the scratch folder."""
+        noted = ["--outcomes", str(scratch / "outcomes"), "--device", args.device]
+        if self.module:
+            options = ["--results", str(args.results), *self.module[1:]]
+            if self.name == "benchmarks":
+                options += [option for part in failed for option in ("--failed-part", part)]
+                options += ["--quick"] * (args.device == "cpu")
+            return [["-m", self.module[0], *options, *noted]]
+        command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.claimed", "--claims", str(scratch)]
+        command += ["-m", "device", *self.tests, *shlex.split(args.tests), *noted]
+        if args.device == "cpu" and not args.tests:
+            command += ["--every", str(EVERY_ON_CPU)]
+        return [command] * max(2 if self.cores else 1, round(self.cores * (os.cpu_count() or 1)))
+
+
+def tests_of_kernels() -> tuple[str, ...]:
+    """Return the files of tests/kernels, those of FIRST first, except ARRIVAL."""
+    paths = (ROOT / "tests" / "kernels").rglob("test_*.py")
+    files = sorted({str(path.relative_to(ROOT)) for path in paths} - {*FIRST, ARRIVAL})
+    return (*FIRST, *files)
+
+
+PARTS = (
+    Part("kernels", 90, tests_of_kernels(), cores=0.75),
+    Part("arrival", 60, (ARRIVAL,)),
+    Part("hooks", 60, ("tests/comm", "tests/compress", "tests/hooks", "tests/testing"), cores=0.5),
+    Part("reducer", 45, ("tests/reducer", "tests/parallel", "tests/fsdp"), cores=0.5),
+    # It stops by itself, so that no case is cut off.
+    Part("benchmarks", 150, module=("benchmarks", "--record", "--budget-s", "115")),
+    Part("slowest", 30, module=("benchmarks.slowest",)),
+)
+
+
+def run(commands: Sequence[Sequence[str]], limit_s: float, log: Path) -> list[int | None]:
+    """Run Python with each of these arguments at once; return the exit statuses, None for what was killed."""
+    with log.open("wb") as output:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=_environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for command in commands
         ]
-    benchmarks = [Step("benchmarks", ["-m", "benchmarks", "--device", device], 150)]
-    return [checks, benchmarks, _tests(TEST_PROCESSES if device == "cuda" else 2, quick, claims)]
-
-
-def _on_ranks(device: str, backend: str) -> list[str]:
-    """Return a check's arguments for the backend's default ranks: 2 on gloo, one per GPU on NCCL."""
-    ranks = ["--device", device, "--backend", backend, "--timeout-s", "140"]
-    if (device, backend) == ("cpu", "nccl"):
-        ranks += ["--backend", "gloo", "--world-size", "1"]  # as NCCL's one rank on one GPU
-    return ranks
-
-
-def _tests(processes: int, quick: bool, claims: str) -> list[Step]:
-    """Make the steps that share the tests that compute on a GPU; see tests/claimed.py."""
-    files = [str(path.relative_to(ROOT)) for path in files_of_tests()]
-    if quick:
-        files = ["tests/kernels/test_scratch.py"]
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.claimed", "--claims", claims]
-    command += ["-m", "device", "--durations=3", *files]
-    return [Step(f"tests:{i + 1}", command, 160) for i in range(processes)]
-
-
-def files_of_tests() -> list[Path]:
-    """Return the files of TESTS that name a device. pytest then chooses their tests marked so.
-
-    The other files have no such tests, and collecting takes long.
-    """
-    paths = [path for folder in TESTS for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
-    return [path for path in paths if "device" in path.read_text()]
-
-
-def _group(step: Step) -> str:
-    """Return the name by which --only selects the step."""
-    return step.name.partition(":")[0]
-
-
-class Running:
-    """A running step, in a session of its own.
-
-    keep_output: whether to print the step's output at its end, not as it comes.
-    """
-
-    def __init__(self, step: Step, extra: Sequence[str], limit_s: float, keep_output: bool):
-        self.step = step
-        self.timeout_s = min(step.budget_s, limit_s)
-        self.start = time.monotonic()
-        print(f"==== {step.name}: started, may take {self.timeout_s:.0f} s", flush=True)
-        self.output = tempfile.TemporaryFile() if keep_output else None  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, *step.command, *extra],
-            cwd=ROOT,
-            env=_environment(),
-            stdout=self.output,
-            stderr=subprocess.STDOUT if keep_output else None,
-            start_new_session=True,
-        )
-
-    def poll(self) -> Outcome | None:
-        """Return the outcome if the step has ended or timed out, and kill its remaining processes."""
-        seconds = time.monotonic() - self.start
-        status = self.process.poll()
-        if status is None and seconds < self.timeout_s:
-            return None
-        if status is None:
-            verdict = f"FAILED (killed after {self.timeout_s:.0f} s)"
-            self._signal(signal.SIGINT)  # pytest tells what it has seen so far
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=5)
-        else:
-            verdict = PASSED if status == 0 else f"FAILED (exit status {status})"
-        self.kill()
-        if self.output is not None:
-            self.output.seek(0)
-            print(f"\n==== {self.step.name}", flush=True)
-            print(self.output.read().decode(errors="replace"), flush=True)
-            self.output.close()
-        print(f"==== {self.step.name}: {verdict}, {seconds:.0f} s", flush=True)
-        return Outcome(self.step.name, verdict, seconds)
-
-    def kill(self) -> None:
-        """Kill the step and its processes: ranks outlive a parent that a signal kills."""
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-
-def run_together(
-    stage: Sequence[Step],
-    extra: Sequence[str] = (),
-    limit_s: float = float("inf"),
-    keep: Callable[[Outcome], object] = lambda outcome: None,
-) -> list[Outcome]:
-    """Run the steps of a stage at once, each within its time limit, and keep each outcome as it comes."""
-    outcomes: dict[str, Outcome] = {}
-    running = [Running(step, extra, limit_s, keep_output=len(stage) > 1) for step in stage]
-    try:
-        while len(outcomes) < len(running):
-            time.sleep(0.1)
-            for each in running:
-                if each.step.name not in outcomes and (outcome := each.poll()):
-                    outcomes[outcome.name] = outcome
-                    keep(outcome)
-    finally:
-        for each in running:
-            if each.step.name not in outcomes:
-                each.kill()
-    return [outcomes[step.name] for step in stage]
+        deadline = time.monotonic() + limit_s
+        try:
+            while time.monotonic() < deadline and any(each.poll() is None for each in processes):
+                time.sleep(0.1)
+            return [each.poll() for each in processes]
+        finally:
+            for each in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(each.pid, signal.SIGKILL)  # ranks outlive a parent that is killed
+                each.wait()
 
 
 def _environment() -> dict[str, str]:
@@ -197,152 +140,118 @@ def _environment() -> dict[str, str]:
     # All ranks are on this machine, which need not have any network.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # Steps and ranks share the cores.
+    # Processes and ranks share the cores.
     environment.setdefault("OMP_NUM_THREADS", "1")
+    # Of the part's 60 s, the rest is for starting, and for compiling what is left to compile.
+    environment.setdefault("GRADCOMP_ARRIVAL_SECONDS", "40")
     # Plugins that happen to be installed are not loaded: their warnings would be errors.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     return environment
 
 
+def run_part(part: Part, args: argparse.Namespace, failed: Sequence[str]) -> dict[str, Any]:
+    """Run a part, and return what its row says of it."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gradcomp-") as scratch:
+        commands = part.commands(args, Path(scratch), failed)
+        statuses = run(commands, part.limit_s, args.results / f"{part.name}.log")
+        found = outcomes.read(Path(scratch, "outcomes"))
+    wrong = {name: row.get("error") for name, row in found.items() if row["outcome"] == outcomes.FAILED}
+    status = next((status for status in statuses if status), 1 if wrong else 0)
+    if None in statuses:
+        verdict = f"killed after {part.limit_s:.0f} s"
+    else:
+        verdict = PASSED if status == 0 else f"FAILED (exit status {status})"
+    return {
+        "part": part.name,
+        "verdict": verdict,
+        "seconds": round(time.monotonic() - start, 1),
+        "counts": Counter(row["outcome"] for row in found.values()),
+        "failed": wrong,
+        "left": [name for name, row in found.items() if row["outcome"] == outcomes.LEFT],
+    }
+
+
 def missing(device: str) -> str | None:
     """Return the reason why nothing can be run here, or None if there is none."""
     try:
-        import torch
-        import triton  # noqa: F401
+        torch, triton, numpy, *_ = map(
+            importlib.import_module, ("torch", "triton", "numpy", "pytest", "hypothesis")
+        )
     except ImportError as error:
         return f"this Python ({sys.executable}) lacks {error.name}"
     if device == "cuda" and not torch.cuda.is_available():
         return f"no CUDA GPU is available to torch {torch.__version__}"
+    triton_version, numpy_version = (
+        tuple(map(int, each.__version__.split(".")[:2])) for each in (triton, numpy)
+    )
+    if device == "cpu" and triton_version < (3, 7) and numpy_version >= (2, 4):
+        return f"Triton 3.6's interpreter needs numpy below 2.4, and this is {numpy.__version__}"
     return None
 
 
-def unproven(device: str) -> str:
-    """Return what a pass on this machine does not prove."""
-    import torch
-
-    if device == "cpu":
-        return "on a CPU a pass proves nothing about kernels, streams and NCCL: hooks compute in plain torch"
-    num_gpus = torch.cuda.device_count()
-    if num_gpus == 1:
-        return (
-            "on one GPU a pass doesn't prove that anything works between GPUs: NCCL has one rank, and on "
-            "gloo two ranks share the GPU"
-        )
-    return f"NCCL has {num_gpus} ranks, one per GPU; a pass doesn't prove that NCCL works between machines"
-
-
-def report_environment(device: str) -> dict[str, object]:
+def describe(device: str) -> dict[str, Any]:
     """Print and return the device, the versions and the commit."""
     import torch
 
     from benchmarks import environment
 
-    facts = environment.describe(torch.device(device))
+    facts: dict[str, Any] = environment.describe(torch.device(device))
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        facts["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
-        facts["L2 cache"] = f"{properties.L2_cache_size / 2**20:.0f} MiB"
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["num_gpus"] = torch.cuda.device_count()  # NCCL has a rank on each
     for name, value in facts.items():
         print(f"{name:>18}: {value}", flush=True)
     return facts
 
 
-def results_folder(args: argparse.Namespace) -> Path | None:
-    """Return the folder to record in; None where nothing is recorded: without all steps, and in trials."""
-    is_trial = args.device == "cpu" or args.quick
-    if args.only or (is_trial and not args.results):
-        return None
-    folder: Path = args.results or ROOT / "benchmarks" / "results"
-    return folder
-
-
-def record(outcome: Outcome, facts: dict[str, object], folder: Path | None) -> None:
-    """Append a step's outcome to the device's file of outcomes."""
-    if folder is None:
-        return
-    from benchmarks.records import slug
-
-    folder.mkdir(parents=True, exist_ok=True)
-    row = {**facts, "step": outcome.name, "verdict": outcome.verdict, "seconds": round(outcome.seconds, 1)}
-    with (folder / f"{slug(str(facts['device']))}-steps.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def run_all(args: argparse.Namespace, keep: Callable[[Outcome], object]) -> list[Outcome]:
-    deadline = time.monotonic() + TOTAL_S
-    outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="gradcomp-claims-") as claims:
-        waiting = stages(args.device, args.quick, claims)
-        while waiting:
-            stage = waiting.pop(0)
-            left_out = [step for step in stage if args.only and _group(step) not in args.only]
-            outcomes += [Outcome(step.name, "left out", 0.0) for step in left_out]
-            chosen = [step for step in stage if step not in left_out]
-            reserved_s = sum(max(step.budget_s for step in later) for later in waiting)
-            limit_s = max(0.0, deadline - time.monotonic() - reserved_s)
-            extra = []
-            if [step.name for step in chosen] == ["benchmarks"]:
-                chosen = [replace(chosen[0], budget_s=limit_s)]  # there are always more cases to time
-                extra = _benchmark_arguments(args, outcomes, limit_s)
-            outcomes += run_together(chosen, extra, limit_s, keep)
-    return outcomes
-
-
-def _benchmark_arguments(args: argparse.Namespace, before: Sequence[Outcome], timeout_s: float) -> list[str]:
-    # The benchmarks stop by themselves before they would be killed, so that no case is cut off.
-    arguments = ["--budget-s", str(max(0, round(timeout_s) - 35))]
-    if args.quick or args.device == "cpu":
-        arguments.append("--quick")
-    if args.quick:
-        arguments += ["--filter", QUICK_BENCHMARK]
-    folder = results_folder(args)
-    if folder is not None:
-        arguments += ["--record", "--results", str(folder)]
-        for outcome in before:
-            if outcome.verdict.startswith("FAILED"):
-                arguments += ["--failed-part", outcome.name]
-    return arguments
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", action="append", choices=names, help="run this part (repeatable)")
+    text = "leave this part out (repeatable)"
+    parser.add_argument("--skip", action="append", choices=names, default=[], help=text)
+    text = "arguments of pytest for the parts of tests, as in --tests '-k every_stage'"
+    parser.add_argument("--tests", default="", help=text)
+    text = "folder of the results; benchmarks/results, or on a CPU build/gpu-check"
+    parser.add_argument("--results", type=Path, help=text)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args(argv)
+    default = ROOT / ("benchmarks/results" if args.device == "cuda" else "build/gpu-check")
+    args.results = (args.results or default).resolve()  # parts run in the checkout's root
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--results", type=Path, help="record here, not in benchmarks/results/")
-    parser.add_argument(
-        "--quick", action="store_true", help="a little of each step; recorded only with --results"
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        choices=sorted({_group(step) for stage in stages("cuda") for step in stage}),
-        help="run this step (repeatable); nothing is recorded then",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu: try the command out where there is no GPU; recorded only with --results",
-    )
-    args = parser.parse_args(argv)
-    if args.results:
-        args.results = args.results.resolve()  # the steps run in the checkout's root
+    args = parse(argv)
     problem = missing(args.device)
     if problem:
         print(f"gpu-check: {problem}; nothing was run")
         return 2
-    print(f"gpu-check: {unproven(args.device)}")
-    facts = report_environment(args.device)
-    outcomes = run_all(args, lambda outcome: record(outcome, facts, results_folder(args)))
-    print("\n==== summary")
-    for outcome in outcomes:
-        print(f"{outcome.name:<14}{outcome.seconds:>6.0f} s  {outcome.verdict}")
-    failed = any(outcome.verdict.startswith("FAILED") for outcome in outcomes)
-    print(f"gpu-check: {'FAILED' if failed else PASSED}", flush=True)
-    return 1 if failed else 0
+    facts = describe(args.device)
+    args.results.mkdir(parents=True, exist_ok=True)
+    from benchmarks.records import file_of
+
+    path = file_of(facts, args.results)
+    rows: list[dict[str, Any]] = []
+    for part in PARTS:
+        if part.name in args.skip or part.name not in (args.only or [part.name]):
+            continue
+        print(f"==== {part.name}: at most {part.limit_s:.0f} s", flush=True)
+        row = run_part(part, args, [each["part"] for each in rows if each["verdict"] != PASSED])
+        rows.append(row)
+        with path.with_name(f"{path.stem}-parts.jsonl").open("a") as file:
+            file.write(json.dumps({**facts, **row}) + "\n")
+        print(f"==== {part.name}: {row['verdict']}", flush=True)
+        for name, error in row["failed"].items():
+            print(f"{name}: {error}", flush=True)
+    print(f"\n{'part':<12}{'seconds':>8}{'passed':>8}{'failed':>8}{'skipped':>8}{'left':>8}  verdict")
+    for row in rows:
+        counts = "".join(f"{row['counts'][name]:>8}" for name in (PASSED, "failed", "skipped", "left"))
+        print(f"{row['part']:<12}{row['seconds']:>8.1f}{counts}  {row['verdict']}")
+    print(f"gpu-check: results in {args.results}", flush=True)
+    return int(any(row["verdict"] != PASSED for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,175 +1,141 @@
-"""Test gpu-check and the checks that it runs, without a GPU."""
+"""Test gpu-check without a GPU."""
 
 import json
 import os
-import re
 import select
-import subprocess
-import sys
+from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
+import triton
 
-from benchmarks import checked_hooks, ddp_check, gpu_check, stream_check
-from tests.programs import ROOT, run_module, run_python
-
-CPU = torch.device("cpu")
+from benchmarks import gpu_check
+from tests.programs import ROOT, run_python
 
 
-@pytest.mark.parametrize("check", [gpu_check, stream_check])
-def test_a_check_without_a_gpu_says_so(check, monkeypatch, capsys):
+@dataclass(frozen=True)
+class Programs(gpu_check.Part):
+    """A part that runs programs."""
+
+    programs: tuple[str, ...] = ()
+
+    def commands(self, args, scratch, failed):
+        program = "import sys; failed, outcomes, claims = sys.argv[1].split(), sys.argv[2], sys.argv[3]\n{}"
+        arguments = [" ".join(failed), str(scratch / "outcomes"), str(scratch)]
+        return [["-c", program.format(each), *arguments] for each in self.programs]
+
+
+def run_parts(folder, monkeypatch, parts, *arguments):
+    """Run these parts on the CPU; return gpu-check's exit status, and the parts' rows."""
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    status = gpu_check.main(["--device", "cpu", "--results", str(folder), *arguments])
+    [path] = folder.glob("*-parts.jsonl")
+    return status, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- the parts ---
+
+
+def test_without_a_gpu_nothing_is_run(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert check.main([]) == 2
+    assert gpu_check.main([]) == 2
     assert "no CUDA GPU is available" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("group_of_one", "plain_torch")
-@pytest.mark.parametrize("step", stream_check.STEPS)
-@pytest.mark.parametrize("name", checked_hooks.HOOKS)
-def test_stream_check_judges_results(name, step):
-    """On the CPU, which has no streams, the check still compares results with the gradients."""
-    hook_check, shapes = checked_hooks.HOOKS[name], stream_check.STEPS_ON_CPU[step]
-    hook = hook_check.make()
-    calls = []
-
-    def wrong(state, bucket):
-        calls.append(bucket.index())
-        factor = 1.5 if bucket.is_last() else 1.0
-        return hook(state, bucket).then(lambda future: future.value() * factor)
-
-    def problem(hook):
-        state = hook_check.make_state() if hook_check.make_state else None
-        found = stream_check.problem_of(hook, state, hook_check.max_error, CPU, shapes)
-        if state:
-            assert state.compression_stats()[0] > 1, "nothing was compressed"
-        return found
-
-    assert problem(hook) is None
-    assert f"bucket {len(shapes) - 1} is off by" in problem(wrong)
-    assert calls[: len(shapes)] == list(range(len(shapes)))
-
-
-def test_every_step_runs_to_the_end_on_a_cpu(tmp_path):
-    """Streams are traced on CUDA's stub, in tests/comm/test_stream_order.py: its kernels compute nothing."""
-    done = run_module(
-        *("benchmarks.gpu_check", "--device", "cpu", "--quick", "--results", str(tmp_path)), timeout_s=240
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "runs"),
+    [("3.6.0", "2.4.1", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.1", True), ("3.10.0", "2.10", True)],
+)
+def test_an_interpreter_that_needs_an_older_numpy_is_named(triton_version, numpy_version, runs, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.setattr(numpy, "__version__", numpy_version)
+    expected = (
+        None if runs else f"Triton 3.6's interpreter needs numpy below 2.4, and this is {numpy_version}"
     )
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("gpu-check: on a CPU a pass proves nothing about")
-    (steps,) = tmp_path.glob("*-steps.jsonl")
-    rows = [json.loads(line) for line in steps.read_text().splitlines()]
-    assert {row["step"] for row in rows} == {step.name for stage in gpu_check.stages("cpu") for step in stage}
-    assert {row["verdict"] for row in rows} == {"passed"}
-    (benchmarks,) = set(tmp_path.iterdir()) - {steps}
-    cases = [json.loads(line)["case"] for line in benchmarks.read_text().splitlines()]
-    assert cases
-    assert all(gpu_check.QUICK_BENCHMARK in case for case in cases)
+    assert gpu_check.missing("cpu") == expected
 
 
-@pytest.mark.parametrize(("num_gpus", "unproven"), [(1, "NCCL has one rank"), (2, "NCCL has 2 ranks")])
-def test_the_first_line_says_what_a_pass_does_not_prove(num_gpus, unproven, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert unproven in gpu_check.unproven("cuda")
+def test_the_parts_end_within_eight_minutes():
+    parts = {part.name: part.limit_s for part in gpu_check.PARTS}
+    assert list(parts) == ["kernels", "arrival", "hooks", "reducer", "benchmarks", "slowest"]
+    assert sum(parts.values()) <= 435
 
 
-def test_a_step_that_takes_too_long_is_killed_with_its_children(tmp_path):
+def test_every_test_on_the_device_is_in_a_part():
+    tests = [test for part in gpu_check.PARTS for test in part.tests]
+    assert len(set(tests)) == len(tests)
+    assert all((ROOT / test).exists() for test in tests)
+    # Those of benchmarks are of tables of sizes.
+    folders = ["tests/benchmarks", "tests/kernels", *(test for test in tests if (ROOT / test).is_dir())]
+    others = [f"--ignore={folder}" for folder in folders]
+    command = ["-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "device"]
+    done = run_python(*command, *others, "tests")
+    assert "::" not in done.stdout
+    assert "no tests collected" in done.stdout
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "kernels").rglob("test_*.py")}
+    assert files == {test for test in tests if test.startswith("tests/kernels/")}
+
+
+def test_whatever_fails_the_next_part_runs_and_rows_tell(tmp_path, monkeypatch, capsys):
+    note = "import json; open(outcomes, 'a').write(json.dumps({}) + '\\n'); print('said it')\n"
+    broken = note.format({"name": "a", "outcome": "failed", "error": "it broke"}) + "sys.exit(3)"
+    crashed = note.format({"name": "b", "outcome": "left"})
+    parts = [
+        Programs("kernels", 20, programs=(broken, crashed)),
+        Programs("hooks", 1, programs=("import signal; signal.pause()",)),
+        Programs("arrival", 20, programs=("sys.exit('left out')",)),
+        Programs("benchmarks", 20, programs=("assert failed == ['kernels', 'hooks'], failed",)),
+    ]
+    status, rows = run_parts(tmp_path, monkeypatch, parts, "--skip", "arrival")
+    assert status == 1
+    assert [(row["part"], row["verdict"]) for row in rows] == [
+        ("kernels", "FAILED (exit status 3)"),
+        ("hooks", "killed after 1 s"),
+        ("benchmarks", "passed"),
+    ]
+    assert rows[0]["failed"] == {"a": "it broke"}
+    assert rows[0]["left"] == ["b"]
+    assert {"device", "torch", "triton", "commit", "seconds"} < rows[0].keys()
+    assert (tmp_path / "kernels.log").read_text() == "said it\nsaid it\n"
+    assert "a: it broke" in capsys.readouterr().out
+    status, rows = run_parts(tmp_path, monkeypatch, parts[3:], "--only", "benchmarks")
+    assert status == 1  # neither part failed before in this run
+    assert [row["part"] for row in rows] == ["kernels", "hooks", "benchmarks", "benchmarks"]
+
+
+def test_no_process_of_a_part_outlives_it(tmp_path):
     # The child holds a pipe open; the pipe hangs up when the child is dead.
     path = tmp_path / "pipe"
     os.mkfifo(path)
     pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    child = (
-        f"import time; pipe = open({str(path)!r}, 'w'); print('up', file=pipe, flush=True); time.sleep(600)"
-    )
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    [outcome] = gpu_check.run_together([gpu_check.Step("slow", ["-c", program], budget_s=4)])
-    assert outcome.verdict == "FAILED (killed after 4 s)"
-    assert outcome.seconds < 20
-    assert os.read(pipe, 10) == b"up\n"
+    child = f"import signal; pipe = open({str(path)!r}, 'w'); print('up', flush=True); signal.pause()"
+    start = f"subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)"
+    program = f"import subprocess, sys; {start}.stdout.readline()"
+    assert gpu_check.run([["-c", program]], 60, tmp_path / "log") == [0]
     poll = select.poll()
     poll.register(pipe)
     assert poll.poll(20_000) == [(pipe, select.POLLHUP)]
     os.close(pipe)
 
 
-@pytest.mark.parametrize(("exit_status", "only"), [(0, []), (3, []), (0, ["benchmarks"])])
-def test_what_passes_is_recorded_whatever_fails(exit_status, only, tmp_path, monkeypatch, capfd):
-    """Steps are recorded, even if one fails. If steps were left out, nothing is recorded."""
-    steps = [
-        gpu_check.Step("kernels", ["-c", f"raise SystemExit({exit_status})"], 20),
-        gpu_check.Step("hooks", ["-c", "print('the hooks say something')"], 20),
-        gpu_check.Step("benchmarks", ["-c", "import sys; print('ran with', sys.argv)"], 20),
-    ]
-    monkeypatch.setattr(gpu_check, "missing", lambda device: None)
-    monkeypatch.setattr(gpu_check, "report_environment", lambda device: {"device": "A GPU"})
-    monkeypatch.setattr(gpu_check, "stages", lambda *options: [steps[:-1], steps[-1:]])
-    arguments = [argument for step in only for argument in ("--only", step)]
-    status = gpu_check.main([*arguments, "--results", str(tmp_path)])
-    output = capfd.readouterr().out
-    assert status == (1 if exit_status else 0)
-    assert "ran with" in output  # a failing step does not stop the others
-    assert ("the hooks say something" in output) == (not only)
-    assert ("'--record'" in output) == (not only)
-    assert ("'--failed-part', 'kernels'" in output) == bool(exit_status)
-    paths = list(tmp_path.iterdir())
-    if only:
-        assert paths == []
-    else:
-        assert [path.name for path in paths] == ["a-gpu-steps.jsonl"]
-        rows = [json.loads(line) for line in paths[0].read_text().splitlines()]
-        verdicts = {row["step"]: row["verdict"] for row in rows}
-        failed = f"FAILED (exit status {exit_status})"
-        expected = {"kernels": failed if exit_status else "passed", "hooks": "passed", "benchmarks": "passed"}
-        assert verdicts == expected
-    assert (f"FAILED (exit status {exit_status})" in output) == bool(exit_status)
+def test_a_part_of_tests_runs_on_a_cpu(tmp_path, monkeypatch):
+    parts = [part for part in gpu_check.PARTS if part.name == "kernels"]
+    status, [row] = run_parts(tmp_path, monkeypatch, parts, "--tests", "-k 'test_cast and 4097'")
+    assert status == 0
+    assert row["counts"].keys() == {"passed"}
+    lines = list(filter(None, (tmp_path / "kernels.log").read_text().splitlines()))
+    assert len(lines) == row["counts"]["passed"]
+    assert all("  tests/kernels/test_cast.py::" in line for line in lines)
 
 
-def test_the_stages_end_within_eight_minutes():
-    stages = gpu_check.stages("cuda")
-    assert [sorted({step.name.partition(":")[0] for step in stage}) for stage in stages] == [
-        ["ddp-gloo", "ddp-nccl", "reducer-gloo", "reducer-nccl", "streams"],
-        ["benchmarks"],
-        ["tests"],
-    ]
-    assert sum(max(step.budget_s for step in stage) for stage in stages) <= gpu_check.TOTAL_S < 8 * 60
-
-
-def test_benchmarks_get_the_time_that_no_other_step_needs(monkeypatch, capfd):
-    steps = [[gpu_check.Step(name, ["-c", ""], 20)] for name in ("streams", "benchmarks", "tests")]
-    monkeypatch.setattr(gpu_check, "TOTAL_S", 100)
-    monkeypatch.setattr(gpu_check, "missing", lambda device: None)
-    monkeypatch.setattr(gpu_check, "stages", lambda *options: steps)
-    assert gpu_check.main(["--device", "cpu"]) == 0
-    limits = re.findall(r"(\w+): started, may take (\d+) s", capfd.readouterr().out)
-    assert [name for name, _ in limits] == ["streams", "benchmarks", "tests"]
-    given = dict(limits)
-    assert 60 < int(given["benchmarks"]) <= 80
-    assert given["streams"] == given["tests"] == "20"
-
-
-# --- the tests of the last step ---
-
-
-def collected(*arguments):
-    command = ["-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "device", *arguments]
-    done = run_python(*command)
-    assert done.returncode == 0, done.stdout
-    return {line for line in done.stdout.splitlines() if "::" in line}
-
-
-def test_every_test_that_computes_on_a_gpu_is_in_the_files_that_are_collected():
-    folders = [f"tests/{folder}" for folder in gpu_check.TESTS]
-    files = [str(path.relative_to(ROOT)) for path in gpu_check.files_of_tests()]
-    tests = collected(*folders)
-    assert tests == collected(*files)
-    chosen = {test.partition("::")[0] for test in tests}
-    assert {"tests/kernels/test_cast.py", "tests/hooks/test_powersgd_kernels.py"} <= chosen
-    # Some compute on a CPU, others with CUDA's stub, which would take the place of a real libcuda.
-    others = {"tests/kernels/test_compiled.py", "tests/kernels/test_launch.py", "tests/comm/test_streams.py"}
-    assert not others & chosen
-
+# --- the tests of a part, divided among processes ---
 
 TESTS = """
-import pytest
+import os, signal
+import pytest, torch
+
+FOLDER = os.path.dirname(__file__)
 
 @pytest.fixture(scope="module")
 def order():
@@ -177,111 +143,50 @@ def order():
     yield order
     assert order == sorted(order)
 
-@pytest.mark.parametrize("number", range(20))
-def test_one(number, order):
+@pytest.mark.parametrize("number", range(40))
+def test_one(number, order, monkeypatch):
     order.append(number)
-    print("ran", number)
+    assert not os.path.exists(f"{FOLDER}/ran-{number}")
+    open(f"{FOLDER}/ran-{number}", "x").close()
+    if number == 6:
+        lose_cuda()
+    if number == 14:
+        pytest.skip("not here")
+    if number == 36:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert number != 10, "ten"
+
+def lose_cuda():
+    def synchronize():
+        raise RuntimeError("an illegal memory access")
+
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
+    raise RuntimeError("this process never recovers")
 """
 
 
-def test_processes_divide_tests(tmp_path):
-    """The second process runs while the first one does, and after it."""
+def test_processes_divide_tests_and_leave_a_list(tmp_path, monkeypatch):
+    """Test 6 loses CUDA, and its process starts again. Test 36 kills its process."""
     (tmp_path / "test_them.py").write_text(TESTS)
-    claims = tmp_path / "claims"
-    claims.mkdir()
-    command = [
-        *(sys.executable, "-m", "pytest", "-s", "-q", "-p", "no:cacheprovider", "-p", "tests.claimed"),
-        *("--claims", str(claims), "--rootdir", str(tmp_path), str(tmp_path)),
-    ]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    ran = [[int(number) for number in re.findall(r"ran (\d+)", output)] for output in outputs]
-    assert sorted(ran[0] + ran[1]) == list(range(20))
-    assert all(of_one == sorted(of_one) for of_one in ran)
-
-
-# --- the DDP run ---
-
-
-def test_ddp_with_every_hook_on_two_ranks():
-    done = run_module("benchmarks.ddp_check", "--device", "cpu", "--timeout-s", "240", timeout_s=270)
-    assert done.returncode == 0, done.stdout
-    passed = [line for line in done.stdout.splitlines() if " ok " in line]
-    for hook in (*checked_hooks.HOOKS, checked_hooks.NO_HOOK):
-        reducers = [line.partition("  on ")[2] for line in passed if line.startswith(f"{hook:<24} ok")]
-        assert reducers == list(ddp_check.REDUCERS)
-
-
-BROKEN = """
-import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-from benchmarks.checked_hooks import HookCheck
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-
-def skips_a_bucket(state, bucket):
-    if bucket.index() != 2:
-        return allreduce_hook(state, bucket)
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-def forgets_to_divide(state, bucket):
-    size = torch.distributed.get_world_size()
-    return allreduce_hook(state, bucket).then(lambda future: future.value().mul_(size))
-
-def raises(state, bucket):
-    raise RuntimeError("a hook's own complaint")
-
-def differs(state, bucket):
-    rank = torch.distributed.get_rank()
-    return powerSGD_hook(state, bucket).then(lambda future: future.value().mul_(1 + 1e-7 * rank))
-
-class Miser(PowerSGDState):
-    def state_dict(self):
-        return {"buckets": self.errors}
-
-def sends_nothing(state, bucket):
-    if state.iter < state.start_powerSGD_iter:
-        state.maybe_increase_iter(bucket)
-        return allreduce_hook(None, bucket)
-    buffer, errors = bucket.buffer(), state.__dict__.setdefault("errors", {})
-    errors[bucket.index()] = {"error": errors.get(bucket.index(), {"error": 0})["error"] + buffer}
-    future = torch.futures.Future()
-    future.set_result(buffer.zero_())
-    return future
-
-def state(state_class=PowerSGDState, **options):
-    return state_class(None, matrix_approximation_rank=4, start_powerSGD_iter=2, **options)
-
-forgetful = HookCheck(lambda: powerSGD_hook, make_state=lambda: state(use_error_feedback=False))
-differing = HookCheck(lambda: differs, make_state=state)
-miserly = HookCheck(lambda: sends_nothing, make_state=lambda: state(Miser))
-"""
-
-
-def test_ddp_with_a_broken_hook_fails(tmp_path):
-    (tmp_path / "broken_hooks.py").write_text(BROKEN)
-    # The last three have error feedback, and are judged by sums over the steps.
-    names = ("skips_a_bucket", "forgets_to_divide", "forgetful", "differing", "miserly")
-    broken = [f"broken_hooks:{name}" for name in names]
-    command = ["benchmarks.ddp_check", "--device", "cpu"]
-    arguments = [argument for hook in (*broken, "allreduce_hook") for argument in ("--hook", hook)]
-    done = run_module(*command, *arguments, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    for hook in broken:
-        assert f"{hook:<24} FAILED" in done.stdout
-    assert f"{'allreduce_hook':<24} ok" in done.stdout  # broken hooks don't hide the results of others
-    assert "the replicas differ" in done.stdout
-
-    done = run_module(*command, "--hook", "broken_hooks:raises", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    assert "a hook's own complaint" in done.stdout
-
-
-def test_ddp_ranks_that_take_too_long_are_killed():
-    command = ["benchmarks.ddp_check", "--device", "cpu", "--timeout-s", "0"]
-    done = run_module(*command)
-    assert done.returncode == 1
-    assert "timed out after 0 s" in done.stdout
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.claimed", "--every", "2"]
+    folder = ["--rootdir", str(tmp_path), str(tmp_path)]
+    program = (
+        f"import os; command = [sys.executable, *{command}, '--claims', claims, '--outcomes', outcomes]\n"
+    )
+    program += f"os.execv(sys.executable, command + {folder})"
+    results = tmp_path / "results"
+    status, [row] = run_parts(results, monkeypatch, [Programs("kernels", 100, programs=(program, program))])
+    assert status == 1
+    assert row["verdict"] == "FAILED (exit status -9)"
+    assert row["failed"] == {
+        "test_them.py::test_one[6]": "RuntimeError: this process never recovers",
+        "test_them.py::test_one[10]": "AssertionError: ten",
+    }
+    # The process that was killed may have claimed the next test, too.
+    assert "test_them.py::test_one[36]" in row["left"]
+    assert len(row["left"]) <= 2
+    left = len(row["left"])
+    assert row["counts"] == {"passed": 17 - left, "failed": 2, "skipped": 1, "left": left}
+    log = (results / "kernels.log").read_text()
+    assert "E       AssertionError: ten" in log
+    assert log.count("  test_them.py::test_one[") == 20 - left
