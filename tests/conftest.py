@@ -4,9 +4,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
+from tests.depth import PROFILE
 from tests.devices import let_torchs_power_sgd_have_cpu_buckets
 
 
@@ -27,6 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ["TRITON_INTERPRET"] = "1"
     let_torchs_power_sgd_have_cpu_buckets()
+    hypothesis.settings.register_profile("everyday", deadline=None)
+    hypothesis.settings.register_profile("deep", deadline=None, max_examples=1000)
+    hypothesis.settings.load_profile(PROFILE)
 
 
 @pytest.fixture(scope="session")

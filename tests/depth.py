@@ -1,6 +1,6 @@
 """How much tests try: every day a part, and everything with HYPOTHESIS_PROFILE=deep, as a nightly run does.
 
-Hypothesis' profiles of these names are made in conftest.py.
+PROFILE is also the name of Hypothesis' profile; see conftest.py.
 """
 
 import os
@@ -20,10 +20,9 @@ def everyday(part: _T, deep: _T) -> _T:
 
 
 def mixed(*lists: Sequence[Any], together: int = 1) -> list[tuple[Any, ...]]:
-    """Return combinations of one element from each list: deep, all of them; else a few.
+    """Return combinations of one element from each list: deep, all of them; every day, a few.
 
-    together: how many elements from different lists must occur in one combination, whichever they are: by
-        default every element of every list occurs; with 2, every pair.
+    Every day each element occurs in some combination. together=2: each pair of elements of two lists does.
     """
     everything = list(product(*lists))
     if IS_DEEP:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gradcomp import ops
 from gradcomp.kernels import flatten as flatten_kernel
 from gradcomp.layout import FlatLayout
+from tests.depth import everyday
 from tests.kernels.copies import BLOCK, FLOATS, assert_scaled_copy, poisoned, tensors_of
 
 # Empty, a scalar, one row, one column, primes, and one element around a block's end.
@@ -99,7 +100,7 @@ def test_unflatten_writes_strided_and_unaligned_tensors(unflatten, dtype, device
         assert torch.equal(around[untouched], before[untouched])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=everyday(25, 500))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8),
     dtype=st.sampled_from(FLOATS),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from gradcomp.hooks import default_hooks
 from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, claims_of, properties, strategies
+from tests.depth import everyday
 
 FP32 = Tolerance.rounding(torch.float32)
 AVERAGES = Claims(
@@ -299,7 +300,7 @@ def test_unbiased_hooks_are_not_failed_and_small_biases_are_found():
         properties.unbiased(partial(rounded, bias=0.1), None, workload, claims=claims)
 
 
-@settings(max_examples=5, derandomize=True, database=None, deadline=None)
+@settings(max_examples=everyday(5, 100), derandomize=True, database=None)
 @given(strategies.workloads(log2_scales=(-10, 10)))
 def test_a_property_alone(workload):
     error = properties.averages(default_hooks.fp16_compress_hook, None, workload)
