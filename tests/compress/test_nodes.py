@@ -190,6 +190,13 @@ def test_checkpoints_from_before_the_dtype_within_are_loaded():
     assert torch.equal(error_in(state.state_dict()), error_in(saved))
 
 
+# Properties of errors, replicas and states: what nodes change. The others are checked deep.
+HELD = (
+    *("completes", "replicas_identical", "error_feedback_identity", "held_back_comes_out"),
+    *("nonfinite_seen_by_all", "checkpoint_round_trip", "bounded_memory"),
+)
+
+
 @pytest.mark.parametrize("bits", everyday([4], [4, 8]))
 def test_every_property_of_the_kit(bits):
     flat = claims_of(quantization_hook, lambda group: QuantizationState(group, bits, block_size=16))
@@ -199,15 +206,10 @@ def test_every_property_of_the_kit(bits):
         world_size=4,
         max_examples=everyday(2, 4),
         claims=flat,
+        only=everyday(("averages", *HELD), ()),
     )
     report.raise_if_failed()
-    held = {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"}
-    assert held >= {
-        "error_feedback_identity",
-        "held_back_comes_out",
-        "checkpoint_round_trip",
-        "bounded_memory",
-    }
+    assert {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"} >= set(HELD)
 
 
 def powersgd_state(group):
@@ -215,7 +217,8 @@ def powersgd_state(group):
 
 
 def test_every_property_of_the_kit_with_powersgds_int8_factors():
-    check_hook(powerSGD_hook, powersgd_state, world_size=4, max_examples=everyday(2, 3)).raise_if_failed()
+    options = {"max_examples": everyday(2, 3), "only": everyday(("averages", *HELD), ())}
+    check_hook(powerSGD_hook, powersgd_state, world_size=4, **options).raise_if_failed()
 
 
 def factor_steps(rank, group, ranks_per_node, factor_dtype):
@@ -328,7 +331,7 @@ def test_a_layer_that_some_ranks_skip(kind, users):
     assert not torch.equal(afters[:, second], befores[:, second])
 
 
-def trained(rank, hook):
+def trained(rank, hook, num_steps=20):
     """Return the loss before and after training with torch's DDP, and the parameters. In a process."""
     powersgd.LEAST_BYTES_BY_NODES = 0
     torch.manual_seed(0)
@@ -345,7 +348,7 @@ def trained(rank, hook):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     x = torch.randn(32, 20, generator=torch.Generator().manual_seed(rank))
     losses = []
-    for _ in range(20):
+    for _ in range(num_steps):
         optimizer.zero_grad()
         loss = (ddp(x) - x[:, :4].sum(1, keepdim=True)).square().mean()
         loss.backward()
@@ -358,11 +361,13 @@ def trained(rank, hook):
 @pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
 def test_it_trains_on_gloo(run_ranks, interpret):
     """Ranks are processes, where collectives of the three groups may overtake one another."""
-    (first, uncompressed, _), *_ = run_ranks(trained, 4, "none")
-    assert uncompressed < 0.5 * first
-    hooks = ("int4", "int8 factors", "factors")
-    for hook in everyday(hooks[1:2], hooks) if interpret else hooks:
-        results = run_ranks(trained, 4, hook, interpret=interpret)
+    hooks, num_steps = ("int4", "int8 factors", "factors"), 20
+    if interpret:
+        hooks, num_steps = everyday((hooks[1:2], 8), (hooks, num_steps))
+    (first, uncompressed, _), *_ = run_ranks(trained, 4, "none", num_steps)
+    assert uncompressed < 0.8 * first
+    for hook in hooks:
+        results = run_ranks(trained, 4, hook, num_steps, interpret=interpret)
         assert abs(results[0][1] - uncompressed) < 0.03 * first
         assert all(torch.equal(parameters, results[0][2]) for *_, parameters in results)
 

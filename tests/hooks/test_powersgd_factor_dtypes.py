@@ -36,15 +36,19 @@ CHECKED = [
 ]
 
 
+# Every day those properties that factors change.
+HELD = (
+    *("completes", "replicas_identical", "contraction", "error_feedback_identity", "rank_permutation"),
+    *("nonfinite_seen_by_all", "held_back_comes_out", "scale_equivariant", "checkpoint_round_trip"),
+)
+
+
 @pytest.mark.parametrize(("name", "options"), everyday(CHECKED[:2], CHECKED), ids=str)
 def test_every_property_of_the_kit(name, options):
-    report = check_hook(HOOKS[name], partial(make_state, **options), max_examples=everyday(2, 3))
+    make = partial(make_state, **options)
+    report = check_hook(HOOKS[name], make, max_examples=everyday(2, 3), only=everyday(HELD, ()))
     report.raise_if_failed()
-    held = {name for name, verdict in report.verdicts.items() if "holds" in str(verdict)}
-    assert {
-        *("completes", "replicas_identical", "contraction", "error_feedback_identity", "rank_permutation"),
-        *("nonfinite_seen_by_all", "held_back_comes_out", "scale_equivariant", "checkpoint_round_trip"),
-    } <= held
+    assert {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"} >= set(HELD)
 
 
 def errors_of(state):
