@@ -185,9 +185,9 @@ def load_run(rank, folder, form):
     return loaded, received, mean_errors(run.state)
 
 
-@pytest.mark.parametrize("form", ["4 bits", "by nodes"])
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(RANKS, 2), (2, RANKS)])
-def test_another_number_of_shards_keeps_the_mean_error(run_ranks, tmp_path, saved_by, loaded_by, form):
+@pytest.mark.parametrize(("form", "numbers"), mixed(["4 bits", "by nodes"], [(RANKS, 2), (2, RANKS)]))
+def test_another_number_of_shards_keeps_the_mean_error(run_ranks, tmp_path, form, numbers):
+    saved_by, loaded_by = numbers
     folder, before_form, after_form = str(tmp_path), form, form
     if form == "by nodes":
         before_form, after_form = (form, "4 bits") if saved_by == RANKS else ("4 bits", form)

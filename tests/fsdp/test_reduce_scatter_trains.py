@@ -57,8 +57,9 @@ def losses_of(rank, make, state, **options):
 def late_losses(rank):
     """Return the mean of the last eight losses, by name."""
     found = {}
-    for name, make in (("DDP", make_ddp), ("FSDP2", make_fsdp)):
-        for options in (None, {}, {"use_error_feedback": False}):
+    without = {"use_error_feedback": False}
+    for name, make, several in (("DDP", make_ddp, (None, {})), ("FSDP2", make_fsdp, (None, {}, without))):
+        for options in several:
             state = None if options is None else QuantizationState(bits=4, block_size=16, **options)
             found[f"{name} {options}"] = sum(losses_of(rank, make, state)[-8:]) / 8
     return found
