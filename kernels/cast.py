@@ -8,10 +8,7 @@ import triton.language as tl
 
 from .device import launching_on
 from .launch import Launch
-from .tile import COPY_REGISTERS, copy_tile
-
-BLOCK = 4096  # elements per program: each of 128 threads has 8 loads of 16 bytes (fp32) in flight
-NUM_WARPS = 4
+from .tile import BLOCK, COPYING, copy_tile
 
 
 # Nothing is specialized on what differs between buckets: their sizes, and the addresses of parts of buffers.
@@ -49,15 +46,4 @@ def compile_cast(src_dtype: torch.dtype, out_dtype: torch.dtype, device: torch.d
 
 
 def _launch(src: torch.Tensor, out: torch.Tensor, numel: int, scale: float) -> Launch:
-    return Launch(
-        _cast_kernel,
-        triton.cdiv(numel, BLOCK),
-        src,
-        out,
-        numel,
-        scale,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-        maxnreg=COPY_REGISTERS,
-        enable_fp_fusion=False,
-    )
+    return Launch(_cast_kernel, triton.cdiv(numel, BLOCK), src, out, numel, scale, BLOCK=BLOCK, **COPYING)

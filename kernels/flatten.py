@@ -9,17 +9,8 @@ import triton.language as tl
 
 from .device import launching_on, pinned, send
 from .launch import Launch
-from .tile import COPY_REGISTERS, copy_tile
-
-BLOCK = 4096  # elements per program: each of 128 threads has 8 loads of 16 bytes (fp32) in flight
-NUM_WARPS = 4
-
-_TRITON_DTYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
+from .tile import BLOCK as BLOCK  # ops makes tables of tiles with it
+from .tile import COPYING, copy_tile, element_type
 
 
 class FlattenTables:
@@ -91,12 +82,7 @@ def _flatten_kernel(
 
 
 def _launch(
-    tensors: Sequence[torch.Tensor],
-    tables: FlattenTables,
-    flat: torch.Tensor,
-    scale: float,
-    *,
-    to_flat: bool,
+    tensors: Sequence[torch.Tensor], tables: FlattenTables, flat: torch.Tensor, scale: float, *, to_flat: bool
 ) -> Launch:
     dtype = tensors[0].dtype if tensors else flat.dtype
     return Launch(
@@ -106,12 +92,10 @@ def _launch(
         tables.tiles,
         flat,
         scale,
-        TENSOR_TYPE=_TRITON_DTYPES[dtype],
+        TENSOR_TYPE=element_type(dtype),
         TO_FLAT=to_flat,
         BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-        maxnreg=COPY_REGISTERS,
-        enable_fp_fusion=False,
+        **COPYING,
     )
 
 
@@ -154,9 +138,7 @@ def unflatten(
 ) -> None:
     """Write scale · flat to the tensors of out, one after another, in one launch: the reverse of flatten.
 
-    flat: contiguous, 1-D, any floating-point dtype.
-    tables: the FlattenTables of out.
-    out: one floating-point dtype, on flat's device, without gaps. Each is written in the order of its memory.
+    flat, tables, out: flatten's out, tables and tensors.
     """
     with launching_on(flat.device):
         _launch(out, tables, flat, scale, to_flat=False)()

@@ -48,12 +48,6 @@ class Slot:
         """Return the slot "buffer", for a tensor of this dtype."""
         return cls("buffer", torch.empty(1, dtype=dtype, device="meta"))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensors that fill the slot."""
-        assert isinstance(self.example, torch.Tensor)
-        return self.example.dtype
-
 
 class Launch:
     """One launch of a kernel.
@@ -112,11 +106,6 @@ class Launch:
         name = self._kernel.__name__
         if not isinstance(compiled, CompiledKernel):
             return f"this Triton's warmup of {name} returns a {type(compiled).__name__}"
-        if self._kernel.pre_run_hooks:
-            return f"{name} has hooks that run before each launch"
-        missing = [each for each in self._kernel.arg_names[len(arguments) :] if each not in self._constants]
-        if missing:
-            return f"{name} is launched without {missing[0]}"
         if any(each.data_ptr() % ALIGNMENT for each in arguments if isinstance(each, torch.Tensor)):
             return f"a tensor of {name} isn't aligned to {ALIGNMENT} bytes"
         return ""
@@ -131,8 +120,8 @@ class Stage:
     def __init__(self, launches: Iterable[Launch]):
         self._launches = [launch for launch in launches if launch.num_programs]
         self._is_compiled = False
-        slots = [slot for launch in self._launches for _, slot in launch.slots]
-        self._dtypes = {slot.name: slot.dtype for slot in slots if isinstance(slot.example, torch.Tensor)}
+        examples = {slot.name: slot.example for launch in self._launches for _, slot in launch.slots}
+        self._dtypes = {name: each.dtype for name, each in examples.items() if isinstance(each, torch.Tensor)}
 
     def compile(self) -> None:
         """Compile the kernels for the current device, and launch the compiled kernels from now on."""

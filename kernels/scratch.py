@@ -61,15 +61,11 @@ def parts_of_scratch(memory: torch.Tensor, parts: Sequence[tuple[int, torch.dtyp
     """
     views, start = [], 0
     for numel, dtype in parts:
-        stop = start + numel * dtype.itemsize
-        views.append(memory[start:stop].view(dtype))
-        start = -(-stop // LINE_BYTES) * LINE_BYTES
+        views.append(memory[start:][: numel * dtype.itemsize].view(dtype))
+        start += num_bytes_of([(numel, dtype)])
     return views
 
 
 def num_bytes_of(parts: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Return the bytes that parts take in a scratch, with padding.
-
-    parts: (number of elements, dtype) of each part.
-    """
+    """Return the bytes that parts of parts_of_scratch take, with padding."""
     return sum(-(-numel * dtype.itemsize // LINE_BYTES) * LINE_BYTES for numel, dtype in parts)

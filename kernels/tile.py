@@ -1,12 +1,31 @@
 """Copy a tile of elements, scaled and in another dtype: shared by the kernels that copy."""
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# Registers per thread of a kernel that copies: 12 warps fit a multiprocessor. Without this limit ptxas
-# spills to fit more (fp16 to fp32, sm_120).
-COPY_REGISTERS = 168
+# Elements per program of a kernel that copies: each of 128 threads has 8 loads of 16 bytes (fp32) in flight.
+BLOCK = 4096
+# Its launches' options. With so many registers per thread, 12 warps fit a multiprocessor. Without this limit
+# ptxas spills to fit more (fp16 to fp32, sm_120).
+COPYING = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
+
+
+def element_type(dtype: torch.dtype) -> Any:
+    """Return Triton's dtype for a torch dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+@triton.jit
+def on_16_bytes(ptr):
+    """Return ptr, a multiple of 16 bytes, in a form in which the compiler sees that it is one.
+
+    A hint on ptr itself would also hold in branches where it is false.
+    """
+    return tl.multiple_of((ptr.to(tl.uint64) // 16 * 16).to(ptr.dtype), 16)
 
 
 @triton.jit
@@ -38,14 +57,9 @@ def copy_tile(src_ptr, dst_ptr, length, scale: tl.float64, BLOCK: tl.constexpr):
     ACC: tl.constexpr = tl.float64 if wide else tl.float32
     factor = (tl.full((), 1.0, tl.float64) * scale).to(ACC)
     offs = tl.arange(0, BLOCK)
-    src_address = src_ptr.to(tl.uint64)
-    dst_address = dst_ptr.to(tl.uint64)
-    if (length == BLOCK) & ((src_address | dst_address) % 16 == 0):
-        # Both addresses are multiples of 16 here. The hint is on rounded copies of the addresses: on src_ptr
-        # and dst_ptr it would also hold in the other branch, where it is false.
-        src = tl.multiple_of((src_address // 16 * 16).to(tl.pointer_type(src_type)), 16)
-        dst = tl.multiple_of((dst_address // 16 * 16).to(tl.pointer_type(dst_type)), 16)
-        tl.store(dst + offs, round_to(tl.load(src + offs).to(ACC) * factor, dst_type))
+    if (length == BLOCK) & ((src_ptr.to(tl.uint64) | dst_ptr.to(tl.uint64)) % 16 == 0):
+        src, dst = on_16_bytes(src_ptr) + offs, on_16_bytes(dst_ptr) + offs
+        tl.store(dst, round_to(tl.load(src).to(ACC) * factor, dst_type))
     else:
         mask = offs < length
         values = tl.load(src_ptr + offs, mask=mask, other=0.0).to(ACC)
