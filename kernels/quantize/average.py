@@ -1,18 +1,22 @@
-"""Average a shard from the payloads of all ranks, and quantize the mean."""
+"""Average a shard over the payloads of all ranks, and quantize the mean; or only sum it, and divide."""
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launch, registers
-from ..tile import round_to
+from ..launch import Launch, Slot, registers
+from ..tile import element_type, on_16_bytes, round_to
 from .bucket import RANK, QuantizedBucket
 from .tile import (
     BLOCKS_WORK,
+    COPY_BLOCK,
     WORK_FIELDS,
     codes_at,
     decode,
     encode,
+    gradients_of,
     load_codes,
     load_scales,
     saturated,
@@ -27,35 +31,26 @@ RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8
 WIDEST_BLOCK = 1024  # elements; with RESIDENT_WARPS, some blocks of 2048 spill on sm_100 and sm_120
 
 
-def shrinking(world_size: int) -> float:
-    """Return the power of two by which addends are multiplied: at most 1 / world size, so no sum overflows.
-
-    A power of two changes no bits.
-    """
-    return 0.5 ** (world_size - 1).bit_length()
-
-
 @triton.jit
-def mean_of(total, RANKS: tl.constexpr, SHRINK: tl.constexpr):
-    """Return the mean of the ranks, rounded once.
+def mean_of(total, DIVISOR: tl.constexpr, SHRINK: tl.constexpr):
+    """Return total / (DIVISOR · SHRINK), rounded once.
 
     total: the ranks' sum, times SHRINK.
     """
-    DIVISOR: tl.constexpr = RANKS * SHRINK
-    if DIVISOR == 1:
+    BY: tl.constexpr = DIVISOR * SHRINK
+    if BY == 1:
         mean = total
     elif total.dtype == tl.float64:
-        mean = total / DIVISOR
+        mean = total / BY
     else:
-        mean = tl.div_rn(total, tl.full((1,) * len(total.shape), DIVISOR, tl.float32))
+        mean = tl.div_rn(total, tl.full((1,) * len(total.shape), BY, tl.float32))
     return mean
 
 
 @triton.jit
 def _sent_by(
     received_ptr, payload_bytes, code_at, scale_at, num_blocks, index,
-    WORLD_SIZE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Return (packed codes, scales) of a tile as rank `index` sent it. Ranks from WORLD_SIZE on give zeros.
 
@@ -63,7 +58,7 @@ def _sent_by(
     """
     num_blocks = tl.where(index < WORLD_SIZE, num_blocks, 0)
     payload = received_ptr + index * payload_bytes
-    packed = load_codes(codes_at(payload, code_at, SIZE, BITS), num_blocks, BLOCKS, COLS, SIZE, BITS)
+    packed = load_codes(codes_at(payload, code_at, SIZE, BITS), num_blocks, BLOCKS, SIZE, BITS)
     return packed, load_scales(payload, scale_at, num_blocks, BLOCKS)
 
 
@@ -71,14 +66,14 @@ def _sent_by(
 def sum_of_ranks(
     received_ptr, payload_bytes, code_at, scale_at, num_blocks, quantizer_ptr,
     ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr,
-    SIZE: tl.constexpr, COLS: tl.constexpr, BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Return (SHRINK · Σ dequantized tiles in the order of the ranks, whether any rank's scale isn't zero).
 
     The second result is per block. The tiles of AHEAD ranks are loaded at a time.
     """
     AHEAD: tl.constexpr = 4 if WORLD_SIZE > 2 else WORLD_SIZE
-    total = tl.zeros((BLOCKS, COLS), ACC)
+    total = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
     is_sent = tl.zeros((BLOCKS,), tl.int32)
     for start in range(0, WORLD_SIZE, AHEAD):
         packed = ()
@@ -86,7 +81,7 @@ def sum_of_ranks(
         for i in tl.static_range(AHEAD):
             codes, scale = _sent_by(
                 received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + i,
-                WORLD_SIZE, BITS, SIZE, COLS, BLOCKS,
+                WORLD_SIZE, BITS, SIZE, BLOCKS,
             )  # fmt: skip
             packed = packed + (codes,)
             scales = scales + (scale,)
@@ -98,14 +93,7 @@ def sum_of_ranks(
 
 @triton.jit
 def sum_of_exact(
-    received_ptr,
-    payload_bytes,
-    at,
-    mask,
-    ACC: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    SHRINK: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
+    received_ptr, payload_bytes, at, mask, ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr
 ):
     """Return SHRINK · Σ exact elements, [COPY_BLOCK], in the order of the ranks.
 
@@ -123,32 +111,27 @@ def sum_of_exact(
 
 
 @triton.jit
-def _average_exact(
-    received_ptr,
-    mean_ptr,
-    payload_bytes,
-    length,
-    at,
-    ACC: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    RANKS: tl.constexpr,
-    SHRINK: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
-):
-    """Average exact elements.
+def average_exact(
+    received_ptr, out_ptr, payload_bytes, length, at,
+    ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, DIVISOR: tl.constexpr, SHRINK: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Sum exact elements, and divide.
 
     length: the number of elements.
     at: the byte of the first one in a payload.
+    WIDE: access 128 bits at a time where all addresses allow it. It takes more registers.
     """
-    TYPE: tl.constexpr = mean_ptr.dtype.element_ty
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
     offs = tl.arange(0, COPY_BLOCK)
-    mask = offs < length
-    # Both are multiples of 16 already; dividing shows the compiler that they are.
-    at = at // 16 * 16
-    payload_bytes = payload_bytes // 16 * 16
-    total = sum_of_exact(received_ptr, payload_bytes, at, mask, ACC, WORLD_SIZE, SHRINK, COPY_BLOCK)
-    mean = (mean_ptr.to(tl.pointer_type(tl.uint8)) + at).to(tl.pointer_type(TYPE))
-    tl.store(mean + offs, round_to(mean_of(total, RANKS, SHRINK), TYPE), mask=mask)
+    if WIDE and (length == COPY_BLOCK) & (out_ptr.to(tl.uint64) % 16 == 0) & (at % 16 == 0):
+        whole = offs < COPY_BLOCK
+        total = sum_of_exact(received_ptr, payload_bytes, at // 16 * 16, whole, ACC, WORLD_SIZE, SHRINK)
+        tl.store(on_16_bytes(out_ptr) + offs, round_to(mean_of(total, DIVISOR, SHRINK), TYPE))
+    else:
+        mask = offs < length
+        total = sum_of_exact(received_ptr, payload_bytes, at, mask, ACC, WORLD_SIZE, SHRINK)
+        tl.store(out_ptr + offs, round_to(mean_of(total, DIVISOR, SHRINK), TYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -161,22 +144,18 @@ def _average_kernel(
     work_ptr,
     rank: tl.int64,
     WORLD_SIZE: tl.constexpr,
-    RANKS: tl.constexpr,
+    DIVISOR: tl.constexpr,
     SHRINK: tl.constexpr,
     FEEDBACK: tl.constexpr,
     BITS: tl.constexpr,
     CAP: tl.constexpr,
     LARGEST: tl.constexpr,
     SIZE: tl.constexpr,
-    COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
 ):
-    """Compute mean = quantized((Σ dequantized + E) / RANKS), E = RANKS · (the mean's error), error += E.
+    """Compute mean = quantized((Σ dequantized + E) / DIVISOR), E = DIVISOR · (the mean's error), error += E.
 
     E is shard_error. In a block for which every rank sent the scale 0, E doesn't change and the mean is zero.
-    The sum is in the order of the WORLD_SIZE payloads. It doesn't overflow, because its addends are
-    multiplied by SHRINK. RANKS is WORLD_SIZE, unless payloads hold sums over the ranks of a node.
     The mean is limited to LARGEST, the largest finite number of error's dtype, and E to half of LARGEST.
 
     received_ptr: the payloads of all ranks, one after another, as elements of the dtype of exact elements.
@@ -184,6 +163,9 @@ def _average_kernel(
     error_ptr, shard_error_ptr: see _quantize_kernel. Of error, only this rank's shard is changed.
     quantizer_ptr: see tile.py.
     work_ptr: QuantizedWork's shard_work.
+    WORLD_SIZE: the number of payloads.
+    DIVISOR: WORLD_SIZE, unless payloads hold sums over the ranks of a node.
+    SHRINK: see options_of.
     CAP: the largest scale.
     Grid: one program per row of work_ptr.
     Moves per fp32 element of the shard BITS / 8 B of codes for each of W + 1 payloads, 8 B of error, and 8 B
@@ -199,7 +181,7 @@ def _average_kernel(
         first = tl.load(work + 4)
         code_at = tl.load(work + 5)
         scale_at = tl.load(work + 6)
-        mask, offs = tile_of(third, BLOCKS, COLS, SIZE)
+        mask, offs = tile_of(third, BLOCKS, SIZE)
         own = shard_error_ptr + first * SIZE
         block = rank * second + first
         error = error_ptr + block * SIZE
@@ -208,37 +190,36 @@ def _average_kernel(
             kept = tl.load(own + offs, mask=mask, other=0.0)
         total, is_sent = sum_of_ranks(
             received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, code_at, scale_at, third,
-            quantizer_ptr, ACC, WORLD_SIZE, SHRINK, BITS, SIZE, COLS, BLOCKS,
+            quantizer_ptr, ACC, WORLD_SIZE, SHRINK, BITS, SIZE, BLOCKS,
         )  # fmt: skip
         if FEEDBACK:
             if LATE:
                 kept = tl.load(own + offs, mask=mask, other=0.0)
             total = tl.where(is_sent[:, None], total + kept * SHRINK, 0.0)
-            total = saturated(total, LARGEST * (RANKS * SHRINK))
+            total = saturated(total, LARGEST * (DIVISOR * SHRINK))
             if ACC != tl.float64:
                 senders = tl.load(error + offs, mask=mask, other=0.0)
-        mean = mean_of(total, RANKS, SHRINK)
+        mean = mean_of(total, DIVISOR, SHRINK)
         codes, scale, lost = encode(mean, quantizer_ptr, SIZE, BITS, CAP)
         payload = mean_ptr.to(tl.pointer_type(tl.uint8))
-        store_codes(codes_at(payload, code_at, SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS)
+        store_codes(codes_at(payload, code_at, SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
         store_scales(payload, scale_at, scale, third, BLOCKS)
         if FEEDBACK:
-            kept = tl.where(is_sent[:, None], saturated(lost * RANKS, LARGEST / 2), kept)
+            kept = tl.where(is_sent[:, None], saturated(lost * DIVISOR, LARGEST / 2), kept)
             tl.store(own + offs, kept, mask=mask)
             if ACC == tl.float64:
                 # Loaded only now: the 16 warps of a block of 4096 have no registers for it earlier.
                 senders = tl.load(error + offs, mask=mask, other=0.0)
             tl.store(error + offs, senders + kept, mask=mask)
     else:
-        _average_exact(
-            received_ptr, mean_ptr, payload_bytes, second, third, ACC, WORLD_SIZE, RANKS, SHRINK, COPY_BLOCK
+        exact = (mean_ptr.to(tl.pointer_type(tl.uint8)) + third).to(mean_ptr.dtype)
+        average_exact(
+            received_ptr, exact, payload_bytes, second, third, ACC, WORLD_SIZE, DIVISOR, SHRINK, False
         )
 
 
 def average(bucket: QuantizedBucket) -> Launch:
     """Return the launch of _average_kernel: it averages received, and keeps the mean's error. Slot: rank."""
-    size, columns, num_warps = bucket.constants["SIZE"], bucket.constants["COLS"], bucket.work.num_warps
-    warps = RESIDENT_WARPS if columns == size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
     return Launch(
         _average_kernel,
         len(bucket.shard_work),
@@ -249,15 +230,88 @@ def average(bucket: QuantizedBucket) -> Launch:
         bucket.quantizer,
         bucket.shard_work,
         RANK,
-        WORLD_SIZE=bucket.layout.world_size,
-        RANKS=bucket.divisor,
-        SHRINK=shrinking(bucket.layout.world_size),
         FEEDBACK=bucket.feedback,
         CAP=bucket.largest_scale,
         LARGEST=torch.finfo(bucket.error.dtype).max,
-        num_warps=num_warps,
-        maxnreg=registers(num_warps, max(1, warps // num_warps)),
+        **options_of(bucket),
+    )
+
+
+def options_of(bucket: QuantizedBucket) -> dict[str, Any]:
+    """Return the constants and options that average and sum_shard share."""
+    size, world_size, num_warps = bucket.layout.block_size, bucket.layout.world_size, bucket.work.num_warps
+    is_whole = size == triton.next_power_of_2(size)
+    warps = RESIDENT_WARPS if is_whole and size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
+    return bucket.constants | {
+        "WORLD_SIZE": world_size,
+        "DIVISOR": bucket.divisor,
+        # A power of two changes no bits. It is at most 1 / world size, so no sum overflows.
+        "SHRINK": 0.5 ** (world_size - 1).bit_length(),
+        "num_warps": num_warps,
+        "maxnreg": registers(num_warps, max(1, warps // num_warps)),
         # Codes of opposite signs must cancel: a fused product would leave its rounding error.
-        enable_fp_fusion=False,
-        **bucket.constants,
+        "enable_fp_fusion": False,
+    }
+
+
+@triton.jit
+def _sum_kernel(
+    received_ptr,
+    out_ptr,
+    quantizer_ptr,
+    work_ptr,
+    ACC: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    SHRINK: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Compute out = round((Σ dequantized) / DIVISOR), and likewise with exact elements.
+
+    out_ptr: the shard's tensors, one after another.
+    work_ptr: QuantizedWork's sum_work.
+    ACC: the dtype of the arithmetic.
+    For the other arguments see _average_kernel.
+    Grid: one program per row of work_ptr: a tile of BLOCKS blocks, or some exact elements.
+    Moves per element of the shard BITS / 8 B of codes for each of WORLD_SIZE payloads, and the sum once.
+    """
+    work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
+    out = out_ptr + tl.load(work + 1)
+    length = tl.load(work + 2)
+    third = tl.load(work + 3)
+    # Payloads begin on multiples of 16 bytes; dividing shows the compiler that they do.
+    payload_bytes = tl.load(work + 4) // 16 * 16
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if tl.load(work) == BLOCKS_WORK:
+        mask, offs = tile_of(third, BLOCKS, SIZE)
+        total, _ = sum_of_ranks(
+            received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, tl.load(work + 5), tl.load(work + 6),
+            third, quantizer_ptr, ACC, WORLD_SIZE, SHRINK, BITS, SIZE, BLOCKS,
+        )  # fmt: skip
+        values = round_to(mean_of(total, DIVISOR, SHRINK), TYPE)
+        is_whole, aligned, exists = gradients_of(out, length, mask, offs, BLOCKS, SIZE)
+        if is_whole:
+            tl.store(aligned + offs, values)
+        else:
+            tl.store(out + offs, values, mask=exists)
+    else:
+        average_exact(received_ptr, out, payload_bytes, length, third, ACC, WORLD_SIZE, DIVISOR, SHRINK, True)
+
+
+def sum_shard(bucket: QuantizedBucket) -> Launch:
+    """Return the launch of _sum_kernel: it sums received. Slot: buffer, the shard's tensors.
+
+    It is the end of a quantized reduce-scatter.
+    """
+    return Launch(
+        _sum_kernel,
+        len(bucket.shard_work),
+        bucket.received.view(-1).view(bucket.exact_dtype),
+        Slot.buffer(bucket.averages_dtype),
+        bucket.quantizer,
+        bucket.shard_work,
+        ACC=element_type(bucket.error.dtype),
+        **options_of(bucket),
     )

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 
 from ..launch import Launch, Slot, registers
-from ..tile import copy_tile, round_to
+from ..tile import copy_tile, element_type, round_to
 from .bucket import RANK, QuantizedBucket
 from .tile import (
     BLOCKS_WORK,
+    COPY_BLOCK,
     WORK_FIELDS,
     codes_at,
     decode,
-    element_type,
     encode,
     gradients_of,
     load_codes,
@@ -39,9 +39,7 @@ def _quantize_kernel(
     BITS: tl.constexpr,
     CAP: tl.constexpr,
     SIZE: tl.constexpr,
-    COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
 ):
     """Quantize M = gradient + error: write codes and scales to the payloads, and error = M − decoded codes.
 
@@ -66,8 +64,8 @@ def _quantize_kernel(
     third = tl.load(work + 3)
     if tl.load(work) == BLOCKS_WORK:
         ACC: tl.constexpr = error_ptr.dtype.element_ty
-        mask, offs = tile_of(third, BLOCKS, COLS, SIZE)
-        is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, COLS, SIZE)
+        mask, offs = tile_of(third, BLOCKS, SIZE)
+        is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, SIZE)
         if is_whole:
             values = tl.load(aligned + offs).to(ACC)
         else:
@@ -76,15 +74,13 @@ def _quantize_kernel(
         if FEEDBACK:
             error = error_ptr + first * SIZE
             own_blocks = tl.where(tl.load(work + 7) == rank, third, 0)
-            own_mask, _ = tile_of(own_blocks, BLOCKS, COLS, SIZE)
+            own_mask, _ = tile_of(own_blocks, BLOCKS, SIZE)
             own = shard_error_ptr + tl.load(work + 8) * SIZE
             kept = tl.load(own + offs, mask=own_mask, other=0.0)
             total = (tl.load(error + offs, mask=mask, other=0.0) - kept) + values
             values = tl.where(tl.abs(total) < float("inf"), total, values)
         codes, scale, lost = encode(values, quantizer_ptr, SIZE, BITS, CAP)
-        store_codes(
-            codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, third, BLOCKS, COLS, SIZE, BITS
-        )
+        store_codes(codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
         store_scales(payload_ptr, tl.load(work + 6), scale, third, BLOCKS)
         if FEEDBACK:
             tl.store(error + offs, lost, mask=mask)
@@ -134,19 +130,12 @@ def _dequantize_kernel(
     EXACT: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
 ):
     """Compute gradient = round(scale · value of the code), and copy exact elements unchanged.
 
-    payload_ptr: the payloads of all shards, see QuantizedWork.
-    grad_ptr: the bucket.
-    quantizer_ptr: see tile.py.
-    work_ptr: QuantizedWork's bucket_work.
     ACC: the dtype of the arithmetic.
-    EXACT: the dtype of exact elements in the payloads.
-    Grid: one program per row of work_ptr: a tile of BLOCKS blocks, or a copy of exact elements.
+    For the other arguments and the grid see _quantize_kernel.
     Moves per element BITS / 8 B of codes, and the gradient once.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
@@ -155,12 +144,12 @@ def _dequantize_kernel(
     third = tl.load(work + 3)
     TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     if tl.load(work) == BLOCKS_WORK:
-        mask, offs = tile_of(third, BLOCKS, COLS, SIZE)
+        mask, offs = tile_of(third, BLOCKS, SIZE)
         scale = load_scales(payload_ptr, tl.load(work + 6), third, BLOCKS)
         first_code = codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS)
-        codes = load_codes(first_code, third, BLOCKS, COLS, SIZE, BITS)
+        codes = load_codes(first_code, third, BLOCKS, SIZE, BITS)
         values = round_to(decode(codes, scale, quantizer_ptr, ACC, BITS), TYPE)
-        is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, COLS, SIZE)
+        is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, SIZE)
         if is_whole:
             tl.store(aligned + offs, values)
         else:

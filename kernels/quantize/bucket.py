@@ -9,7 +9,7 @@ import torch
 
 from ..device import send
 from ..launch import Slot
-from .work import COPY_BLOCK, QuantizedWork, padded_size
+from .work import QuantizedWork
 
 RANK = Slot("rank", 1000)  # this rank, the owner of shard_error's shard
 
@@ -75,7 +75,5 @@ class QuantizedBucket:
         self.constants = {
             "BITS": bits,
             "SIZE": layout.block_size,
-            "COLS": padded_size(layout.block_size),
             "BLOCKS": work.tile_blocks,
-            "COPY_BLOCK": COPY_BLOCK,
         }

@@ -9,10 +9,9 @@ import torch
 
 from ..device import has_streams, launching_on
 from ..launch import Stage
-from .average import average
+from .average import average, sum_shard
 from .blocks import dequantize, quantize
 from .bucket import QuantizedBucket
-from .sum import sum_shard
 
 NO_RANK = -1  # no rank's shard, so quantize reads no owner's error
 

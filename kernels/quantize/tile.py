@@ -1,21 +1,21 @@
 """Tiles of blocks, and codes of blocks: shared by the kernels of the quantized all-reduce.
 
-A tile has BLOCKS rows, one per block, and COLS columns, a power of two. A block has SIZE elements, in the
+A tile has BLOCKS rows, one per block, and a power of two of columns. A block has SIZE elements, in the
 first columns. cpu/quantize.py has the formulas.
 
 quantizer_ptr: the quantizer of 4 bits in fp32: its 16 levels by code, then its 14 thresholds.
 CAP: the largest scale.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from ..tile import on_16_bytes
 from . import work as quantize_work
 
 WORK_FIELDS = tl.constexpr(quantize_work.WORK_FIELDS)
+COPY_BLOCK = tl.constexpr(quantize_work.COPY_BLOCK)
 BLOCKS_WORK = tl.constexpr(quantize_work.BLOCKS)  # the first column of a row of work
 THRESHOLD = tl.constexpr(23)  # position of the first positive threshold in the quantizer
 ZERO = tl.constexpr(8)  # the code of the level zero
@@ -32,14 +32,10 @@ def _reach(scales: float) -> int:
 REACH_4, REACH_8 = tl.constexpr(_reach(2.5)), tl.constexpr(_reach(127))
 
 
-def element_type(dtype: torch.dtype) -> Any:
-    """Return Triton's dtype for a torch dtype."""
-    return getattr(tl, str(dtype).removeprefix("torch."))
-
-
 @triton.jit
-def tile_of(num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr):
-    """Return (mask, offsets) of a tile of num_blocks blocks, stored one after another."""
+def tile_of(num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+    """Return (mask, offsets) of a tile of num_blocks blocks of SIZE elements, stored one after another."""
+    COLS: tl.constexpr = triton.next_power_of_2(SIZE)
     offs_block = tl.arange(0, BLOCKS)[:, None]
     offs_col = tl.arange(0, COLS)[None, :]
     mask = offs_block < num_blocks.to(tl.int32)
@@ -49,7 +45,7 @@ def tile_of(num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.const
 
 
 @triton.jit
-def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr):
+def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
     """Return (whether all gradients of a tile can be moved 128 bits at a time, a pointer for that, a mask).
 
     Where they can't, use grad_ptr and the mask.
@@ -58,19 +54,16 @@ def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, COLS: tl.co
     length: the number of gradients.
     mask, offs: tile_of's result.
     """
-    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
-    address = grad_ptr.to(tl.uint64)
-    is_whole = (SIZE == COLS) & (length == BLOCKS * SIZE) & (address % 16 == 0)
-    # The hint is on a rounded copy of the address: see copy_tile.
-    aligned = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(TYPE)), 16)
-    return is_whole, aligned, mask & (offs < length.to(tl.int32))
+    is_aligned = grad_ptr.to(tl.uint64) % 16 == 0
+    is_whole = (SIZE == triton.next_power_of_2(SIZE)) & (length == BLOCKS * SIZE) & is_aligned
+    return is_whole, on_16_bytes(grad_ptr), mask & (offs < length.to(tl.int32))
 
 
 @triton.jit
 def encode(values, quantizer_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr):
     """Quantize each row of values.
 
-    values: [BLOCKS, COLS], fp32 or fp64, zero beyond column SIZE.
+    values: a tile, fp32 or fp64, zero beyond column SIZE.
 
     Returns (codes, scales, lost):
     codes: int32.
@@ -144,15 +137,12 @@ def _nearest_level(unit, quantizer_ptr):
 
 
 @triton.jit
-def load_codes(
-    codes_ptr, num_blocks, BLOCKS: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr
-):
+def load_codes(codes_ptr, num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr):
     """Load the packed codes of a tile, for decode.
 
     codes_ptr: the tile's first byte of codes.
     """
-    BYTES: tl.constexpr = COLS * BITS // 8
-    mask, offs = tile_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
+    mask, offs = tile_of(num_blocks, BLOCKS, SIZE * BITS // 8)
     return tl.load(codes_ptr + offs, mask=mask, other=0)
 
 
@@ -173,26 +163,17 @@ def decode(packed, scale, quantizer_ptr, ACC: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def store_codes(
-    codes_ptr,
-    codes,
-    num_blocks,
-    BLOCKS: tl.constexpr,
-    COLS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-):
+def store_codes(codes_ptr, codes, num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr):
     """Pack and store the codes of a tile.
 
     codes_ptr: the tile's first byte of codes.
-    codes: int32 [BLOCKS, COLS]. With 4 bits, two share a byte: the first one is in the lower half.
+    codes: int32, of a tile. With 4 bits, two share a byte: the first one is in the lower half.
     """
-    BYTES: tl.constexpr = COLS * BITS // 8
-    mask, offs = tile_of(num_blocks, BLOCKS, BYTES, SIZE * BITS // 8)
+    mask, offs = tile_of(num_blocks, BLOCKS, SIZE * BITS // 8)
     if BITS == 8:
         packed = codes
     else:
-        low, high = tl.split(tl.reshape(codes, (BLOCKS, BYTES, 2)))
+        low, high = tl.split(tl.reshape(codes, (BLOCKS, codes.shape[1] // 2, 2)))
         packed = low | (high << 4)
     tl.store(codes_ptr + offs, packed.to(tl.uint8), mask=mask)
 
@@ -255,13 +236,8 @@ def _divide(x, y):
 
 
 @triton.jit
-def _is_finite(x):
-    return tl.abs(x) < float("inf")  # not for NaN
-
-
-@triton.jit
 def _or_zero(x):
-    return tl.where(_is_finite(x), x, 0.0)
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)  # zero for NaN, too
 
 
 @triton.jit
