@@ -16,14 +16,13 @@ from .tile import (
     WORK_FIELDS,
     dot_rank_block,
     gradient_matrix,
-    gradient_tile,
     is_16_byte_aligned,
     memory_matrix,
-    memory_tile,
     panel,
+    tile_at,
     tiles_of,
 )
-from .wire import add_up
+from .wire import add_up, is_last_of_block
 
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
@@ -33,29 +32,13 @@ DOT_ROWS = 32
 
 
 @triton.jit
-def source_matrix(source_ptr, matrix_ptr, FEEDBACK: tl.constexpr):
-    """Return M for source_tile: from `memory` with FEEDBACK, without it from the bucket."""
+def source_matrix(source_ptr, matrix_ptr, FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return M for tile_at: from `memory` with FEEDBACK, without it from the bucket."""
     if FEEDBACK:
         matrix = memory_matrix(source_ptr, matrix_ptr, False)
     else:
-        matrix = gradient_matrix(source_ptr, matrix_ptr)
+        matrix = gradient_matrix(source_ptr, matrix_ptr, ALIGNED)
     return matrix
-
-
-@triton.jit
-def source_tile(
-    matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Return (pointers, mask) of a tile of M.
-
-    matrix: source_matrix's result.
-    """
-    if FEEDBACK:
-        ptrs, mask = memory_tile(matrix, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
-    else:
-        ptrs, mask = gradient_tile(matrix, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
-    return ptrs, mask
 
 
 @triton.jit
@@ -69,22 +52,21 @@ def back_project_fma(
     partial: pointer to the program's partial Q.
     col_block, first, last: the column block, the first row block and one past the last.
     """
-    TYPE: tl.constexpr = source_ptr.dtype.element_ty
-    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
     # The rows of a tile that 128 threads hold with 16 bytes each.
-    ROWS_AT_ONCE: tl.constexpr = 128 * (128 // TYPE.primitive_bitwidth) // BLOCK_COLS
+    ROWS_AT_ONCE: tl.constexpr = 128 * (128 // source_ptr.dtype.element_ty.primitive_bitwidth) // BLOCK_COLS
     FOLD: tl.constexpr = BLOCK_ROWS // ROWS_AT_ONCE
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    source = source_matrix(source_ptr, matrix_ptr, FEEDBACK)
+    source = source_matrix(source_ptr, matrix_ptr, FEEDBACK, ALIGNED)
 
     acc = ()
     for _ in tl.static_range(RANK):
         # Sums over a thread's rows stay within the thread. Sums over threads wait for the end.
         acc = acc + (tl.zeros((ROWS_AT_ONCE, BLOCK_COLS), COMPUTE),)
     for row_block in range(first, last):
-        ptrs, mask = source_tile(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED)
+        ptrs, mask = tile_at(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
         matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
         new = ()
         for j in tl.static_range(RANK):
@@ -100,25 +82,25 @@ def back_project_fma(
 @triton.jit
 def back_project_dot(
     source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     FEEDBACK: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute one program's partial Q in matrix products; see _back_project_kernel.
 
-    M is read once for each RANK_BLOCK columns of Q. For the arguments see back_project_fma.
+    M is read once for each dot_rank_block columns of Q. For the arguments see back_project_fma.
     """
-    TYPE: tl.constexpr = source_ptr.dtype.element_ty
-    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
+    RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    source = source_matrix(source_ptr, matrix_ptr, FEEDBACK)
+    source = source_matrix(source_ptr, matrix_ptr, FEEDBACK, ALIGNED)
 
     for rank_start in range(0, RANK, RANK_BLOCK):
         offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
         acc = tl.zeros((RANK_BLOCK, BLOCK_COLS), COMPUTE)
         for row_block in range(first, last):
-            ptrs, mask = source_tile(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED)
+            ptrs, mask = tile_at(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
             matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
             offs_p = offs_rank[:, None] * p_stride + (row_block * BLOCK_ROWS + offs_row)[None, :]
             p = tl.load(p_panel + offs_p) * SHRINK
@@ -138,7 +120,6 @@ def _back_project_kernel(
     work_ptr,
     scale: tl.float64,
     RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -150,10 +131,8 @@ def _back_project_kernel(
     source_ptr: `memory` with FEEDBACK, without it the bucket.
     p_ptr: the panels of P, orthonormal.
     partial_ptr: [programs, RANK, BLOCK_COLS], partial sums of Q over some rows of M.
-    arrived_ptr, wire_ptr: see add_up.
-    scale: see _project_kernel.
+    arrived_ptr, wire_ptr, scale, PRECISION: see _project_kernel.
     BLOCK_ROWS: PowerSGDWork's block_rows, divided by SPLIT.
-    PRECISION: see dot_precision.
     Grid: one program per row of work_ptr (PowerSGDWork._walk).
     Moves 4 B per matrix element in fp32, and 8 · RANK · BLOCK_COLS B of partial sums per program. P comes
     from the cache, and so do most partial sums when they are added up.
@@ -175,9 +154,10 @@ def _back_project_kernel(
             else:
                 back_project_dot(
                     source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
-                    RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
+                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
                 )  # fmt: skip
-    add_up(partial_ptr, arrived_ptr, wire_ptr, matrix_ptr, work, scale, COLS, Q_WIRE, RANK, BLOCK_COLS)
+    if is_last_of_block(arrived_ptr, work):
+        add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, COLS, Q_WIRE, RANK, BLOCK_COLS)
 
 
 def back_project(bucket: PowerSGDBucket) -> Launch:
@@ -199,7 +179,6 @@ def back_project(bucket: PowerSGDBucket) -> Launch:
         bucket.tables["back_project"],
         SCALE,
         RANK=work.rank,
-        RANK_BLOCK=dot_rank_block(work.rank),
         BLOCK_ROWS=rows,
         BLOCK_COLS=work.block_cols,
         SPLIT=work.block_rows // rows,

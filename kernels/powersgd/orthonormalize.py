@@ -13,20 +13,16 @@ from .bucket import PowerSGDBucket
 from .gram_schmidt import copy_panel, gram, gram_of_product, multiply, subtract_projection, sum_chunks
 from .tile import (
     MATRIX_FIELDS,
-    MATRIX_RANK,
     MIN_BLOCK_ROWS,
     P_PANEL,
     P_STRIDE,
     P_WIRE,
     ROWS,
     WORK_FIELDS,
+    factor_on_wire,
     panel,
-    wire_start,
-    wire_stride,
 )
 from .triangle import DEPENDENT, DEPENDENT_FP64, diagonal, triangle
-
-BLOCKS_NUM_WARPS = 8
 
 
 @triton.jit
@@ -36,25 +32,22 @@ def _orthonormalize_blocks_kernel(
     matrices_ptr,
     epsilon: tl.float64,
     RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_EPSILON: tl.constexpr,
 ):
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, in fp64, for any RANK.
 
-    This is block Gram–Schmidt with RANK_BLOCK columns at a time. Each block is orthonormalized against the
-    blocks before it, then within itself; without epsilon, both are done twice. For the arguments, and for
-    zero, dependent and nonfinite columns, see _orthonormalize_kernel.
+    This is block Gram–Schmidt with 32 columns at a time. Each block is orthonormalized against the blocks
+    before it, then within itself; without epsilon, both are done twice. For the arguments, and for zero,
+    dependent and nonfinite columns, see _orthonormalize_kernel.
 
     Grid: one program per matrix, of any length: ranks beyond 32 are rare.
     Each time it reads a block about 5 times, and 5 times more per block before it.
     """
+    RANK_BLOCK: tl.constexpr = 32
     TOLERANCE: tl.constexpr = DEPENDENT_FP64 if p_ptr.dtype.element_ty == tl.float64 else DEPENDENT
     matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
-    n = tl.load(matrix_ptr + ROWS).to(tl.int32)
-    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
-    wire_length = wire_stride(n, wire_ptr.dtype.element_ty)
+    source_ptr, wire_length, n, r = factor_on_wire(wire_ptr, matrix_ptr, ROWS, P_WIRE)
     out_ptr, stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
     stride = stride.to(tl.int32)
 
@@ -77,29 +70,9 @@ def _orthonormalize_blocks_kernel(
             tl.debug_barrier()
 
 
-def orthonormalize_blocks(bucket: PowerSGDBucket) -> Launch:
-    """Return the launch that orthonormalizes panels of more than 32 columns; see `orthonormalize`."""
-    rank = bucket.work.rank
-    return Launch(
-        _orthonormalize_blocks_kernel,
-        len(bucket.matrices),
-        bucket.p_wire,
-        bucket.p,
-        bucket.matrices,
-        bucket.epsilon,
-        RANK=rank,
-        RANK_BLOCK=32,
-        BLOCK=block_of(rank, bucket.p.itemsize),
-        HAS_EPSILON=bucket.has_epsilon,
-        num_warps=BLOCKS_NUM_WARPS,
-        maxnreg=MAX_REGISTERS,
-        enable_fp_fusion=True,
-    )
-
-
 # Every warp repeats the r×r computations, which would take longer in more warps. A long panel has more
-# programs instead.
-NUM_WARPS = 4
+# programs instead, but beyond rank 32 only one.
+NUM_WARPS, BLOCKS_NUM_WARPS = 4, 8
 
 
 @triton.jit
@@ -110,13 +83,11 @@ def chunk_on_wire(wire_ptr, matrices_ptr, work):
     panel, which is longer than the padding on the wire.
     """
     matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
-    n = tl.load(matrix_ptr + ROWS).to(tl.int32)
-    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    panel_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + P_WIRE))
+    panel_ptr, stride, n, r = factor_on_wire(wire_ptr, matrix_ptr, ROWS, P_WIRE)
     # start and stop are multiples already; dividing shows the compiler that they are.
     start = tl.load(work + 1).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
     stop = tl.load(work + 2).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
-    return panel_ptr, wire_stride(n, wire_ptr.dtype.element_ty), n, r, start, stop, matrix_ptr
+    return panel_ptr, stride, n, r, start, stop, matrix_ptr
 
 
 @triton.jit
@@ -203,18 +174,20 @@ def orthonormalize(bucket: PowerSGDBucket) -> list[Launch]:
     which is added to the length by which a column is divided (beyond rank 32 up to a relative difference of
     epsilon / length), ill-conditioned panels get no second pass: it would undo the effect of epsilon.
     """
-    work, table = bucket.work, bucket.tables["orthonormalize"]
-    if work.rank > 32:
-        return [orthonormalize_blocks(bucket)]
+    rank, table = bucket.work.rank, bucket.tables["orthonormalize"]
     options = {
-        "RANK": work.rank,
-        "BLOCK": block_of(work.rank, bucket.p.itemsize),
-        "num_warps": NUM_WARPS,
+        "RANK": rank,
+        "BLOCK": block_of(rank, bucket.p.itemsize),
+        "num_warps": NUM_WARPS if rank <= 32 else BLOCKS_NUM_WARPS,
         "maxnreg": MAX_REGISTERS,
         # Up to rank 8, several lanes compute and store one element: if they fused differently, its last bit
         # would differ.
-        "enable_fp_fusion": work.rank > 8,
+        "enable_fp_fusion": rank > 8,
     }
+    if rank > 32:
+        arguments = (bucket.p_wire, bucket.p, bucket.matrices, bucket.epsilon)
+        options["HAS_EPSILON"] = bucket.has_epsilon
+        return [Launch(_orthonormalize_blocks_kernel, len(bucket.matrices), *arguments, **options)]
     return [
         Launch(_gram_kernel, len(table), bucket.p_wire, bucket.grams, bucket.matrices, table, **options),
         Launch(

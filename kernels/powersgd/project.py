@@ -25,15 +25,13 @@ from .tile import (
     WORK_FIELDS,
     dot_rank_block,
     gradient_matrix,
-    gradient_tile,
     is_16_byte_aligned,
     memory_matrix,
-    memory_tile,
     panel,
+    tile_at,
     tiles_of,
 )
-from .wire import add_up, copy_to_wire
-from .work import COPY_BLOCK
+from .wire import add_up, copy_to_wire, is_last_of_block
 
 # The largest norm of a row or a column of a float16 error: its sum with the next gradients fits float16.
 LIMIT_FLOAT16 = tl.constexpr(0.75 * 65504)
@@ -77,21 +75,21 @@ def fit_float16(error, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.cons
 @triton.jit
 def add_error(
     gradient, exists, memory_ptrs, memory_mask, approximation, rows, cols,
-    TYPE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store M = gradient + (M_prev − P_prev Q_prevᵀ) over M_prev. Returns M as stored, in TYPE.
+    """Store M = gradient + (M_prev − P_prev Q_prevᵀ) over M_prev. Return M as stored, in the bucket's dtype.
 
     gradient: in the dtype of the arithmetic.
     exists: the mask of elements that are in the bucket.
-    memory_ptrs, memory_mask: memory_tile's result, for M_prev.
-    approximation: P_prev Q_prevᵀ. It is rounded to TYPE, as the last step's output was, so that the error
-        includes the output's rounding.
+    memory_ptrs, memory_mask: tile_at's result, for M_prev.
+    approximation: P_prev Q_prevᵀ. It is rounded as the last step's output was, so that the error includes the
+        output's rounding.
     rows, cols: the shape of M.
-    TYPE: the bucket's dtype.
 
-    The error counts as zero outside the matrix, and where the error or M isn't finite in TYPE. This is how
-    PowerSGD recovers from inf and NaN.
+    The error counts as zero outside the matrix, and where the error or M isn't finite in the bucket's dtype.
+    This is how PowerSGD recovers from inf and NaN.
     """
+    TYPE: tl.constexpr = memory_ptrs.dtype.element_ty
     # From this number on, rounding to TYPE gives infinity.
     INFINITE: tl.constexpr = (
         INFINITE_FLOAT16
@@ -125,14 +123,13 @@ def project_fma(
     partial: pointer to the program's partial P.
     row_block, first, last: the row block, the first column block and one past the last.
     """
-    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
-    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
-    FOLD: tl.constexpr = 128 // TYPE.primitive_bitwidth
+    COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
+    FOLD: tl.constexpr = 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
-    bucket = gradient_matrix(grad_ptr, matrix_ptr)
+    bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     if FEEDBACK:
         memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
 
@@ -142,14 +139,14 @@ def project_fma(
         acc = acc + (tl.zeros((BLOCK_ROWS, BLOCK_COLS // FOLD), COMPUTE),)
     for col_block in range(first, last):
         if RELOADED:
-            bucket = gradient_matrix(grad_ptr, matrix_ptr)
+            bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
             if FEEDBACK:
                 memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
-        grad_ptrs, exists = gradient_tile(bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
+        grad_ptrs, exists = tile_at(bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
         matrix = tl.load(grad_ptrs, mask=exists, other=0.0).to(COMPUTE)
         offs_q = col_block * BLOCK_COLS + offs_col
         if FEEDBACK:
-            memory_ptrs, mask = memory_tile(memory, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
+            memory_ptrs, mask = tile_at(memory, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, True)
             approximation = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
             for j in tl.static_range(RANK):
                 p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row) * (1.0 / SHRINK)
@@ -157,7 +154,7 @@ def project_fma(
                 approximation += p[:, None] * q[None, :]
             matrix = add_error(
                 matrix, exists, memory_ptrs, mask, approximation, bucket[1], bucket[2],
-                TYPE, BLOCK_ROWS, BLOCK_COLS,
+                BLOCK_ROWS, BLOCK_COLS,
             ).to(COMPUTE)  # fmt: skip
         new = ()
         for j in tl.static_range(RANK):
@@ -173,23 +170,22 @@ def project_fma(
 @triton.jit
 def project_dot(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
-    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FEEDBACK: tl.constexpr,
+    RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute one program's partial P in matrix products; see _project_kernel.
 
-    M is read once for each RANK_BLOCK columns of P. For the arguments see project_fma.
+    M is read once for each dot_rank_block columns of P. For the arguments see project_fma.
     """
-    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
-    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
+    RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
     offs_rank = tl.arange(0, RANK_BLOCK)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
     p_panel += row_block * BLOCK_ROWS
-    bucket = gradient_matrix(grad_ptr, matrix_ptr)
+    bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     if FEEDBACK:
         memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
 
@@ -205,16 +201,14 @@ def project_dot(
         for col_block in range(first, last):
             offs_q = col_block * BLOCK_COLS + offs_col
             if RELOADED:
-                bucket = gradient_matrix(grad_ptr, matrix_ptr)
+                bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
                 if FEEDBACK:
                     memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
             if FEEDBACK:
-                memory_ptrs, mask = memory_tile(memory, row_block, col_block, BLOCK_ROWS, BLOCK_COLS)
+                memory_ptrs, mask = tile_at(memory, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, True)
                 if rank_start == 0:
-                    grad_ptrs, grad_mask = gradient_tile(
-                        bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
-                    )
-                    gradient = tl.load(grad_ptrs, mask=grad_mask, other=0.0)
+                    grad_ptrs, exists = tile_at(bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
+                    gradient = tl.load(grad_ptrs, mask=exists, other=0.0)
                     approximation = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
                     for k in range(0, RANK, RANK_BLOCK):
                         p = tl.load(p_panel + (k + offs_rank)[None, :] * p_stride + offs_row[:, None])
@@ -223,16 +217,14 @@ def project_dot(
                             p, q, approximation, input_precision=PRECISION, out_dtype=COMPUTE
                         )
                     matrix = add_error(
-                        gradient.to(COMPUTE), grad_mask, memory_ptrs, mask, approximation * (1.0 / SHRINK),
-                        bucket[1], bucket[2], TYPE, BLOCK_ROWS, BLOCK_COLS,
+                        gradient.to(COMPUTE), exists, memory_ptrs, mask, approximation * (1.0 / SHRINK),
+                        bucket[1], bucket[2], BLOCK_ROWS, BLOCK_COLS,
                     )  # fmt: skip
                 else:
                     matrix = tl.load(memory_ptrs, mask=mask, other=0.0)
             else:
-                grad_ptrs, grad_mask = gradient_tile(
-                    bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED
-                )
-                matrix = tl.load(grad_ptrs, mask=grad_mask, other=0.0)
+                grad_ptrs, exists = tile_at(bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
+                matrix = tl.load(grad_ptrs, mask=exists, other=0.0)
             q = tl.load(q_hat[None, :] + offs_q[:, None]) * factor[None, :]
             acc = tl.dot(matrix.to(COMPUTE), q, acc, input_precision=PRECISION, out_dtype=COMPUTE)
         offs_partial = (rank_start + offs_rank)[None, :] * BLOCK_ROWS + offs_row[:, None]
@@ -253,11 +245,9 @@ def _project_kernel(
     work_ptr,
     scale: tl.float64,
     RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     SPLIT: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
     FEEDBACK: tl.constexpr,
     RELOADED: tl.constexpr,
     UNIT: tl.constexpr,
@@ -272,7 +262,8 @@ def _project_kernel(
     p_ptr, q_ptr: the panels of P_prev and of SHRINK · Q_prev.
     norms_ptr: the squared lengths of Q_prev's columns, see PowerSGDBucket.
     partial_ptr: [programs, RANK, BLOCK_ROWS], partial sums of P over some columns of M.
-    arrived_ptr, wire_ptr: see add_up.
+    arrived_ptr: see is_last_of_block.
+    wire_ptr: see add_up.
     scale: 1 / world size. It makes the all-reduced sum the average, and never overflows 16 bits needlessly.
     BLOCK_COLS: PowerSGDWork's block_cols, divided by SPLIT.
     RELOADED: load the matrix's row of the table again for each tile, see launch_options.
@@ -285,7 +276,7 @@ def _project_kernel(
     program = tl.program_id(0).to(tl.int64)
     work = work_ptr + program * WORK_FIELDS
     if tl.load(work) == COPY:
-        copy_to_wire(grad_ptr, wire_ptr, work, scale, COPY_BLOCK)
+        copy_to_wire(grad_ptr, wire_ptr, work, scale)
     else:
         matrix_ptr, row_block, first, last = tiles_of(work, matrices_ptr)
         partial = partial_ptr + program * (RANK * BLOCK_ROWS)
@@ -312,10 +303,10 @@ def _project_kernel(
                     project_dot(
                         grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr,
                         row_block, first * SPLIT, last * SPLIT,
-                        RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION,
-                        ALIGNED,
+                        RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
                     )  # fmt: skip
-        add_up(partial_ptr, arrived_ptr, wire_ptr, matrix_ptr, work, scale, ROWS, P_WIRE, RANK, BLOCK_ROWS)
+        if is_last_of_block(arrived_ptr, work):
+            add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, ROWS, P_WIRE, RANK, BLOCK_ROWS)
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
@@ -373,11 +364,9 @@ def project(bucket: PowerSGDBucket) -> Launch:
         bucket.tables["project"],
         SCALE,
         RANK=work.rank,
-        RANK_BLOCK=dot_rank_block(work.rank),
         BLOCK_ROWS=work.block_rows,
         BLOCK_COLS=cols,
         SPLIT=work.block_cols // cols,
-        COPY_BLOCK=COPY_BLOCK,
         FEEDBACK=bucket.error_feedback,
         UNIT=bucket.has_epsilon,
         PRECISION=dot_precision(bucket.p.dtype),

@@ -21,6 +21,7 @@ from .tile import (
     RANDOM_PANEL,
     SHRINK,
     WORK_FIELDS,
+    dot_rank_block,
     panel,
     tiles_of,
 )
@@ -35,22 +36,14 @@ def upper_23_bits(x):
 
 
 @triton.jit
-def randomize(
-    q_ptr,
-    matrix_ptr,
-    first,
-    last,
-    seed,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def randomize(q_ptr, matrix_ptr, first, last, seed, RANK: tl.constexpr, BLOCK: tl.constexpr):
     """Fill blocks first .. last of the random Q with numbers of variance 1/m, and its padding with zeros.
 
     An element depends only on the seed and on its row-major position among all Q of the bucket. It is a sum
     of four uniform numbers, which is close to normal. The sum is of integers, so only one division and one
     square root round, both to nearest: all devices get the same bits, no matter what their compilers fuse.
     """
+    RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     random_panel, stride = panel(q_ptr, matrix_ptr, RANDOM_PANEL, Q_STRIDE, BLOCK)
     m = tl.load(matrix_ptr + COLS)
     r = tl.load(matrix_ptr + MATRIX_RANK)
@@ -76,7 +69,6 @@ def _random_q_kernel(
     work_ptr,
     seed: tl.int64,
     RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Fill all random panels.
@@ -86,7 +78,7 @@ def _random_q_kernel(
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     matrix_ptr, _norm, first, last = tiles_of(work, matrices_ptr)
-    randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK)
+    randomize(q_ptr, matrix_ptr, first, last, seed, RANK, BLOCK)
 
 
 def random_q(bucket: PowerSGDBucket) -> Launch:
@@ -103,7 +95,6 @@ def random_q(bucket: PowerSGDBucket) -> Launch:
         bucket.tables["reconstruct"],
         SEED,
         RANK=work.rank,
-        RANK_BLOCK=min(work.rank, 32),
         BLOCK=work.block_cols,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,

@@ -11,7 +11,7 @@ from .random import randomize
 from .tile import (
     COLS,
     COPY,
-    MATRIX_RANK,
+    COPY_BLOCK,
     MAX_FMA_RANK,
     NEXT_Q,
     P_PANEL,
@@ -22,15 +22,14 @@ from .tile import (
     SHRINK,
     WORK_FIELDS,
     dot_rank_block,
+    factor_on_wire,
     gradient_matrix,
-    gradient_tile,
     is_16_byte_aligned,
     panel,
+    tile_at,
     tiles_of,
-    wire_start,
-    wire_stride,
 )
-from .work import COPY_BLOCK, factor_tile
+from .work import factor_tile
 
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
@@ -49,9 +48,7 @@ def next_q(
     ROWS: rows of Q at a time, enough for every access to be 128 bits wide.
     """
     q_panel, stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK)
-    m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), wire_ptr.dtype.element_ty)
-    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
-    source_ptr = wire_start(wire_ptr, tl.load(matrix_ptr + Q_WIRE))
+    source_ptr, m, _, r = factor_on_wire(wire_ptr, matrix_ptr, COLS, Q_WIRE)
     for rank_start in range(0, RANK, RANK_BLOCK):
         offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
         squares = tl.zeros((RANK_BLOCK, ROWS), tl.float64)
@@ -73,20 +70,18 @@ def next_q(
 @triton.jit
 def reconstruct_tiles(
     grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, row_block, first, last,
-    RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Compute gradient = P Qᵀ for column blocks first .. last of one block of rows."""
-    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
-    COMPUTE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
+    RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     GROW: tl.constexpr = 1.0 if q_wire_ptr.dtype.element_ty == tl.float16 else 1.0 / SHRINK
     # m with padding: beyond Q's last row the wire holds zeros.
-    m = wire_stride(tl.load(matrix_ptr + COLS).to(tl.int32), q_wire_ptr.dtype.element_ty)
-    r = tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)
+    q_panel, m, _, r = factor_on_wire(q_wire_ptr, matrix_ptr, COLS, Q_WIRE)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     p_panel += row_block * BLOCK_ROWS
-    q_panel = wire_start(q_wire_ptr, tl.load(matrix_ptr + Q_WIRE))
-    bucket = gradient_matrix(grad_ptr, matrix_ptr)
+    bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     # FMAs take few rows at a time, so that only the columns of Q stay in registers.
     SLICE: tl.constexpr = 16 if RANK <= MAX_FMA_RANK else BLOCK_ROWS
     offs_row = tl.arange(0, SLICE)
@@ -113,10 +108,10 @@ def reconstruct_tiles(
                     tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
                 tile *= GROW
                 # Loaded here: known before the loop, offsets would take registers throughout.
-                bucket = gradient_matrix(grad_ptr, matrix_ptr)
+                bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
             row_slice = row_block * (BLOCK_ROWS // SLICE) + i
-            ptrs, mask = gradient_tile(bucket, row_slice, col_block, SLICE, BLOCK_COLS, ALIGNED)
-            tl.store(ptrs, round_to(tile, TYPE), mask=mask)
+            ptrs, mask = tile_at(bucket, row_slice, col_block, SLICE, BLOCK_COLS, ALIGNED)
+            tl.store(ptrs, round_to(tile, grad_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -131,12 +126,10 @@ def _reconstruct_kernel(
     work_ptr,
     seed: tl.int64,
     RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     NEXT_ROWS: tl.constexpr,
     NEXT_COLS: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
     WARM_START: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -165,14 +158,14 @@ def _reconstruct_kernel(
                 RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
             )  # fmt: skip
             if not WARM_START:
-                randomize(q_ptr, matrix_ptr, first, last, seed, RANK, RANK_BLOCK, BLOCK_COLS)
+                randomize(q_ptr, matrix_ptr, first, last, seed, RANK, BLOCK_COLS)
         else:
             is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (block + 1) * BLOCK_ROWS)
             for ALIGNED in tl.static_range(2):
                 if is_aligned == ALIGNED:
                     reconstruct_tiles(
                         grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, block, first, last,
-                        RANK, RANK_BLOCK, BLOCK_ROWS, BLOCK_COLS, PRECISION, ALIGNED,
+                        RANK, BLOCK_ROWS, BLOCK_COLS, PRECISION, ALIGNED,
                     )  # fmt: skip
 
 
@@ -196,12 +189,10 @@ def reconstruct(bucket: PowerSGDBucket) -> Launch:
         bucket.tables["reconstruct"],
         SEED,
         RANK=work.rank,
-        RANK_BLOCK=dot_rank_block(work.rank),
         BLOCK_ROWS=work.block_rows,
         BLOCK_COLS=work.block_cols,
         NEXT_ROWS=rows,
         NEXT_COLS=cols,
-        COPY_BLOCK=COPY_BLOCK,
         WARM_START=bucket.warm_start,
         PRECISION=dot_precision(bucket.p.dtype),
         num_warps=NUM_WARPS,

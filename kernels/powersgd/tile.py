@@ -7,6 +7,7 @@ work.py builds the tables (int64), and describes the layout of memory, panels an
 import triton
 import triton.language as tl
 
+from ..tile import on_16_bytes
 from . import work as powersgd_work
 
 
@@ -34,6 +35,7 @@ FIRST_NORM = _column("first_norm")  # first row of Q's partial norms, one row pe
 NUM_NORMS = _column("num_norms")
 MATRIX_FIELDS = tl.constexpr(len(powersgd_work.MATRIX_FIELDS))
 WORK_FIELDS = tl.constexpr(powersgd_work.WORK_FIELDS)
+COPY_BLOCK = tl.constexpr(powersgd_work.COPY_BLOCK)
 
 MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 # Up to this rank products are FMAs, above it matrix products on tensor cores.
@@ -45,11 +47,9 @@ COPY = tl.constexpr(powersgd_work.COPY)
 NEXT_Q = tl.constexpr(powersgd_work.NEXT_Q)
 
 
-def dot_rank_block(rank: int) -> int:
-    """Return how many columns of a factor one pass over a matrix computes.
-
-    rank: padded.
-    """
+@triton.constexpr_function
+def dot_rank_block(rank):
+    """Return how many of a factor's `rank` columns one pass over a matrix computes."""
     return rank if rank <= 32 else 16  # with 32, the loop over passes spills
 
 
@@ -86,77 +86,61 @@ def is_16_byte_aligned(grad_ptr, matrix_ptr, end_row):
 
 
 @triton.jit
-def gradient_matrix(grad_ptr, matrix_ptr):
-    """Return a matrix in the bucket: (pointer, n, m, number of its elements in the bucket).
+def gradient_matrix(grad_ptr, matrix_ptr, ALIGNED: tl.constexpr):
+    """Return a matrix in the bucket, for tile_at: (pointer, n, m, number of its elements in the bucket).
+
+    ALIGNED: is_16_byte_aligned's result. Kernels branch on it around their loops: a branch around each access
+        would make the compiler keep tiles in two layouts.
 
     Kernels call this and memory_matrix before their loops. Within a loop, the compiler would load the table's
     elements ahead, through shared memory.
     """
     start_ptr = grad_ptr + tl.load(matrix_ptr + GRADIENT)
+    if ALIGNED:
+        start_ptr = on_16_bytes(start_ptr)
     return start_ptr, tl.load(matrix_ptr + ROWS), tl.load(matrix_ptr + COLS), tl.load(matrix_ptr + NUMEL)
 
 
 @triton.jit
 def memory_matrix(memory_ptr, matrix_ptr, ALIGNED: tl.constexpr):
-    """Return a matrix in `memory`: (pointer, n, length of its padded rows)."""
-    # If ALIGNED, COLS equals MEMORY_COLS. Loading COLS shows the compiler that gradient_tile's offsets serve.
+    """Return a matrix in `memory`, for tile_at: (pointer, n, length of its padded rows, their product)."""
+    # If ALIGNED, COLS equals MEMORY_COLS. Loading COLS shows the compiler that the gradient's offsets serve.
     cols = tl.load(matrix_ptr + (COLS if ALIGNED else MEMORY_COLS))
     VECTOR: tl.constexpr = 128 // memory_ptr.dtype.element_ty.primitive_bitwidth
     start = tl.load(matrix_ptr + MEMORY) // VECTOR * VECTOR
-    return memory_ptr + start, tl.load(matrix_ptr + ROWS), cols
+    rows = tl.load(matrix_ptr + ROWS)
+    return memory_ptr + start, rows, cols, rows * cols
 
 
 @triton.jit
-def gradient_tile(
+def tile_at(
     matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Return (pointers, mask) of a tile of a matrix in the bucket.
+    """Return (pointers, mask) of a tile of a matrix.
 
-    matrix: gradient_matrix's result.
-    ALIGNED: is_16_byte_aligned's result. If true, every access is 128 bits wide. Kernels branch on it around
-        their loops: a branch around each access would make the compiler keep tiles in two layouts.
+    matrix: the result of gradient_matrix or memory_matrix.
+    ALIGNED: whether all accesses are 128 bits wide: gradient_matrix's ALIGNED; always in `memory`.
     """
     start_ptr, rows, cols, numel = matrix
-    TYPE: tl.constexpr = start_ptr.dtype.element_ty
-    VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
+    VECTOR: tl.constexpr = 128 // start_ptr.dtype.element_ty.primitive_bitwidth
     start = cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
     rows_left = (rows - row_block * BLOCK_ROWS).to(tl.int32)
     cols_left = (cols - col_block * BLOCK_COLS).to(tl.int32)
     stride = cols.to(tl.int32)
-    tile_ptr = start_ptr + start
-    offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
-    offs_col = tl.arange(0, BLOCK_COLS)[None, :]
     if ALIGNED:
-        # They are multiples already; rounding down shows the compiler that they are.
-        address = tile_ptr.to(tl.uint64) // 16 * 16
-        tile_ptr = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+        start_ptr += start // VECTOR * VECTOR
         stride = stride // VECTOR * VECTOR
         cols_left = cols_left // VECTOR * VECTOR
+    else:
+        start_ptr += start
+    offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
+    offs_col = tl.arange(0, BLOCK_COLS)[None, :]
     offs = offs_row * stride + offs_col
     mask = (offs_row < rows_left) & (offs_col < cols_left)
     if not ALIGNED:
         left = tl.minimum(numel - start, 2**31 - 1).to(tl.int32)
         mask = mask & (offs < left)
-    return tile_ptr + offs, mask
-
-
-@triton.jit
-def memory_tile(matrix, row_block, col_block, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Return (pointers, mask) of a tile of a matrix in `memory`. Every access is 128 bits wide.
-
-    matrix: memory_matrix's result.
-    """
-    start_ptr, rows, cols = matrix
-    VECTOR: tl.constexpr = 128 // start_ptr.dtype.element_ty.primitive_bitwidth
-    start = cols * (row_block * BLOCK_ROWS) + col_block * BLOCK_COLS
-    rows_left = (rows - row_block * BLOCK_ROWS).to(tl.int32)
-    # They are multiples of VECTOR already; dividing shows the compiler that they are.
-    cols_left = (cols - col_block * BLOCK_COLS).to(tl.int32) // VECTOR * VECTOR
-    stride = cols.to(tl.int32) // VECTOR * VECTOR
-    offs_row = tl.arange(0, BLOCK_ROWS)[:, None]
-    offs_col = tl.arange(0, BLOCK_COLS)[None, :]
-    mask = (offs_row < rows_left) & (offs_col < cols_left)
-    return start_ptr + start // VECTOR * VECTOR + offs_row * stride + offs_col, mask
+    return start_ptr + offs, mask
 
 
 @triton.jit
@@ -171,17 +155,15 @@ def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOC
 
 
 @triton.jit
-def wire_stride(length, TYPE: tl.constexpr):
-    """Return work.wire_stride(length), visible to the compiler as a multiple of 16 bytes.
+def factor_on_wire(wire_ptr, matrix_ptr, LENGTH: tl.constexpr, START: tl.constexpr):
+    """Return (pointer to a factor on its wire, its stride, its rows, its columns); see work.py.
 
-    TYPE: the wire's dtype.
+    The compiler sees that pointer and stride are multiples of 16 bytes.
+
+    LENGTH, START: columns of matrix_table.
     """
-    VECTOR: tl.constexpr = 128 // TYPE.primitive_bitwidth
-    return (length + (VECTOR - 1)) // VECTOR * VECTOR
-
-
-@triton.jit
-def wire_start(wire_ptr, first):
-    """Return a pointer to element `first` of a wire, visible to the compiler as a multiple of 16 bytes."""
     VECTOR: tl.constexpr = 128 // wire_ptr.dtype.element_ty.primitive_bitwidth
-    return wire_ptr + first // VECTOR * VECTOR
+    length = tl.load(matrix_ptr + LENGTH).to(tl.int32)
+    stride = (length + (VECTOR - 1)) // VECTOR * VECTOR
+    start = tl.load(matrix_ptr + START) // VECTOR * VECTOR
+    return wire_ptr + start, stride, length, tl.load(matrix_ptr + MATRIX_RANK).to(tl.int32)

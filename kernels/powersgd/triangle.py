@@ -20,12 +20,6 @@ def diagonal(matrix, RANK: tl.constexpr):
 
 
 @triton.jit
-def element(vector, j, RANK: tl.constexpr):
-    """Return element j of a [RANK] vector."""
-    return tl.sum(tl.where(tl.arange(0, RANK) == j, vector, 0.0), axis=0)
-
-
-@triton.jit
 def triangle(gram, own, epsilon, HAS_EPSILON: tl.constexpr, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
     """Return (Tᵀ, whether a second pass is due: 0 or 1), with T upper triangular and Tᵀ G T = I.
 
@@ -51,7 +45,7 @@ def triangle(gram, own, epsilon, HAS_EPSILON: tl.constexpr, DEPENDENT: tl.conste
     for j in range(RANK):
         of_row = tl.sum(tl.where(row == j, gram, 0.0), axis=0)
         # remaining is zero if the column is dependent.
-        remaining = element(tl.where(of_row > own * DEPENDENT, of_row, 0.0), j, RANK)
+        remaining = tl.sum(tl.where((offs == j) & (of_row > own * DEPENDENT), of_row, 0.0), axis=0)
         remainders = tl.where(offs == j, remaining, remainders)
         keep = remaining > 0.0
         safe = tl.where(keep, remaining, 1.0)

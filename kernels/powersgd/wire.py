@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..tile import copy_tile, round_to
-from .tile import MATRIX_RANK, SHRINK, wire_start, wire_stride
+from .tile import COPY_BLOCK, SHRINK, factor_on_wire
 
 
 @triton.jit
@@ -31,45 +31,41 @@ def is_last_of_block(arrived_ptr, work):
 
 @triton.jit
 def add_up(
-    partial_ptr, arrived_ptr, wire_ptr, matrix_ptr, work, scale,
+    partial_ptr, wire_ptr, matrix_ptr, work, scale,
     LENGTH: tl.constexpr, WIRE: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write scale · (sum of a block's partial sums, in the order of their indices) to the wire.
 
-    The last program of the block does so; the others only count themselves.
-
     partial_ptr: [programs, RANK, BLOCK], panels column after column, times SHRINK. A float16 wire gets the
         sums without SHRINK, any other wire with it.
-    arrived_ptr, work: see is_last_of_block.
     wire_ptr: see work.py. A column's last block also writes the zeros behind the column.
+    work: the row of one of the block's programs.
     LENGTH, WIRE: columns of matrix_table: the factor's rows, and its first element on the wire.
     """
     ACC: tl.constexpr = partial_ptr.dtype.element_ty
     TYPE: tl.constexpr = wire_ptr.dtype.element_ty
     GROW: tl.constexpr = 1.0 / SHRINK if TYPE == tl.float16 else 1.0
     RANK_BLOCK: tl.constexpr = min(RANK, 32)
-    if is_last_of_block(arrived_ptr, work):
-        factor = (tl.full((), GROW, tl.float64) * scale).to(ACC)
-        length = tl.load(matrix_ptr + LENGTH).to(tl.int32)
-        stride = wire_stride(length, TYPE)
-        offs = tl.arange(0, BLOCK)[None, :]
-        offs_row = tl.load(work + 2).to(tl.int32) * BLOCK + offs
-        partial = partial_ptr + tl.load(work + 5) * (RANK * BLOCK) + offs
-        wire = wire_start(wire_ptr, tl.load(matrix_ptr + WIRE)) + offs_row
-        for rank_start in range(0, RANK, RANK_BLOCK):
-            offs_rank = rank_start + tl.arange(0, RANK_BLOCK)[:, None]
-            mask = (offs_row < stride) & (offs_rank < tl.load(matrix_ptr + MATRIX_RANK))
-            acc = tl.zeros((RANK_BLOCK, BLOCK), ACC)
-            # Unrolled, so that four loads are under way at once.
-            for i in tl.range(0, tl.load(work + 6).to(tl.int32), loop_unroll_factor=4):
-                acc += tl.load(partial + i * (RANK * BLOCK) + offs_rank * BLOCK, mask=mask, other=0.0)
-            # If P has NaN, sums beyond the last row may be NaN too.
-            values = round_to(tl.where(offs_row < length, acc * factor, 0.0), TYPE)
-            tl.store(wire + offs_rank * stride, values, mask=mask)
+    factor = (tl.full((), GROW, tl.float64) * scale).to(ACC)
+    wire, stride, length, r = factor_on_wire(wire_ptr, matrix_ptr, LENGTH, WIRE)
+    offs = tl.arange(0, BLOCK)[None, :]
+    offs_row = tl.load(work + 2).to(tl.int32) * BLOCK + offs
+    partial = partial_ptr + tl.load(work + 5) * (RANK * BLOCK) + offs
+    wire += offs_row
+    for rank_start in range(0, RANK, RANK_BLOCK):
+        offs_rank = rank_start + tl.arange(0, RANK_BLOCK)[:, None]
+        mask = (offs_row < stride) & (offs_rank < r)
+        acc = tl.zeros((RANK_BLOCK, BLOCK), ACC)
+        # Unrolled, so that four loads are under way at once.
+        for i in tl.range(0, tl.load(work + 6).to(tl.int32), loop_unroll_factor=4):
+            acc += tl.load(partial + i * (RANK * BLOCK) + offs_rank * BLOCK, mask=mask, other=0.0)
+        # If P has NaN, sums beyond the last row may be NaN too.
+        values = round_to(tl.where(offs_row < length, acc * factor, 0.0), TYPE)
+        tl.store(wire + offs_rank * stride, values, mask=mask)
 
 
 @triton.jit
-def copy_to_wire(grad_ptr, wire_ptr, work, scale, COPY_BLOCK: tl.constexpr):
+def copy_to_wire(grad_ptr, wire_ptr, work, scale):
     """Write scale · gradient to the wire, and zeros behind it.
 
     work: the program's row, see PowerSGDWork._copies.
