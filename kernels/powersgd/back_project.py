@@ -22,7 +22,7 @@ from .tile import (
     tile_at,
     tiles_of,
 )
-from .wire import add_up, is_last_of_block
+from .wire import add_up, is_adding, launches_that_add_up
 
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
@@ -125,13 +125,15 @@ def _back_project_kernel(
     SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
     PRECISION: tl.constexpr,
+    STORES: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     """Compute SHRINK · scale · Q = SHRINK · scale · Mᵀ P.
 
     source_ptr: `memory` with FEEDBACK, without it the bucket.
     p_ptr: the panels of P, orthonormal.
     partial_ptr: [programs, RANK, BLOCK_COLS], partial sums of Q over some rows of M.
-    arrived_ptr, wire_ptr, scale, PRECISION: see _project_kernel.
+    arrived_ptr, wire_ptr, scale, PRECISION, STORES, ADDS: see _project_kernel.
     BLOCK_ROWS: PowerSGDWork's block_rows, divided by SPLIT.
     Grid: one program per row of work_ptr (PowerSGDWork._walk).
     Moves 4 B per matrix element in fp32, and 8 · RANK · BLOCK_COLS B of partial sums per program. P comes
@@ -145,7 +147,7 @@ def _back_project_kernel(
         source_ptr, matrix_ptr, last.to(tl.int64) * (SPLIT * BLOCK_ROWS)
     )
     for ALIGNED in tl.static_range(2):
-        if is_aligned == ALIGNED:
+        if STORES and is_aligned == ALIGNED:
             if RANK <= MAX_FMA_RANK:
                 back_project_fma(
                     source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
@@ -156,18 +158,18 @@ def _back_project_kernel(
                     source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
                     RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
                 )  # fmt: skip
-    if is_last_of_block(arrived_ptr, work):
+    if ADDS and is_adding(arrived_ptr, work, STORES):
         add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, COLS, Q_WIRE, RANK, BLOCK_COLS)
 
 
-def back_project(bucket: PowerSGDBucket) -> Launch:
-    """Return the launch of _back_project_kernel: it fills q_wire. Slots: scale; without feedback, buffer.
+def back_project(bucket: PowerSGDBucket) -> list[Launch]:
+    """Return the launches that fill q_wire: one, on ROCm two. Slots: scale; without feedback, buffer.
 
     This is step 5 of PowerSGD (Vogels et al. 2019, algorithm 1).
     """
     work, feedback = bucket.work, bucket.error_feedback
     rows = min(work.block_rows, DOT_ROWS) if work.rank > MAX_FMA_RANK.value else work.block_rows
-    return Launch(
+    return launches_that_add_up(
         _back_project_kernel,
         len(work.back_project_work),
         bucket.memory if feedback else Slot.buffer(bucket.dtype),

@@ -1,4 +1,7 @@
-"""PowerSGD's plan of one bucket on the kernels: tables, error and wires; five launches per step."""
+"""PowerSGD's plan of one bucket on the kernels: tables, error and wires; five launches per step.
+
+On ROCm there are seven: project and back_project take one more; see wire.py.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,9 +27,9 @@ class PowerSGDStages:
 
     def __init__(self, bucket: PowerSGDBucket):
         bases = orthonormalize(bucket)
-        self.project = Stage([project(bucket)])
+        self.project = Stage(project(bucket))
         self.orthonormalize = Stage(bases)
-        self.back_project = Stage([*bases, back_project(bucket)])
+        self.back_project = Stage([*bases, *back_project(bucket)])
         self.reconstruct = Stage([reconstruct(bucket)])
 
     def compile(self) -> None:

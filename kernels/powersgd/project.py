@@ -31,7 +31,7 @@ from .tile import (
     tile_at,
     tiles_of,
 )
-from .wire import add_up, copy_to_wire, is_last_of_block
+from .wire import add_up, copy_to_wire, is_adding, launches_that_add_up
 
 # The largest norm of a row or a column of a float16 error: its sum with the next gradients fits float16.
 LIMIT_FLOAT16 = tl.constexpr(0.75 * 65504)
@@ -252,6 +252,8 @@ def _project_kernel(
     RELOADED: tl.constexpr,
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    STORES: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and SHRINK · scale · P = SHRINK · scale · M Q̂.
 
@@ -262,13 +264,14 @@ def _project_kernel(
     p_ptr, q_ptr: the panels of P_prev and of SHRINK · Q_prev.
     norms_ptr: the squared lengths of Q_prev's columns, see PowerSGDBucket.
     partial_ptr: [programs, RANK, BLOCK_ROWS], partial sums of P over some columns of M.
-    arrived_ptr: see is_last_of_block.
+    arrived_ptr: see is_adding.
     wire_ptr: see add_up.
     scale: 1 / world size. It makes the all-reduced sum the average, and never overflows 16 bits needlessly.
     BLOCK_COLS: PowerSGDWork's block_cols, divided by SPLIT.
     RELOADED: load the matrix's row of the table again for each tile, see launch_options.
     UNIT: scale columns of Q to length 1, rather than by a power of two. Needed where P's length matters.
     PRECISION: see dot_precision.
+    STORES, ADDS: see launches_that_add_up.
     Grid: one program per row of work_ptr: tiles (PowerSGDWork._walk), or a copy (_copies).
     Moves 12 B per matrix element in fp32 (4 B without FEEDBACK), and 8 · RANK · BLOCK_ROWS B of partial sums
     per program. P and Q come from the cache, and so do most partial sums when they are added up.
@@ -276,7 +279,8 @@ def _project_kernel(
     program = tl.program_id(0).to(tl.int64)
     work = work_ptr + program * WORK_FIELDS
     if tl.load(work) == COPY:
-        copy_to_wire(grad_ptr, wire_ptr, work, scale)
+        if STORES:
+            copy_to_wire(grad_ptr, wire_ptr, work, scale)
     else:
         matrix_ptr, row_block, first, last = tiles_of(work, matrices_ptr)
         partial = partial_ptr + program * (RANK * BLOCK_ROWS)
@@ -292,7 +296,7 @@ def _project_kernel(
                 factor = factor + (tl.sum(length, axis=0).to(p_ptr.dtype.element_ty),)
         is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS)
         for ALIGNED in tl.static_range(2):
-            if is_aligned == ALIGNED:
+            if STORES and is_aligned == ALIGNED:
                 if RANK <= MAX_FMA_RANK:
                     project_fma(
                         grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr,
@@ -305,7 +309,7 @@ def _project_kernel(
                         row_block, first * SPLIT, last * SPLIT,
                         RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
                     )  # fmt: skip
-        if is_last_of_block(arrived_ptr, work):
+        if ADDS and is_adding(arrived_ptr, work, STORES):
             add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, ROWS, P_WIRE, RANK, BLOCK_ROWS)
 
 
@@ -340,8 +344,8 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def project(bucket: PowerSGDBucket) -> Launch:
-    """Return the launch of _project_kernel: it fills p_wire. Slots: buffer, scale.
+def project(bucket: PowerSGDBucket) -> list[Launch]:
+    """Return the launches that fill p_wire: one, on ROCm two. Slots: buffer, scale.
 
     These are steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1).
     """
@@ -349,7 +353,7 @@ def project(bucket: PowerSGDBucket) -> Launch:
     # FMAs at rank 8 in fp32 take all registers for a tile of 64 columns.
     is_narrow = work.rank > MAX_FMA_RANK.value or (work.rank == 8 and dtype == torch.float32)
     cols = min(work.block_cols, NARROW_COLS) if is_narrow else work.block_cols
-    return Launch(
+    return launches_that_add_up(
         _project_kernel,
         len(work.project_work),
         Slot.buffer(dtype),

@@ -2,31 +2,56 @@
 
 The programs that compute a block of P or Q store partial sums. The last one of them to finish adds these up,
 in the order of their indices. So which one is last changes no bits, and no launch waits for another one.
+On ROCm a second launch adds them up, to the same bits.
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
+from ..device import is_rocm
+from ..launch import Launch
 from ..tile import copy_tile, round_to
 from .tile import COPY_BLOCK, SHRINK, factor_on_wire
 
 
+def launches_that_add_up(*arguments: Any, **constants: Any) -> list[Launch]:
+    """Return the launches of a kernel with the constants STORES and ADDS: one, on ROCm two.
+
+    STORES, ADDS: whether the launch stores partial sums, and whether it adds them up.
+    arguments, constants: see Launch.
+
+    On ROCm a program can't tell that it is a block's last one. The atomic addition is miscompiled there
+    (gfx942, Triton 3.6 and 3.7): it waits neither for the write-back of its cache nor for the stores of the
+    program's other waves, so partial sums might be read too early.
+    """
+    parts = [(True, False), (False, True)] if is_rocm() else [(True, True)]
+    return [Launch(*arguments, STORES=stores, ADDS=adds, **constants) for stores, adds in parts]
+
+
 @triton.jit
-def is_last_of_block(arrived_ptr, work):
-    """Return whether every other program of this program's block has stored its partial sum and called this.
+def is_adding(arrived_ptr, work, STORES: tl.constexpr):
+    """Return whether this program adds up its block's partial sums.
+
+    If STORES, it is the last one of the block to have stored its partial sum and called this; otherwise the
+    first one.
 
     arrived_ptr: [programs], int32. A block's programs count themselves at the place of the first one. The
         count is zero before a launch, and after it.
     work: the program's row, see PowerSGDWork._walk.
     """
-    # One thread counts. The barrier puts the other threads' stores before its release; atomic_add has a
-    # barrier that puts their loads after its acquire.
-    tl.debug_barrier()
-    count_ptr = arrived_ptr + tl.load(work + 5)
-    is_last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == tl.load(work + 6) - 1
-    if is_last:
-        tl.store(count_ptr, 0)
-    return is_last
+    if STORES:
+        # One thread counts. The barrier puts the other threads' stores before its release; atomic_add has a
+        # barrier that puts their loads after its acquire.
+        tl.debug_barrier()
+        count_ptr = arrived_ptr + tl.load(work + 5)
+        adds = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == tl.load(work + 6) - 1
+        if adds:
+            tl.store(count_ptr, 0)
+    else:
+        adds = tl.load(work + 5) == tl.program_id(0)
+    return adds
 
 
 @triton.jit

@@ -280,6 +280,8 @@ def facts_on_amd(variant: Variant, compiled: Any, architecture: str) -> dict[str
         "kernel": variant.kernel.__name__,
         "itemsize": next(pointers_of(variant)).dtype.itemsize,
         "rank": variant.arguments.get("RANK", 0),
+        # Whether the launch does more than add up partial sums.
+        "stores": variant.arguments.get("STORES", True),
         "shared_bytes": shared,
         "programs": min(resident // num_warps, SHARED_KIB_OF_AMD[architecture] * 1024 // max(shared, 1)),
         "num_threads": found["max_flat_workgroup_size"],
@@ -288,6 +290,7 @@ def facts_on_amd(variant: Variant, compiled: Any, architecture: str) -> dict[str
         "spilled_bytes": max(found["private_segment_fixed_size"], 4 * found["vgpr_spill_count"]),
         "spilled_scalars": found["sgpr_spill_count"],
         "products": Counter(re.findall(r"\bv_mfma_\w+", assembly)),
+        "atomics": Counter(re.findall(r"\b(?:global|flat|buffer)_atomic_\w+", assembly)),
     }
 
 

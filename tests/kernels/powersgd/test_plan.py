@@ -233,7 +233,8 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     # P and Q are zero, so M = gradient + memory. Q's lengths are zero, so M is projected on the random Q,
     # which holds ones here.
     bucket.q[work.q_panel_numel // 2 :][:m] = 1.0
-    project(bucket)(buffer=grad, scale=1.0)
+    for launch in project(bucket):
+        launch(buffer=grad, scale=1.0)
     rows, cols = n - first_row, m - first_col
     shrink = SHRINK.value
     assert bucket.partial[:rows].tolist() == [3.0 * cols * shrink] * rows
@@ -241,7 +242,8 @@ def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     assert (memory[: n * m].view(n, m)[first_row:, first_col:] == 3).all()
 
     bucket.p[:n] = 1.0
-    back_project(bucket)(scale=1.0)
+    for launch in back_project(bucket):
+        launch(scale=1.0)
     # project has set M to 3 in the last rows. The rows before them still hold 2.
     total = 3.0 * rows + 2.0 * (first_row - back_row)
     assert bucket.partial[: m - back_col].tolist() == [total * shrink] * (m - back_col)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from gradcomp.kernels.powersgd import wire
 from gradcomp.kernels.powersgd import work as powersgd_work
 from gradcomp.layout import PowerSGDLayout
 from tests.kernels.powersgd.ranks import (
@@ -231,6 +232,25 @@ def test_the_order_of_programs_changes_no_bits(rank, device, monkeypatch):
             builder, "set_grid_idx", lambda x, y, z: set_grid_idx(builder.grid_dim[0] - 1 - x, y, z)
         )
     take_step()
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("dtype", "rank"), [(FP32, 4), (FP16, 4), (FP32, 40)], ids=str)
+def test_two_launches_compute_the_same_bits(dtype, rank, device, monkeypatch):
+    """On ROCm a second launch adds up partial sums."""
+    results = []
+
+    def take_step():
+        (plan,) = plans_of(MIXED, rank, dtype, device)
+        (grad,) = random_grads(plan.layout, dtype, device, 0)
+        step([plan], [grad])
+        results.append((plan.p_wire, plan.q_wire, grad))
+        return len(plan._stages.project._launches), len(plan._stages.back_project._launches)
+
+    project, back_project = take_step()
+    monkeypatch.setattr(wire, "is_rocm", lambda: True)
+    assert take_step() == (project + 1, back_project + 1)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
