@@ -27,8 +27,6 @@ from .wire import add_up, is_adding, launches_that_add_up
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.
 PROGRAMS = {1: 4, 2: 4, 4: 4, 8: 3}
-# A dot product over more rows at once takes more registers than there are for a program.
-DOT_ROWS = 32
 
 
 @triton.jit
@@ -65,7 +63,7 @@ def back_project_fma(
     for _ in tl.static_range(RANK):
         # Sums over a thread's rows stay within the thread. Sums over threads wait for the end.
         acc = acc + (tl.zeros((ROWS_AT_ONCE, BLOCK_COLS), COMPUTE),)
-    for row_block in range(first, last):
+    for row_block in tl.range(first, last, loop_unroll_factor=2):
         ptrs, mask = tile_at(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
         matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
         new = ()
@@ -122,7 +120,6 @@ def _back_project_kernel(
     RANK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
     PRECISION: tl.constexpr,
     STORES: tl.constexpr,
@@ -134,7 +131,6 @@ def _back_project_kernel(
     p_ptr: the panels of P, orthonormal.
     partial_ptr: [programs, RANK, BLOCK_COLS], partial sums of Q over some rows of M.
     arrived_ptr, wire_ptr, scale, PRECISION, STORES, ADDS: see _project_kernel.
-    BLOCK_ROWS: PowerSGDWork's block_rows, divided by SPLIT.
     Grid: one program per row of work_ptr (PowerSGDWork._walk).
     Moves 4 B per matrix element in fp32, and 8 · RANK · BLOCK_COLS B of partial sums per program. P comes
     from the cache, and so do most partial sums when they are added up.
@@ -143,19 +139,17 @@ def _back_project_kernel(
     work = work_ptr + program * WORK_FIELDS
     matrix_ptr, col_block, first, last = tiles_of(work, matrices_ptr)
     partial = partial_ptr + program * (RANK * BLOCK_COLS)
-    is_aligned = FEEDBACK or is_16_byte_aligned(
-        source_ptr, matrix_ptr, last.to(tl.int64) * (SPLIT * BLOCK_ROWS)
-    )
+    is_aligned = FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr, last.to(tl.int64) * BLOCK_ROWS)
     for ALIGNED in tl.static_range(2):
         if STORES and is_aligned == ALIGNED:
             if RANK <= MAX_FMA_RANK:
                 back_project_fma(
-                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
+                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
                     RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
                 )  # fmt: skip
             else:
                 back_project_dot(
-                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first * SPLIT, last * SPLIT,
+                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
                     RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
                 )  # fmt: skip
     if ADDS and is_adding(arrived_ptr, work, STORES):
@@ -168,7 +162,7 @@ def back_project(bucket: PowerSGDBucket) -> list[Launch]:
     This is step 5 of PowerSGD (Vogels et al. 2019, algorithm 1).
     """
     work, feedback = bucket.work, bucket.error_feedback
-    rows = min(work.block_rows, DOT_ROWS) if work.rank > MAX_FMA_RANK.value else work.block_rows
+    block_cols, block_rows = work.tiles["back_project"]
     return launches_that_add_up(
         _back_project_kernel,
         len(work.back_project_work),
@@ -181,9 +175,8 @@ def back_project(bucket: PowerSGDBucket) -> list[Launch]:
         bucket.tables["back_project"],
         SCALE,
         RANK=work.rank,
-        BLOCK_ROWS=rows,
-        BLOCK_COLS=work.block_cols,
-        SPLIT=work.block_rows // rows,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols,
         FEEDBACK=feedback,
         PRECISION=dot_precision(bucket.p.dtype),
         num_warps=NUM_WARPS,

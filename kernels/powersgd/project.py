@@ -107,10 +107,6 @@ def add_error(
     return matrix
 
 
-# A dot product over more columns at once takes more registers than there are.
-NARROW_COLS = 32
-
-
 @triton.jit
 def project_fma(
     grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr, row_block, first, last,
@@ -247,7 +243,6 @@ def _project_kernel(
     RANK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    SPLIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
     RELOADED: tl.constexpr,
     UNIT: tl.constexpr,
@@ -267,7 +262,6 @@ def _project_kernel(
     arrived_ptr: see is_adding.
     wire_ptr: see add_up.
     scale: 1 / world size. It makes the all-reduced sum the average, and never overflows 16 bits needlessly.
-    BLOCK_COLS: PowerSGDWork's block_cols, divided by SPLIT.
     RELOADED: load the matrix's row of the table again for each tile, see launch_options.
     UNIT: scale columns of Q to length 1, rather than by a power of two. Needed where P's length matters.
     PRECISION: see dot_precision.
@@ -300,13 +294,13 @@ def _project_kernel(
                 if RANK <= MAX_FMA_RANK:
                     project_fma(
                         grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr,
-                        row_block, first * SPLIT, last * SPLIT,
+                        row_block, first, last,
                         RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
                     )  # fmt: skip
                 else:
                     project_dot(
                         grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr,
-                        row_block, first * SPLIT, last * SPLIT,
+                        row_block, first, last,
                         RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
                     )  # fmt: skip
         if ADDS and is_adding(arrived_ptr, work, STORES):
@@ -350,9 +344,7 @@ def project(bucket: PowerSGDBucket) -> list[Launch]:
     These are steps 1 and 2 of PowerSGD (Vogels et al. 2019, algorithm 1).
     """
     work, dtype = bucket.work, bucket.dtype
-    # FMAs at rank 8 in fp32 take all registers for a tile of 64 columns.
-    is_narrow = work.rank > MAX_FMA_RANK.value or (work.rank == 8 and dtype == torch.float32)
-    cols = min(work.block_cols, NARROW_COLS) if is_narrow else work.block_cols
+    block_rows, block_cols = work.tiles["project"]
     return launches_that_add_up(
         _project_kernel,
         len(work.project_work),
@@ -368,9 +360,8 @@ def project(bucket: PowerSGDBucket) -> list[Launch]:
         bucket.tables["project"],
         SCALE,
         RANK=work.rank,
-        BLOCK_ROWS=work.block_rows,
-        BLOCK_COLS=cols,
-        SPLIT=work.block_cols // cols,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols,
         FEEDBACK=bucket.error_feedback,
         UNIT=bucket.has_epsilon,
         PRECISION=dot_precision(bucket.p.dtype),

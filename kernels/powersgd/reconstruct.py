@@ -69,49 +69,45 @@ def next_q(
 
 @triton.jit
 def reconstruct_tiles(
-    grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, row_block, first, last,
+    grad_ptr, q_wire_ptr, p_ptr, matrix_ptr, col_block, first, last,
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradient = P Qᵀ for column blocks first .. last of one block of rows."""
+    """Compute gradient = P Qᵀ for row blocks first .. last of one block of columns."""
     COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
     RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     GROW: tl.constexpr = 1.0 if q_wire_ptr.dtype.element_ty == tl.float16 else 1.0 / SHRINK
     # m with padding: beyond Q's last row the wire holds zeros.
     q_panel, m, _, r = factor_on_wire(q_wire_ptr, matrix_ptr, COLS, Q_WIRE)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    p_panel += row_block * BLOCK_ROWS
     bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
-    # FMAs take few rows at a time, so that only the columns of Q stay in registers.
-    SLICE: tl.constexpr = 16 if RANK <= MAX_FMA_RANK else BLOCK_ROWS
-    offs_row = tl.arange(0, SLICE)
-    for col_block in range(first, last):
-        offs_col = col_block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    offs_row = tl.arange(0, BLOCK_ROWS)
+    offs_col = col_block.to(tl.int32) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    if RANK <= MAX_FMA_RANK:
+        q = ()
+        for j in tl.static_range(RANK):
+            exists = offs_col < tl.where(r > j, m, 0)
+            q = q + (tl.load(q_panel + j * m + offs_col, mask=exists, other=0.0).to(COMPUTE),)
+    for row_block in range(first, last):
+        p_rows = p_panel + row_block * BLOCK_ROWS
+        tile = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
         if RANK <= MAX_FMA_RANK:
-            q = ()
             for j in tl.static_range(RANK):
-                mask = offs_col < tl.where(r > j, m, 0)
-                q = q + (tl.load(q_panel + j * m + offs_col, mask=mask, other=0.0).to(COMPUTE),)
-        for i in tl.static_range(BLOCK_ROWS // SLICE):
-            tile = tl.zeros((SLICE, BLOCK_COLS), COMPUTE)
-            if RANK <= MAX_FMA_RANK:
-                for j in tl.static_range(RANK):
-                    p = tl.load(p_panel + j * p_stride + i * SLICE + offs_row) * GROW
-                    tile += p[:, None] * q[j][None, :]
-            else:
-                for rank_start in range(0, RANK, RANK_BLOCK):
-                    offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
-                    p = tl.load(p_panel + offs_rank[None, :] * p_stride + offs_row[:, None])
-                    mask = (offs_rank < r)[:, None] & (offs_col < m)[None, :]
-                    offs_q = offs_rank[:, None] * m + offs_col[None, :]
-                    columns = tl.load(q_panel + offs_q, mask=mask, other=0.0).to(COMPUTE)
-                    tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
-                tile *= GROW
-                # Loaded here: known before the loop, offsets would take registers throughout.
-                bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
-            row_slice = row_block * (BLOCK_ROWS // SLICE) + i
-            ptrs, mask = tile_at(bucket, row_slice, col_block, SLICE, BLOCK_COLS, ALIGNED)
-            tl.store(ptrs, round_to(tile, grad_ptr.dtype.element_ty), mask=mask)
+                p = tl.load(p_rows + j * p_stride + offs_row) * GROW
+                tile += p[:, None] * q[j][None, :]
+        else:
+            for rank_start in range(0, RANK, RANK_BLOCK):
+                offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
+                p = tl.load(p_rows + offs_rank[None, :] * p_stride + offs_row[:, None])
+                mask = (offs_rank < r)[:, None] & (offs_col < m)[None, :]
+                offs_q = offs_rank[:, None] * m + offs_col[None, :]
+                columns = tl.load(q_panel + offs_q, mask=mask, other=0.0).to(COMPUTE)
+                tile = tl.dot(p, columns, tile, input_precision=PRECISION, out_dtype=COMPUTE)
+            tile *= GROW
+            # Loaded here: known before the loop, offsets would take registers throughout.
+            bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
+        ptrs, mask = tile_at(bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
+        tl.store(ptrs, round_to(tile, grad_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -128,6 +124,7 @@ def _reconstruct_kernel(
     RANK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    NEXT_BLOCK: tl.constexpr,
     NEXT_ROWS: tl.constexpr,
     NEXT_COLS: tl.constexpr,
     WARM_START: tl.constexpr,
@@ -140,7 +137,8 @@ def _reconstruct_kernel(
     q_wire_ptr: the averaged Q, column after column.
     p_ptr: orthonormal panels.
     q_ptr, norms_ptr: written, see PowerSGDBucket. Without WARM_START there is a new random Q.
-    work_ptr: PowerSGDWork's reconstruct_work: rows of _next_q_work, _walk and _copies.
+    work_ptr: PowerSGDWork's reconstruct_work: rows of _next_q_work, _copies and _walk.
+    NEXT_BLOCK: rows of a block of Q's panel.
     PRECISION: see dot_precision.
     Grid: one program per row of work_ptr.
     Writes 4 B per matrix element in fp32, plus the factors.
@@ -155,12 +153,12 @@ def _reconstruct_kernel(
         if work_type == NEXT_Q:
             next_q(
                 q_wire_ptr, q_ptr, norms_ptr, matrix_ptr, block, first, last,
-                RANK, NEXT_COLS, NEXT_ROWS, BLOCK_COLS, WARM_START,
+                RANK, NEXT_COLS, NEXT_ROWS, NEXT_BLOCK, WARM_START,
             )  # fmt: skip
             if not WARM_START:
-                randomize(q_ptr, matrix_ptr, first, last, seed, RANK, BLOCK_COLS)
+                randomize(q_ptr, matrix_ptr, first, last, seed, RANK, NEXT_BLOCK)
         else:
-            is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (block + 1) * BLOCK_ROWS)
+            is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, last.to(tl.int64) * BLOCK_ROWS)
             for ALIGNED in tl.static_range(2):
                 if is_aligned == ALIGNED:
                     reconstruct_tiles(
@@ -175,7 +173,8 @@ def reconstruct(bucket: PowerSGDBucket) -> Launch:
     This is step 7 of PowerSGD (Vogels et al. 2019, algorithm 1).
     """
     work = bucket.work
-    rows, cols = factor_tile(work.rank, work.block_cols, bucket.q.itemsize)
+    next_rows, next_cols = factor_tile(work.rank, work.block_cols, bucket.q.itemsize)
+    block_cols, block_rows = work.tiles["reconstruct"]
     return Launch(
         _reconstruct_kernel,
         len(work.reconstruct_work),
@@ -189,10 +188,11 @@ def reconstruct(bucket: PowerSGDBucket) -> Launch:
         bucket.tables["reconstruct"],
         SEED,
         RANK=work.rank,
-        BLOCK_ROWS=work.block_rows,
-        BLOCK_COLS=work.block_cols,
-        NEXT_ROWS=rows,
-        NEXT_COLS=cols,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols,
+        NEXT_BLOCK=work.block_cols,
+        NEXT_ROWS=next_rows,
+        NEXT_COLS=next_cols,
         WARM_START=bucket.warm_start,
         PRECISION=dot_precision(bucket.p.dtype),
         num_warps=NUM_WARPS,

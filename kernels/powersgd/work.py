@@ -17,7 +17,8 @@ with zeros to 16 B, so every access can be 128 bits wide:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ TILES, COPY, NEXT_Q = 0, 1, 2  # what a program does: the first field of a row o
 MAX_NORMS = 32  # most programs that compute the norms of one Q's columns
 COPY_BLOCK = 2048  # most elements of an uncompressed tensor that a program copies
 FACTOR_TILE = 1024  # elements of a factor at once: 128 bits of a 16-bit wire for each of 128 threads
-# Enough for several programs per multiprocessor. More programs would only make more partial sums.
-NUM_PROGRAMS = 1024
-MAX_TILES = 16  # most tiles per program
+# At first, a program gets one of this many parts of all tiles: as many parts as a GPU holds at once. More
+# programs would only make more partial sums.
+NUM_PROGRAMS = {"project": 432, "back_project": 512, "reconstruct": 672}
+MAX_TILES = 32  # most tiles per program
 # Most programs that orthonormalize one P. Each of these programs adds up the partial Gram matrices of all.
 MAX_CHUNKS = 32
 CHUNK_NUMEL = 4096  # least elements of a long P per program
@@ -58,6 +60,24 @@ def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
     if rank > 8:
         return 64, 64  # the smallest tile for Hopper's matrix instructions
     return 32, 64  # 16 elements for each of 128 threads, or 8 for each of 256
+
+
+def tile_shapes(itemsize: int, rank: int) -> dict[str, tuple[int, int]]:
+    """Return (block, length) of a tile by kernel: project's tiles lie in a block of rows, others' of columns.
+
+    rank: padded.
+
+    Programs take whole tiles, so tiles are as small as wide accesses and matrix products allow.
+    """
+    rows, cols = block_shape(itemsize, rank)
+    is_dot = rank > 8
+    # In FMAs at rank 8 in fp32, a tile of 64 columns takes all registers; in products, of 64 rows or columns.
+    is_narrow = is_dot or (rank == 8 and itemsize == 4)
+    return {
+        "project": (rows, min(cols, 32) if is_narrow else cols),
+        "back_project": (cols, 32 if is_dot else 16),
+        "reconstruct": (min(cols, 32), rows) if is_dot else (cols, 16),
+    }
 
 
 def wire_stride(length: int, itemsize: int) -> int:
@@ -93,7 +113,7 @@ class PowerSGDWork:
     matrix_table: one row of MATRIX_FIELDS per matrix.
     project_work, back_project_work, orthonormalize_work, reconstruct_work: one row of WORK_FIELDS per
         program; see `_walk` and the methods below it. Unused fields are 0.
-    num_walks: the most programs of one launch that compute partial sums.
+    num_walks: the most programs of project or back_project.
     p_wire_numel and other sizes: in elements.
     """
 
@@ -118,16 +138,15 @@ class PowerSGDWork:
             _validate(matrix, self.rank)
         self._place()
 
-        num_tiles = sum(self.num_row_blocks(matrix) * self.num_col_blocks(matrix) for matrix in self.matrices)
-        self._tiles_per_program = min(max(-(-num_tiles // NUM_PROGRAMS), 1), MAX_TILES)
-        walk = self._walk(self.num_row_blocks, self.num_col_blocks)
-        self.project_work = [*walk, *self._copies()]
-        self.back_project_work = self._walk(self.num_col_blocks, self.num_row_blocks)
+        self.tiles = tile_shapes(itemsize, self.rank)
+        copies = list(self._copies())
+        self.project_work = self._walk("project", copies)
+        self.back_project_work = self._walk("back_project", [])
         self.orthonormalize_work = list(self._orthonormalize_work())
-        self.reconstruct_work = [*self._next_q_work(), *self.project_work]
-        self.num_walks = max(len(walk), len(self.back_project_work))
+        self.reconstruct_work = self._walk("reconstruct", [*self._next_q_work(), *copies])
+        self.num_walks = max(len(self.project_work), len(self.back_project_work))
         self.partial_numel = self.rank * max(
-            len(walk) * self.block_rows, len(self.back_project_work) * self.block_cols
+            len(self.project_work) * self.block_rows, len(self.back_project_work) * self.block_cols
         )
         self.grams_numel = len(self.orthonormalize_work) * self.rank**2
 
@@ -191,23 +210,30 @@ class PowerSGDWork:
         rows, _ = factor_tile(self.rank, self.block_cols, max(self._itemsize, 4))
         return _ranges(blocks, max(4, rows // self.block_cols, -(-blocks // MAX_NORMS)))
 
-    def _walk(
-        self, num_blocks: Callable[[Matrix], int], num_others: Callable[[Matrix], int]
-    ) -> list[tuple[int, ...]]:
-        """Return the rows of programs that walk through all matrices, in the order of their partial sums.
+    def _walk(self, kernel: str, others: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Return a kernel's rows: the others, then programs that walk through all matrices, block by block.
 
-        num_blocks, num_others: return a matrix's number of blocks in the dimension of the partial sums, and
-            in the other one.
+        (TILES, matrix, block, first tile in the block, one past the last, the block's first program, number
+        of its programs)
 
-        (TILES, matrix, block, first block in the other dimension, one past the last, the block's first
-        program, number of its programs)
+        Programs start in this order, each where an earlier one has ended. Those for the last 60 % of the
+        tiles get smaller and smaller, so the last ones end at about the same time, however many programs a
+        GPU holds at once.
         """
-        rows: list[tuple[int, ...]] = []
-        for index, matrix in enumerate(self.matrices):
-            spans = _ranges(num_others(matrix), self._tiles_per_program)
-            for block in range(num_blocks(matrix)):
-                first = len(rows)
-                rows += [(TILES, index, block, *span, first, len(spans)) for span in spans]
+        rows = list(others)
+        block_size, length = self.tiles[kernel]
+        sizes = [(matrix.rows, matrix.cols) for matrix in self.matrices]
+        if kernel != "project":
+            sizes = [(cols, rows) for rows, cols in sizes]
+        counts = [(-(-across // block_size), -(-along // length)) for across, along in sizes]
+        total = left = sum(num_blocks * num_tiles for num_blocks, num_tiles in counts)
+        for index, (num_blocks, num_tiles) in enumerate(counts):
+            for block in range(num_blocks):
+                most = min(-(-min(3 * total, 5 * left) // (3 * NUM_PROGRAMS[kernel])), MAX_TILES)
+                first, count = len(rows), -(-num_tiles // most)
+                stops = [num_tiles * i // count for i in range(count + 1)]
+                rows += [(TILES, index, block, *span, first, count) for span in pairwise(stops)]
+                left -= num_tiles
         return rows
 
     def _orthonormalize_work(self) -> Iterator[tuple[int, ...]]:

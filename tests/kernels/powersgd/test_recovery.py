@@ -24,7 +24,7 @@ FP32, FP16 = torch.float32, torch.float16
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Let every program walk through several tiles, as in a large bucket."""
-    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 4)
+    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", dict.fromkeys(powersgd_work.NUM_PROGRAMS, 4))
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16])

@@ -1,12 +1,27 @@
 """Test PowerSGD's tables without kernels: the properties that the kernels rely on."""
 
+import functools
+import math
 from collections import Counter
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gradcomp.kernels.powersgd import back_project, project, reconstruct
 from gradcomp.kernels.powersgd import work as powersgd_work
-from gradcomp.kernels.powersgd.work import COPY, MAX_NORMS, TILES, PowerSGDWork, padded_rank, wire_stride
+from gradcomp.kernels.powersgd.work import (
+    COPY,
+    MAX_NORMS,
+    NEXT_Q,
+    TILES,
+    PowerSGDWork,
+    padded_rank,
+    wire_stride,
+)
 from gradcomp.layout import Matrix, PowerSGDLayout
+from tests.kernels.waves import MAX_WASTE, mean_wastes
 
 SHAPES = [(1, 300), (300, 1), (31, 33), (32, 64), (33, 65), (10, 5000), (5000, 10), (257, 129)]
 OTHERS = [(7, 3), (400000, 5000)]
@@ -15,7 +30,7 @@ OTHERS = [(7, 3), (400000, 5000)]
 @pytest.fixture
 def few_programs(monkeypatch):
     """Let every program walk through several tiles."""
-    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", 3)
+    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", dict.fromkeys(powersgd_work.NUM_PROGRAMS, 3))
 
 
 def work_of(rank: int, itemsize: int = 4) -> PowerSGDWork:
@@ -35,29 +50,67 @@ def test_what_is_worth_compressing(rate, compressed):
     assert len(layout.matrices) + len(layout.uncompressed) == len(shapes)
 
 
+def check_every_tile_is_worked_on_once(work: PowerSGDWork):
+    for kernel, (block, length) in work.tiles.items():
+        sizes = [(each.rows, each.cols) for each in work.matrices]
+        if kernel != "project":
+            sizes = [(cols, rows) for rows, cols in sizes]
+        tiles = {
+            (i, across, along)
+            for i, (size, other_size) in enumerate(sizes)
+            for across in range(-(-size // block))
+            for along in range(-(-other_size // length))
+        }
+        walked = [
+            (i, across, along)
+            for kind, i, across, first, last, *_ in getattr(work, f"{kernel}_work")
+            if kind == TILES
+            for along in range(first, last)
+        ]
+        assert Counter(walked) == dict.fromkeys(tiles, 1)
+
+
 @pytest.mark.parametrize("rank", [1, 3, 8, 16, 32, 100])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("num_programs", [3, powersgd_work.NUM_PROGRAMS])
+@pytest.mark.parametrize("num_programs", [3, 500])
 def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch):
-    monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", num_programs)
-    work = work_of(rank, itemsize)
-    tiles = {
-        (i, row, col)
-        for i, matrix in enumerate(work.matrices)
-        for row in range(work.num_row_blocks(matrix))
-        for col in range(work.num_col_blocks(matrix))
-    }
-    projected, back, written = (
-        [
-            (i, block, other)
-            for kind, i, block, first, last, *_ in rows
-            if kind == TILES
-            for other in range(first, last)
-        ]
-        for rows in (work.project_work, work.back_project_work, work.reconstruct_work)
+    monkeypatch.setattr(
+        powersgd_work, "NUM_PROGRAMS", dict.fromkeys(powersgd_work.NUM_PROGRAMS, num_programs)
     )
-    for walked in (projected, [(i, row, col) for i, col, row in back], written):
-        assert Counter(walked) == dict.fromkeys(tiles, 1)
+    check_every_tile_is_worked_on_once(work_of(rank, itemsize))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=3),
+    st.sampled_from([1, 8, 32]),
+)
+def test_every_tile_of_any_matrices_is_worked_on_once(shapes, rank):
+    matrices = [Matrix(0, rows, cols, rows * cols) for rows, cols in shapes]
+    check_every_tile_is_worked_on_once(PowerSGDWork(matrices, [], rank=rank, itemsize=4))
+
+
+def resident_programs(kernel: str, rank: int) -> int:
+    """Return how many programs of a kernel in fp32 fit a multiprocessor."""
+    if kernel == "project":
+        options = project.launch_options(rank, torch.float32)
+        return 65536 // (options["maxnreg"] * 32 * options["num_warps"])
+    module = back_project if kernel == "back_project" else reconstruct
+    return module.PROGRAMS.get(rank, 2)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("kernel", ["project", "back_project", "reconstruct"])
+def test_programs_end_together(kernel, rank):
+    @functools.cache
+    def numels_of(bucket, _):
+        work = PowerSGDWork.of(PowerSGDLayout(bucket, rank, 2.0), 4)
+        sizes = {TILES: math.prod(work.tiles[kernel]), NEXT_Q: work.block_cols * work.rank}
+        rows = getattr(work, f"{kernel}_work")
+        return [row[3] if row[0] == COPY else (row[4] - row[3]) * sizes[row[0]] for row in rows]
+
+    wastes = mean_wastes(numels_of, resident_programs(kernel, rank))
+    assert max(wastes.values()) <= MAX_WASTE, wastes
 
 
 def elements_of(work: PowerSGDWork, factor: str, itemsize: int) -> Counter:
@@ -147,7 +200,7 @@ def test_nothing_compressed():
     assert [row[0] for row in work.project_work] == [COPY]
     assert work.back_project_work == []
     assert work.p_wire_numel == 12, "padded to 16 bytes"
-    assert work.q_wire_numel == work.memory_numel == work.partial_numel == 0
+    assert work.q_wire_numel == work.memory_numel == 0
 
 
 def test_impossible_arguments():
