@@ -81,6 +81,12 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has. For any other device, which stands for a GPU: an H100's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def processor(device: torch.device) -> dict[str, str]:
     """Return the properties of a device that decide the last bits of sums, by name.
 

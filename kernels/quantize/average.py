@@ -24,11 +24,7 @@ from .tile import (
     store_scales,
     tile_of,
 )
-
-# Warps that a multiprocessor's registers must hold at once. The few: where tiles are masked (blocks aren't a
-# power of two), or where a row's sums pass through all warps (blocks beyond WIDEST_BLOCK).
-RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8
-WIDEST_BLOCK = 1024  # elements; with RESIDENT_WARPS, some blocks of 2048 spill on sm_100 and sm_120
+from .work import resident_programs
 
 
 @triton.jit
@@ -240,15 +236,13 @@ def average(bucket: QuantizedBucket) -> Launch:
 def options_of(bucket: QuantizedBucket) -> dict[str, Any]:
     """Return the constants and options that average and sum_shard share."""
     size, world_size, num_warps = bucket.layout.block_size, bucket.layout.world_size, bucket.work.num_warps
-    is_whole = size == triton.next_power_of_2(size)
-    warps = RESIDENT_WARPS if is_whole and size <= WIDEST_BLOCK else RESIDENT_FEW_WARPS
     return bucket.constants | {
         "WORLD_SIZE": world_size,
         "DIVISOR": bucket.divisor,
         # A power of two changes no bits. It is at most 1 / world size, so no sum overflows.
         "SHRINK": 0.5 ** (world_size - 1).bit_length(),
         "num_warps": num_warps,
-        "maxnreg": registers(num_warps, max(1, warps // num_warps)),
+        "maxnreg": registers(num_warps, resident_programs(size, num_warps)),
         # Codes of opposite signs must cancel: a fused product would leave its rounding error.
         "enable_fp_fusion": False,
     }

@@ -10,6 +10,7 @@ from .bucket import RANK, QuantizedBucket
 from .tile import (
     BLOCKS_WORK,
     COPY_BLOCK,
+    QUARTER,
     WORK_FIELDS,
     codes_at,
     decode,
@@ -23,6 +24,38 @@ from .tile import (
 )
 
 RESIDENT_WARPS = 16  # warps that a multiprocessor's registers must hold at once
+
+
+@triton.jit
+def quantize_tile(
+    grad, error_ptr, shard_error_ptr, payload_ptr, quantizer_ptr, work, length, num_blocks, rank,
+    FEEDBACK: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of at most BLOCKS blocks; see _quantize_kernel.
+
+    grad, length: the tile's first gradient, and the number of its gradients.
+    """
+    ACC: tl.constexpr = error_ptr.dtype.element_ty
+    mask, offs = tile_of(num_blocks, BLOCKS, SIZE)
+    is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, SIZE)
+    if is_whole:
+        values = tl.load(aligned + offs).to(ACC)
+    else:
+        values = tl.load(grad + offs, mask=exists, other=0.0).to(ACC)
+    first = tl.load(work + 4)
+    if FEEDBACK:
+        error = error_ptr + first * SIZE
+        own_blocks = tl.where(tl.load(work + 7) == rank, num_blocks, 0)
+        own_mask, _ = tile_of(own_blocks, BLOCKS, SIZE)
+        own = shard_error_ptr + tl.load(work + 8) * SIZE
+        kept = tl.load(own + offs, mask=own_mask, other=0.0)
+        total = (tl.load(error + offs, mask=mask, other=0.0) - kept) + values
+        values = tl.where(tl.abs(total) < float("inf"), total, values)
+    codes, scale, lost = encode(values, quantizer_ptr, SIZE, BITS, CAP)
+    store_codes(codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, num_blocks, BLOCKS, SIZE, BITS)
+    store_scales(payload_ptr, tl.load(work + 6), scale, num_blocks, BLOCKS)
+    if FEEDBACK:
+        tl.store(error + offs, lost, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -53,7 +86,7 @@ def _quantize_kernel(
     work_ptr: QuantizedWork's bucket_work.
     EXACT: the dtype of exact elements in the payloads.
     CAP: the largest scale.
-    Grid: one program per row of work_ptr: a tile of BLOCKS blocks, or a copy of exact elements.
+    Grid: one program per row of work_ptr: a tile of BLOCKS or BLOCKS / 4 blocks, or a copy of exact elements.
     Moves per fp32 element 4 B of gradient, 8 B of error, 4 / W B of shard_error (W ranks) and BITS / 8 B of
     codes: 13.0 B at 4 bits and W = 8. Per element of the bucket, average moves 2.6 B, dequantize 4.5 B, and
     the scales of blocks of 128 elements are 0.05 B: 20.1 B in all.
@@ -63,27 +96,12 @@ def _quantize_kernel(
     length = tl.load(work + 2)
     third = tl.load(work + 3)
     if tl.load(work) == BLOCKS_WORK:
-        ACC: tl.constexpr = error_ptr.dtype.element_ty
-        mask, offs = tile_of(third, BLOCKS, SIZE)
-        is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, SIZE)
-        if is_whole:
-            values = tl.load(aligned + offs).to(ACC)
-        else:
-            values = tl.load(grad + offs, mask=exists, other=0.0).to(ACC)
-        first = tl.load(work + 4)
-        if FEEDBACK:
-            error = error_ptr + first * SIZE
-            own_blocks = tl.where(tl.load(work + 7) == rank, third, 0)
-            own_mask, _ = tile_of(own_blocks, BLOCKS, SIZE)
-            own = shard_error_ptr + tl.load(work + 8) * SIZE
-            kept = tl.load(own + offs, mask=own_mask, other=0.0)
-            total = (tl.load(error + offs, mask=mask, other=0.0) - kept) + values
-            values = tl.where(tl.abs(total) < float("inf"), total, values)
-        codes, scale, lost = encode(values, quantizer_ptr, SIZE, BITS, CAP)
-        store_codes(codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
-        store_scales(payload_ptr, tl.load(work + 6), scale, third, BLOCKS)
-        if FEEDBACK:
-            tl.store(error + offs, lost, mask=mask)
+        for IS_SMALL in tl.static_range(2 if BLOCKS >= QUARTER else 1):
+            if (third <= BLOCKS // QUARTER) == IS_SMALL:
+                quantize_tile(
+                    grad, error_ptr, shard_error_ptr, payload_ptr, quantizer_ptr, work, length, third, rank,
+                    FEEDBACK, BITS, CAP, SIZE, BLOCKS // QUARTER if IS_SMALL else BLOCKS,
+                )  # fmt: skip
     else:
         exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
         copy_tile(grad, exact, length, 1.0, COPY_BLOCK)
@@ -121,6 +139,24 @@ WRITING_WARPS, WRITING_HALF_WARPS = 24, 16
 
 
 @triton.jit
+def dequantize_tile(
+    payload_ptr, grad, quantizer_ptr, work, length, num_blocks,
+    ACC: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Dequantize a tile of at most BLOCKS blocks; see _dequantize_kernel and quantize_tile."""
+    mask, offs = tile_of(num_blocks, BLOCKS, SIZE)
+    scale = load_scales(payload_ptr, tl.load(work + 6), num_blocks, BLOCKS)
+    first_code = codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS)
+    codes = load_codes(first_code, num_blocks, BLOCKS, SIZE, BITS)
+    values = round_to(decode(codes, scale, quantizer_ptr, ACC, BITS), grad.dtype.element_ty)
+    is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, SIZE)
+    if is_whole:
+        tl.store(aligned + offs, values)
+    else:
+        tl.store(grad + offs, values, mask=exists)
+
+
+@triton.jit
 def _dequantize_kernel(
     payload_ptr,
     grad_ptr,
@@ -142,18 +178,13 @@ def _dequantize_kernel(
     grad = grad_ptr + tl.load(work + 1)
     length = tl.load(work + 2)
     third = tl.load(work + 3)
-    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
     if tl.load(work) == BLOCKS_WORK:
-        mask, offs = tile_of(third, BLOCKS, SIZE)
-        scale = load_scales(payload_ptr, tl.load(work + 6), third, BLOCKS)
-        first_code = codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS)
-        codes = load_codes(first_code, third, BLOCKS, SIZE, BITS)
-        values = round_to(decode(codes, scale, quantizer_ptr, ACC, BITS), TYPE)
-        is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, SIZE)
-        if is_whole:
-            tl.store(aligned + offs, values)
-        else:
-            tl.store(grad + offs, values, mask=exists)
+        for IS_SMALL in tl.static_range(2 if BLOCKS >= QUARTER else 1):
+            if (third <= BLOCKS // QUARTER) == IS_SMALL:
+                dequantize_tile(
+                    payload_ptr, grad, quantizer_ptr, work, length, third,
+                    ACC, BITS, SIZE, BLOCKS // QUARTER if IS_SMALL else BLOCKS,
+                )  # fmt: skip
     else:
         exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
         copy_tile(exact, grad, length, 1.0, COPY_BLOCK)

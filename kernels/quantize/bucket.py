@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..device import send
+from ..device import num_multiprocessors, send
 from ..launch import Slot
 from .work import QuantizedWork
 
@@ -61,7 +61,9 @@ class QuantizedBucket:
         self.only_dequantizes, self.only_sums = only_dequantizes, only_sums
         self.divisor = layout.world_size if divisor is None else divisor
         self.largest_scale = largest_scale
-        self.work = work = QuantizedWork(layout, bits, dtype.itemsize, self.exact_dtype.itemsize)
+        self.work = work = QuantizedWork(
+            layout, bits, dtype.itemsize, self.exact_dtype.itemsize, num_multiprocessors(device)
+        )
         num_received = 0 if only_dequantizes else layout.world_size
         self.payload = zeros(layout.world_size, work.payload_bytes)
         self.received = zeros(num_received, work.payload_bytes)

@@ -17,6 +17,7 @@ from . import work as quantize_work
 WORK_FIELDS = tl.constexpr(quantize_work.WORK_FIELDS)
 COPY_BLOCK = tl.constexpr(quantize_work.COPY_BLOCK)
 BLOCKS_WORK = tl.constexpr(quantize_work.BLOCKS)  # the first column of a row of work
+QUARTER = tl.constexpr(quantize_work.QUARTER)
 THRESHOLD = tl.constexpr(23)  # position of the first positive threshold in the quantizer
 ZERO = tl.constexpr(8)  # the code of the level zero
 

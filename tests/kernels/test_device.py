@@ -85,3 +85,12 @@ def test_no_kernel_is_launched_on_another_architecture(amd_gpu, architecture):
 def test_a_program_has_at_most_1024_threads_with_64_in_a_warp():
     sizes = range(2, MAX_BLOCK_SIZE + 1, 2)
     assert max(tile_shape(size, itemsize)[1] for size in sizes for itemsize in (4, 8)) * 64 == 1024
+
+
+def test_the_number_of_multiprocessors(monkeypatch):
+    device.num_multiprocessors.cache_clear()
+    properties = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert device.num_multiprocessors(GPU) == 108
+    assert {device.num_multiprocessors(torch.device(name)) for name in ("cpu", "meta")} == {132}
+    device.num_multiprocessors.cache_clear()

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from gradcomp import ops
+from gradcomp.kernels.quantize import bucket as quantized_bucket
 from gradcomp.kernels.quantize import plan as quantize_plan
+from gradcomp.kernels.quantize.work import QuantizedWork
 from gradcomp.layout import BlockLayout
 from tests.depth import mixed
 from tests.kernels.copies import FLOATS
@@ -352,3 +354,19 @@ def test_it_is_chosen_where_kernels_run(monkeypatch):
     plan = ops.quantized_plan(layout, torch.float32, cpu, **options)
     assert not isinstance(plan, quantize_plan.QuantizedPlan)
     ops.compile_quantized(layout, torch.float32, cpu, **options)  # nothing to compile
+
+
+@BITS
+def test_gpus_with_any_number_of_multiprocessors_compute_the_same_bits(bits, device, monkeypatch):
+    """Two steps of two ranks on a large GPU, and on one with a single multiprocessor."""
+    layout = BlockLayout(WHOLE, 128, 2)
+    results, tables = [], []
+    for number in (132, 1):
+        monkeypatch.setattr(quantized_bucket, "num_multiprocessors", lambda _, number=number: number)
+        plans = plans_of(layout, torch.float32, device, bits=bits)
+        tables.append(len(QuantizedWork(layout, bits, 4, num_multiprocessors=number).shard_work))
+        outputs = [all_reduce(plans, random_grads(layout, torch.float32, device, seed)) for seed in range(2)]
+        kept = [tensor for plan in plans for tensor in (plan.error, plan.shard_error, plan.mean)]
+        results.append([*kept, *(output for step in outputs for output in step)])
+    assert tables[0] > tables[1], "the test is idle"
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -1,12 +1,26 @@
 """Test the quantized all-reduce's tables without kernels: the properties that the kernels rely on."""
 
+import functools
+import math
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gradcomp.kernels.quantize import blocks
 from gradcomp.kernels.quantize import work as quantize_work
-from gradcomp.kernels.quantize.work import BLOCKS, COPY, WORK_FIELDS, QuantizedWork, padded_size, tile_shape
+from gradcomp.kernels.quantize.work import (
+    BLOCKS,
+    COPY,
+    WORK_FIELDS,
+    QuantizedWork,
+    padded_size,
+    resident_programs,
+    tile_shape,
+)
 from gradcomp.layout import BlockLayout
+from tests.kernels.waves import MAX_WASTE, mean_wastes
 
 SHAPES = [(3,), (7, 13), (5,), (4, 4), (1, 17), (40, 9), (33,), (2, 8), (64, 70)]
 
@@ -86,3 +100,60 @@ def test_positions_beyond_two_billion():
     work._scales_at, work._exact_at, work._exact_itemsize = layout.num_blocks * 64, 1 << 32, 4
     (copy,) = work._copy_work()
     assert copy[1:4] == (3_000_000_000, 5, 1 << 32)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(1, 50_000), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from([1, 7, 132])
+)
+def test_every_block_is_in_one_program_on_any_gpu(numels, world_size, num_multiprocessors):
+    """And the tables of kernels after an exchange are the same on any GPU."""
+    shapes = [*((numel, 1) for numel in numels), (5,), (300, 2)]
+    layout = BlockLayout(shapes * world_size, 128, world_size)
+    work = QuantizedWork(layout, 4, 4, num_multiprocessors=num_multiprocessors)
+    assert work.bucket_work == QuantizedWork(layout, 4, 4).bucket_work
+    for rows, num_shards in ((work.bucket_work, world_size), (work.shard_work, 1)):
+        tiles = [(row[4], row[4] + row[3]) for row in rows if row[0] == BLOCKS]
+        assert all(0 < stop - start <= work.tile_blocks for start, stop in tiles)
+        assert [start for start, _ in tiles] == [0, *(stop for _, stop in tiles[:-1])]
+        assert tiles[-1][1] == num_shards * layout.num_blocks
+    spans = sorted((row[1], row[1] + row[2]) for row in work.sum_work)
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == sum(numels) + 605
+    assert all(row[3] <= work.tile_blocks for row in work.sum_work if row[0] == BLOCKS)
+
+
+def numels_of_rows(rows) -> list[int]:
+    """Return the elements of each program, with the padding of blocks of 128."""
+    return [row[2] if row[0] == COPY else row[3] * 128 for row in rows]
+
+
+# The other kernels have equal programs at 4 and 8 bits.
+@pytest.mark.parametrize(
+    ("kernel", "bits"), [("quantize", 8), ("dequantize", 4), ("dequantize", 8), ("average", 8), ("sum", 8)]
+)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_programs_end_together(kernel, bits, world_size):
+    @functools.cache
+    def work_of(bucket, num_multiprocessors):
+        if kernel == "sum":  # of equal shards of every tensor
+            bucket = [
+                (math.prod(shape) // world_size, *(1 for _ in shape[1:])) for shape in bucket
+            ] * world_size
+        layout = BlockLayout(bucket, 128, world_size)
+        return QuantizedWork(layout, bits, 4, num_multiprocessors=num_multiprocessors)
+
+    def numels_of(bucket, num_multiprocessors):
+        work = work_of(bucket, num_multiprocessors if kernel in ("average", "sum") else 132)
+        rows = {"average": work.shard_work, "sum": work.sum_work}
+        return numels_of_rows(rows.get(kernel, work.bucket_work))
+
+    num_warps = tile_shape(128, 4)[1]
+    num_resident = {
+        "quantize": blocks.RESIDENT_WARPS // num_warps,
+        "dequantize": (
+            blocks.WRITING_HALF_WARPS // (num_warps // 2) if bits == 4 else blocks.WRITING_WARPS // num_warps
+        ),
+    }.get(kernel, resident_programs(128, num_warps))
+    wastes = mean_wastes(numels_of, num_resident)
+    assert max(wastes.values()) <= MAX_WASTE, wastes
