@@ -15,6 +15,7 @@ from tests.kernels.copies import BLOCK, FLOATS, assert_scaled_copy, poisoned, te
 TASKS = Path("/proc/self/task")  # the process's threads, on Linux
 
 
+@pytest.mark.smallest
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 13, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])

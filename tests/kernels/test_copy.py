@@ -100,6 +100,7 @@ def test_unflatten_writes_strided_and_unaligned_tensors(unflatten, dtype, device
         assert torch.equal(around[untouched], before[untouched])
 
 
+@pytest.mark.smallest
 @settings(max_examples=everyday(25, 500))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8),

@@ -3,7 +3,11 @@
 import json
 import os
 
+import pytest
+
 from tests.programs import needs_stub_cuda, run_python
+
+pytestmark = pytest.mark.smallest  # the launches are Triton's private ones
 
 PROGRAM = """
 import json

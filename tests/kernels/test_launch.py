@@ -7,10 +7,13 @@ kernels.
 import json
 import os
 
+import pytest
 import torch
 
 from gradcomp.kernels.launch import Launch, Slot, Stage
 from tests.programs import needs_stub_cuda, run_python
+
+pytestmark = pytest.mark.smallest  # the launches are Triton's private ones
 
 PROGRAM = """
 import json

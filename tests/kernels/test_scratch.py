@@ -9,6 +9,7 @@ import torch
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.scratch import Scratch, num_bytes_of, parts_of_scratch, take_scratch
 from gradcomp.layout import PowerSGDLayout
+from tests.depth import everyday
 from tests.kernels.powersgd.ranks import COMPRESS_ALL, random_grads, step
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -26,7 +27,7 @@ def poison(plan):
         part.fill_(math.nan)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", everyday([BF16], [FP32, BF16]))
 def test_turns_give_the_bits_of_scratches_of_their_own(dtype, device):
     results = []
     for shares_scratch in (False, True):

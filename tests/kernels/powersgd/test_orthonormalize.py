@@ -143,6 +143,7 @@ def test_chunks_and_columns_of_unlike_scale(rank, device):
     assert not q[128:].any()
 
 
+@pytest.mark.smallest
 @pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.usefixtures("small_chunks")
 def test_chunks(rank, device):

@@ -13,6 +13,7 @@ from gradcomp.kernels.powersgd.reconstruct import reconstruct
 from gradcomp.kernels.powersgd.tile import SHRINK
 from gradcomp.kernels.powersgd.work import PowerSGDWork
 from gradcomp.layout import Matrix, PowerSGDLayout
+from tests.depth import mixed
 from tests.kernels.compiled import is_kernel, kernel_modules
 from tests.kernels.powersgd.ranks import COMPRESS_ALL, plans_of, random_grads, relative, step
 from tests.tolerances import POWERSGD_STEP as STEP
@@ -96,10 +97,12 @@ def test_a_step_is_five_launches_and_allocates_nothing(count, rank, launched, de
     assert ops.names == ["zeros"], "the mode sees no allocation: the test is idle"
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize(("rank", "square"), [(1, True), (3, False), (16, False)])
-def test_as_in_plain_torch(rank, square, dtype, device):
+@pytest.mark.parametrize(
+    ("dtype", "kind"), mixed([FP32, BF16], [(1, True), (3, False), (16, False)]), ids=str
+)
+def test_as_in_plain_torch(dtype, kind, device):
     """Plain torch takes each step from the error and the directions of the kernels' plan."""
+    rank, square = kind
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     layout = PowerSGDLayout.square(numel, rank) if square else PowerSGDLayout(SHAPES, rank, 1.1)
     assert layout.matrices

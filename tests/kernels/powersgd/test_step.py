@@ -9,6 +9,7 @@ from triton.runtime import interpreter
 from gradcomp.kernels.powersgd import wire
 from gradcomp.kernels.powersgd import work as powersgd_work
 from gradcomp.layout import PowerSGDLayout
+from tests.depth import everyday
 from tests.kernels.powersgd.ranks import (
     MIXED,
     check_step,
@@ -40,20 +41,23 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", dict.fromkeys(powersgd_work.NUM_PROGRAMS, 4))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rank", "world_size"),
-    [(FP32, 1, 1), (FP32, 3, 2), (FP32, 16, 1), (FP64, 3, 1), (BF16, 3, 1), (BF16, 16, 1)],
-    ids=str,
-)  # fmt: skip
+STEPS = [
+    *((FP32, 3, 2), (BF16, 16, 1), (FP64, 3, 1)),
+    *((FP32, 1, 1), (FP32, 16, 1), (BF16, 3, 1)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "rank", "world_size"), everyday(STEPS[:3], STEPS), ids=str)
 def test_awkward_shapes(dtype, rank, world_size, device):
     plans = plans_of(AWKWARD, rank, dtype, device, world_size=world_size)
     for seed in range(2):
         check_step(plans, random_grads(plans[0].layout, dtype, device, seed, world_size))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rank"), [(FP32, 4), (FP32, 32), (BF16, 4), (FP16, 32), (FP64, 16)], ids=str
-)
+ALIGNED = [(FP32, 4), (FP16, 32), (BF16, 4), (FP32, 32), (FP64, 16)]
+
+
+@pytest.mark.parametrize(("dtype", "rank"), everyday(ALIGNED[:2], ALIGNED), ids=str)
 def test_on_and_off_16_bytes(dtype, rank, device):
     """Compare the branch with wide accesses with the branch for a bucket that isn't aligned to 16 bytes."""
     (on,), (off,) = (plans_of([(40, 72), (8,), (32, 64)], rank, dtype, device) for _ in range(2))
@@ -67,6 +71,7 @@ def test_on_and_off_16_bytes(dtype, rank, device):
         assert torch.equal(home[0], before), "wrote outside the bucket"
 
 
+@pytest.mark.smallest
 @pytest.mark.parametrize(("rank", "warm_start"), [(4, True), (16, False), (40, True)])
 def test_without_error_feedback(rank, warm_start, device):
     plans = plans_of(MIXED, rank, FP32, device, error_feedback=False, warm_start=warm_start)
@@ -88,6 +93,7 @@ def test_without_warm_start(device):
         check_step(plans, random_grads(plans[0].layout, FP32, device, seed, 2), seed + 1)
 
 
+@pytest.mark.smallest
 @pytest.mark.parametrize("rank", [3, 16])
 def test_every_stage(rank, device):
     """Compare each stage with float64, from the outputs of the stage before it."""
@@ -117,9 +123,10 @@ def test_every_stage(rank, device):
         assert ((length > 0.5) & (length <= 1)).all()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rank", "world_size"), [(FP64, 1, 1), (FP32, 4, 2), (FP32, 16, 1), (BF16, 4, 2)], ids=str
-)
+IDENTITIES = [(FP32, 16, 1), (BF16, 4, 2), (FP64, 1, 1), (FP32, 4, 2)]
+
+
+@pytest.mark.parametrize(("dtype", "rank", "world_size"), everyday(IDENTITIES[:2], IDENTITIES), ids=str)
 def test_error_feedback_identity(dtype, rank, world_size, device):
     """Σ outputs + mean final error = Σ mean inputs, over six steps.
 

@@ -108,14 +108,14 @@ def check_steps(layout, bits, dtype, device, num_steps=2, offset=0):
         check_dequantized(plans, flats, bits, dtype)
 
 
+@pytest.mark.smallest
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_stage_of_every_dtype(bits, dtype, device):
     check_steps(BlockLayout(MIXED, 16, 2), bits, dtype, device)
 
 
-@BITS
-@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize(("bits", "world_size"), mixed([4, 8], [1, 3, 5]))
 def test_every_number_of_ranks(bits, world_size, device):
     check_steps(BlockLayout(MIXED, 16, world_size), bits, torch.float32, device)
 
@@ -126,6 +126,7 @@ def test_every_block_size(bits, block_size, device):
     check_steps(BlockLayout(WHOLE, block_size, 1 if block_size < 128 else 2), bits, torch.float32, device, 1)
 
 
+@pytest.mark.smallest
 @BITS
 @pytest.mark.parametrize(
     "shapes", [[(4, 4)], [(1, 16)], [(17, 1)], [(5,)], [(2, 8), (8, 2)], [(0,), (0, 3)], []], ids=str
@@ -167,8 +168,7 @@ def test_8_bits_are_those_of_plain_torch(dtype, world_size, device):
                 assert torch.equal(output[part.in_bucket].cpu(), other[part.in_bucket])
 
 
-@BITS
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("bits", "dtype"), mixed([4, 8], FLOATS), ids=str)
 def test_nothing_is_lost(bits, dtype, device):
     """Σ outputs + mean error = Σ mean inputs, and every rank has the same output."""
     layout = BlockLayout(MIXED, 16, 3)
