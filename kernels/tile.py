@@ -29,15 +29,21 @@ def on_16_bytes(ptr):
 
 
 @triton.jit
+def round_to_bf16(x):
+    """Return x (fp32 or fp64) rounded to bf16, to nearest even, as fp32; NaN stays NaN."""
+    x = x.to(tl.float32)
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+    return (rounded & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def round_to(x, TYPE: tl.constexpr):
     """Return x (fp32 or fp64) in the dtype TYPE, rounded to nearest even; NaN stays NaN."""
     if TYPE == tl.bfloat16:
         x = x.to(tl.float32)
         if INTERPRETED:
-            # The interpreter truncates where hardware rounds, so round to 16 bits here.
-            bits = x.to(tl.uint32, bitcast=True)
-            rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
-            x = (rounded & 0xFFFF0000).to(tl.float32, bitcast=True)
+            x = round_to_bf16(x)  # the interpreter truncates where hardware rounds
     return x.to(TYPE)
 
 

@@ -44,21 +44,6 @@ def mean_of(total, DIVISOR: tl.constexpr, SHRINK: tl.constexpr):
 
 
 @triton.jit
-def _sent_by(
-    received_ptr, payload_bytes, code_at, scale_at, num_blocks, index,
-    WORLD_SIZE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Return (packed codes, scales) of a tile as rank `index` sent it. Ranks from WORLD_SIZE on give zeros.
-
-    code_at, scale_at: the bytes of the tile's first code and first scale in a payload.
-    """
-    num_blocks = tl.where(index < WORLD_SIZE, num_blocks, 0)
-    payload = received_ptr + index * payload_bytes
-    packed = load_codes(codes_at(payload, code_at, SIZE, BITS), num_blocks, BLOCKS, SIZE, BITS)
-    return packed, load_scales(payload, scale_at, num_blocks, BLOCKS)
-
-
-@triton.jit
 def sum_of_ranks(
     received_ptr, payload_bytes, code_at, scale_at, num_blocks, quantizer_ptr,
     ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr,
@@ -67,6 +52,8 @@ def sum_of_ranks(
     """Return (SHRINK · Σ dequantized tiles in the order of the ranks, whether any rank's scale isn't zero).
 
     The second result is per block. The tiles of AHEAD ranks are loaded at a time.
+
+    code_at, scale_at: the bytes of the tile's first code and first scale in a payload.
     """
     AHEAD: tl.constexpr = 4 if WORLD_SIZE > 2 else WORLD_SIZE
     total = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
@@ -75,12 +62,11 @@ def sum_of_ranks(
         packed = ()
         scales = ()
         for i in tl.static_range(AHEAD):
-            codes, scale = _sent_by(
-                received_ptr, payload_bytes, code_at, scale_at, num_blocks, start + i,
-                WORLD_SIZE, BITS, SIZE, BLOCKS,
-            )  # fmt: skip
-            packed = packed + (codes,)
-            scales = scales + (scale,)
+            sent_blocks = tl.where(start + i < WORLD_SIZE, num_blocks, 0)
+            payload = received_ptr + (start + i) * payload_bytes
+            codes_ptr = codes_at(payload, code_at, SIZE, BITS)
+            packed = packed + (load_codes(codes_ptr, sent_blocks, BLOCKS, SIZE, BITS),)
+            scales = scales + (load_scales(payload, scale_at, sent_blocks, BLOCKS),)
         for i in tl.static_range(AHEAD):
             total += decode(packed[i], scales[i].to(ACC) * SHRINK, quantizer_ptr, ACC, BITS)
             is_sent |= (scales[i] != 0.0).to(tl.int32)

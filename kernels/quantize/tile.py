@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..tile import on_16_bytes
+from ..tile import on_16_bytes, round_to_bf16
 from . import work as quantize_work
 
 WORK_FIELDS = tl.constexpr(quantize_work.WORK_FIELDS)
@@ -84,7 +84,7 @@ def encode(values, quantizer_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: t
     if BITS == 8:
         largest = largest_bits.to(ACC, bitcast=True)
         scale = tl.minimum(_divide(largest, tl.full(largest.shape, 127.0, ACC)), CAP)
-        scale = _round_to_bf16(tl.where(is_finite, scale, float("nan")))
+        scale = round_to_bf16(tl.where(is_finite, scale, float("nan")))
         wide = _or_zero(scale).to(ACC)
         decoded = _nearest_integer(values * _inverse(wide)[:, None])
         codes = decoded.to(tl.int32)
@@ -104,7 +104,7 @@ def encode(values, quantizer_ptr, SIZE: tl.constexpr, BITS: tl.constexpr, CAP: t
         # The sum is zero in a row of zeros, at least 0.7 in any other row.
         energy = tl.maximum(tl.sum(decoded * decoded, 1), 0.5)
         scale = tl.minimum(_divide(tl.sum(unit * decoded, 1), energy) * power, CAP)
-        scale = _round_to_bf16(tl.where(is_finite, scale, float("nan")))
+        scale = round_to_bf16(tl.where(is_finite, scale, float("nan")))
         wide = _or_zero(scale).to(ACC)
     lost = values - decoded * wide[:, None]
     return codes, scale, tl.where(is_finite[:, None], lost, 0.0)
@@ -122,17 +122,14 @@ def _nearest_level(unit, quantizer_ptr):
 
     unit: fp32. Its absolute value is searched among the seven positive thresholds.
     """
-    first = tl.load(quantizer_ptr + THRESHOLD)
-    second = tl.load(quantizer_ptr + THRESHOLD + 1)
-    third = tl.load(quantizer_ptr + THRESHOLD + 2)
-    fourth = tl.load(quantizer_ptr + THRESHOLD + 3)
-    fifth = tl.load(quantizer_ptr + THRESHOLD + 4)
-    sixth = tl.load(quantizer_ptr + THRESHOLD + 5)
-    seventh = tl.load(quantizer_ptr + THRESHOLD + 6)
+    limits = ()
+    for i in tl.static_range(7):
+        limits = limits + (tl.load(quantizer_ptr + THRESHOLD + i),)
     size = tl.abs(unit)
-    upper = size > fourth
-    middle = size > tl.where(upper, sixth, second)
-    threshold = tl.where(upper, tl.where(middle, seventh, fifth), tl.where(middle, third, first))
+    upper = size > limits[3]
+    middle = size > tl.where(upper, limits[5], limits[1])
+    lower = tl.where(middle, limits[2], limits[0])
+    threshold = tl.where(upper, tl.where(middle, limits[6], limits[4]), lower)
     half = tl.where(upper, 4, 0) + tl.where(middle, 2, 0) + tl.where(size > threshold, 1, 0)
     return tl.where(unit < 0.0, ZERO - half, ZERO + half)
 
@@ -187,13 +184,8 @@ def codes_at(payload_ptr, at, SIZE: tl.constexpr, BITS: tl.constexpr):
     """
     # Shards begin on multiples of 16 bytes. Dividing shows the compiler how the pointer is aligned.
     BYTES: tl.constexpr = SIZE * BITS // 8
-    if BYTES % 16 == 0:
-        at = at // 16 * 16
-    elif BYTES % 8 == 0:
-        at = at // 8 * 8
-    elif BYTES % 4 == 0:
-        at = at // 4 * 4
-    return payload_ptr + at
+    ALIGNMENT: tl.constexpr = min(BYTES & -BYTES, 16)
+    return payload_ptr + at // ALIGNMENT * ALIGNMENT
 
 
 @triton.jit
@@ -219,15 +211,6 @@ def store_scales(payload_ptr, at, scale, num_blocks, BLOCKS: tl.constexpr):
     scales = (payload_ptr + at).to(tl.pointer_type(tl.uint16))
     upper = (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
     tl.store(scales + offs, upper, mask=offs < num_blocks.to(tl.int32))
-
-
-@triton.jit
-def _round_to_bf16(x):
-    """Return x (fp32 or fp64) rounded to bf16, to nearest even, as fp32; NaN stays NaN."""
-    x = x.to(tl.float32)
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
-    return (rounded & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
