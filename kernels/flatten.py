@@ -24,12 +24,7 @@ class FlattenTables:
     Use one object from one CUDA stream at a time.
     """
 
-    def __init__(
-        self,
-        tiles: Sequence[tuple[int, int, int, int]],
-        num_tensors: int,
-        device: torch.device,
-    ):
+    def __init__(self, tiles: Sequence[tuple[int, int, int, int]], num_tensors: int, device: torch.device):
         self.tiles = send(torch.tensor(tiles, dtype=torch.int64).reshape(-1, 4), device)
         self._pointers = torch.empty(num_tensors, dtype=torch.int64, device=device)
         self._addresses: list[int] = []
@@ -41,10 +36,8 @@ class FlattenTables:
         """
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
-            self._pointers.copy_(
-                pinned(torch.tensor(addresses, dtype=torch.int64), self._pointers.device),
-                non_blocking=True,
-            )
+            host = torch.tensor(addresses, dtype=torch.int64)
+            self._pointers.copy_(pinned(host, self._pointers.device), non_blocking=True)
             self._addresses = addresses
         return self._pointers
 

@@ -83,9 +83,12 @@ class Launch:
         if is_rocm():
             # For a tensor in storage of over 2 GiB Triton compiles another kernel than for a Slot's example.
             return False
-        reason = self._not_kept(compiled, arguments)
-        if reason:
-            _note_slow_launches(reason)
+        name = self._kernel.__name__
+        if not isinstance(compiled, CompiledKernel):
+            _note_slow_launches(f"this Triton's warmup of {name} returns a {type(compiled).__name__}")
+            return False
+        if any(each.data_ptr() % ALIGNMENT for each in arguments if isinstance(each, torch.Tensor)):
+            _note_slow_launches(f"a tensor of {name} isn't aligned to {ALIGNMENT} bytes")
             return False
         # Addresses instead of tensors, which Triton's launcher would ask for their addresses.
         addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
@@ -100,15 +103,6 @@ class Launch:
         for index, slot in self.slots:
             self._bound[index] = values[slot.name]
         self._run(*self._bound)
-
-    def _not_kept(self, compiled: Any, arguments: list[Any]) -> str:
-        """Return why run_compiled can't launch what Triton compiled, or an empty string."""
-        name = self._kernel.__name__
-        if not isinstance(compiled, CompiledKernel):
-            return f"this Triton's warmup of {name} returns a {type(compiled).__name__}"
-        if any(each.data_ptr() % ALIGNMENT for each in arguments if isinstance(each, torch.Tensor)):
-            return f"a tensor of {name} isn't aligned to {ALIGNMENT} bytes"
-        return ""
 
 
 class Stage:
