@@ -22,7 +22,7 @@ from .tile import (
     factor_on_wire,
     panel,
 )
-from .triangle import DEPENDENT, DEPENDENT_FP64, diagonal, triangle
+from .triangle import diagonal, triangle
 
 
 @triton.jit
@@ -45,7 +45,6 @@ def _orthonormalize_blocks_kernel(
     Each time it reads a block about 5 times, and 5 times more per block before it.
     """
     RANK_BLOCK: tl.constexpr = 32
-    TOLERANCE: tl.constexpr = DEPENDENT_FP64 if p_ptr.dtype.element_ty == tl.float64 else DEPENDENT
     matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
     source_ptr, wire_length, n, r = factor_on_wire(wire_ptr, matrix_ptr, ROWS, P_WIRE)
     out_ptr, stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
@@ -62,7 +61,7 @@ def _orthonormalize_blocks_kernel(
             for done in range(0, rank_start, RANK_BLOCK):
                 subtract_projection(block_ptr, out_ptr + done * stride, stride, n, cols, RANK_BLOCK, BLOCK)
             products = gram(block_ptr, stride, stride, cols, RANK_BLOCK, BLOCK)
-            transform, _ = triangle(products, own, epsilon, HAS_EPSILON, TOLERANCE, RANK_BLOCK)
+            transform, _ = triangle(products, own, epsilon, HAS_EPSILON, p_ptr.dtype.element_ty, RANK_BLOCK)
             multiply(
                 block_ptr, stride, block_ptr, stride, 0, stride, stride, n, cols, transform,
                 RANK_BLOCK, BLOCK, True,
@@ -135,18 +134,17 @@ def _orthonormalize_kernel(
     Reads the panel once and writes it once.
     """
     TYPE: tl.constexpr = p_ptr.dtype.element_ty
-    TOLERANCE: tl.constexpr = DEPENDENT_FP64 if TYPE == tl.float64 else DEPENDENT
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     panel_ptr, stride, n, r, start, stop, matrix_ptr = chunk_on_wire(wire_ptr, matrices_ptr, work)
     out_ptr, out_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
     out_stride = out_stride.to(tl.int32)
     first_ptr = grams_ptr + tl.load(work + 3) * (RANK * RANK)
     products = sum_chunks(first_ptr, tl.load(work + 4).to(tl.int32), RANK)
-    transform, again = triangle(products, diagonal(products, RANK), epsilon, HAS_EPSILON, TOLERANCE, RANK)
+    transform, again = triangle(products, diagonal(products, RANK), epsilon, HAS_EPSILON, TYPE, RANK)
     multiply(panel_ptr, stride, out_ptr, out_stride, start, stop, stride, n, r, transform, RANK, BLOCK, False)
     if (again != 0) & (not HAS_EPSILON):
         products = gram_of_product(panel_ptr, stride, stride, n, r, transform, TYPE, RANK, BLOCK)
-        second, again = triangle(products, diagonal(products, RANK), epsilon, HAS_EPSILON, TOLERANCE, RANK)
+        second, again = triangle(products, diagonal(products, RANK), epsilon, HAS_EPSILON, TYPE, RANK)
         tl.debug_barrier()
         last = tl.minimum(n, stop)  # rows from here on are padding, or another program's
         multiply(

@@ -5,7 +5,7 @@ import triton.language as tl
 
 # A column is dependent if Gram–Schmidt leaves less than this fraction of its squared length. fp32 arithmetic
 # leaves about 1e-14 of a dependent column; a condition number of 1e6 leaves 1e-12.
-DEPENDENT = tl.constexpr(1e-13)
+DEPENDENT_FP32 = tl.constexpr(1e-13)
 # In fp64, a Gram matrix can't distinguish fractions below about 1e-15 from zero.
 DEPENDENT_FP64 = tl.constexpr(1e-14)
 # One pass leaves ‖PᵀP−I‖ of about 3e-14 / remaining fraction. If that may exceed 3e-7, a second pass follows.
@@ -20,7 +20,7 @@ def diagonal(matrix, RANK: tl.constexpr):
 
 
 @triton.jit
-def triangle(gram, own, epsilon, HAS_EPSILON: tl.constexpr, DEPENDENT: tl.constexpr, RANK: tl.constexpr):
+def triangle(gram, own, epsilon, HAS_EPSILON: tl.constexpr, TYPE: tl.constexpr, RANK: tl.constexpr):
     """Return (Tᵀ, whether a second pass is due: 0 or 1), with T upper triangular and Tᵀ G T = I.
 
     T has zero columns for dependent columns. All of T is NaN if anything in G isn't finite.
@@ -29,7 +29,7 @@ def triangle(gram, own, epsilon, HAS_EPSILON: tl.constexpr, DEPENDENT: tl.conste
     own: [RANK], the squared lengths that columns' remaining squared lengths are compared with.
     epsilon: added to every remaining length before dividing by it.
     HAS_EPSILON: whether epsilon isn't zero.
-    DEPENDENT: a column is dependent unless it has more than this fraction of own left.
+    TYPE: the panels' dtype. It decides which fraction of own a column must have left.
 
     This is Gaussian elimination on G in place. Below the diagonal, an eliminated column would leave zeros:
     row operations are stored there instead. They are Tᵀ, except for the lengths of its rows. The rest of G
@@ -37,6 +37,7 @@ def triangle(gram, own, epsilon, HAS_EPSILON: tl.constexpr, DEPENDENT: tl.conste
     Lengths follow at the end, for all columns at once: one column after another waits for a reciprocal only.
     With epsilon a subtracted column q is shorter than 1, as in torch: (I − q qᵀ)² = I − (2 − ‖q‖²) q qᵀ.
     """
+    DEPENDENT: tl.constexpr = DEPENDENT_FP64 if TYPE == tl.float64 else DEPENDENT_FP32
     offs = tl.arange(0, RANK)
     row = offs[:, None]
     col = offs[None, :]
