@@ -122,14 +122,12 @@ def _nearest_level(unit, quantizer_ptr):
 
     unit: fp32. Its absolute value is searched among the seven positive thresholds.
     """
-    limits = ()
-    for i in tl.static_range(7):
-        limits = limits + (tl.load(quantizer_ptr + THRESHOLD + i),)
+    limit_ptr = quantizer_ptr + THRESHOLD
     size = tl.abs(unit)
-    upper = size > limits[3]
-    middle = size > tl.where(upper, limits[5], limits[1])
-    lower = tl.where(middle, limits[2], limits[0])
-    threshold = tl.where(upper, tl.where(middle, limits[6], limits[4]), lower)
+    upper = size > tl.load(limit_ptr + 3)
+    middle = size > tl.where(upper, tl.load(limit_ptr + 5), tl.load(limit_ptr + 1))
+    lower = tl.where(middle, tl.load(limit_ptr + 2), tl.load(limit_ptr))
+    threshold = tl.where(upper, tl.where(middle, tl.load(limit_ptr + 6), tl.load(limit_ptr + 4)), lower)
     half = tl.where(upper, 4, 0) + tl.where(middle, 2, 0) + tl.where(size > threshold, 1, 0)
     return tl.where(unit < 0.0, ZERO - half, ZERO + half)
 
