@@ -87,6 +87,9 @@ class Launch:
         if not isinstance(compiled, CompiledKernel):
             _note_slow_launches(f"this Triton's warmup of {name} returns a {type(compiled).__name__}")
             return False
+        if self._kernel.pre_run_hooks:
+            _note_slow_launches(f"{name} has hooks that run before each launch")
+            return False
         if any(each.data_ptr() % ALIGNMENT for each in arguments if isinstance(each, torch.Tensor)):
             _note_slow_launches(f"a tensor of {name} isn't aligned to {ALIGNMENT} bytes")
             return False

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook
+from tests.depth import mixed
 from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import (
     Bucket,
@@ -111,10 +112,9 @@ CASES = [
     *(("powerSGD", {}, False, Net, after) for after in (1, START, START + 1)),
     # In the first step the gradients of layers of one shape come in another order. Shapes don't show it.
     *((hook, {}, False, Alike) for hook in ("powerSGD", "batched")),
-    # With find_unused_parameters DDP never rearranges its buckets.
-    *((hook, UNUSED, False) for hook in RESUMED),
-    # load_state_dict is called after DDP has arranged its buckets.
-    *((hook, {}, True) for hook in RESUMED),
+    # With find_unused_parameters DDP never rearranges its buckets. load_state_dict is called after DDP has
+    # arranged its buckets.
+    *((hook, *case) for hook, case in mixed(RESUMED, ((UNUSED, False), ({}, True)))),
     *(("powerSGD", {}, warm_up, Net, 6, gradcomp.DistributedDataParallel) for warm_up in (False, True)),
 ]
 

@@ -61,25 +61,26 @@ def options_of(**options):
 
 
 BOTH = ("powerSGD", "batched")
+STEPS = everyday(15, 40)
 VIEW, UNUSED = {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}
 # By world size, train's arguments: hook, DDP's options, the state's options, steps, dtype.
 CASES = {
     2: [
-        *((hook, {}, options_of(matrix_approximation_rank=4), 40) for hook in BOTH),
+        *((hook, {}, options_of(matrix_approximation_rank=4), STEPS) for hook in BOTH),
         *(
-            (hook, options, options_of(), 40)
+            (hook, options, options_of(), STEPS)
             for hook, options in mixed(BOTH, (VIEW, UNUSED, UNUSED | VIEW, {"static_graph": True}))
         ),
-        *((hook, {}, options_of(), 30) for hook in HOOKS if "around" in hook),
+        *((hook, {}, options_of(), STEPS) for hook in HOOKS if "around" in hook),
         *(
-            (hook, {}, options_of(), 30, dtype)
+            (hook, {}, options_of(), STEPS, dtype)
             for hook, dtype in mixed(BOTH, (torch.bfloat16, torch.float16, torch.float64))
         ),
     ],
     3: [
-        *((hook, {}, options_of(matrix_approximation_rank=4), 40) for hook in BOTH),
+        *((hook, {}, options_of(matrix_approximation_rank=4), STEPS) for hook in BOTH),
         *(
-            ("powerSGD", {}, {"matrix_approximation_rank": 4, **options}, 20)
+            ("powerSGD", {}, {"matrix_approximation_rank": 4, **options}, STEPS)
             for options in (
                 {"warm_start": False},
                 {"use_error_feedback": False},
@@ -87,7 +88,7 @@ CASES = {
             )
         ),
     ],
-    4: [(hook, {}, options_of(matrix_approximation_rank=4), 40) for hook in BOTH],
+    4: [(hook, {}, options_of(matrix_approximation_rank=4), STEPS) for hook in BOTH],
 }
 
 

@@ -35,7 +35,7 @@ def without_numbers(text):
 
 def test_the_documented_top_k_hook(tmp_path, monkeypatch):
     sound = example(monkeypatch, tmp_path, "top_k")
-    report = check_hook(sound.top_k_hook, sound.TopKState, max_examples=everyday(4, 10))
+    report = check_hook(sound.top_k_hook, sound.TopKState, max_examples=everyday(2, 10))
     report.raise_if_failed()
     assert without_numbers(str(report)) in without_numbers(DOCS.read_text())
     without = example(monkeypatch, tmp_path, "top_k_without_error_feedback", leave_out="# error feedback")
