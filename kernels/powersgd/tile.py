@@ -40,7 +40,7 @@ COPY_BLOCK = tl.constexpr(powersgd_work.COPY_BLOCK)
 MAX_NORMS = tl.constexpr(powersgd_work.MAX_NORMS)
 # Up to this rank products are FMAs, above it matrix products on tensor cores.
 MAX_FMA_RANK = tl.constexpr(8)
-MIN_BLOCK_ROWS = tl.constexpr(32)  # divides BLOCK_ROWS and the length of P's panels
+MIN_BLOCK_ROWS = tl.constexpr(32)  # divides the blocks and the length of P's panels
 
 # What a program does: the first column of its row of work.
 COPY = tl.constexpr(powersgd_work.COPY)

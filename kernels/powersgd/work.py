@@ -50,7 +50,7 @@ def padded_rank(rank: int) -> int:
 
 
 def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
-    """Return (BLOCK_ROWS, BLOCK_COLS), the shape of a tile of M.
+    """Return the rows of a block of P, and of a block of Q.
 
     itemsize: bytes of a gradient element.
     rank: padded.
@@ -113,7 +113,7 @@ class PowerSGDWork:
     matrix_table: one row of MATRIX_FIELDS per matrix.
     project_work, back_project_work, orthonormalize_work, reconstruct_work: one row of WORK_FIELDS per
         program; see `_walk` and the methods below it. Unused fields are 0.
-    num_walks: the most programs of project or back_project.
+    num_walks: the most programs of one launch that compute partial sums.
     p_wire_numel and other sizes: in elements.
     """
 
@@ -140,13 +140,14 @@ class PowerSGDWork:
 
         self.tiles = tile_shapes(itemsize, self.rank)
         copies = list(self._copies())
-        self.project_work = self._walk("project", copies)
-        self.back_project_work = self._walk("back_project", [])
+        walk = self._walk("project")
+        self.project_work = [*walk, *copies]
+        self.back_project_work = self._walk("back_project")
         self.orthonormalize_work = list(self._orthonormalize_work())
-        self.reconstruct_work = self._walk("reconstruct", [*self._next_q_work(), *copies])
-        self.num_walks = max(len(self.project_work), len(self.back_project_work))
+        self.reconstruct_work = [*self._next_q_work(), *copies, *self._walk("reconstruct")]
+        self.num_walks = max(len(walk), len(self.back_project_work))
         self.partial_numel = self.rank * max(
-            len(self.project_work) * self.block_rows, len(self.back_project_work) * self.block_cols
+            len(walk) * self.block_rows, len(self.back_project_work) * self.block_cols
         )
         self.grams_numel = len(self.orthonormalize_work) * self.rank**2
 
@@ -210,8 +211,8 @@ class PowerSGDWork:
         rows, _ = factor_tile(self.rank, self.block_cols, max(self._itemsize, 4))
         return _ranges(blocks, max(4, rows // self.block_cols, -(-blocks // MAX_NORMS)))
 
-    def _walk(self, kernel: str, others: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Return a kernel's rows: the others, then programs that walk through all matrices, block by block.
+    def _walk(self, kernel: str) -> list[tuple[int, ...]]:
+        """Return the rows of a kernel's programs that walk through all matrices, block by block.
 
         (TILES, matrix, block, first tile in the block, one past the last, the block's first program, number
         of its programs)
@@ -220,7 +221,7 @@ class PowerSGDWork:
         tiles get smaller and smaller, so the last ones end at about the same time, however many programs a
         GPU holds at once.
         """
-        rows = list(others)
+        rows: list[tuple[int, ...]] = []
         block_size, length = self.tiles[kernel]
         sizes = [(matrix.rows, matrix.cols) for matrix in self.matrices]
         if kernel != "project":

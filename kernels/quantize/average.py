@@ -254,7 +254,7 @@ def _sum_kernel(
     work_ptr: QuantizedWork's sum_work.
     ACC: the dtype of the arithmetic.
     For the other arguments see _average_kernel.
-    Grid: one program per row of work_ptr: a tile of BLOCKS blocks, or some exact elements.
+    Grid: one program per row of work_ptr: a tile of at most BLOCKS blocks, or some exact elements.
     Moves per element of the shard BITS / 8 B of codes for each of WORLD_SIZE payloads, and the sum once.
     """
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
@@ -271,9 +271,9 @@ def _sum_kernel(
             third, quantizer_ptr, ACC, WORLD_SIZE, SHRINK, BITS, SIZE, BLOCKS,
         )  # fmt: skip
         values = round_to(mean_of(total, DIVISOR, SHRINK), TYPE)
-        is_whole, aligned, exists = gradients_of(out, length, mask, offs, BLOCKS, SIZE)
+        is_whole, aligned, exists = gradients_of(out, length, third, mask, offs, SIZE)
         if is_whole:
-            tl.store(aligned + offs, values)
+            tl.store(aligned + offs, values, mask=mask)
         else:
             tl.store(out + offs, values, mask=exists)
     else:

@@ -37,9 +37,9 @@ def quantize_tile(
     """
     ACC: tl.constexpr = error_ptr.dtype.element_ty
     mask, offs = tile_of(num_blocks, BLOCKS, SIZE)
-    is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, SIZE)
+    is_whole, aligned, exists = gradients_of(grad, length, num_blocks, mask, offs, SIZE)
     if is_whole:
-        values = tl.load(aligned + offs).to(ACC)
+        values = tl.load(aligned + offs, mask=mask, other=0.0).to(ACC)
     else:
         values = tl.load(grad + offs, mask=exists, other=0.0).to(ACC)
     first = tl.load(work + 4)
@@ -149,9 +149,9 @@ def dequantize_tile(
     first_code = codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS)
     codes = load_codes(first_code, num_blocks, BLOCKS, SIZE, BITS)
     values = round_to(decode(codes, scale, quantizer_ptr, ACC, BITS), grad.dtype.element_ty)
-    is_whole, aligned, exists = gradients_of(grad, length, mask, offs, BLOCKS, SIZE)
+    is_whole, aligned, exists = gradients_of(grad, length, num_blocks, mask, offs, SIZE)
     if is_whole:
-        tl.store(aligned + offs, values)
+        tl.store(aligned + offs, values, mask=mask)
     else:
         tl.store(grad + offs, values, mask=exists)
 

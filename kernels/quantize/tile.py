@@ -46,17 +46,17 @@ def tile_of(num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def gradients_of(grad_ptr, length, mask, offs, BLOCKS: tl.constexpr, SIZE: tl.constexpr):
+def gradients_of(grad_ptr, length, num_blocks, mask, offs, SIZE: tl.constexpr):
     """Return (whether all gradients of a tile can be moved 128 bits at a time, a pointer for that, a mask).
 
-    Where they can't, use grad_ptr and the mask.
+    Where they can, tile_of's mask is constant in each block; where they can't, use grad_ptr and the mask.
 
     grad_ptr: the first gradient of the tile.
     length: the number of gradients.
     mask, offs: tile_of's result.
     """
     is_aligned = grad_ptr.to(tl.uint64) % 16 == 0
-    is_whole = (SIZE == triton.next_power_of_2(SIZE)) & (length == BLOCKS * SIZE) & is_aligned
+    is_whole = (SIZE == triton.next_power_of_2(SIZE)) & (length == num_blocks * SIZE) & is_aligned
     return is_whole, on_16_bytes(grad_ptr), mask & (offs < length.to(tl.int32))
 
 

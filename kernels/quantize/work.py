@@ -93,15 +93,14 @@ class QuantizedWork:
         sections, self.payload_bytes = layout.sections(bits, self._exact_itemsize)
         self._scales_at, self._exact_at = sections[1].start, sections[2].start
         self.tile_blocks, self.num_warps = tile_shape(layout.block_size, max(itemsize, 4))
-        self._small_blocks = max(1, self.tile_blocks // QUARTER)
         places = num_multiprocessors * resident_programs(layout.block_size, self.num_warps)
-        # Copies come first, as they take as long as large tiles.
         copies = list(self._copy_work())
         self.bucket_work = [*copies, *self._block_work(self._bucket_tiles())]
         num_copies = sum(row[3] < self.payload_bytes for row in copies)
         num_runs = sum(run.stored.start < layout.shard_numel for run in layout.runs)
+        num_averaged = 2 * -(-layout.exact_numel // COPY_BLOCK)  # each may take as long as two shares
+        self.shard_work = list(self._shard_work(self._shares(places, num_averaged)))
         shares = self._shares(places, num_copies + num_runs)
-        self.shard_work = list(self._shard_work(shares))
         self.sum_work = list(self._sum_work([*copies, *self._block_work(shares)]))
 
     def _block_work(self, tiles: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -131,24 +130,27 @@ class QuantizedWork:
         """Return the first block of each tile of the bucket. No tile has blocks of two shards."""
         num_blocks, total = self.layout.num_blocks, self.layout.num_blocks * self.layout.world_size
         first_small = total - min(NUM_QUARTERED * self.tile_blocks, total // 4)
+        small = self.tile_blocks // QUARTER or self.tile_blocks
         return [
             shard + block
             for shard in range(0, total, num_blocks or 1)
-            for block in range(0, num_blocks, self._small_blocks)
+            for block in range(0, num_blocks, small)
             if block % self.tile_blocks == 0 or shard + block >= first_small
         ]
 
     def _shares(self, places: int, others: int) -> list[int]:
-        """Return the bounds of the programs of average or sum: equal shares that fill all places.
+        """Return the bounds of the programs of average or sum: shares that fill all places, longer ones first.
 
         places: programs that the GPU holds at once.
         others: programs beside the shares.
         """
         num_blocks = self.layout.num_blocks
         waves = -(-(num_blocks + others * self.tile_blocks) // (places * self.tile_blocks))
-        least, most = (-(-num_blocks // size) for size in (self.tile_blocks, self._small_blocks))
+        sizes = self.tile_blocks, max(1, self.tile_blocks // QUARTER)
+        least, most = (-(-num_blocks // size) for size in sizes)
         count = min(max(waves * places - others, least), most)
-        return [*(num_blocks * i // count for i in range(count)), num_blocks]
+        size, longer = divmod(num_blocks, max(count, 1))
+        return [*(i * size + min(i, longer) for i in range(count)), num_blocks]
 
     def _copy_work(self) -> Iterator[tuple[int, ...]]:
         """Yield bucket_work's rows of exact elements. No row has elements of two shards."""

@@ -16,6 +16,7 @@ from benchmarks.demo.__main__ import descendants, is_running, parse
 from benchmarks.demo.measure import WireMeter, check_replicas
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from gradcomp.comm.exchange import all_gather, all_to_all
+from tests.depth import everyday
 from tests.programs import ROOT, users_environment
 
 TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--batch", "2", "--sequence", "16"]
@@ -100,11 +101,12 @@ def test_a_whole_demo(start, tmp_path):
 
 
 def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
-    demo = start("--hook", "none,powersgd,powersgd_int8,batched", "--steps", "50", "--powersgd-rank", "2")
+    hooks = everyday(["powersgd_int8"], ["powersgd", "powersgd_int8", "batched"])
+    demo = start("--hook", ",".join(["none", *hooks]), "--steps", "50", "--powersgd-rank", "2")
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
     none = json.loads((tmp_path / "none.json").read_text())
-    for hook in ("powersgd", "powersgd_int8", "batched"):
+    for hook in hooks:
         power_sgd = json.loads((tmp_path / f"{hook}.json").read_text())
         compared = 2 * MESSAGE_BYTES  # the options of both ranks, once
         # A step that isn't counted is assumed to send the bytes of the last counted step.

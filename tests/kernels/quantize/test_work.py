@@ -20,7 +20,8 @@ from gradcomp.kernels.quantize.work import (
     tile_shape,
 )
 from gradcomp.layout import BlockLayout
-from tests.kernels.waves import MAX_WASTE, mean_wastes
+from tests.depth import everyday
+from tests.kernels.waves import MAX_WASTE, MULTIPROCESSORS, mean_wastes, waste
 
 SHAPES = [(3,), (7, 13), (5,), (4, 4), (1, 17), (40, 9), (33,), (2, 8), (64, 70)]
 
@@ -102,7 +103,7 @@ def test_positions_beyond_two_billion():
     assert copy[1:4] == (3_000_000_000, 5, 1 << 32)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=everyday(50, 1000))
 @given(
     st.lists(st.integers(1, 50_000), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from([1, 7, 132])
 )
@@ -157,3 +158,12 @@ def test_programs_end_together(kernel, bits, world_size):
     }.get(kernel, resident_programs(128, num_warps))
     wastes = mean_wastes(numels_of, num_resident)
     assert max(wastes.values()) <= MAX_WASTE, wastes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_many_small_tensors_leave_no_place_of_average_empty(world_size):
+    """Average's programs don't end where tensors do."""
+    layout, num_resident = BlockLayout([(64, 64), (64,)] * 300, 128, world_size), resident_programs(128, 4)
+    for num_multiprocessors in MULTIPROCESSORS:
+        work = QuantizedWork(layout, 8, 4, num_multiprocessors=num_multiprocessors)
+        assert waste(numels_of_rows(work.shard_work), num_resident * num_multiprocessors) < 1.25
