@@ -139,7 +139,7 @@ class QuantizedWork:
         ]
 
     def _shares(self, places: int, others: int) -> list[int]:
-        """Return the bounds of the programs of average or sum: shares that fill all places, longer ones first.
+        """Return the bounds of the programs of average or sum: shares that fill all places, the longer first.
 
         places: programs that the GPU holds at once.
         others: programs beside the shares.

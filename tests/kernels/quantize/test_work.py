@@ -166,4 +166,4 @@ def test_many_small_tensors_leave_no_place_of_average_empty(world_size):
     layout, num_resident = BlockLayout([(64, 64), (64,)] * 300, 128, world_size), resident_programs(128, 4)
     for num_multiprocessors in MULTIPROCESSORS:
         work = QuantizedWork(layout, 8, 4, num_multiprocessors=num_multiprocessors)
-        assert waste(numels_of_rows(work.shard_work), num_resident * num_multiprocessors) < 1.25
+        assert waste(numels_of_rows(work.shard_work), num_resident * num_multiprocessors) < 1.35
