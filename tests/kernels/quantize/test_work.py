@@ -108,7 +108,7 @@ def test_positions_beyond_two_billion():
     st.lists(st.integers(1, 50_000), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from([1, 7, 132])
 )
 def test_every_block_is_in_one_program_on_any_gpu(numels, world_size, num_multiprocessors):
-    """And the tables of kernels after an exchange are the same on any GPU."""
+    """The table of quantize and dequantize, which every rank runs, is the same on any GPU."""
     shapes = [*((numel, 1) for numel in numels), (5,), (300, 2)]
     layout = BlockLayout(shapes * world_size, 128, world_size)
     work = QuantizedWork(layout, 4, 4, num_multiprocessors=num_multiprocessors)
