@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import shlex
@@ -52,6 +53,28 @@ FIRST = (
     "tests/kernels/powersgd/test_orthonormalize.py",
     "tests/kernels/powersgd/test_random.py",
     "tests/kernels/powersgd/test_plan.py",
+)
+# The other files with tests on the device, likewise.
+HOOKS = (
+    "tests/comm/test_late_gradients.py",
+    "tests/hooks/test_every_hook.py",
+    "tests/hooks/test_quantized_kernels.py",
+    "tests/hooks/test_powersgd_kernels.py",
+    "tests/compress/test_reduce_scatter.py",
+    "tests/hooks/test_default_hooks.py",
+    "tests/hooks/test_powersgd_resume.py",
+    "tests/testing/test_check.py",
+    "tests/hooks/test_powersgd_training.py",
+)
+REDUCER = (
+    "tests/reducer/test_gradients.py",
+    "tests/reducer/test_average.py",
+    "tests/reducer/test_broadcast.py",
+    "tests/parallel/test_averaged.py",
+    "tests/parallel/test_training.py",
+    "tests/parallel/test_state.py",
+    "tests/parallel/test_join.py",
+    "tests/fsdp/test_compressed.py",
 )
 # On a CPU, which interprets kernels, a part has every Nth of its tests, unless --tests chooses some.
 EVERY_ON_CPU = 32
@@ -100,8 +123,8 @@ def tests_of_kernels() -> tuple[str, ...]:
 PARTS = (
     Part("kernels", 90, tests_of_kernels(), cores=0.75),
     Part("arrival", 60, (ARRIVAL,)),
-    Part("hooks", 60, ("tests/comm", "tests/compress", "tests/hooks", "tests/testing"), cores=0.5),
-    Part("reducer", 45, ("tests/reducer", "tests/parallel", "tests/fsdp"), cores=0.5),
+    Part("hooks", 60, HOOKS, cores=0.5),
+    Part("reducer", 45, REDUCER, cores=0.5),
     # It stops by itself, so that no case is cut off.
     Part("benchmarks", 150, module=("benchmarks", "--record", "--budget-s", "115")),
     Part("slowest", 30, module=("benchmarks.slowest",)),
@@ -110,7 +133,7 @@ PARTS = (
 
 def run(commands: Sequence[Sequence[str]], limit_s: float, log: Path) -> list[int | None]:
     """Run Python with each of these arguments at once; return the exit statuses, None for what was killed."""
-    with log.open("wb") as output:
+    with log.open("ab") as output:
         processes = [
             subprocess.Popen(
                 [sys.executable, *command],
@@ -130,6 +153,10 @@ def run(commands: Sequence[Sequence[str]], limit_s: float, log: Path) -> list[in
         finally:
             for each in processes:
                 with contextlib.suppress(ProcessLookupError):
+                    if each.poll() is None:
+                        os.kill(each.pid, signal.SIGABRT)  # pytest then prints stacks
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            each.wait(timeout=1)
                     os.killpg(each.pid, signal.SIGKILL)  # ranks outlive a parent that is killed
                 each.wait()
 
@@ -144,6 +171,8 @@ def _environment() -> dict[str, str]:
     environment.setdefault("OMP_NUM_THREADS", "1")
     # Of the part's 60 s, the rest is for starting, and for compiling what is left to compile.
     environment.setdefault("GRADCOMP_ARRIVAL_SECONDS", "40")
+    # Ranks that hang are to be reported before the part is killed.
+    environment.setdefault("GRADCOMP_RANKS_TIMEOUT_S", "25")
     # Plugins that happen to be installed are not loaded: their warnings would be errors.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     return environment
@@ -180,6 +209,9 @@ def missing(device: str) -> str | None:
         )
     except ImportError as error:
         return f"this Python ({sys.executable}) lacks {error.name}"
+    found = importlib.util.find_spec("tests.claimed")
+    if found is None or not str(found.origin).startswith(str(ROOT)):
+        return f"another package is called tests: {found and found.origin}"
     if device == "cuda" and not torch.cuda.is_available():
         return f"no CUDA GPU is available to torch {torch.__version__}"
     triton_version, numpy_version = (

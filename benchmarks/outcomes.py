@@ -27,7 +27,11 @@ def note(path: Path | None, name: str, outcome: str, **details: Any) -> None:
 def read(path: Path) -> dict[str, dict[str, Any]]:
     """Return the outcome, with its details, of everything that was planned or has ended."""
     found: dict[str, dict[str, Any]] = {}
-    for row in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # its process was killed
         # Another process may end a test before this line of the plan is written.
         if row["outcome"] != LEFT or row["name"] not in found:
             found[row.pop("name")] = row

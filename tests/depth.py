@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from itertools import chain, combinations, product
 from typing import Any, TypeVar
 
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "everyday")
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or "everyday"
+if PROFILE not in ("everyday", "deep"):
+    raise ValueError(f"HYPOTHESIS_PROFILE is {PROFILE}, but must be everyday or deep")
 IS_DEEP = PROFILE == "deep"
 
 _T = TypeVar("_T")
@@ -24,6 +26,7 @@ def mixed(*lists: Sequence[Any], together: int = 1) -> list[tuple[Any, ...]]:
 
     Every day each element occurs in some combination. together=2: each pair of elements of two lists does.
     """
+    assert all(lists), "without elements there is no combination"
     everything = list(product(*lists))
     if IS_DEEP:
         return everything

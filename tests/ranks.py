@@ -55,6 +55,8 @@ def run_ranks(
     """
     # With a GPU, neither this process nor any rank interprets.
     interpret = interpret and os.environ.get("TRITON_INTERPRET") == "1"
+    # gpu-check has less time.
+    timeout_s = min(timeout_s, float(os.environ.get("GRADCOMP_RANKS_TIMEOUT_S", "inf")))
     with _forking_from_clean_process(interpret) as context, closing(Pool(context)) as pool:
         return pool.run(_call, world_size, (function, arguments, backend), timeout_s)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.hooks import FakeBucket, join_group_of_one
+from benchmarks.hooks import SHAPES, FakeBucket, join_group_of_one
 from tests.hooks.checked import HOOKS
 
 SLEEP_CYCLES = 1_000_000_000  # about half a second; a step's hooks need a few milliseconds
@@ -19,8 +19,12 @@ SHORT_SLEEP_CYCLES = 20_000_000  # between two buckets, so that each is later th
 # The first steps pass over steps without compression, compile, build what is kept per bucket, and fill the
 # allocator's cache.
 NUM_WARM_UP_STEPS = 5
-# The shapes of each bucket of a step.
-STEPS = {
+# The shapes of each bucket of a step: 25 MiB in all on a GPU.
+STEPS_ON_CUDA = {
+    "one bucket": [SHAPES],
+    "three buckets": [SHAPES[:3], [(1024, 512), (512,)], SHAPES[-2:]],
+}
+STEPS_ON_CPU = {
     "one bucket": [[(256, 192), (9,), (256, 192)]],
     "three buckets": [[(256, 192), (9,)], [(128, 256)], [(192, 160), (7,)]],
 }
@@ -74,8 +78,8 @@ def synchronizing_is_an_error(device):
         yield
         return
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -91,12 +95,12 @@ def errors_in(state, buckets):
     return [kept[bucket.index()]["error"].to(bucket.gradient.device) for bucket in buckets]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS_ON_CPU)
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.usefixtures("plain_torch")
 def test_late_gradients(name, step, device):
     """A result is the gradient; with error feedback, plus the error before, minus the error after."""
-    check, shapes = HOOKS[name], STEPS[step]
+    check, shapes = HOOKS[name], (STEPS_ON_CPU if device.type == "cpu" else STEPS_ON_CUDA)[step]
     hook, state = check.make(), check.make_state and check.make_state()
     buckets = [Late(each, device, i, i == len(shapes) - 1) for i, each in enumerate(shapes)]
     for _ in range(NUM_WARM_UP_STEPS):
@@ -111,3 +115,16 @@ def test_late_gradients(name, step, device):
         off = (bucket.result.double() + new - bucket.gradient - old).abs().max()
         assert off <= check.max_error * bucket.gradient.abs().max(), f"bucket {bucket.index()}"
     assert state is None or state.compression_stats()[0] > 1, "nothing was compressed"
+
+
+def test_waiting_for_the_gradient_is_seen(device):
+    """What the test above relies on. On a CPU nothing is late."""
+    late = Late(STEPS_ON_CPU["one bucket"][0], device, 0, True)
+    late.arrive(0)
+    waited = False
+    with synchronizing_is_an_error(device):
+        try:
+            late.buffer().sum().item()
+        except RuntimeError:
+            waited = True
+    assert waited == (device.type == "cuda")

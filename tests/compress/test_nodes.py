@@ -361,11 +361,11 @@ def trained(rank, hook, num_steps=20):
 @pytest.mark.parametrize("interpret", [False, True], ids=["plain", "kernels"])
 def test_it_trains_on_gloo(run_ranks, interpret):
     """Ranks are processes, where collectives of the three groups may overtake one another."""
-    hooks, num_steps = ("int4", "int8 factors", "factors"), 20
+    hooks, num_steps, falls_to = ("int4", "int8 factors", "factors"), 20, 0.5
     if interpret:
-        hooks, num_steps = everyday((hooks[1:2], 8), (hooks, num_steps))
+        hooks, num_steps, falls_to = everyday((hooks[1:2], 8, 0.8), (hooks, num_steps, falls_to))
     (first, uncompressed, _), *_ = run_ranks(trained, 4, "none", num_steps)
-    assert uncompressed < 0.8 * first
+    assert uncompressed < falls_to * first
     for hook in hooks:
         results = run_ranks(trained, 4, hook, num_steps, interpret=interpret)
         assert abs(results[0][1] - uncompressed) < 0.03 * first

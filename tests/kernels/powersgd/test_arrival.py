@@ -91,9 +91,9 @@ def test_a_blocks_last_program_finds_all_partial_sums(device, monkeypatch, recor
     memories = [torch.ones(2**26, device=device) for _ in streams]
     num_rounds = 0
     while num_rounds < MIN_ROUNDS or time.monotonic() < deadline:
-        for stream, memory in zip(streams, memories, strict=True):
-            keep_busy(stream, memory, cycles=200_000 if num_rounds % 2 else 1_000)
         for each in every:
+            for stream, memory in zip(streams, memories, strict=True):
+                keep_busy(stream, memory, cycles=200_000 if num_rounds % 2 else 1_000)
             each.again()
         num_rounds += 1
         if on_cuda:
