@@ -6,9 +6,10 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from tests.depth import everyday
 from tests.fsdp.models import Net, batch_of, gradients, sharded, weights
 
-STEPS = 3
+STEPS = everyday(2, 3)
 
 
 def step(model, rank, number, **options):

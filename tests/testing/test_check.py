@@ -20,7 +20,7 @@ PROPERTIES = {"NonFiniteFailure", "PropertyFailure"} ^ set(properties.__all__)
 
 
 # Every day a part of OURS in plain torch, and the others on the kernels.
-IN_PLAIN_TORCH = ("fp16", "PowerSGD r=1", "batched r=1", "int4", "auto")
+IN_PLAIN_TORCH = ("fp16", "batched r=1", "int4", "auto")
 
 
 @pytest.mark.usefixtures("plain_torch")

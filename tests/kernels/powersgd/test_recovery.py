@@ -46,7 +46,7 @@ BAD = [
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize(("rank", "bad", "feedback"), everyday(BAD[:3], BAD))
+@pytest.mark.parametrize(("rank", "bad", "feedback"), everyday(BAD[:2], BAD))
 def test_not_finite_everywhere_and_sound_again(rank, bad, feedback, device):
     world_size = 2 if rank == 4 else 1
     plans = plans_of(MIXED, rank, FP32, device, world_size=world_size, error_feedback=feedback)
