@@ -77,7 +77,7 @@ REDUCER = (
     "tests/fsdp/test_compressed.py",
 )
 # On a CPU, which interprets kernels, a part has every Nth of its tests, unless --tests chooses some.
-EVERY_ON_CPU = 32
+EVERY_ON_CPU = 16
 PASSED = "passed"
 
 
