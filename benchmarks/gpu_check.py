@@ -114,7 +114,7 @@ class Part:
 
 
 def tests_of_kernels() -> tuple[str, ...]:
-    """Return the files of tests/kernels, those of FIRST first, except ARRIVAL."""
+    """Return the files of tests/kernels without ARRIVAL, beginning with FIRST."""
     paths = (ROOT / "tests" / "kernels").rglob("test_*.py")
     files = sorted({str(path.relative_to(ROOT)) for path in paths} - {*FIRST, ARRIVAL})
     return (*FIRST, *files)

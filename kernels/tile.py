@@ -9,7 +9,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # Elements per program of a kernel that copies: each of 128 threads has 8 loads of 16 bytes (fp32) in flight.
 BLOCK = 4096
-# Its launches' options. With so many registers per thread, 12 warps fit a multiprocessor. Without this limit
+# Its launches' options. At 168 registers per thread, 12 warps fit a multiprocessor. Without this limit
 # ptxas spills to fit more (fp16 to fp32, sm_120).
 COPYING = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
 
