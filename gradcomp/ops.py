@@ -16,7 +16,6 @@ import triton
 
 from .cpu import copy as cpu
 from .cpu import powersgd_plan as cpu_powersgd
-from .cpu import quantize as cpu_quantize
 from .cpu import quantize_plan as cpu_quantized_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
@@ -293,11 +292,6 @@ def powersgd_plan(
     With scale = 1 / world size the result is the average.
 
     plan.wire_numels: the number of elements of p_wire's factors, of the uncompressed tensors, and of q_wire.
-    plan.send_in_codes(p, q): send 8-bit codes instead. p and q are quantized plans of 8 bits without error
-        feedback, in the wires' dtype: p has the shapes (1, elements of p_wire's factors) and (elements of the
-        uncompressed tensors,), q has the shape (1, elements of q_wire). From then on project and back_project
-        also quantize the wires to the payloads of p and q. Average the payloads, then dequantize them to
-        p_wire and q_wire.
     plan.error(), plan.directions(): the tensors to keep across a restart.
     plan.load(error, directions): restore these tensors.
     """
@@ -348,34 +342,36 @@ def quantized_plan(
     dtype: the bucket's dtype. Sums and errors are in fp32 (fp64 for fp64).
     device: the bucket's device.
     bits: 4 or 8 bits per element.
-    error_feedback: keep errors, and add them to the next step's gradients and means.
+    error_feedback: keep errors, and add them to the next step's gradients.
     exact_dtype: the dtype in which exact tensors are sent; None for the bucket's.
     divisor: the number that sums over a shard's senders are divided by; None for their number. Between nodes
         it is the number of all ranks, times the factor that gradients were multiplied by before.
     averages_dtype: the dtype that averages must fit when they are dequantized; None for the bucket's.
     only_dequantizes: True if only plan.payload and plan.dequantize are used. Nothing else is allocated.
-    only_sums: True for a reduce-scatter. The layout's shards have equal tensors, and plan.sum(out) takes the
-        place of stages 3 to 5: out [elements of a shard], in averages_dtype, = (the sum of this rank's shard
-        over plan.received) / divisor. Owners keep no error, and plan.error is the caller's: assign
-        [world size · shard_numel] before each plan.quantize(flat, None), so that buckets can share a plan.
+    only_sums: True for a reduce-scatter. The layout's shards have equal tensors, and plan.sum(out, rank) takes
+        the place of stages 3 to 5: out [elements of a shard], in averages_dtype, = the sum / divisor. With
+        error_feedback plan.error is the caller's, zero in this rank's shard after the sum: assign
+        [world size · shard_numel] before each plan.quantize, so that buckets can share a plan.
 
     A step:
 
     1. plan.quantize(flat, rank, unused, stays): M = gradient + error; plan.payload [world size, bytes] = M's
-       codes and scales and the exact elements, one row per shard; error = M − quantized M.
+       codes and scales and the exact elements, one row per shard; error = M − quantized M. This rank's own
+       shard of M isn't quantized: error = M there. Its row has scales alone, which show whether blocks are
+       zero or not finite.
        unused: parts of the layout that this rank's backward has not used. Zeros are sent for them, their
        errors stay, and flat is zero there.
        stays: for each unused part a mask of the elements whose errors stay; None for all. With masks flat is
        sent as it is.
     2. All-to-all from plan.payload to plan.received.
-    3. plan.average(rank): plan.mean [bytes] = the quantized mean of plan.received plus the owner's error.
+    3. plan.average(rank): plan.mean [bytes] = the quantized mean of this rank's shard: its own M, and what
+       plan.received has from the others. In the shard error = divisor · (mean − quantized mean). A block that
+       no rank has sent keeps its error.
     4. All-gather from plan.mean to plan.payload.
     5. plan.dequantize(flat): write the means to the bucket.
 
     plan.error: [world size · shard_numel], the values that the averages still lack from this rank, in the
-        order of the padded blocks: the sender's error everywhere, plus the owner's error in its own shard.
-    plan.shard_error: [shard_numel], the owner's error alone.
-    Both are zero in padding, and None without error_feedback.
+        order of the padded blocks; zero in padding. None without error_feedback.
     """
     options: dict[str, Any] = {
         "bits": bits,
@@ -387,16 +383,14 @@ def quantized_plan(
         "only_sums": only_sums,
     }
     if runs_triton(device):
-        quantizer = cpu_quantize.quantizer(bits, averages_dtype or dtype)
-        return quantize_kernels.QuantizedPlan(layout, dtype, device, **options, **quantizer)
+        return quantize_kernels.QuantizedPlan(layout, dtype, device, **options)
     return cpu_quantized_plan.QuantizedPlan(layout, dtype, **options)
 
 
 def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
     """Compile the kernels that a quantized_plan with these arguments launches; see compile_powersgd."""
     if has_streams(device):
-        quantizer = cpu_quantize.quantizer(options["bits"], options.get("averages_dtype") or dtype)
-        quantize_kernels.compile_kernels(layout, dtype, device, **options, **quantizer)
+        quantize_kernels.compile_kernels(layout, dtype, device, **options)
 
 
 # --- checks of arguments, with messages that show the bad value ---

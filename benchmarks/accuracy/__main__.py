@@ -28,7 +28,7 @@ from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import add_training_options, check_training_options, positive
 
 HOOKS = (
-    "none,alone,fp16,int8,int4,int4:256,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
+    "none,alone,fp16,int8,int4,int4:64,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
     "powersgd:16:int8,powersgd:8:int8,powersgd:4:int8"
 )
 

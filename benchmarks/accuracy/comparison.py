@@ -92,7 +92,7 @@ def mean_and_spread(values: Sequence[float], digits: int, sign: str = "") -> str
 
 FAMILIES = {
     "16 bits": ("fp16", "bf16"),
-    "quantized": ("int8", "int4", "int4:256"),
+    "quantized": ("int8", "int4", "int4:64"),
     "PowerSGD": ("powersgd:R",),
     "PowerSGD, 16-bit factors": ("powersgd:R:bf16", "powersgd:R:fp16"),
     "PowerSGD, int8 factors": ("powersgd:R:int8",),

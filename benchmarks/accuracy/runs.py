@@ -30,7 +30,7 @@ FACTORS: dict[str, dict[str, torch.dtype]] = {
 ALONE = "alone"  # every rank trains by itself
 LOCAL = "local"  # every rank trains by itself, but for an average every few dozen steps
 HADAMARD = {"int4:hadamard32": 32, "int4:hadamard64": 64}  # the transform's width
-OTHERS = ("none", "allreduce", "fp16", "bf16", "int8", "int4", "int4:256", *HADAMARD, ALONE)
+OTHERS = ("none", "allreduce", "fp16", "bf16", "int8", "int4", "int4:64", *HADAMARD, ALONE)
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
 
@@ -59,8 +59,8 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
     """Register a hook that compresses after ``start_iter`` steps.
 
     "powersgd:4" is PowerSGD of rank 4, "powersgd:4:int8" the same with factors in int8 and the uncompressed
-    tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits. "int4:256" has blocks of
-    256 elements and the uncompressed tensors in bf16; "int4:hadamard64" transforms gradients first.
+    tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits. "int4:64" has blocks of
+    64 elements; "int4:hadamard64" transforms gradients first.
     """
     name, *given = hook.split(":")
     if name in POWERSGD:
@@ -68,8 +68,8 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
         bits = int(start.removeprefix("start")) if start else None
         options = {**FACTORS[factors], "start_bits": bits}
         demo.register_power_sgd(averager, POWERSGD[name], int(rank), start_iter, **options)
-    elif hook == "int4:256":
-        demo.register_quantization(averager, 4, start_iter, block_size=256, uncompressed_dtype=torch.bfloat16)
+    elif hook == "int4:64":
+        demo.register_quantization(averager, 4, start_iter, block_size=64)
     elif hook in HADAMARD:
         register_hadamard(averager, HADAMARD[hook], start_iter)
     else:

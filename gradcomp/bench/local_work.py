@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -49,19 +50,15 @@ def local_work(
 
 
 def _quantized(plan: ops.QuantizedPlan) -> Work:
-    def work(flat: torch.Tensor) -> None:
-        if plan.payload.numel():
-            plan.quantize(flat, 0)
-            _average(plan, flat)
-
-    return work
+    return partial(_average, plan)
 
 
 def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
-    """Average and dequantize, as a quantized all-reduce does after quantize."""
+    """Do what a quantized all-reduce does beside its collectives."""
     if plan.payload.numel():
-        # Stands in for an all-to-all between ranks with equal gradients.
-        plan.received.copy_(plan.payload[:1].expand_as(plan.received))
+        plan.quantize(flat, 0)
+        # Stands in for an all-to-all. Row 0, this rank's own, has no codes.
+        plan.received.copy_(plan.payload[-1:].expand_as(plan.received))
         plan.average(0)
         plan.dequantize(flat)
 
@@ -92,7 +89,6 @@ def _powersgd(
             )
             for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
         ]
-        plan.send_in_codes(*between)
 
     def work(flat: torch.Tensor) -> None:
         plan.project(flat, 1.0)

@@ -320,20 +320,15 @@ def _entry(what: str, given: Any) -> torch.Tensor | None:
     return checked_tensor(what, given, getattr(given, "shape", None), None)
 
 
-def require_error(
-    state: dict[str, Any], known: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
-) -> None:
+def require_error(state: dict[str, Any], known: Sequence[str]) -> None:
     """Raise ValueError for a compressor's state with unknown entries, or with entries but no "error".
 
     known: the names of the known entries.
-    shapes, dtype: the tensors' shapes and the dtype of the bucket.
     """
     if unknown := [name for name in state if name not in known]:
         raise ValueError(f"has the unknown {', '.join(map(repr, unknown))}")
     if state and "error" not in state:
         raise ValueError(f"has {' and '.join(state)} but no error")
-    if "shard_error" in state:
-        checked_error("the shard_error", state["shard_error"], shapes, dtype)
 
 
 def checked_outline(what: str, memory: dict[str, Any]) -> tuple[list[tuple[int, ...]], list[int]]:

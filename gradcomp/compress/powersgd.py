@@ -30,7 +30,7 @@ from .checkpoint import as_list, checked_tensor, require_error
 from .compressor import BucketSpec, Compressor, State
 from .pending_errors import PendingErrors
 from .quantized import QuantizedCompressor, QuantizedOptions
-from .quantized_all_reduce import NodesAllReduce, average_payload
+from .quantized_all_reduce import NodesAllReduce, quantized_all_reduce
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
 # they save between nodes (docs/network.md).
@@ -154,7 +154,7 @@ class PowerSGDCompressor(Compressor):
     def check_state(
         cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: PowerSGDOptions
     ) -> None:
-        require_error(state, ("error", "shard_error", "directions"), shapes, dtype)
+        require_error(state, ("error", "directions"))
         given = state.get("directions")
         if given is None:
             return
@@ -279,10 +279,7 @@ class PowerSGDCompressor(Compressor):
 
 
 class _QuantizedWires:
-    """The quantized all-reduces of a PowerSGD plan's p_wire and q_wire, flat or by nodes.
-
-    Flat, the PowerSGD plan quantizes its wires. By nodes, they are summed within nodes before.
-    """
+    """The quantized all-reduces of a PowerSGD plan's p_wire and q_wire, flat or by nodes."""
 
     def __init__(self, plan: ops.PowerSGDPlan, bucket: BucketSpec, options: PowerSGDOptions):
         p_numel, uncompressed_numel, q_numel = plan.wire_numels
@@ -308,7 +305,6 @@ class _QuantizedWires:
                 ops.quantized_plan(layout, dtype, bucket.device, **quantized) for layout in layouts
             ]
             self.num_bytes = sum(each.payload.numel() for each in self._plans)
-            plan.send_in_codes(*self._plans)
 
     def average_p(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
         """Average p_wire over all ranks. Yields each collective in progress."""
@@ -321,7 +317,7 @@ class _QuantizedWires:
     def _average(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
         if self._by_nodes:
             return self._by_nodes[index].average(wire, nodes_of(group, self._ranks_per_node))
-        return average_payload(self._plans[index], wire, group)
+        return quantized_all_reduce(self._plans[index], wire, group)
 
 
 class QuantizedStart(QuantizedCompressor):

@@ -2,7 +2,7 @@
 
     rank r    bucket + error ──quantize──▶ shard 0 │ shard 1 │ … │ shard W−1
     all-to-all: every rank gets its own shard from all ranks
-    owner     Σ dequantized + the owner's error ──quantize──▶ the shard's mean
+    owner     its own values, exact, + Σ dequantized ──quantize──▶ the shard's mean
     all-gather: every rank gets the means of all shards, and dequantizes the same bytes
 
 Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks. If
@@ -88,17 +88,12 @@ class QuantizedOptions:
 
 
 class QuantizedCompressor(Compressor):
-    """The quantized all-reduce of one bucket, with error feedback on a shard's senders and on its owner.
+    """The quantized all-reduce of one bucket, with error feedback. The state's entry:
 
-    A sender keeps the error of quantizing its gradients. An owner keeps the error of quantizing its shard's
-    mean, times the number of ranks. The state's entries:
+    "error": [numel], the values that the averages still lack from this rank: what rounding has lost of its
+        gradients, and in this rank's own shard what rounding has lost of the mean, times the number of ranks.
 
-    "error": [numel], the values that the averages still lack from this rank: the sender's error everywhere,
-        plus the owner's error in this rank's own shard.
-    "shard_error": [numel], the owner's error alone, zero outside the shard. It is already part of "error".
-
-    If a new run gives this rank another shard, the part of "shard_error" outside the new shard counts as the
-    sender's error, so nothing is lost. If another compressor has left errors of exact tensors, they are sent.
+    If another compressor has left errors of exact tensors, they are sent.
     """
 
     is_same_on_all_processors = True
@@ -119,12 +114,10 @@ class QuantizedCompressor(Compressor):
         quantized = {part.position for part in layout.quantized}
         self._pending = PendingErrors(bucket.shapes, set(range(len(bucket.shapes))) - quantized)
         self._unused: Sequence[int] = ()
-        # The blocks that the plan has errors of, and this rank's shard: known from the first step on.
-        self._kept: slice | None = None
-        self._own: slice | None = None
-        self._loaded: State | None = None  # until the next step
+        self._kept: slice | None = None  # the blocks that the plan has errors of, known from the first step on
+        self._loaded: torch.Tensor | None = None  # the bucket's errors, until the next step
         # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
-        self._just_loaded: State | None = None
+        self._just_loaded: torch.Tensor | None = None
         # The number of elements in an all-reduce that sends as many bytes.
         self.sent_numel = -(-num_bytes // bucket.dtype.itemsize)
 
@@ -132,7 +125,7 @@ class QuantizedCompressor(Compressor):
     def check_state(
         cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: QuantizedOptions
     ) -> None:
-        require_error(state, ("error", "shard_error"), shapes, dtype)
+        require_error(state, ("error",))
 
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
@@ -157,11 +150,11 @@ class QuantizedCompressor(Compressor):
         self._pending.add_to(flat, self._unused)
         unused = [part for part in self._layout.quantized if part.position in self._unused]
         if self._by_nodes is None:
-            self._take_place(slice(0, None), self._layout.shard(group.rank()))
+            self._take_place(slice(0, None))
             yield from quantized_all_reduce(self._plan, flat, group, unused)
         else:
             nodes = nodes_of(group, self._ranks_per_node)
-            rest = self._take_place(self._by_nodes.piece(nodes), self._by_nodes.shard(nodes))
+            rest = self._take_place(self._by_nodes.piece(nodes))
             yield from self._by_nodes.average(flat, nodes, unused, rest)
 
     # --- errors ---
@@ -177,12 +170,12 @@ class QuantizedCompressor(Compressor):
             return
         self._pending.take_back(offset, values)
         if self._kept is None and self._loaded is None:
-            self._loaded = self.state()
+            self._loaded = self._error(error)
         for part in self._layout.quantized:
             if not part.in_bucket.start <= offset < part.in_bucket.stop:
                 continue
             if self._loaded is not None:
-                self._loaded["error"][offset : offset + len(values)] += values
+                self._loaded[offset : offset + len(values)] += values
                 continue
             assert self._kept is not None
             first = part.stored.start + offset - part.in_bucket.start - self._kept.start
@@ -193,76 +186,55 @@ class QuantizedCompressor(Compressor):
                 error[start:stop] += values[start - first : stop - first] * factor
 
     def current_error(self) -> torch.Tensor | None:
-        if self._loaded is not None:
-            loaded: torch.Tensor = self._loaded["error"]
-            return loaded
         error = self._plan.error
-        return None if error is None else self._error(error)
+        if self._loaded is not None or error is None:
+            return self._loaded
+        return self._error(error)
 
     def state(self) -> State:
-        error, shard_error = self._plan.error, self._plan.shard_error
-        if error is None or shard_error is None:
+        error = self.current_error()
+        if error is None:
             return {}
-        if self._loaded is not None:
-            return {name: value.clone() for name, value in self._loaded.items()}
-        return {
-            "error": self._error(error),
-            "shard_error": self._unpadded(self._all_blocks(shard_error, self._own)),
-        }
+        return {"error": error.clone() if error is self._loaded else error}
 
     def load(self, state: State) -> None:
         if self._plan.error is not None and "error" in state:
-            self._loaded = {name: state[name].clone() for name in ("error", "shard_error") if name in state}
+            self._loaded = state["error"].clone()
             self._pending.load(state["error"])
 
     def _error(self, error: torch.Tensor) -> torch.Tensor:
         """Return this rank's error in the bucket's order. error: the plan's."""
-        flat = self._unpadded(self._all_blocks(error, self._kept))
+        blocks = self._no_errors(error)
+        if self._kept is not None:
+            blocks[self._kept] = error / self._unit
+        flat = error.new_zeros(self._layout.numel)
+        for run in self._layout.runs:
+            flat[run.in_bucket] = blocks[run.stored]
         self._pending.write_to(flat)
         return flat
 
-    def _take_place(self, kept: slice, own: slice) -> torch.Tensor | None:
+    def _take_place(self, kept: slice) -> torch.Tensor | None:
         """Take this rank's place in the layout, and continue from the loaded errors.
 
         kept: the blocks whose errors this rank keeps.
-        own: this rank's shard.
 
         Returns the loaded errors of other blocks, to be added to the gradients; None if nothing was loaded.
         """
-        if self._kept not in (None, kept) and self._loaded is None:
-            self._loaded = self.state()  # the nodes have changed
-        self._kept, self._own = kept, own
+        error = self._plan.error
+        if self._kept not in (None, kept) and self._loaded is None and error is not None:
+            self._loaded = self._error(error)  # the nodes have changed
+        self._kept = kept
         loaded = self._just_loaded = self._loaded
         self._loaded = None
-        error, shard_error = self._plan.error, self._plan.shard_error
-        if loaded is None or error is None or shard_error is None:
+        if loaded is None or error is None:
             return None
-        rest = self._padded(loaded["error"])
+        rest = self._no_errors(error)
+        for run in self._layout.runs:
+            rest[run.stored] = loaded[run.in_bucket]
         error.copy_(rest[kept] * self._unit)
-        shard_error.zero_()
-        if "shard_error" in loaded:
-            shard_error.copy_(self._padded(loaded["shard_error"])[own] * self._unit)
         rest[kept] = 0.0
         return rest
 
-    def _all_blocks(self, part: torch.Tensor, where: slice | None) -> torch.Tensor:
-        """Return a part's errors among all padded blocks, zero elsewhere. where: the part's slice of them."""
-        blocks = part.new_zeros(self._layout.world_size * self._layout.shard_numel)
-        if where is not None:
-            blocks[where] = part / self._unit
-        return blocks
-
-    def _padded(self, flat: torch.Tensor) -> torch.Tensor:
-        """Convert values in the bucket's order to the order of the padded blocks."""
-        assert self._plan.error is not None
-        padded = self._plan.error.new_zeros(self._layout.world_size * self._layout.shard_numel)
-        for run in self._layout.runs:
-            padded[run.stored] = flat[run.in_bucket]
-        return padded
-
-    def _unpadded(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Convert values in the order of the padded blocks to the bucket's order; zeros for exact tensors."""
-        flat = blocks.new_zeros(self._layout.numel)
-        for run in self._layout.runs:
-            flat[run.in_bucket] = blocks[run.stored]
-        return flat
+    def _no_errors(self, like: torch.Tensor) -> torch.Tensor:
+        """Return zeros in the order of the padded blocks."""
+        return like.new_zeros(self._layout.world_size * self._layout.shard_numel)

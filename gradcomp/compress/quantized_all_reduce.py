@@ -38,12 +38,6 @@ def quantized_all_reduce(
     """
     if plan.payload.numel():
         plan.quantize(flat, group.rank(), unused)
-        yield from average_payload(plan, flat, group)
-
-
-def average_payload(plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup) -> Works:
-    """Run quantized_all_reduce from the all-to-all on; plan.payload already holds this rank's codes."""
-    if plan.payload.numel():
         yield from _average_codes(plan, group)
         plan.dequantize(flat)
 
@@ -127,10 +121,6 @@ class NodesAllReduce:
         """Return the slice of the layout's padded blocks that this rank's piece has."""
         numel = nodes.num_nodes * self.layout.shard_numel
         return slice(nodes.within.rank() * numel, (nodes.within.rank() + 1) * numel)
-
-    def shard(self, nodes: Nodes) -> slice:
-        """Return the slice of the layout's padded blocks that this rank owns."""
-        return self.layout.shard(nodes.within.rank() * nodes.num_nodes + nodes.between.rank())
 
     def average(
         self, flat: torch.Tensor, nodes: Nodes, unused: Sequence[Part] = (), extra: torch.Tensor | None = None

@@ -2,9 +2,9 @@
 
     rank r    bucket + error ──quantize──▶ row 0 │ row 1 │ … │ row W−1
     all-to-all: every rank gets its own row from all ranks
-    owner     Σ dequantized, in fp32: the shard
+    owner     its own row + Σ dequantized, in fp32: the shard
 
-Nothing is quantized twice, and owners keep no error. By nodes, it is exact within each node (or in 16 bits):
+Nothing is quantized twice, and a rank's own row not at all. By nodes, it is exact within each node (or in 16 bits):
 
     node i, place j    rows j, g + j, 2g + j, … of the bucket are piece j
     reduce-scatter within the node: the rank of place j gets the node's sum of piece j
@@ -101,9 +101,9 @@ class QuantizedReduceScatter(ShardCompressor):
         )
         if self._error is not None:
             plan.error = self._error
-        plan.quantize(flat, None)
+        plan.quantize(flat, group.rank())
         yield all_to_all(plan.received, plan.payload, group)
-        plan.sum(shard)
+        plan.sum(shard, group.rank())
         _plans.free[self._key] = plan
 
     # --- errors ---
@@ -119,7 +119,6 @@ class QuantizedReduceScatter(ShardCompressor):
         return {"error": whole}
 
     def load(self, state: State) -> None:
-        """Continue from a state. An owner's error, which a quantized all-reduce keeps, is part of "error"."""
         if self._error is not None and "error" in state:
             like = {"device": self._error.device, "dtype": self._error.dtype}
             self._loaded = state["error"].to(**like, copy=True)

@@ -13,7 +13,6 @@ import torch
 from .copy import cast
 from .orthonormalize import orthonormalize
 from .powersgd_matrices import SHRINK, MatrixGroup
-from .quantize_plan import QuantizedPlan
 
 if TYPE_CHECKING:
     from gradcomp.layout import PowerSGDLayout
@@ -74,16 +73,8 @@ class PowerSGDPlan:
             self._groups_by_rank.setdefault(rank, []).append(self.groups[-1])
         self._error_feedback, self._warm_start = error_feedback, warm_start
         self._epsilon = epsilon * self._shrunk
-        self._quantized: tuple[QuantizedPlan, QuantizedPlan] | None = None
         for group, direction in zip(self.groups, self._random(seed), strict=True):
             group.direction.copy_(direction)
-
-    def send_in_codes(self, p: Any, q: Any) -> None:
-        """Quantize p_wire and q_wire, too, from the next step on.
-
-        p, q: the QuantizedPlans; their payloads receive the codes.
-        """
-        self._quantized = (p, q)
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire that holds P of the matrix with this index."""
@@ -105,8 +96,6 @@ class PowerSGDPlan:
             cast(buffer[offset : offset + numel], out=wire, scale=scale)
         for index in left_out:
             self.sent_p(index).zero_()
-        if self._quantized and self.p_wire.numel():
-            self._quantized[0].quantize(self.p_wire, 0)
 
     def orthonormalize(self) -> None:
         """Copy the averaged P from p_wire, and orthonormalize its columns."""
@@ -124,8 +113,6 @@ class PowerSGDPlan:
         for group in reversed(self.groups):  # in reverse for the caches' sake; see MatrixGroup.back_project
             group.back_project(buffer)
         cast(self._q, out=self.q_wire, scale=scale * self._shrunk / SHRINK)
-        if self._quantized and self.q_wire.numel():
-            self._quantized[1].quantize(self.q_wire, 0)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; choose the next step's directions.

@@ -1,89 +1,30 @@
 """Quantization of blocks in plain torch, to 8 or 4 bits, with one bf16 scale for each block.
 
-8 bits: scale = largest absolute value / 127; code = round(value / scale).
+    scale = the block's largest absolute value / L, rounded up to bf16        L = 127 at 8 bits, 7 at 4
+    code  = round(value / scale), an integer from −L to L
+    decoded = scale · code, limited to ±top, the largest number of the bucket's dtype
 
-4 bits: code = the nearest of 15 levels for value / root mean square; scale = the number that minimizes
-Σ (value − scale · level)². The levels are optimal for a normal distribution, among levels that include zero
-(Lloyd 1982, Max 1960). The quotient is rounded to fp16 before its level is looked up, so a quotient within
-2⁻¹¹ of halfway between two levels may get either level.
-
-With both, a zero stays exactly zero.
-
-No scale exceeds largest_scale, so that every code stands for a finite number of the bucket's dtype. At 4 bits
-the root mean square is capped at 2/3 of largest_scale; the levels then reach 4 root mean squares. A block
-gets the scale NaN, and so becomes NaN, if it has a value that isn't finite, or an fp64 value beyond REACH.
+So no element is off by more than its block's largest value / 2L, plus the scale's rounding, and a zero stays
+exactly zero. A block gets the scale NaN, and so becomes NaN, if it has a value that isn't finite, or an fp64
+value beyond L times bf16's largest.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
-from functools import cache, partial
-from itertools import pairwise
-from typing import Any
 
 import torch
 
-# The positive levels of the 15-level Lloyd–Max quantizer for the standard normal distribution.
-HALF_LEVELS = (0.273857, 0.554764, 0.851134, 1.174879, 1.546057, 2.006474, 2.680866)
-SORTED_LEVELS = (*(-level for level in reversed(HALF_LEVELS)), 0.0, *HALF_LEVELS)
-# Halfway between neighboring levels: a value is nearest to the level between its thresholds.
-THRESHOLDS = tuple((low + high) / 2 for low, high in pairwise(SORTED_LEVELS))
-
-LARGEST_CODE = 127  # at 8 bits
-SCALE_DTYPE = torch.bfloat16
-LARGEST_IN_BF16 = torch.finfo(SCALE_DTYPE).max
-# By bits, the largest value that a code and a bf16 scale can represent.
-REACH = {4: 2.5 * LARGEST_IN_BF16, 8: LARGEST_CODE * LARGEST_IN_BF16}
+LARGEST_IN_BF16 = torch.finfo(torch.bfloat16).max
 CHUNK_NUMEL = 1 << 19  # elements to quantize at a time: more don't fit the caches, fewer need more calls
-# If a block's largest value or norm exceeds this, neither squares nor inverses overflow or vanish in fp32.
-SMALLEST = 1e-15
+# Below SMALL a scale's inverse could be infinite, so the scale and its values are multiplied by BOOST before.
+SMALL, BOOST = 2.0**-100, 2.0**64
 
 
-@cache
-def levels() -> torch.Tensor:
-    """Return the level of each code: fp32 [16], with the last four bits zero to leave room for the code.
-
-    Code 8 is zero, and 8 ± k is the k-th level on either side. Code 0 is reserved: no encoder writes it. It
-    decodes to zero, too, like code 0 at 8 bits, so that zero bytes decode to zeros.
-    """
-    values = torch.tensor([0.0, *SORTED_LEVELS])
-    return (values.view(torch.int32) & ~15).view(torch.float32)
-
-
-@cache
-def _level_by_half() -> torch.Tensor:
-    """Return a table from an fp16 number's bits to the nearest level, with its code in the last four bits.
-
-    The level of a number that isn't finite is arbitrary.
-    """
-    halves = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).double()
-    thresholds = torch.tensor(THRESHOLDS, dtype=torch.float64)
-    codes = 1 + torch.bucketize(halves.nan_to_num(), thresholds).int()
-    return (levels().view(torch.int32)[codes] | codes).view(torch.float32)
-
-
-@cache
-def _levels_by_byte() -> torch.Tensor:
-    """Return a table from a byte with two codes to their two fp32 levels, stored as one float64."""
-    codes = torch.arange(256)
-    pairs = torch.stack([levels()[codes & 15], levels()[codes >> 4]], 1)
-    return pairs.view(torch.float64).view(-1)
-
-
-@cache
-def largest_scale(bits: int, dtype: torch.dtype) -> float:
-    """Return the largest scale, a bf16 number, with which every code is finite in the bucket's dtype."""
-    largest_level = LARGEST_CODE if bits == 8 else HALF_LEVELS[-1]
-    exact = min(torch.finfo(dtype).max / largest_level, LARGEST_IN_BF16)
-    fraction, exponent = math.frexp(exact)
-    return math.ldexp(math.floor(fraction * 2**8), exponent - 8)
-
-
-def quantizer(bits: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the kernels' constants: levels, thresholds, and the largest scale of a bucket's blocks."""
-    return {"levels": levels(), "thresholds": THRESHOLDS, "largest_scale": largest_scale(bits, dtype)}
+def largest_code(bits: int) -> int:
+    """Return L."""
+    return 127 if bits == 8 else 7
 
 
 def rows_at_a_time(block_size: int) -> int:
@@ -92,23 +33,19 @@ def rows_at_a_time(block_size: int) -> int:
 
 
 class _Buffers(threading.local):
-    """This thread's scratch buffers, by name and dtype. They grow to the size of the largest chunk."""
+    """This thread's scratch buffers, by dtype. They grow to the size of the largest chunk."""
 
     def __init__(self) -> None:
-        self.by_name: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
 
-    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        buffer, numel = self.by_name.get((name, dtype)), shape.numel()
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        buffer, numel = self.by_dtype.get(dtype), shape.numel()
         if buffer is None or buffer.numel() < numel:
-            buffer = self.by_name[name, dtype] = torch.empty(numel, dtype=dtype)
+            buffer = self.by_dtype[dtype] = torch.empty(numel, dtype=dtype)
         return buffer[:numel].view(shape)
 
 
 _buffers = _Buffers()
-
-# Called with (values, largest value or norm of each block [blocks, 1], codes), writes the codes. Returns (the
-# decoded codes without scales, the scales [blocks, 1]).
-Encode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def quantize(
@@ -117,58 +54,80 @@ def quantize(
     codes: torch.Tensor,
     scales: torch.Tensor,
     bits: int,
-    cap: float | None = None,
+    top: float,
     gradients: Callable[[], torch.Tensor] | None = None,
 ) -> None:
     """Quantize blocks, and leave the quantization errors in values.
 
-    values: [blocks, size], fp32 or fp64, contiguous. Afterwards values − dequantized values, or zeros if a
-        block isn't finite. rows_at_a_time(size) blocks are quantized fastest.
+    values: [blocks, size], fp32 or fp64, contiguous. Afterwards values − decoded codes, or zeros in a block
+        that isn't finite. rows_at_a_time(size) blocks are quantized fastest.
     codes: uint8 [blocks, size · bits / 8], written.
-    scales: bf16 [blocks], written; NaN for a block that isn't finite.
-    cap: the bucket's largest_scale; None for the largest_scale of values' dtype.
-    gradients: returns the gradients without errors, [blocks, size]. They replace sums of gradients and errors
-        that aren't finite.
+    scales: bf16 [blocks], written.
+    top: the largest number to decode to.
+    gradients: see find_scales.
     """
     if not len(values):
         return
-    cap = cap or largest_scale(bits, values.dtype)
-    sizes = _largest(values) if bits == 8 else _norm(values)
-    careful = _careful_blocks(values, sizes, _bound(values, bits, cap))
-    kept = values.index_select(0, careful)
-    if len(careful):
-        # Careful blocks are few. They are quantized separately; here zeros replace them.
-        values.index_fill_(0, careful, 0.0)
-        sizes.index_fill_(0, careful, 0.0)
-    _quantize(values, sizes, codes, scales, _encode_8 if bits == 8 else _encode_4)
-    if len(careful):
-        if gradients is not None and not kept.isfinite().all():
-            kept = torch.where(kept.isfinite(), kept, gradients().index_select(0, careful))
-        their_codes, their_scales = codes.new_empty(len(kept), codes.shape[1]), scales.new_empty(len(kept))
-        encode = _encode_8_carefully if bits == 8 else _encode_4_carefully
-        _quantize(kept, _largest(kept), their_codes, their_scales, partial(encode, cap=cap))
-        kept.masked_fill_(~their_scales.isfinite()[:, None], 0.0)
-        for all_blocks, theirs in ((values, kept), (codes, their_codes), (scales, their_scales)):
-            all_blocks.index_copy_(0, careful, theirs)
+    scale, least, largest = find_scales(values, scales=scales, bits=bits, gradients=gradients)
+    if not largest < torch.inf:
+        is_bad = scale.isnan()
+        values.masked_fill_(is_bad, 0.0)
+        scale.masked_fill_(is_bad, 0.0)
+        least, largest = _bounds(scale)
+    scale = scale.to(values.dtype)
+    inverse, boost = scale.reciprocal(), None
+    if least < SMALL:
+        inverse.masked_fill_(scale == 0, 0.0)
+        is_small = (scale < SMALL) & (scale > 0)
+        if is_small.any():
+            boost = torch.ones_like(scale).masked_fill_(is_small, BOOST)
+            inverse = torch.where(is_small, (scale * boost).reciprocal_(), inverse)
+    decoded = torch.mul(values, inverse, out=_buffers.take(values.shape, values.dtype))
+    if boost is not None:
+        decoded *= boost
+    signed = codes.view(torch.int8)
+    if bits == 8:
+        signed.copy_(decoded.round_())
+    else:
+        _pack(_buffers.take(values.shape, torch.int8).copy_(decoded.round_()), signed)
+    if largest * largest_code(bits) <= top:
+        values.addcmul_(decoded, scale, value=-1)
+    else:
+        values -= decoded.mul_(scale).clamp_(-top, top)
 
 
-def _bound(values: torch.Tensor, bits: int, cap: float) -> float:
-    """Return a bound on a block's largest value (8 bits) or norm (4 bits) that keeps its scale below the cap.
+def find_scales(
+    values: torch.Tensor,
+    *,
+    scales: torch.Tensor,
+    bits: int,
+    gradients: Callable[[], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, float, float]:
+    """Write the blocks' scales. Returns them in fp32, [blocks, 1], and two bounds, NaN if a scale is.
 
-    At 8 bits a scale is within 2⁻⁸ of largest / 127. At 4 bits a scale is at most 1.52 root mean squares (the
-    greatest ratio of a value to its level), or the largest value over the largest level.
+    values, scales: see quantize.
+    gradients: returns the gradients without errors, [blocks, size]. They replace sums of gradients and errors
+        that aren't finite.
     """
-    bound = 0.99 * LARGEST_CODE * cap if bits == 8 else cap * min(0.6 * values.shape[1] ** 0.5, 2.6)
-    return min(bound, torch.finfo(values.dtype).max)
-
-
-def _quantize(
-    values: torch.Tensor, sizes: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, encode: Encode
-) -> None:
-    """Quantize blocks with one encode function, and leave the quantization errors in values."""
-    decoded, scale = encode(values, sizes, codes)
+    sizes = torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
+    scale = sizes.div_(largest_code(bits)).to(torch.float32)
+    bounds = _bounds(scale)
+    if not bounds[1] <= LARGEST_IN_BF16:
+        if gradients is not None:
+            torch.where(values.isfinite(), values, gradients(), out=values)
+            return find_scales(values, scales=scales, bits=bits)
+        scale.masked_fill_(~(scale <= LARGEST_IN_BF16), torch.nan)
+        bounds = torch.nan, torch.nan
+    # Rounded up: bf16 is the upper half of fp32's bits.
+    scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
     scales.copy_(scale[:, 0])
-    values.addcmul_(decoded, scales.to(values.dtype)[:, None], value=-1)
+    return scale, *bounds
+
+
+def _bounds(scale: torch.Tensor) -> tuple[float, float]:
+    """Return bounds of scales that are rounded up from these, or rounded; NaN if a scale is."""
+    least, largest = scale.aminmax()
+    return float(least), float(largest) * (1 + 2.0**-7)
 
 
 def dequantize(
@@ -177,131 +136,47 @@ def dequantize(
     *,
     out: torch.Tensor,
     bits: int,
+    top: float | None = None,
     factor: float = 1.0,
     add: bool = False,
 ) -> None:
-    """Compute out = factor · scale · decoded code.
+    """Compute out = factor · decoded codes.
 
     codes, scales: with the shapes and dtypes of quantize.
     out: [blocks, size], fp32 or fp64.
+    top: quantize's; None if no scale comes near it.
     factor: a power of two.
     add: True to add to out instead.
     """
-    scale = scales.to(out.dtype)[:, None]
-    if factor != 1.0:
-        scale = scale * factor
-    if bits == 8 and not add:
-        out.copy_(codes.view(torch.int8)).mul_(scale)
-        return
-    decoded = _decode_8(codes, out) if bits == 8 else _decode_4(codes, out)
-    if add:
-        out.addcmul_(decoded, scale)
+    limit = None if top is None else top * factor
+    decoded = _buffers.take(out.shape, out.dtype) if add else out
+    if bits == 8:
+        decoded.copy_(codes.view(torch.int8))
     else:
-        torch.mul(decoded, scale, out=out)
+        decoded.copy_(_unpacked(codes))
+        factor /= 16
+    scale = scales.to(out.dtype)[:, None].mul_(factor)
+    if add and limit is None:
+        out.addcmul_(decoded, scale)
+        return
+    decoded *= scale
+    if limit is not None:
+        decoded.clamp_(-limit, limit)
+    if add:
+        out += decoded
 
 
-def _careful_blocks(values: torch.Tensor, sizes: torch.Tensor, bound: float) -> torch.Tensor:
-    """Return the indices of blocks too large, too small or not finite for the fast arithmetic.
+def _pack(values: torch.Tensor, codes: torch.Tensor) -> None:
+    """Write pairs of 4-bit codes to bytes, the first one to the lower half. Changes values.
 
-    Blocks of zeros are excluded. They are common, in embeddings and inactive units. If such a block once had
-    other values, its error becomes smaller from step to step.
+    values: int8 [blocks, size]. codes: int8 [blocks, size / 2].
     """
-    # A test on the host comes first, because operations on small tensors take as long as on large ones.
-    least, largest = sizes.aminmax()
-    if bool(least > SMALLEST) and bool(largest < bound):
-        return torch.empty(0, dtype=torch.long)
-    found = ((sizes > SMALLEST) & (sizes < bound))[:, 0].logical_not_().nonzero()[:, 0]
-    # A zero norm may be underflow of tiny squares: exclude only blocks of zeros.
-    return found[_largest(values.index_select(0, found))[:, 0] != 0]
+    pairs = values.bitwise_and_(15).view(torch.int16)
+    codes.copy_((pairs >> 4).bitwise_or_(pairs))
 
 
-def _encode_8(
-    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = (largest / LARGEST_CODE).to(SCALE_DTYPE)
-    decoded = _buffers.take("decoded", values.shape, values.dtype)
-    torch.mul(values, _finite_or_zero(scale.to(values.dtype).reciprocal_()), out=decoded)
-    codes.view(torch.int8).copy_(decoded.round_())
-    return decoded, scale
-
-
-def _encode_8_carefully(
-    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor, cap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = _scale_or_nan(largest / LARGEST_CODE, largest, 8, cap).to(SCALE_DTYPE)
-    decoded = (values * _finite_or_zero(scale.to(values.dtype).reciprocal_())).round_()
-    # Clamp, because a scale may be up to 2⁻⁷ from largest / 127, and a subnormal scale farther.
-    decoded.clamp_(-LARGEST_CODE, LARGEST_CODE).nan_to_num_(0.0)
-    codes.view(torch.int8).copy_(decoded)
-    return decoded, scale
-
-
-def _encode_4_carefully(
-    values: torch.Tensor, largest: torch.Tensor, codes: torch.Tensor, cap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    has_values = largest.isfinite() & (largest > 0)
-    # Division by a power of two changes no bits. In two halves, it neither overflows nor vanishes.
-    exponent = torch.frexp(torch.where(has_values, largest, 1.0)).exponent
-    halves = [torch.exp2(half.to(values.dtype)) for half in (exponent // 2, exponent - exponent // 2)]
-    unit = torch.where(has_values, values / halves[0] / halves[1], 0.0)
-    longest = cap / 1.5 / halves[0] / halves[1] * values.shape[1] ** 0.5
-    norm = torch.where(has_values, torch.minimum(_norm(unit), longest), 1.0)
-    decoded, scale = _encode_4(unit, norm, codes)
-    return decoded, _scale_or_nan(scale * halves[0] * halves[1], largest, 4, cap)
-
-
-def _scale_or_nan(scale: torch.Tensor, largest: torch.Tensor, bits: int, cap: float) -> torch.Tensor:
-    """Return scales, at most cap; NaN for a block with values that isn't finite or exceeds REACH."""
-    is_reached = largest.isfinite() & (largest.double() <= REACH[bits])
-    return torch.where(is_reached, scale.clamp(max=cap), torch.nan)
-
-
-def _encode_4(
-    values: torch.Tensor, norm: torch.Tensor, codes: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = values.shape
-    half = _buffers.take("half", shape, torch.float16)
-    torch.mul(values, _finite_or_zero(shape[1] ** 0.5 / norm), out=half)
-    index = _buffers.take("index", shape, torch.int32)
-    index.copy_(half.view(torch.uint16))
-    level = _buffers.take("level", shape, torch.float32)
-    torch.index_select(_level_by_half(), 0, index.view(-1), out=level.view(-1))
-    bits = level.view(torch.int32)
-    low = _buffers.take("low", shape, torch.uint8).copy_(bits).bitwise_and_(15)
-    pairs = low.view(torch.int16)  # the lower byte has the first of two codes
-    codes.copy_(torch.bitwise_right_shift(pairs, 4).bitwise_or_(pairs))
-    # Remove the codes, so that levels of opposite signs cancel exactly.
-    bits.bitwise_and_(~15)
-    decoded = level
-    if values.dtype != torch.float32:
-        decoded = _buffers.take("decoded", shape, values.dtype).copy_(level)
-    # Σ level² as a squared norm takes a third of a second vecdot's time. It is zero for blocks of zeros, else
-    # at least 0.8.
-    scale = torch.linalg.vecdot(values, decoded)[:, None] / _norm(decoded).square_().clamp_min_(0.5)
-    return decoded, scale
-
-
-def _decode_8(codes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return _buffers.take("decoded", like.shape, like.dtype).copy_(codes.view(torch.int8))
-
-
-def _decode_4(codes: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    index = _buffers.take("index", codes.shape, torch.int32).copy_(codes)
-    level = _buffers.take("level", like.shape, torch.float32)
-    torch.index_select(_levels_by_byte(), 0, index.view(-1), out=level.view(-1).view(torch.float64))
-    return level
-
-
-def _finite_or_zero(inverse: torch.Tensor) -> torch.Tensor:
-    return inverse.nan_to_num_(nan=0.0, posinf=0.0)
-
-
-def _largest(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of each block, [blocks, 1]."""
-    return torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
-
-
-def _norm(values: torch.Tensor) -> torch.Tensor:
-    """Return the root of each block's sum of squares, [blocks, 1]."""
-    norm: torch.Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True)
-    return norm
+def _unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """Return 16 · each 4-bit code, int8 [blocks, size]: the code's bits in the upper half of a byte."""
+    pairs = codes.to(torch.int16)
+    upper = (pairs << 8).bitwise_or_(pairs.bitwise_left_shift_(4))
+    return upper.bitwise_and_(-0x0F10).view(torch.int8)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .quantize import dequantize, largest_scale, quantize, rows_at_a_time
+from .quantize import dequantize, find_scales, largest_code, quantize, rows_at_a_time
 
 if TYPE_CHECKING:
     from gradcomp.layout.blocks import BlockLayout, Part
 
-
-# With scales up to this, sums of dequantized values and errors are far from overflow in fp32.
+# With scales up to this, sums of decoded values and errors are far from overflow in fp32.
 SMALL_SCALE = 1e30
 
 
@@ -68,7 +68,7 @@ class QuantizedPlan:
     ):
         self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
-        self._cap = largest_scale(bits, averages_dtype or dtype)
+        self._top = torch.finfo(averages_dtype or dtype).max
         # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
         # changes no bits.
         self._shrink = 0.5 ** (layout.world_size - 1).bit_length()
@@ -96,10 +96,10 @@ class QuantizedPlan:
         self._mean = chunks(self.mean) if len(self.mean) else []
         self._scratch = torch.zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
         self.error: torch.Tensor | None = None
-        self.shard_error: torch.Tensor | None = None
+        # Without an error, this rank's own values from quantize to the sum.
+        self._kept = torch.zeros(0 if error_feedback or only_dequantizes else layout.shard_numel, dtype=wide)
         if error_feedback and not only_sums:
             self.error = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
-            self.shard_error = torch.zeros(layout.shard_numel, dtype=wide)
 
     def _copies(self, shard: int, rows: slice) -> list[tuple[slice, slice]]:
         """Return a chunk's copies: (slice of its elements, slice of the bucket) pairs."""
@@ -115,50 +115,41 @@ class QuantizedPlan:
     def quantize(
         self,
         flat: torch.Tensor,
-        rank: int | None,
+        rank: int,
         unused: Sequence[Part] = (),
         stays: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Quantize gradients plus errors into payload. The quantization errors become this rank's error."""
-        error, owners, kept = self.error, self.shard_error, []
-        if error is not None and owners is not None and rank is not None and unused:
-            error[self.layout.shard(rank)] -= owners
-            owners = None
-            kept = [error[part.stored].clone() for part in unused]
-            for index, part in enumerate(unused):
-                if stays is None:
-                    error[part.stored] = flat[part.in_bucket] = 0.0
-                else:
-                    error[part.stored].masked_fill_(stays[index], 0.0)
+        error, kept = self.error, []
+        for index, part in enumerate(unused):
+            if stays is None:
+                flat[part.in_bucket] = 0.0
+            if error is not None:
+                mask = slice(None) if stays is None else stays[index]
+                kept.append((error[part.stored], mask, error[part.stored][mask].clone()))
+                error[part.stored][mask] = 0.0
         for shard, chunks in enumerate(self._sent):
             for chunk in chunks:
-                values = self._values_of(chunk, shard, owners if shard == rank else None, flat)
+                values = self._values_of(chunk, shard, rank, flat)
                 gradients = None if error is None else partial(self._gradients_of, chunk, flat)
-                self._quantize(values, chunk, gradients)
-        if error is not None:
-            for index, (part, before) in enumerate(zip(unused, kept, strict=True)):
-                mask = slice(None) if stays is None else stays[index]
-                error[part.stored][mask] = before[mask]
+                if shard == rank:
+                    find_scales(values, scales=chunk.scales, bits=self._bits, gradients=gradients)
+                else:
+                    self._quantize(values, chunk, gradients)
+        for values, mask, before in kept:
+            values[mask] = before
         exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._exact_dtype)
         for each in self.layout.exact:
             exact[each.stored] = flat[each.in_bucket]
         self._exact_of(self.payload).copy_(exact.view(torch.uint8).view(len(self.payload), -1))
 
-    def _values_of(
-        self, chunk: Chunk, shard: int, owners: torch.Tensor | None, flat: torch.Tensor
-    ) -> torch.Tensor:
-        """Return a chunk's gradients plus the sender's errors, as a view of self.error if errors are kept.
-
-        owners: the owner's error in the shard, to be subtracted from self.error first; None to subtract
-            nothing.
-        """
+    def _values_of(self, chunk: Chunk, shard: int, rank: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return a chunk's gradients plus errors, as a view of where the chunk's errors are kept, if any."""
         size = self.layout.block_size
         if self.error is not None:
             values = self.error.view(len(self._sent), -1, size)[shard, chunk.rows]
-            if owners is not None:
-                values -= owners.view(-1, size)[chunk.rows]
         else:
-            values = self._scratch[: chunk.num_blocks]
+            values = self._own(rank, chunk) if shard == rank else self._scratch[: chunk.num_blocks]
             gradients = chunk.adjacent(flat, size)
             if gradients is not None:
                 return values.copy_(gradients)
@@ -166,6 +157,11 @@ class QuantizedPlan:
         for stored, in_bucket in chunk.copies:
             values.view(-1)[stored].add_(flat[in_bucket])
         return values
+
+    def _own(self, rank: int, chunk: Chunk) -> torch.Tensor:
+        """Return where a chunk of this rank's shard is kept from quantize to the sum, [blocks, size]."""
+        kept = self._kept if self.error is None else self.error[self.layout.shard(rank)]
+        return kept.view(-1, self.layout.block_size)[chunk.rows]
 
     def _gradients_of(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
         """Return a chunk's gradients without errors."""
@@ -177,52 +173,54 @@ class QuantizedPlan:
     def _quantize(
         self, values: torch.Tensor, chunk: Chunk, gradients: Callable[[], torch.Tensor] | None = None
     ) -> None:
-        codes, scales, cap = chunk.codes, chunk.scales, self._cap
-        quantize(values, codes=codes, scales=scales, bits=self._bits, cap=cap, gradients=gradients)
+        codes, scales, top = chunk.codes, chunk.scales, self._top
+        quantize(values, codes=codes, scales=scales, bits=self._bits, top=top, gradients=gradients)
 
     def average(self, rank: int) -> None:
-        """Average this rank's shard from received into mean. The quantization errors become the owner's."""
+        """Average this rank's shard into mean: its own values, and the others' from received.
+
+        The quantization errors, times the divisor, become this rank's error of the shard.
+        """
         if not self.mean.numel():
             return
-        scales = self.received[:, self._sections[1]].contiguous().view(torch.bfloat16)
+        scales, largest = self._scales_of(self.received)
         unsent = (scales == 0).all(0)
-        size, own = self.layout.block_size, self.layout.shard(rank)
+        is_small = largest <= SMALL_SCALE  # False if a scale is NaN
         for index, mean in enumerate(self._mean):
-            # False if a scale is NaN.
-            is_small = bool(scales[:, mean.rows].amax() <= SMALL_SCALE)
-            if self.error is None or self.shard_error is None:
-                self._quantize_mean(self._sum_of_ranks(index), mean, is_small)
-                continue
-            error = self.shard_error.view(-1, size)[mean.rows]
-            # If all ranks sent zeros for a block, as for a layer that all ranks skip, its error stays.
+            own = self._own(rank, mean)
+            # If no rank has sent a block, as of a layer that all ranks skip, its error stays.
             left_out = unsent[mean.rows].nonzero()[:, 0]
-            kept = error.index_select(0, left_out)
-            error.index_fill_(0, left_out, 0.0)
-            self._add_sum_of_ranks(index, error)
-            self._quantize_mean(error, mean, is_small)
-            if self._num_ranks != 1:
-                error *= self._num_ranks
+            before = own.index_select(0, left_out)
+            own.index_fill_(0, left_out, 0.0)
+            self._add_received(own, rank, index, largest)
             if not is_small:
-                # Leave room for the sender's error, at most a quarter of the range, which is added next.
-                half = torch.finfo(error.dtype).max / 2
-                error.clamp_(-half, half)
-            error.index_copy_(0, left_out, kept)
-            self.error[own].view(-1, size)[mean.rows].add_(error)
+                _saturate(own, self._divisor)
+            if self._divisor != 1.0:
+                own /= self._divisor
+            self._quantize(own, mean)
+            if self.error is not None:
+                own *= self._num_ranks
+                if not is_small:
+                    _saturate(own)
+                own.index_copy_(0, left_out, before)
         exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
         mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
         self._exact_of(self.mean).copy_(mean_of_exact.to(self._exact_dtype).view(torch.uint8))
 
-    def sum(self, out: torch.Tensor) -> None:
-        """Write the sum of this rank's shard over the payloads in received, divided by the divisor, to out.
+    def sum(self, out: torch.Tensor, rank: int) -> None:
+        """Write this rank's shard, summed over the ranks and divided by the divisor, to out.
 
         out: [elements of a shard], the shard's tensors in the bucket's order.
         """
+        _, largest = self._scales_of(self.received)
         for index, chunk in enumerate(self._sent[0]):
-            total = self._sum_of_ranks(index)
+            own = self._own(rank, chunk)
+            self._add_received(own, rank, index, largest)
             if self._divisor != 1.0:
-                total /= self._divisor
+                own /= self._divisor
             for stored, in_shard in chunk.copies:
-                out[in_shard] = total.view(-1)[stored]
+                out[in_shard] = own.view(-1)[stored]
+            own.zero_()
         exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
         total = torch.zeros(self.layout.exact_numel, dtype=self._wide)
         for sent in exact:
@@ -235,46 +233,52 @@ class QuantizedPlan:
                 first = part.in_bucket.start
                 out[first : first + end - part.stored.start] = total[part.stored.start : end]
 
-    def _sum_of_ranks(self, index: int) -> torch.Tensor:
-        """Return the shrunk sum of a chunk over all ranks' received codes, in the order of ranks."""
-        total = self._scratch[: self._received[0][index].num_blocks]
+    def _scales_of(self, payloads: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Return the payloads' scales, [payloads, blocks], and the largest; NaN if a scale is."""
+        scales = payloads[:, self._sections[1]].contiguous().view(torch.bfloat16)
+        return scales, float(scales.amax()) if scales.numel() else 0.0
+
+    def _add_received(self, own: torch.Tensor, rank: int, index: int, largest: float) -> None:
+        """Make a chunk of this rank's own values the shrunk sum over all ranks, the others in their order.
+
+        largest: the largest scale; NaN if a scale is.
+        """
+        if math.isnan(largest):
+            # The own codes aren't used, but a scale is NaN where the own values aren't finite.
+            own[self._received[rank][index].scales.isnan()] = torch.nan
+        if self._shrink != 1.0:
+            own *= self._shrink
         for sender, chunks in enumerate(self._received):
-            codes, scales = chunks[index].codes, chunks[index].scales
-            dequantize(codes, scales, out=total, bits=self._bits, factor=self._shrink, add=sender > 0)
-        return total
-
-    def _add_sum_of_ranks(self, index: int, error: torch.Tensor) -> None:
-        """Shrink a chunk of the owner's error, and add the shrunk sum of the chunk over all ranks' codes."""
-        if self.layout.world_size > 1:
-            torch.add(self._sum_of_ranks(index), error, alpha=self._shrink, out=error)
-        else:
-            codes, scales = self._received[0][index].codes, self._received[0][index].scales
-            dequantize(codes, scales, out=error, bits=self._bits, add=True)
-
-    def _quantize_mean(self, total: torch.Tensor, mean: Chunk, is_small: bool) -> None:
-        """Quantize a chunk's mean from its shrunk sum over the ranks. Leaves the mean's errors in total."""
-        if not is_small:
-            largest = torch.finfo(total.dtype).max * self._divisor
-            total.clamp_(-largest, largest)
-        if self._divisor != 1.0:
-            total /= self._divisor
-        self._quantize(total, mean)
+            if sender != rank:
+                self._dequantize(chunks[index], own, largest, factor=self._shrink, add=True)
 
     def dequantize(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket."""
+        _, largest = self._scales_of(self.payload)
         for chunks in self._sent:
             for chunk in chunks:
                 gradients = chunk.adjacent(flat, self.layout.block_size)
                 if gradients is not None and flat.dtype == self._wide:
-                    dequantize(chunk.codes, chunk.scales, out=gradients, bits=self._bits)
+                    self._dequantize(chunk, gradients, largest)
                     continue
                 values = self._scratch[: chunk.num_blocks]
-                dequantize(chunk.codes, chunk.scales, out=values, bits=self._bits)
+                self._dequantize(chunk, values, largest)
                 for stored, in_bucket in chunk.copies:
                     flat[in_bucket] = values.view(-1)[stored]
         exact = self._exact_of(self.payload).contiguous().view(-1).view(self._exact_dtype)
         for each in self.layout.exact:
             flat[each.in_bucket] = exact[each.stored]
 
+    def _dequantize(self, chunk: Chunk, out: torch.Tensor, largest: float, **how: Any) -> None:
+        """Dequantize a chunk. largest: the largest scale; NaN if a scale is."""
+        top = None if largest * largest_code(self._bits) <= self._top else self._top
+        dequantize(chunk.codes, chunk.scales, out=out, bits=self._bits, top=top, **how)
+
     def _exact_of(self, payload: torch.Tensor) -> torch.Tensor:
         return payload[..., self._sections[2]]
+
+
+def _saturate(values: torch.Tensor, factor: float = 1.0) -> None:
+    """Limit values to factor times the largest number of their dtype. NaN stays NaN."""
+    limit = torch.finfo(values.dtype).max * factor
+    values.clamp_(-limit, limit)

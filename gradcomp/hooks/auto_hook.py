@@ -91,7 +91,7 @@ class _AnyCandidate(Compressor):
 
     @classmethod
     def check_state(cls, state: State, shapes: Any, dtype: torch.dtype, options: Any) -> None:
-        require_error(state, ("error", "shard_error", "directions"), shapes, dtype)
+        require_error(state, ("error", "directions"))
 
 
 class AutoState(CompressorState):

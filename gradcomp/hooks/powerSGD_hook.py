@@ -208,7 +208,6 @@ class PowerSGDState(CompressorState):
         A bucket that has been compressed has these entries:
 
         "error": [numel], this rank's error.
-        "shard_error": only after a quantized start; see QuantizedCompressor.
         "directions": by tensor, the Q [cols, rank] that the next step projects on; the same on all ranks.
 
         The state_dict also has "from_torch": errors and factors from torch's hook whose buckets have not

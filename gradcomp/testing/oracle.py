@@ -156,24 +156,20 @@ class BatchedPowerSGDOracle(PowerSGDOracle):
 
 
 class QuantizedOracle:
-    """The quantized all-reduce with error feedback on senders and owners, tensor by tensor.
+    """The quantized all-reduce with error feedback, tensor by tensor.
 
     shapes: the tensors' shapes. A tensor of two or more dimensions with at least block_size elements is
         quantized in blocks, the last block padded with zeros. All other tensors are averaged exactly.
 
-    The sender's error e_r and the owner's error o are zeros at first. In a step
+    Rank i owns the i-th of W shards: all tensors' blocks, in their order, are divided evenly among the ranks.
+    The errors e_r are zeros at first. In a step, M_r = g_r + e_r. In a block that rank i owns
 
-        Q_r = quantized(g_r + e_r)        then e_r = g_r + e_r − Q_r
-        A = (Σ Q_r + o) / W
-        average = quantized(A)            then o = W · (A − average)
+        T = M_i + Σ quantized(M_r) of the other ranks        then e_r = M_r − quantized(M_r)
+        average = quantized(T / W)                           then e_i = T − W · average
 
-    Which rank owns a block makes no difference. If every rank's Q_r is zero in a block, the average is zero
-    there, and the block keeps its o.
+    errors: [rank][index], float64, the e_r. None, for zeros, before the first step.
 
-    errors: [rank][index], float64, the e_r.
-    owner_errors: [index], float64, the o.
-
-    To continue from a hook's state, assign to errors and owner_errors.
+    To continue from a hook's state, assign to errors.
     """
 
     def __init__(
@@ -187,31 +183,33 @@ class QuantizedOracle:
             if len(shape) > 1 and math.prod(shape) >= block_size
         ]
         self.errors: list[list[torch.Tensor]] | None = None
-        self.owner_errors = self._zeros()
 
     def step(self, gradients: Gradients) -> list[torch.Tensor]:
-        """Run one step of all ranks and return the averages."""
-        averages = mean(gradients)
-        if self.errors is None:
-            self.errors = [self._zeros() for _ in gradients]
-        for index in self.quantized:
-            owed = self._blocks(self.owner_errors[index])
-            total, is_sent = torch.zeros_like(owed), torch.zeros(len(owed), 1, dtype=torch.bool)
-            for gradient, error in zip(gradients, self.errors, strict=True):
-                matrix = self._blocks(_wide(gradient[index]) + error[index])
-                sent = quantized(matrix, self.bits)
-                total += sent
-                is_sent |= sent.ne(0).any(1, keepdim=True)
-                error[index] = self._lost(matrix - sent, index)
-            total = torch.where(is_sent, (total + owed) / len(gradients), 0.0)
-            average = quantized(total, self.bits)
-            averages[index] = self._tensor(average, index)
-            lost = torch.where(is_sent, len(gradients) * (total - average), owed)
-            self.owner_errors[index] = self._lost(lost, index)
-        return averages
+        """Run one step of all ranks and return the averages.
 
-    def _zeros(self) -> list[torch.Tensor]:
-        return [torch.zeros(shape, dtype=torch.float64) for shape in self.shapes]
+        The hooks keep the errors of a tensor that no rank's backward has used. The oracle has no such tensors.
+        """
+        world_size, averages = len(gradients), mean(gradients)
+        if self.errors is None:
+            zeros = [torch.zeros(shape, dtype=torch.float64) for shape in self.shapes]
+            self.errors = [list(zeros) for _ in gradients]
+        num_blocks = [-(-math.prod(self.shapes[index]) // self.block_size) for index in self.quantized]
+        owners = torch.arange(sum(num_blocks)) // max(1, -(-sum(num_blocks) // world_size))
+        for index, owner in zip(self.quantized, owners.split(num_blocks), strict=True):
+            sent, lost, is_own = [], [], [(owner == rank)[:, None] for rank in range(world_size)]
+            for gradient, error, own in zip(gradients, self.errors, is_own, strict=True):
+                matrix = self._blocks(_wide(gradient[index]) + error[index])
+                sent.append(torch.where(own, matrix, quantized(matrix, self.bits)))
+                lost.append(matrix - sent[-1])
+            total = torch.stack(sent).sum(0)
+            average = quantized(total / world_size, self.bits)
+            averages[index] = self._tensor(average, index)
+            for error, own, senders in zip(self.errors, is_own, lost, strict=True):
+                blocks = torch.where(own, total - world_size * average, senders)
+                # Zero without error feedback, and where an element isn't finite.
+                kept = torch.where(blocks.isfinite(), blocks, 0.0) * self.error_feedback
+                error[index] = self._tensor(kept, index)
+        return averages
 
     def _blocks(self, tensor: torch.Tensor) -> torch.Tensor:
         padding = -tensor.numel() % self.block_size
@@ -220,54 +218,21 @@ class QuantizedOracle:
     def _tensor(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
         return blocks.flatten()[: math.prod(self.shapes[index])].view(self.shapes[index])
 
-    def _lost(self, blocks: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the tensor's error: zero without error feedback, and where an element isn't finite."""
-        kept = torch.where(blocks.isfinite(), blocks, 0.0) * self.error_feedback
-        return self._tensor(kept, index)
-
 
 def quantized(blocks: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round blocks [num_blocks, size] to 8 or 4 bits, with one bf16 scale each.
+    """Round blocks [num_blocks, size] to multiples of one bf16 scale each, at 8 or 4 bits.
 
-    8 bits: multiples of the scale. The scale is the block's largest absolute value / 127.
-    4 bits: value / root mean square is rounded to the nearest of normal_levels(). The scale is the
-        factor that takes the levels to the block with the least square error.
-
-    Zeros stay zeros. A block with inf or NaN becomes NaN. The limits of a dtype's range are not modeled.
+    The scale is the block's largest absolute value / L, rounded up; L is 127 at 8 bits and 7 at 4 bits.
+    A block with inf or NaN becomes NaN. The limits of a dtype's range are not modeled.
     """
     is_finite = blocks.isfinite().all(1, keepdim=True)
     finite = torch.where(is_finite, blocks, 0.0)
-    if bits == 8:
-        scale = finite.abs().amax(1, keepdim=True) / 127
-        rounded_scale = scale.to(torch.bfloat16).double()
-        codes = (finite / rounded_scale.where(rounded_scale > 0, 1.0)).round().clamp(-127, 127)
-    else:
-        size = finite.square().mean(1, keepdim=True).sqrt()
-        unit = finite / size.where(size > 0, 1.0)
-        levels = torch.tensor(normal_levels(), dtype=torch.float64)
-        codes = levels[(unit[..., None] - levels).abs().argmin(-1)]
-        energy = codes.square().sum(1, keepdim=True)
-        scale = (finite * codes).sum(1, keepdim=True) / energy.where(energy > 0, 1.0)
-        rounded_scale = scale.to(torch.bfloat16).double()
-    return torch.where(is_finite, codes * rounded_scale, torch.nan)
-
-
-@functools.cache
-def normal_levels(num_levels: int = 15) -> tuple[float, ...]:
-    """Compute the levels with the least mean square error for the normal distribution; one of 15 is zero.
-
-    Each level is the mean of the values that are nearest to it (Lloyd 1982, Max 1960). Setting the levels to
-    these means repeatedly finds them.
-    """
-    normal = torch.distributions.Normal(0.0, torch.ones((), dtype=torch.float64))
-    edge = torch.tensor([math.inf], dtype=torch.float64)
-    levels = torch.linspace(-2.7, 2.7, num_levels, dtype=torch.float64)
-    for _ in range(2_000):
-        bounds = torch.cat([-edge, (levels[1:] + levels[:-1]) / 2, edge])
-        density = (-bounds.square() / 2).exp() / math.sqrt(2 * math.pi)
-        levels = -density.diff() / normal.cdf(bounds).diff()
-        levels = (levels - levels.flip(0)) / 2  # makes the middle level exactly zero
-    return tuple(levels.tolist())
+    exact = finite.abs().amax(1, keepdim=True) / (127 if bits == 8 else 7)
+    nearest = exact.to(torch.bfloat16)
+    above = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
+    scale = torch.where(nearest < exact, above, nearest).double()
+    codes = (finite / scale.where(scale > 0, 1.0)).round()
+    return torch.where(is_finite, codes * scale, torch.nan)
 
 
 def powersgd_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

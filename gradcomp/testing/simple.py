@@ -58,10 +58,9 @@ def quantized_all_reduce(
 ) -> Tensor:
     """Return the mean of the ranks' gradients, sent in 8 bits; see docs/quantization_explained.md.
 
-    memory: E [W, blocks, block_size], and S [blocks, block_size], the error of the shard that this rank
-        averages; updated.
+    memory: E [W, blocks, block_size]; updated.
     """
-    W, numel = dist.get_world_size(group), gradient.numel()
+    W, rank, numel = dist.get_world_size(group), dist.get_rank(group), gradient.numel()
     num_blocks = -(-numel // (W * block_size))  # of a shard
     M = gradient.new_zeros(W, num_blocks, block_size)  # shard i of M goes to rank i; zeros at the end
     M.view(-1)[:numel] = gradient.flatten()
@@ -73,11 +72,11 @@ def quantized_all_reduce(
     all_codes, all_scales = torch.empty_like(codes), torch.empty_like(scales)
     dist.all_to_all_single(all_codes, codes, group=group)  # all ranks' codes of this rank's shard
     dist.all_to_all_single(all_scales, scales, group=group)
-    total = (all_codes * all_scales.float()).sum(0, dtype=gradient.dtype)
-    if "S" in memory:
-        total += memory["S"]
+    shards = all_codes * all_scales.to(gradient)
+    shards[rank] = M[rank]  # its own values have not been sent, so they stay exact
+    total = shards.sum(0)
     codes, scales = quantize(total / W)
-    memory["S"] = total - W * (codes * scales.float())
+    memory["E"][rank] = total - W * (codes * scales.float())
 
     dist.all_gather(list(all_codes), codes, group=group)  # all shards' means
     dist.all_gather(list(all_scales), scales, group=group)
@@ -88,8 +87,10 @@ def quantized_all_reduce(
 def quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return (int8 codes [..., block_size], bf16 scales [..., 1]), with blocks ≈ codes · scales.
 
-    In 4 bits a code is the index of a level instead; see `oracle.quantized`.
+    Four bits are the same with 7 in place of 127.
     """
-    scales = (blocks.abs().amax(-1, keepdim=True) / 127).bfloat16()
+    exact = blocks.abs().amax(-1, keepdim=True) / 127
+    scales = exact.bfloat16()
+    scales = torch.where(scales < exact, scales.nextafter(torch.full_like(scales, torch.inf)), scales)  # up
     codes = (blocks / scales.where(scales > 0, 1)).round()  # a block of zeros has the scale 0
     return codes.to(torch.int8), scales

@@ -10,7 +10,6 @@ import torch
 
 from ..device import has_streams, launching_on
 from ..launch import Stage
-from ..quantize.plan import QuantizedPlan
 from ..scratch import Scratch, take_scratch
 from .back_project import back_project
 from .bucket import PowerSGDBucket
@@ -94,7 +93,6 @@ class PowerSGDPlan:
             error_feedback=error_feedback, warm_start=warm_start, epsilon=epsilon,
         )  # fmt: skip
         self._scratch: Scratch | None = None
-        self._quantized: tuple[QuantizedPlan, QuantizedPlan] | None = None
         self._shares_scratch, self._has_taken_scratch = shares_scratch, False
         with launching_on(device):
             random_q(self._bucket)(seed=seed)
@@ -121,10 +119,6 @@ class PowerSGDPlan:
             with launching_on(self._device):
                 self._stages.compile()
 
-    def send_in_codes(self, p: Any, q: Any) -> None:
-        """Quantize p_wire and q_wire to the payloads of two QuantizedPlans, too, from the next step on."""
-        self._quantized = (p, q)
-
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire with P of the matrix with this index."""
         matrix, start = self.layout.matrices[index], self._field(index, "p_wire")
@@ -144,8 +138,6 @@ class PowerSGDPlan:
             self._stages.project(buffer=buffer, scale=scale)
         for index in left_out:
             self.sent_p(index).zero_()
-        if self._quantized:
-            self._quantized[0].quantize(self.p_wire, 0)
 
     def orthonormalize(self) -> None:
         """Set P to orthonormal bases of the panels in p_wire. Two launches."""
@@ -156,8 +148,6 @@ class PowerSGDPlan:
         """Orthonormalize P, and compute q_wire = scale · (all Mᵀ P). Three launches."""
         with launching_on(self._device):
             self._stages.back_project(buffer=buffer, scale=scale)
-        if self._quantized:
-            self._quantized[1].quantize(self.q_wire, 0)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the averages of uncompressed tensors to the buffer, and keep Q. One launch."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..device import num_multiprocessors, send
-from ..launch import Slot
+from ..launch import Slot, registers
 from .work import QuantizedWork
 
-RANK = Slot("rank", 1000)  # this rank, the owner of shard_error's shard
+RANK = Slot("rank", 1000)
 
 
 class QuantizedBucket:
@@ -19,16 +18,11 @@ class QuantizedBucket:
 
     layout: a BlockLayout.
     dtype: of the bucket's flat buffer.
-    bits, error_feedback, exact_dtype, divisor, averages_dtype, only_dequantizes, only_sums: see
-        ops.quantized_plan.
-    levels: [16], the values of the 4-bit codes.
-    thresholds: the 14 numbers between the 15 codes that are sent.
-    largest_scale: the largest scale of a block.
+    The other options: see ops.quantized_plan.
 
     payload, received: uint8 [world size, bytes], the payloads of all shards, and of all ranks.
     mean: uint8 [bytes], one payload.
-    error, shard_error: see ops.quantized_plan, in the arithmetic's dtype; empty without feedback.
-    quantizer: see tile.py.
+    kept: the error, in the arithmetic's dtype. Without feedback [shard_numel], the own values until the sum.
     bucket_work, shard_work: int64, QuantizedWork's; with only_sums shard_work is its sum_work.
     constants: what all kernels are compiled for.
     """
@@ -46,9 +40,6 @@ class QuantizedBucket:
         averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
         only_sums: bool = False,
-        levels: torch.Tensor,
-        thresholds: Sequence[float],
-        largest_scale: float,
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -60,22 +51,26 @@ class QuantizedBucket:
         self.exact_dtype, self.averages_dtype = exact_dtype or dtype, averages_dtype or dtype
         self.only_dequantizes, self.only_sums = only_dequantizes, only_sums
         self.divisor = layout.world_size if divisor is None else divisor
-        self.largest_scale = largest_scale
         self.work = work = QuantizedWork(
             layout, bits, dtype.itemsize, self.exact_dtype.itemsize, num_multiprocessors(device)
         )
-        num_received = 0 if only_dequantizes else layout.world_size
         self.payload = zeros(layout.world_size, work.payload_bytes)
-        self.received = zeros(num_received, work.payload_bytes)
+        self.received = zeros(0 if only_dequantizes else layout.world_size, work.payload_bytes)
         self.mean = zeros(0 if only_dequantizes or only_sums else work.payload_bytes)
-        wide = torch.promote_types(dtype, torch.float32)
-        kept = layout.shard_numel if error_feedback and not only_sums else 0
-        self.error, self.shard_error = zeros(layout.world_size * kept, dtype=wide), zeros(kept, dtype=wide)
-        self.quantizer = send(torch.cat([levels, torch.tensor(thresholds, dtype=levels.dtype)]), device)
+        num_kept = layout.world_size if error_feedback else 1
+        if only_dequantizes or (error_feedback and only_sums):
+            num_kept = 0
+        self.kept = zeros(num_kept * layout.shard_numel, dtype=torch.promote_types(dtype, torch.float32))
+        self.kept_slot = Slot("kept", self.kept[:0])
         self.bucket_work = sent(work.bucket_work)
         self.shard_work = sent(work.sum_work if only_sums else work.shard_work)
         self.constants = {
             "BITS": bits,
+            "LIMIT": torch.finfo(self.averages_dtype).max,
             "SIZE": layout.block_size,
             "BLOCKS": work.tile_blocks,
+            "num_warps": work.num_warps,
+            "maxnreg": registers(work.num_warps, work.resident_programs),
+            # Each product is rounded, as in plain torch.
+            "enable_fp_fusion": False,
         }

@@ -1,15 +1,14 @@
 """The tables of the quantized all-reduce's kernels for one bucket: one row per program.
 
-They depend on shapes alone; shard_work and sum_work, which serve a rank's own shard, also on the number of
-multiprocessors. A payload holds one shard as ranks exchange it, in three sections: its codes, the
-scales of its blocks in bf16, and its exact elements. Every section begins on a multiple of 16 bytes
-(layout/blocks.py).
+They depend on shapes and on the number of multiprocessors. A payload holds one shard as ranks exchange it, in
+three sections: its codes, the scales of its blocks in bf16, and its exact elements. Every section begins on a
+multiple of 16 bytes (layout/blocks.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -22,14 +21,7 @@ COPY_BLOCK = 2048  # most exact elements that a program copies or averages
 THREAD_BYTES = 64  # bytes of a tile in each thread: with 128, two programs fit a multiprocessor, not four
 WARP_SIZE = 32
 MIN_WARPS, MAX_WARPS = 4, 32
-# bucket_work ends in small tiles of a quarter: its last programs end at about the same time, however many
-# programs the GPU holds at once.
-QUARTER = 4
-NUM_QUARTERED = 192  # tiles, at most a quarter of all, that are cut into small ones
-# Warps that a multiprocessor's registers must hold at once in average and sum. The few: where tiles are
-# masked (blocks aren't a power of two), or where a row's sums pass through all warps (beyond WIDEST_BLOCK).
-RESIDENT_WARPS, RESIDENT_FEW_WARPS = 12, 8
-WIDEST_BLOCK = 1024  # elements; with RESIDENT_WARPS, some blocks of 2048 spill on sm_100 and sm_120
+RESIDENT_WARPS = 16  # warps that a multiprocessor's registers must hold at once
 
 
 def padded_size(block_size: int) -> int:
@@ -47,12 +39,6 @@ def tile_shape(block_size: int, itemsize: int) -> tuple[int, int]:
     return max(1, num_warps * WARP_SIZE * thread_numel // columns), num_warps
 
 
-def resident_programs(block_size: int, num_warps: int) -> int:
-    """Return how many programs of average or sum fit a multiprocessor."""
-    is_regular = padded_size(block_size) == block_size <= WIDEST_BLOCK
-    return max(1, (RESIDENT_WARPS if is_regular else RESIDENT_FEW_WARPS) // num_warps)
-
-
 class QuantizedWork:
     """The tables and sizes of one bucket.
 
@@ -66,15 +52,10 @@ class QuantizedWork:
         (BLOCKS, first element in the bucket, number of elements, number of blocks, first block over all
         shards, byte of the first code in the payloads, byte of the first scale, shard, first block in it)
         (COPY, first element in the bucket, number of elements, byte of the first one in the payloads)
-    shard_work: one row for each program of average, equal for all shards, either of
-        (BLOCKS, bytes of a payload, blocks of a shard, number of blocks, first block in the shard, byte of
-        the first code in a payload, byte of the first scale)
-        (COPY, bytes of a payload, number of elements, byte of the first one in a payload)
-    sum_work: one row for each program of sum, if all shards have equal tensors, either of
-        (BLOCKS, first element in the shard, number of elements, number of blocks, bytes of a payload, byte of
-        the first code in a payload, byte of the first scale)
-        (COPY, first element in the shard, number of elements, byte of the first one in a payload, bytes of a
-        payload)
+    shard_work: one row for each program of average: bucket_work's fields for the first shard, without elements
+        in the bucket. All shards' rows are equal but for the shard.
+    sum_work: likewise for average with ONLY_SUMS, if all shards have equal tensors, with elements in the
+        shard.
 
     Rows have WORK_FIELDS fields; unused ones are 0.
     """
@@ -93,15 +74,23 @@ class QuantizedWork:
         sections, self.payload_bytes = layout.sections(bits, self._exact_itemsize)
         self._scales_at, self._exact_at = sections[1].start, sections[2].start
         self.tile_blocks, self.num_warps = tile_shape(layout.block_size, max(itemsize, 4))
-        places = num_multiprocessors * resident_programs(layout.block_size, self.num_warps)
+        self.resident_programs = max(1, RESIDENT_WARPS // self.num_warps)
+        self._places = num_multiprocessors * self.resident_programs
         copies = list(self._copy_work())
-        self.bucket_work = [*copies, *self._block_work(self._bucket_tiles())]
-        num_copies = sum(row[3] < self.payload_bytes for row in copies)
+        total = layout.world_size * layout.num_blocks
+        starts = range(0, total, max(1, layout.num_blocks))
+        shares = self._shares(total, len(copies) + len(layout.runs) + layout.world_size)
+        self.bucket_work = [*copies, *self._block_work(sorted({*shares, *starts}))]
+        averaged = range(0, layout.exact_numel, COPY_BLOCK)
+        shares = self._shares(layout.num_blocks, 2 * len(averaged))  # each may take as long as two shares
+        self.shard_work = [
+            *(self._copy(0, min(COPY_BLOCK, layout.exact_numel - first), first) for first in averaged),
+            *(self._tile(0, 0, start, stop) for start, stop in pairwise(shares)),
+        ]
+        copies = [row for row in copies if row[3] < self.payload_bytes]
         num_runs = sum(run.stored.start < layout.shard_numel for run in layout.runs)
-        num_averaged = 2 * -(-layout.exact_numel // COPY_BLOCK)  # each may take as long as two shares
-        self.shard_work = list(self._shard_work(self._shares(places, num_averaged)))
-        shares = self._shares(places, num_copies + num_runs)
-        self.sum_work = list(self._sum_work([*copies, *self._block_work(shares)]))
+        tiles = self._block_work(self._shares(layout.num_blocks, len(copies) + num_runs))
+        self.sum_work = [*copies, *(row for row in tiles if row[2] and not row[7])]
 
     def _block_work(self, tiles: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield the rows of every run's tiles, then of the padding blocks behind the last run.
@@ -126,29 +115,19 @@ class QuantizedWork:
         codes, scales = payload + block * self.code_bytes, payload + self._scales_at + block * 2
         return (BLOCKS, in_bucket, numel, stop - start, start, codes, scales, shard, block)
 
-    def _bucket_tiles(self) -> list[int]:
-        """Return the first block of each tile of the bucket. No tile has blocks of two shards."""
-        num_blocks, total = self.layout.num_blocks, self.layout.num_blocks * self.layout.world_size
-        first_small = total - min(NUM_QUARTERED * self.tile_blocks, total // 4)
-        small = self.tile_blocks // QUARTER or self.tile_blocks
-        return [
-            shard + block
-            for shard in range(0, total, num_blocks or 1)
-            for block in range(0, num_blocks, small)
-            if block % self.tile_blocks == 0 or shard + block >= first_small
-        ]
+    def _copy(self, in_bucket: int, numel: int, index: int, shard: int = 0) -> tuple[int, ...]:
+        at = shard * self.payload_bytes + self._exact_at + index * self._exact_itemsize
+        return (COPY, in_bucket, numel, at, 0, 0, 0, 0, 0)
 
-    def _shares(self, places: int, others: int) -> list[int]:
-        """Return the bounds of the programs of average or sum: shares that fill all places, the longer first.
+    def _shares(self, num_blocks: int, others: int) -> list[int]:
+        """Return the bounds of shares of blocks: programs that fill all places, the longer first.
 
-        places: programs that the GPU holds at once.
         others: programs beside the shares.
         """
-        num_blocks = self.layout.num_blocks
-        waves = -(-(num_blocks + others * self.tile_blocks) // (places * self.tile_blocks))
-        sizes = self.tile_blocks, max(1, self.tile_blocks // QUARTER)
+        waves = -(-(num_blocks + others * self.tile_blocks) // (self._places * self.tile_blocks))
+        sizes = self.tile_blocks, max(1, self.tile_blocks // 4)
         least, most = (-(-num_blocks // size) for size in sizes)
-        count = min(max(waves * places - others, least), most)
+        count = min(max(waves * self._places - others, least), most)
         size, longer = divmod(num_blocks, max(count, 1))
         return [*(i * size + min(i, longer) for i in range(count)), num_blocks]
 
@@ -156,32 +135,12 @@ class QuantizedWork:
         """Yield bucket_work's rows of exact elements. No row has elements of two shards."""
         per_shard = self.layout.exact_numel
         for part in self.layout.exact:
-            in_bucket = part.in_bucket.start
-            start, end = part.stored.start, part.stored.stop
-            while start < end:
+            start, offset = part.stored.start, part.in_bucket.start - part.stored.start
+            while start < part.stored.stop:
                 shard, index = divmod(start, per_shard)
-                numel = min(COPY_BLOCK, end - start, per_shard - index)
-                at = shard * self.payload_bytes + self._exact_at + index * self._exact_itemsize
-                yield (COPY, in_bucket, numel, at, 0, 0, 0, 0, 0)
-                start, in_bucket = start + numel, in_bucket + numel
-
-    def _shard_work(self, shares: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        num_blocks, payload = self.layout.num_blocks, self.payload_bytes
-        for first in range(0, self.layout.exact_numel, COPY_BLOCK):
-            numel = min(COPY_BLOCK, self.layout.exact_numel - first)
-            yield (COPY, payload, numel, self._exact_at + first * self._exact_itemsize, 0, 0, 0, 0, 0)
-        for first, last in pairwise(shares):
-            codes, scales = first * self.code_bytes, self._scales_at + first * 2
-            yield (BLOCKS, payload, num_blocks, last - first, first, codes, scales, 0, 0)
-
-    def _sum_work(self, rows: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-        """Yield the rows of the first shard's tiles and exact elements: the other shards' are equal."""
-        payload = self.payload_bytes
-        for kind, in_bucket, numel, third, _, codes, scales, shard, _ in rows:
-            if kind == BLOCKS and shard == 0 and numel:
-                yield (BLOCKS, in_bucket, numel, third, payload, codes, scales, 0, 0)
-            elif kind == COPY and third < payload:
-                yield (COPY, in_bucket, numel, third, payload, 0, 0, 0, 0)
+                numel = min(COPY_BLOCK, part.stored.stop - start, per_shard - index)
+                yield self._copy(start + offset, numel, index, shard)
+                start += numel
 
 
 def _cut(first: int, last: int, bounds: Sequence[int]) -> Iterator[tuple[int, int]]:

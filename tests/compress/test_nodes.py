@@ -325,7 +325,7 @@ def test_a_layer_that_some_ranks_skip(kind, users):
     first, second = slice(0, 1200), slice(1217, 1337)
     if not users:
         assert not outputs[:, first].any()
-        assert torch.allclose(afters[:, first], befores[:, first], rtol=1e-5, atol=1e-7)
+        assert torch.equal(afters[:, first], befores[:, first])
     whole = outputs[0] + afters.mean(0)
     assert relative(whole[:1200], gradients.mean(0)[:1200] + befores.mean(0)[:1200]) < 1e-6
     assert not torch.equal(afters[:, second], befores[:, second])

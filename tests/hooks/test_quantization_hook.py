@@ -130,8 +130,7 @@ def test_a_layer_that_every_rank_skips_keeps_its_error(run_ranks, bits):
     for before, output, after in run_ranks(skip_a_layer, 2, bits):
         first, second = slice(0, 40 * 30), slice(1217, 1337)
         assert not output[first].any()
-        for name in ("error", "shard_error"):
-            assert torch.allclose(after[name][first], before[name][first], rtol=1e-5, atol=1e-7)
+        assert torch.equal(after["error"][first], before["error"][first])
         assert not torch.equal(after["error"][second], before["error"][second])
 
 

@@ -34,7 +34,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gradcomp.kernels
-from gradcomp.cpu.quantize import quantizer
 from gradcomp.kernels import cast, flatten
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.quantize.plan import QuantizedPlan
@@ -161,7 +160,6 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         layout = BlockLayout([(block_size, 4), (3,)], block_size, world_size)
         plan = QuantizedPlan(
             layout, dtype, torch.device("cpu"), bits=bits, error_feedback=feedback,
-            **quantizer(bits, dtype),
         )  # fmt: skip
         buffer = torch.zeros(layout.numel, dtype=dtype)
         plan.quantize(buffer, 0)
@@ -169,10 +167,9 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         plan.dequantize(buffer)
         plan = QuantizedPlan(
             BlockLayout([(block_size, 4), (3,)] * world_size, block_size, world_size), dtype,
-            torch.device("cpu"), bits=bits, error_feedback=False, divisor=1.0, only_sums=True,
-            **quantizer(bits, dtype),
+            torch.device("cpu"), bits=bits, error_feedback=feedback, divisor=1.0, only_sums=True,
         )  # fmt: skip
-        plan.sum(torch.zeros(block_size * 4 + 3, dtype=dtype))
+        plan.sum(torch.zeros(block_size * 4 + 3, dtype=dtype), 0)
         options = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
         yield f"{TYPE_NAMES[dtype]} bits={bits} {options}"
     # Between 4 nodes of 3 ranks, whose gradients are multiplied by 1/4, and summed within the node in dtype.
@@ -180,7 +177,7 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         layout = BlockLayout([(128, 4), (3,)], 128, 4)
         plan = QuantizedPlan(
             layout, dtype, torch.device("cpu"), bits=bits, error_feedback=True, exact_dtype=FP32,
-            divisor=3.0, **quantizer(bits, FP32),
+            divisor=3.0, averages_dtype=FP32,
         )  # fmt: skip
         plan.quantize(torch.zeros(layout.numel, dtype=dtype), 0)
         plan.average(0)

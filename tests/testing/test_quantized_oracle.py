@@ -8,7 +8,7 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_hook,
     quantization_perchannel_hook,
 )
-from gradcomp.testing.oracle import QuantizedOracle, mean, normal_levels, quantized, split
+from gradcomp.testing.oracle import QuantizedOracle, mean, quantized, split
 from gradcomp.testing.ranks import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.tolerances import QUANTIZED_LOSS, QUANTIZED_STEP, UNLIKE_BLOCKS
@@ -33,14 +33,10 @@ def test_eight_bits_by_hand():
 
 
 def test_four_bits_by_hand():
-    """Max (1960) gives the levels for 2 and 4; a block of 3 and -3 is as near as bf16 allows."""
-    assert normal_levels(2) == pytest.approx([-((2 / torch.pi) ** 0.5), (2 / torch.pi) ** 0.5])
-    assert normal_levels(4)[2:] == pytest.approx([0.4528, 1.5104], abs=1e-4)
-    assert normal_levels()[7:10] == pytest.approx([0.0, 0.2739, 0.5548], abs=1e-4)
-    assert normal_levels()[7] == 0.0
-    signs = torch.tensor([[3.0, -3, -3, 3]]).double()
-    assert torch.allclose(quantized(signs, 4), signs, rtol=2**-8)
-    assert not quantized(torch.zeros(1, 4).double(), 4).any()
+    """Largest value 7: scale 1. Largest value 1: scale 1 / 7, rounded up to bf16."""
+    blocks = torch.tensor([[7, 0.4, -3.5, 2.6], [1, -1, 0, 0.5]]).double()
+    above = (1 / 7) // 2**-10 * 2**-10 + 2**-10
+    assert quantized(blocks, 4).tolist() == [[7, 0, -4, 3], [7 * above, -7 * above, 0, 3 * above]]
 
 
 @BITS
@@ -52,26 +48,25 @@ def test_error_feedback_loses_nothing(bits):
         for step in range(4):
             gradients = [split(random_gradient(SHAPES, rank, step), SHAPES) for rank in range(3)]
             inputs, outputs = inputs + flat(mean(gradients)), outputs + flat(oracle.step(gradients))
-        owed = torch.stack([flat(of_rank) for of_rank in oracle.errors]).sum(0) + flat(oracle.owner_errors)
+        owed = torch.stack([flat(of_rank) for of_rank in oracle.errors]).sum(0)
         assert torch.allclose(outputs + owed / 3, inputs, rtol=0, atol=1e-14) == error_feedback
 
 
-def test_a_tensor_that_every_rank_skips_keeps_what_is_owed():
+def test_an_owner_sends_itself_nothing():
+    """Of one rank only the mean is rounded. Of two, an owner's error is what the mean has lost."""
+    gradients = [[torch.randn(4, 8)] for _ in range(2)]
+    (average,) = QuantizedOracle([(4, 8)], 4, 16).step(gradients[:1])
+    assert torch.equal(average.view(2, 16), quantized(gradients[0][0].double().view(2, 16), 4))
     oracle = QuantizedOracle([(4, 8)], 4, 16)
-    oracle.step([split(random_gradient([(4, 8)], rank, 0), [(4, 8)]) for rank in range(2)])
-    (owed,) = oracle.owner_errors
-    oracle.errors = None
-    (average,) = oracle.step([[torch.zeros(4, 8)]] * 2)
-    assert not average.any()
-    assert torch.equal(oracle.owner_errors[0], owed)
-    # If two ranks' gradients cancel, the tensor isn't skipped.
-    ones = torch.ones(4, 8)
-    oracle.step([[ones], [-ones]])
-    assert not torch.equal(oracle.owner_errors[0], owed)
+    (average,) = oracle.step(gradients)
+    for own in (0, 1):
+        sent = quantized(gradients[1 - own][0].double().view(2, 16), 4)[own]
+        lost = gradients[own][0].view(2, 16)[own] + sent - 2 * average.view(2, 16)[own]
+        assert torch.allclose(oracle.errors[own][0].view(2, 16)[own], lost, atol=1e-15)
 
 
 def steps_of_hook(rank, group, bits, dtype):
-    """Return for every step (gradient, output, the hook's error and its shard_error before the step)."""
+    """Return for every step (gradient, output, the hook's error before the step)."""
     state, history = QuantizationState(group, bits, 16), []
     bucket = Bucket(torch.zeros(0, dtype=dtype), SHAPES)
     for step in range(STEPS):
@@ -79,16 +74,8 @@ def steps_of_hook(rank, group, bits, dtype):
         saved = state.state_dict()["buckets"].get(0, {})
         bucket.set_buffer(gradient.clone())
         output = quantization_hook(state, bucket).wait()
-        history.append((gradient, output, saved.get("error"), saved.get("shard_error")))
+        history.append((gradient, output, saved.get("error")))
     return history
-
-
-def continue_from(oracle, errors, shard_errors):
-    """Load the hook's errors into the oracle. A rank's error includes the owner's error of its own shard."""
-    split_up = [split(flat.double(), SHAPES) for flat in (*errors, *shard_errors)]
-    own, owned = split_up[: len(errors)], split_up[len(errors) :]
-    oracle.errors = [[e - o for e, o in zip(*pair, strict=True)] for pair in zip(own, owned, strict=True)]
-    oracle.owner_errors = [sum(of_ranks) for of_ranks in zip(*owned, strict=True)]
 
 
 @pytest.mark.usefixtures("plain_torch")
@@ -96,15 +83,15 @@ def continue_from(oracle, errors, shard_errors):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_hook_step_by_step(bits, world_size, dtype):
-    """From the hook's errors, a step's outputs are equal, except in blocks with a value between levels."""
+    """From the hook's errors, a step's outputs are equal, except where rounding decides between two codes."""
     runs = run_ranks(steps_of_hook, world_size, bits, dtype)
     oracle = QuantizedOracle(SHAPES, bits, 16)
     unlike = 0.0
     for of_ranks in zip(*runs, strict=True):
-        gradients, outputs, errors, shard_errors = zip(*of_ranks, strict=True)
+        gradients, outputs, errors = zip(*of_ranks, strict=True)
         if errors[0] is not None:
-            continue_from(oracle, errors, shard_errors)
-        owed = [flat(oracle.owner_errors)] + [flat(each) for each in oracle.errors or ()]
+            oracle.errors = [split(error.double(), SHAPES) for error in errors]
+        owed = [flat(each) for each in oracle.errors or ()]
         exact = (torch.stack(gradients).double().sum(0) + sum(owed)) / world_size
         expected = flat(oracle.step([split(gradient, SHAPES) for gradient in gradients]))
         got = outputs[0].double()
@@ -141,7 +128,7 @@ def test_the_hook_without_state():
     numel = len(runs[0][0])
     oracle = QuantizedOracle([(1, numel)], 8, 16, error_feedback=False)
     (expected,) = oracle.step([[gradient.view(1, numel)] for gradient, _ in runs])
-    assert not oracle.owner_errors[0].any()
+    assert not any(error.any() for (error,) in oracle.errors)
     exact = torch.stack([gradient for gradient, _ in runs]).double().mean(0)
     got = runs[0][1].double()
     assert (got - exact).norm() <= QUANTIZED_LOSS * (expected[0] - exact).norm()

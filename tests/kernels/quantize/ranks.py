@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from gradcomp.cpu import quantize as plain
 from gradcomp.cpu.quantize_plan import QuantizedPlan as PlainPlan
 from gradcomp.kernels.quantize.plan import QuantizedPlan
 from gradcomp.layout import BlockLayout
-from tests.tolerances import QUANTIZED_SCALE, QUANTIZED_THRESHOLD
 
 
 def plans_of(
@@ -81,31 +81,18 @@ def blocks_of(layout: BlockLayout, flat: torch.Tensor, wide: torch.dtype) -> tor
     return blocks.view(-1, layout.block_size)
 
 
-def decoded_4(codes: torch.Tensor) -> torch.Tensor:
-    """Return the levels of 4-bit codes, in float64."""
-    pairs = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
-    return plain.levels().double()[pairs.long()]
-
-
 def assert_quantized(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """Compare codes and scales of finite blocks (fp32 or fp64) with the definition."""
-    if bits == 8:
-        own_codes, own_scales = torch.empty_like(codes), torch.empty_like(scales)
-        plain.quantize(values.clone(), codes=own_codes, scales=own_scales, bits=8)
-        assert torch.equal(codes, own_codes)
-        assert torch.equal(scales, own_scales)
-        return
-    cap = plain.largest_scale(4, values.dtype)
-    values = values.double()
-    level = decoded_4(codes)
-    unit = values / values.square().mean(1, keepdim=True).sqrt().clamp(1e-300, cap / 1.5)
-    chosen, nearest = (unit - level).abs(), (unit[:, :, None] - plain.levels().double()).abs().amin(2)
-    assert (chosen <= nearest + QUANTIZED_THRESHOLD).all()
-    best = ((values * level).sum(1) / level.square().sum(1).clamp_min(0.5)).clamp_max(cap)
-    assert torch.allclose(scales.double(), best, rtol=QUANTIZED_SCALE, atol=2.0**-134)
+    """Compare codes and scales of finite blocks (fp32 or fp64) with those of plain torch, bit by bit."""
+    own_codes, own_scales = torch.empty_like(codes), torch.empty_like(scales)
+    plain.quantize(values.clone(), codes=own_codes, scales=own_scales, bits=bits, top=math.inf)
+    assert torch.equal(codes, own_codes)
+    assert torch.equal(scales, own_scales)
 
 
-def dequantized(codes: torch.Tensor, scales: torch.Tensor, wide: torch.dtype, bits: int) -> torch.Tensor:
-    """Return the codes' values, rounded once."""
-    decoded = codes.view(torch.int8) if bits == 8 else decoded_4(codes)
-    return decoded.to(wide) * scales.to(wide)[:, None]
+def dequantized(
+    codes: torch.Tensor, scales: torch.Tensor, wide: torch.dtype, bits: int, top: float
+) -> torch.Tensor:
+    """Return what codes stand for."""
+    if bits == 4:
+        codes = torch.stack([codes << 4, codes & 0xF0], 2).flatten(1).view(torch.int8) >> 4
+    return (codes.view(torch.int8).to(wide) * scales.to(wide)[:, None]).clamp(-top, top)
