@@ -2,32 +2,93 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..device import has_streams, launching_on
-from ..launch import Stage
-from .average import average
-from .blocks import dequantize, quantize
-from .bucket import QuantizedBucket
+from ..device import has_streams, launching_on, num_multiprocessors, send
+from ..launch import Launch, Slot, Stage, registers
+from ..tile import element_type
+from .kernels import _average_kernel, _dequantize_kernel, _quantize_kernel
+from .work import QuantizedWork
 
 
-class QuantizedPlan(QuantizedBucket):
-    """One bucket's plan on a device that runs Triton; see ops.quantized_plan.
+class QuantizedPlan:
+    """One bucket's plan on a device that runs Triton; see ops.quantized_plan for the options.
 
     Everything is allocated here, payloads included. A step allocates nothing, unless tensors are unused.
     """
 
-    def __init__(self, layout: Any, dtype: torch.dtype, device: torch.device, **options: Any):
-        super().__init__(layout, dtype, device, **options)
-        self._device = device
-        self._quantizing, self._averaging, self._dequantizing = Stage([]), Stage([]), Stage([])
-        if not self.only_dequantizes:
-            self._quantizing, self._averaging = Stage([quantize(self)]), Stage([average(self)])
-        if not self.only_sums:
-            self._dequantizing = Stage([dequantize(self)])
+    def __init__(
+        self,
+        layout: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        bits: int,
+        error_feedback: bool,
+        exact_dtype: torch.dtype | None = None,
+        divisor: float | None = None,
+        averages_dtype: torch.dtype | None = None,
+        only_dequantizes: bool = False,
+        only_sums: bool = False,
+    ):
+        def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def sent(rows: list[tuple[int, ...]]) -> torch.Tensor:
+            return send(torch.tensor(rows, dtype=torch.int64), device)
+
+        self.layout, self._device, self._feedback = layout, device, error_feedback
+        exact_dtype, averages_dtype = exact_dtype or dtype, averages_dtype or dtype
+        world_size, wide = layout.world_size, torch.promote_types(dtype, torch.float32)
+        work = QuantizedWork(layout, bits, dtype.itemsize, exact_dtype.itemsize, num_multiprocessors(device))
+        self.payload = zeros(world_size, work.payload_bytes)
+        self.received = zeros(0 if only_dequantizes else world_size, work.payload_bytes)
+        self.mean = zeros(0 if only_dequantizes or only_sums else work.payload_bytes)
+        # The error, or without feedback this rank's own values until the sum.
+        num_kept = world_size if error_feedback else 1
+        if only_dequantizes or (only_sums and error_feedback):
+            num_kept = 0
+        self._kept = zeros(num_kept * layout.shard_numel, dtype=wide)
+        bucket, kept, rank = Slot.buffer(dtype), Slot("kept", self._kept[:0]), Slot("rank", 1000)
+        bucket_work, shard_work = sent(work.bucket_work), sent(work.sum_work if only_sums else work.shard_work)
+        constants = {
+            "BITS": bits,
+            "LIMIT": torch.finfo(averages_dtype).max,
+            "SIZE": layout.block_size,
+            "BLOCKS": work.tile_blocks,
+            "num_warps": work.num_warps,
+            "maxnreg": registers(work.num_warps, work.resident_programs),
+            # Each product is rounded, as in plain torch.
+            "enable_fp_fusion": False,
+        }
+        # A power of two changes no bits. It is at most 1 / world size, so no sum overflows.
+        shrink = 0.5 ** (world_size - 1).bit_length()
+        divisor = world_size if divisor is None else divisor
+        by = divisor * shrink
+        quantize = Launch(
+            _quantize_kernel, len(bucket_work), bucket, kept, self.payload, bucket_work, rank,
+            FEEDBACK=error_feedback, EXACT=element_type(exact_dtype), **constants,
+        )  # fmt: skip
+        average = Launch(
+            _average_kernel, len(shard_work), self.received.view(-1).view(exact_dtype),
+            Slot.buffer(averages_dtype) if only_sums else self.mean.view(exact_dtype),
+            kept, shard_work, rank, work.payload_bytes, layout.num_blocks,
+            WORLD_SIZE=world_size, DIVISOR=divisor, SHRINK=shrink, BY=by,
+            INVERSE=1 / by if math.frexp(by)[0] == 0.5 else 0.0,
+            FEEDBACK=error_feedback, ONLY_SUMS=only_sums, LARGEST=torch.finfo(wide).max, **constants,
+        )  # fmt: skip
+        dequantize = Launch(
+            _dequantize_kernel, len(bucket_work), self.payload, bucket, bucket_work,
+            ACC=element_type(wide), EXACT=element_type(exact_dtype), **constants,
+        )  # fmt: skip
+        self._quantizing, self._averaging = (
+            Stage([] if only_dequantizes else [each]) for each in (quantize, average)
+        )
+        self._dequantizing = Stage([] if only_sums else [dequantize])
         if has_streams(device):
             with launching_on(device):
                 self.compile()
@@ -35,11 +96,11 @@ class QuantizedPlan(QuantizedBucket):
     @property
     def error(self) -> torch.Tensor | None:
         """The values that the averages still lack from this rank, in the order of the padded blocks."""
-        return self.kept if self.feedback else None
+        return self._kept if self._feedback else None
 
     @error.setter
     def error(self, error: torch.Tensor) -> None:
-        self.kept = error
+        self._kept = error
 
     def compile(self) -> None:
         """Compile every kernel for the current device."""
@@ -53,33 +114,30 @@ class QuantizedPlan(QuantizedBucket):
         unused: Sequence[Any] = (),
         stays: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Quantize gradients plus errors into payload. One launch, unless tensors are unused.
-
-        The quantization errors become this rank's error.
-        """
+        """Quantize gradients plus errors into payload. One launch, unless tensors are unused."""
         waiting = []
         for index, part in enumerate(unused):
-            error = self.kept[part.stored if self.feedback else slice(0)]
             if stays is None:
                 flat[part.in_bucket] = 0.0
-            stay = torch.ones_like(error, dtype=torch.bool) if stays is None else stays[index]
-            if self.feedback:
+            if self._feedback:
+                error = self._kept[part.stored]
+                stay = torch.ones_like(error, dtype=torch.bool) if stays is None else stays[index]
                 waiting.append((error, stay, error.clone()))
                 error.masked_fill_(stay, 0.0)
         with launching_on(self._device):
-            self._quantizing(buffer=flat, kept=self.kept, rank=rank)
+            self._quantizing(buffer=flat, kept=self._kept, rank=rank)
         for error, stay, before in waiting:
             error.copy_(torch.where(stay, before, error))
 
     def average(self, rank: int) -> None:
-        """Average this rank's shard into mean; see ops.quantized_plan. One launch."""
+        """Average this rank's shard into mean. One launch."""
         with launching_on(self._device):
-            self._averaging(kept=self.kept, rank=rank)
+            self._averaging(kept=self._kept, rank=rank)
 
     def sum(self, out: torch.Tensor, rank: int) -> None:
         """Write this rank's shard, summed over the ranks and divided by the divisor, to out. One launch."""
         with launching_on(self._device):
-            self._averaging(buffer=out, kept=self.kept, rank=rank)
+            self._averaging(buffer=out, kept=self._kept, rank=rank)
 
     def dequantize(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket. One launch."""

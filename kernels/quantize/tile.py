@@ -79,7 +79,7 @@ def encode(values, BITS: tl.constexpr, LIMIT: tl.constexpr):
     SHIFT: tl.constexpr = 6755399441055744.0 if ACC == tl.float64 else 12582912.0
     # Nonnegative floats are in the order of their bits, and NaN has the largest bits.
     largest = tl.max(tl.abs(values).to(BITS_TYPE, bitcast=True), 1).to(ACC, bitcast=True)
-    scale = _divide(largest, tl.full(largest.shape, (1 << (BITS - 1)) - 1, ACC)).to(tl.float32)
+    scale = divide(largest, tl.full(largest.shape, (1 << (BITS - 1)) - 1, ACC)).to(tl.float32)
     is_finite = scale <= LARGEST_BF16
     # Rounded up: bf16 is the upper half of fp32's bits.
     upper = (scale.to(tl.uint32, bitcast=True) + 0xFFFF) & 0xFFFF0000
@@ -87,7 +87,7 @@ def encode(values, BITS: tl.constexpr, LIMIT: tl.constexpr):
     wide = scale.to(ACC)
     boost = tl.where(wide < SMALL, tl.full(wide.shape, BOOST, ACC), 1.0)
     boosted = tl.where(wide > 0.0, wide * boost, 1.0)
-    inverse = tl.where(wide > 0.0, _divide(tl.full(wide.shape, 1.0, ACC), boosted), 0.0)
+    inverse = tl.where(wide > 0.0, divide(tl.full(wide.shape, 1.0, ACC), boosted), 0.0)
     values = tl.where(is_finite[:, None], values, 0.0)
     shifted = values * boost[:, None] * inverse[:, None] + SHIFT
     lost = values - saturated((shifted - SHIFT) * wide[:, None], LIMIT)
@@ -180,6 +180,6 @@ def store_scales(payload_ptr, at, scale, num_blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _divide(x, y):
+def divide(x, y):
     """Return x / y, rounded once."""
     return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 WORK_FIELDS = 9
 BLOCKS, COPY = 0, 1  # what a program does: a row's first field
 COPY_BLOCK = 2048  # most exact elements that a program copies or averages
+AVERAGED = 1024  # most exact elements that a program of shard_work averages: as long as a small share
 THREAD_BYTES = 64  # bytes of a tile in each thread: with 128, two programs fit a multiprocessor, not four
 WARP_SIZE = 32
 MIN_WARPS, MAX_WARPS = 4, 32
-RESIDENT_WARPS = 16  # warps that a multiprocessor's registers must hold at once
+RESIDENT_WARPS = 20  # warps that a multiprocessor's registers must hold at once
 
 
 def padded_size(block_size: int) -> int:
@@ -81,10 +82,10 @@ class QuantizedWork:
         starts = range(0, total, max(1, layout.num_blocks))
         shares = self._shares(total, len(copies) + len(layout.runs) + layout.world_size)
         self.bucket_work = [*copies, *self._block_work(sorted({*shares, *starts}))]
-        averaged = range(0, layout.exact_numel, COPY_BLOCK)
-        shares = self._shares(layout.num_blocks, 2 * len(averaged))  # each may take as long as two shares
+        averaged = range(0, layout.exact_numel, AVERAGED)
+        shares = self._shares(layout.num_blocks, len(averaged))
         self.shard_work = [
-            *(self._copy(0, min(COPY_BLOCK, layout.exact_numel - first), first) for first in averaged),
+            *(self._copy(0, min(AVERAGED, layout.exact_numel - first), first) for first in averaged),
             *(self._tile(0, 0, start, stop) for start, stop in pairwise(shares)),
         ]
         copies = [row for row in copies if row[3] < self.payload_bytes]

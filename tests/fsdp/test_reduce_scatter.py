@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gradcomp.cpu.quantize import levels
+from gradcomp.cpu.quantize import largest_code
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from tests.depth import everyday, mixed
@@ -88,24 +88,14 @@ def codes_of(bits, generator, shape):
     signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1.0
     if bits == 16:
         return torch.randn(shape, generator=generator).bfloat16().float()
-    if bits == 8:
-        # Blocks of ±127 · 2⁻⁴ and zeros: the scale is 2⁻⁴.
-        return signs * torch.randint(0, 2, shape, generator=generator) * 127 / 16
-    # Blocks without zeros, whose root mean square is a level: the scale is 1.
-    return signs * levels()[11]
-
-
-class Even(Sum):
-    """A Sum whose shards are whole blocks of 16 elements, on 4 ranks."""
-
-    SHAPES = ((32, 8), (33,), (16, 20))
+    # Blocks of ±L · 2⁻⁴ and zeros: the scale is 2⁻⁴.
+    return signs * torch.randint(0, 2, shape, generator=generator) * largest_code(bits) / 16
 
 
 def sum_codes(rank, form, bits, num_steps=3):
     """Return the largest difference from torch's averages, of gradients with exact codes."""
-    model_class = Even if bits == 4 else Sum
     native_mesh, mesh, replicas, options = meshes_of(form)
-    models = [sharded(each, model_class()) for each in (native_mesh, mesh)]
+    models = [sharded(each, Sum()) for each in (native_mesh, mesh)]
     state = QuantizationState(bits=bits, block_size=16, **options)
     compress_reduce_scatter(models[1], state)
     if replicas is not None:
@@ -113,7 +103,7 @@ def sum_codes(rank, form, bits, num_steps=3):
     worst = 0.0
     for number in range(num_steps):
         generator = torch.Generator().manual_seed(10 * number + rank)
-        given = [[codes_of(bits, generator, shape) for shape in model_class.SHAPES] for _ in range(4)]
+        given = [[codes_of(bits, generator, shape) for shape in Sum.SHAPES] for _ in range(4)]
         if form == "by nodes" and rank % 2:  # a node's sums must have exact codes, too
             given = [[0 * each for each in layer] for layer in given]
         for model in models:

@@ -61,7 +61,10 @@ def power_sgd_steps(rank, group):
 def quantized_steps(rank, group):
     """Each tensor is a bucket: the rank that owns a block depends on the bucket."""
     state, memories = QuantizationState(group, bits=8, block_size=BLOCK_SIZE), [{} for _ in SHAPES]
-    buckets = [Bucket(torch.zeros(0, dtype=torch.float64), (shape,), index, index == 5) for index, shape in enumerate(SHAPES)]
+    buckets = [
+        Bucket(torch.zeros(0, dtype=torch.float64), (shape,), index, index == 5)
+        for index, shape in enumerate(SHAPES)
+    ]
 
     def by_the_hook(gradient, bucket):
         bucket.set_buffer(gradient.flatten().clone())

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.kernels.quantize import bucket as quantized_bucket
 from gradcomp.kernels.quantize import plan as quantize_plan
 from gradcomp.kernels.quantize.work import QuantizedWork
 from gradcomp.layout import BlockLayout
@@ -274,7 +273,10 @@ def sums_of(plans, grads, errors, out_dtype):
     all_to_all(plans)
     numel = plans[0].layout.numel // len(plans)
     shards = [plan.layout.shard(rank) for rank, plan in enumerate(plans)]
-    owns = [error if error is None else error[own].clone().cpu() for error, own in zip(errors, shards, strict=True)]
+    owns = [
+        error if error is None else error[own].clone().cpu()
+        for error, own in zip(errors, shards, strict=True)
+    ]
     outputs = [torch.full((numel,), math.nan, dtype=out_dtype, device=grads[0].device) for _ in plans]
     for rank, (plan, output) in enumerate(zip(plans, outputs, strict=True)):
         plan.sum(output, rank)
@@ -309,7 +311,9 @@ def test_sums_of_shards_with_equal_tensors(dtype, world_size, bits, device):
     zeros = torch.zeros(world_size, world_size * layout.shard_numel, dtype=WIDE[dtype])
     errors, plain_errors = list(zeros.to(device)), list(zeros.clone())
     for step in range(2):
-        check_sums(plans, *sums_of(plans, random_grads(layout, dtype, device, step), errors, dtype), bits, dtype)
+        check_sums(
+            plans, *sums_of(plans, random_grads(layout, dtype, device, step), errors, dtype), bits, dtype
+        )
         grads = random_grads(layout, dtype, torch.device("cpu"), step)
         check_sums(plain, *sums_of(plain, grads, plain_errors, dtype), bits, dtype)
         assert torch.equal(torch.stack(errors).cpu(), torch.stack(plain_errors))
@@ -342,7 +346,7 @@ def test_gpus_with_any_number_of_multiprocessors_compute_the_same_bits(bits, dev
     layout = BlockLayout(WHOLE, 128, 2)
     results, tables = [], []
     for number in (132, 1):
-        monkeypatch.setattr(quantized_bucket, "num_multiprocessors", lambda _, number=number: number)
+        monkeypatch.setattr(quantize_plan, "num_multiprocessors", lambda _, number=number: number)
         plans = plans_of(layout, torch.float32, device, bits=bits)
         tables.append(len(QuantizedWork(layout, bits, 4, num_multiprocessors=number).shard_work))
         outputs = [all_reduce(plans, random_grads(layout, torch.float32, device, seed)) for seed in range(2)]

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp.kernels.quantize import blocks
 from gradcomp.kernels.quantize import work as quantize_work
 from gradcomp.kernels.quantize.work import (
     BLOCKS,
@@ -16,7 +15,6 @@ from gradcomp.kernels.quantize.work import (
     WORK_FIELDS,
     QuantizedWork,
     padded_size,
-    resident_programs,
     tile_shape,
 )
 from gradcomp.layout import BlockLayout
@@ -64,8 +62,7 @@ def test_every_element_is_in_one_program(block_size, bits, world_size):
 def test_a_shard_is_averaged_whole(world_size):
     layout = BlockLayout(SHAPES, 16, world_size)
     work = QuantizedWork(layout, 4, 2)
-    assert {row[1] for row in work.shard_work} == {work.payload_bytes}
-    blocks = [row[4] + i for row in work.shard_work if row[0] == BLOCKS for i in range(row[3])]
+    blocks = [row[8] + i for row in work.shard_work if row[0] == BLOCKS for i in range(row[3])]
     assert blocks == list(range(layout.num_blocks))
     assert sum(row[2] for row in work.shard_work if row[0] == COPY) == layout.exact_numel
     covered = Counter()
@@ -108,11 +105,9 @@ def test_positions_beyond_two_billion():
     st.lists(st.integers(1, 50_000), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from([1, 7, 132])
 )
 def test_every_block_is_in_one_program_on_any_gpu(numels, world_size, num_multiprocessors):
-    """The table of quantize and dequantize, which every rank runs, is the same on any GPU."""
     shapes = [*((numel, 1) for numel in numels), (5,), (300, 2)]
     layout = BlockLayout(shapes * world_size, 128, world_size)
     work = QuantizedWork(layout, 4, 4, num_multiprocessors=num_multiprocessors)
-    assert work.bucket_work == QuantizedWork(layout, 4, 4).bucket_work
     for rows, num_shards in ((work.bucket_work, world_size), (work.shard_work, 1)):
         tiles = [(row[4], row[4] + row[3]) for row in rows if row[0] == BLOCKS]
         assert all(0 < stop - start <= work.tile_blocks for start, stop in tiles)
@@ -129,12 +124,13 @@ def numels_of_rows(rows) -> list[int]:
     return [row[2] if row[0] == COPY else row[3] * 128 for row in rows]
 
 
-# The other kernels have equal programs at 4 and 8 bits.
-@pytest.mark.parametrize(
-    ("kernel", "bits"), [("quantize", 8), ("dequantize", 4), ("dequantize", 8), ("average", 8), ("sum", 8)]
-)
+RESIDENT = QuantizedWork(BlockLayout([], 128, 1), 8, 4).resident_programs
+
+
+# Programs are equal at 4 and 8 bits.
+@pytest.mark.parametrize("kernel", ["bucket", "shard", "sum"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_programs_end_together(kernel, bits, world_size):
+def test_programs_end_together(kernel, world_size):
     @functools.cache
     def work_of(bucket, num_multiprocessors):
         if kernel == "sum":  # of equal shards of every tensor
@@ -142,28 +138,19 @@ def test_programs_end_together(kernel, bits, world_size):
                 (math.prod(shape) // world_size, *(1 for _ in shape[1:])) for shape in bucket
             ] * world_size
         layout = BlockLayout(bucket, 128, world_size)
-        return QuantizedWork(layout, bits, 4, num_multiprocessors=num_multiprocessors)
+        return QuantizedWork(layout, 8, 4, num_multiprocessors=num_multiprocessors)
 
     def numels_of(bucket, num_multiprocessors):
-        work = work_of(bucket, num_multiprocessors if kernel in ("average", "sum") else 132)
-        rows = {"average": work.shard_work, "sum": work.sum_work}
-        return numels_of_rows(rows.get(kernel, work.bucket_work))
+        return numels_of_rows(getattr(work_of(bucket, num_multiprocessors), f"{kernel}_work"))
 
-    num_warps = tile_shape(128, 4)[1]
-    num_resident = {
-        "quantize": blocks.RESIDENT_WARPS // num_warps,
-        "dequantize": (
-            blocks.WRITING_HALF_WARPS // (num_warps // 2) if bits == 4 else blocks.WRITING_WARPS // num_warps
-        ),
-    }.get(kernel, resident_programs(128, num_warps))
-    wastes = mean_wastes(numels_of, num_resident)
+    wastes = mean_wastes(numels_of, RESIDENT)
     assert max(wastes.values()) <= MAX_WASTE, wastes
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_many_small_tensors_leave_no_place_of_average_empty(world_size):
     """Average's programs don't end where tensors do."""
-    layout, num_resident = BlockLayout([(64, 64), (64,)] * 300, 128, world_size), resident_programs(128, 4)
+    layout = BlockLayout([(64, 64), (64,)] * 300, 128, world_size)
     for num_multiprocessors in MULTIPROCESSORS:
         work = QuantizedWork(layout, 8, 4, num_multiprocessors=num_multiprocessors)
-        assert waste(numels_of_rows(work.shard_work), num_resident * num_multiprocessors) < 1.35
+        assert waste(numels_of_rows(work.shard_work), RESIDENT * num_multiprocessors) < 1.35
