@@ -1,7 +1,6 @@
 """The stages of the quantized all-reduce, each by itself: quantize, average, dequantize.
 
-The rank is the first of 8. What it receives in average is what it would send to itself, as if all ranks had
-the same gradients. Providers:
+The rank is the first of 8. In average it receives the same codes from all others. Providers:
 
 gradcomp   the plan's stage: one launch; on CPU in plain torch.
 torch      the same formulas, one operation of torch after another. torch.quantize_per_channel takes scales
@@ -24,12 +23,12 @@ from benchmarks.harness import (
     rounding_error,
 )
 from gradcomp import ops
-from gradcomp.cpu.quantize import THRESHOLDS, levels
+from gradcomp.cpu.quantize import largest_code
 from gradcomp.layout import BlockLayout
 
 WORLD_SIZE, RANK, BLOCK_SIZE = 8, 0, 128
 # By bits: the norm of what rounding loses of normally distributed values, over theirs.
-MAX_LOSS = {4: 0.11, 8: 0.01}
+MAX_LOSS = {4: 0.13, 8: 0.01}
 # How far codes and errors together may be from what was quantized, over its norm: rounding in fp32.
 MAX_MISSING = 1e-6
 SECONDS = 0.5  # of a case: there are many
@@ -63,10 +62,9 @@ def _bytes_per_element(bits: int, itemsize: int) -> dict[str, float]:
     """Return what each stage must move per element of the bucket. Errors are in fp32."""
     encoded = bits / 8 + 2 / BLOCK_SIZE
     return {
-        # The owner's error is read in one of the shards.
-        "quantize": itemsize + (4 + 4) + 4 / WORLD_SIZE + encoded,
-        # In one shard: what all ranks sent, the mean, and both errors twice.
-        "average": ((WORLD_SIZE + 1) * encoded + 2 * (4 + 4)) / WORLD_SIZE,
+        "quantize": itemsize + (4 + 4) + encoded,
+        # In one shard: what the other ranks sent, the mean, and the error twice.
+        "average": (WORLD_SIZE * encoded + (4 + 4)) / WORLD_SIZE,
         "dequantize": encoded + itemsize,
     }
 
@@ -79,30 +77,27 @@ class _Problem:
         layout = BlockLayout([(numel // 1024, 1024)], BLOCK_SIZE, WORLD_SIZE)
         self.plan = ops.quantized_plan(layout, dtype, device, bits=bits, error_feedback=True)
         assert self.plan.error is not None
-        assert self.plan.shard_error is not None
-        self.error, self.shard_error = self.plan.error, self.plan.shard_error
+        self.error = self.plan.error
         self.own = layout.shard(RANK)
         self._code_section, self._scale_section, _ = layout.sections(bits, dtype.itemsize)[0]
         self._code_bytes = layout.code_bytes(bits)
         self.bucket = torch.randn(numel, device=device).to(dtype)
         self.out = torch.empty_like(self.bucket)
-        self.levels = levels().to(device)
-        self._thresholds = torch.tensor(THRESHOLDS, device=device)
         self._errors_before = 0.1 * torch.randn(numel, device=device)
         # All that a step computes, for the later stages to begin with.
         self.restore()
         self.plan.quantize(self.bucket, RANK)
-        self.plan.received.copy_(self.plan.payload[RANK].expand_as(self.plan.received))
+        self.own_values = self.error[self.own].clone()
+        self.plan.received.copy_(self.plan.payload[RANK + 1].expand_as(self.plan.received))
         self.plan.average(RANK)
         self.plan.payload.copy_(self.plan.mean.expand_as(self.plan.payload))
-        self.sent = [self.encoded(each) for each in self.plan.received]
+        self.sent = [self.encoded(each) for each in self.plan.received[1:]]
         self.means = [self.encoded(each) for each in self.plan.payload.clone()]
         self.restore()
 
     def restore(self) -> None:
-        """Bring back the errors before the stage, in which the owner's is half of its shard's."""
+        """Bring back the errors before quantize."""
         self.error.copy_(self._errors_before)
-        self.shard_error.copy_(self._errors_before[self.own] / 2)
 
     def encoded(self, payload: torch.Tensor) -> Encoded:
         """Return the codes and scales in a shard's payload."""
@@ -111,27 +106,20 @@ class _Problem:
 
     def quantize(self, values: torch.Tensor) -> tuple[Encoded, torch.Tensor]:
         """Quantize values in torch's operations; return codes and scales, and what they stand for."""
-        blocks = values.view(-1, BLOCK_SIZE)
-        if self.bits == 8:
-            scales = (blocks.abs().amax(1, keepdim=True) / 127).bfloat16()
-            rounded = (blocks / scales).round_().clamp_(-127, 127)
-            return (rounded.to(torch.int8).view(torch.uint8), scales.view(-1)), (rounded * scales).view(-1)
-        unit = blocks / blocks.square().mean(1, keepdim=True).sqrt()
-        codes = 1 + torch.bucketize(unit, self._thresholds)
-        level = self.levels[codes]
-        scales = ((blocks * level).sum(1, keepdim=True) / level.square().sum(1, keepdim=True)).bfloat16()
-        packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
-        return (packed, scales.view(-1)), (level * scales).view(-1)
+        blocks, limit = values.view(-1, BLOCK_SIZE), largest_code(self.bits)
+        scales = (blocks.abs().amax(1, keepdim=True) / limit).bfloat16()
+        rounded = (blocks / scales).round_().clamp_(-limit, limit)
+        codes = rounded.to(torch.int8).view(torch.uint8)
+        if self.bits == 4:
+            codes = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+        return (codes, scales.view(-1)), (rounded * scales).view(-1)
 
     def dequantize(self, encoded: Encoded, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return what codes and scales stand for, in torch's operations."""
         codes, scales = encoded
-        if self.bits == 8:
-            decoded = codes.view(torch.int8).to(dtype)
-        else:
-            pairs = torch.stack([codes & 15, codes >> 4], 2)
-            decoded = self.levels.to(dtype)[pairs.view(len(codes), -1).int()]
-        return (decoded * scales.to(dtype)[:, None]).view(-1)
+        if self.bits == 4:
+            codes = (torch.stack([codes << 4, codes], 2).view(torch.int8) >> 4).view(len(codes), -1)
+        return (codes.view(torch.int8).to(dtype) * scales.to(dtype)[:, None]).view(-1)
 
     def expected(self, encoded: Iterable[Encoded]) -> torch.Tensor:
         """Return what shards stand for, in float64."""
@@ -148,18 +136,17 @@ def _build(stage: str, numel: int, bits: int, dtype: torch.dtype, device: torch.
 
 
 def _quantizing(problem: _Problem) -> Setup:
-    plan, bucket, own = problem.plan, problem.bucket, problem.own
-    values = problem.error.double()
-    values[own] -= problem.shard_error
-    values += bucket
+    plan, bucket = problem.plan, problem.bucket
+    # All but this rank's own shard, the first one, which isn't quantized.
+    sent = slice(problem.own.stop, None)
+    values = (problem.error.double() + bucket)[sent]
 
     def gradcomp() -> Iterable[torch.Tensor]:
         plan.quantize(bucket, RANK)
-        return results(lambda: map(problem.encoded, plan.payload), problem.error)
+        return results(lambda: map(problem.encoded, plan.payload[1:]), problem.error[sent])
 
     def with_torch() -> Iterable[torch.Tensor]:
-        total = problem.error + bucket
-        total[own] -= problem.shard_error
+        total = (problem.error + bucket)[sent]
         encoded, decoded = problem.quantize(total)
         return results(lambda: [encoded], total - decoded)
 
@@ -175,31 +162,26 @@ def _quantizing(problem: _Problem) -> Setup:
 def _averaging(problem: _Problem) -> Setup:
     plan, own = problem.plan, problem.own
     total = torch.stack([problem.expected([each]) for each in problem.sent]).sum(0)
-    total += problem.shard_error
-    senders = problem.error[own] - problem.shard_error  # the owner's error is added to the sender's
+    total += problem.own_values
 
     def restore() -> None:
-        problem.restore()
-        problem.error[own] = senders
+        problem.error[own] = problem.own_values
 
     def gradcomp() -> Iterable[torch.Tensor]:
         plan.average(RANK)
-        return results(problem.encoded(plan.mean), problem.shard_error, problem.error[own])
+        return results(problem.encoded(plan.mean), problem.error[own])
 
     def with_torch() -> Iterable[torch.Tensor]:
-        mean = torch.zeros_like(problem.shard_error)
+        mean = problem.own_values.clone()
         for each in problem.sent:
             mean += problem.dequantize(each)
-        mean += problem.shard_error
         mean /= WORLD_SIZE
         encoded, decoded = problem.quantize(mean)
-        lost = (mean - decoded) * WORLD_SIZE
-        return results(encoded, lost, problem.error[own] + lost)
+        return results(encoded, (mean - decoded) * WORLD_SIZE)
 
-    def results(encoded: Encoded, lost: torch.Tensor, error: torch.Tensor) -> Iterator[torch.Tensor]:
+    def results(encoded: Encoded, lost: torch.Tensor) -> Iterator[torch.Tensor]:
         decoded = problem.expected([encoded])
         _require_nothing_lost(decoded * WORLD_SIZE + lost, total)
-        _require_nothing_lost(error.double(), senders.double() + lost)
         yield decoded
 
     restore()

@@ -120,13 +120,13 @@ class QuantizedPlan:
         stays: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Quantize gradients plus errors into payload. The quantization errors become this rank's error."""
-        error, kept = self.error, []
+        error, waiting = self.error, []
         for index, part in enumerate(unused):
             if stays is None:
                 flat[part.in_bucket] = 0.0
             if error is not None:
                 mask = slice(None) if stays is None else stays[index]
-                kept.append((error[part.stored], mask, error[part.stored][mask].clone()))
+                waiting.append((error[part.stored], mask, error[part.stored][mask].clone()))
                 error[part.stored][mask] = 0.0
         for shard, chunks in enumerate(self._sent):
             for chunk in chunks:
@@ -136,7 +136,7 @@ class QuantizedPlan:
                     find_scales(values, scales=chunk.scales, bits=self._bits, gradients=gradients)
                 else:
                     self._quantize(values, chunk, gradients)
-        for values, mask, before in kept:
+        for values, mask, before in waiting:
             values[mask] = before
         exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._exact_dtype)
         for each in self.layout.exact:

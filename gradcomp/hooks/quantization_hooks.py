@@ -99,9 +99,9 @@ def quantization_hook(
     """Average a bucket in state.options.bits bits per element; plainly in the first state.start_iter steps.
 
     1. M ← gradient + error, cut into blocks.
-    2. Quantize M in one shard per rank.
-    3. All-to-all: every rank gets its own shard from all ranks.
-    4. The rank sums these shards in fp32, adds the shard's own error, and quantizes the mean.
+    2. Quantize M in one shard per rank, except this rank's own shard.
+    3. All-to-all: every rank gets its own shard from all others.
+    4. The rank adds these shards to its own M in fp32, and quantizes the mean.
     5. All-gather: every rank gets all means.
     6. All ranks dequantize the same bytes.
 

@@ -54,7 +54,10 @@ class QuantizedPlan:
             num_kept = 0
         self._kept = zeros(num_kept * layout.shard_numel, dtype=wide)
         bucket, kept, rank = Slot.buffer(dtype), Slot("kept", self._kept[:0]), Slot("rank", 1000)
-        bucket_work, shard_work = sent(work.bucket_work), sent(work.sum_work if only_sums else work.shard_work)
+        bucket_work, shard_work = (
+            sent(work.bucket_work),
+            sent(work.sum_work if only_sums else work.shard_work),
+        )
         constants = {
             "BITS": bits,
             "LIMIT": torch.finfo(averages_dtype).max,

@@ -238,30 +238,52 @@ def test_blocks_that_are_not_finite(bits, dtype, device):
 
 
 @BITS
-def test_layers_that_are_skipped_keep_their_errors(bits, device):
-    """A tensor that no rank uses is sent as zeros, and its errors stay."""
-    layout = BlockLayout([(5, 7), (6, 11)], 16, 2)
+@pytest.mark.parametrize("users", [[], [1]], ids=str)
+def test_layers_that_are_skipped_keep_their_errors(bits, users, device):
+    """A tensor that no rank uses is sent as zeros, and its errors stay. If rank 1 uses it, rank 0's own are sent.
+
+    Rank 0 owns a part of the tensor, and rank 1 the rest.
+    """
+    layout = BlockLayout([(9, 7), (4, 5)], 16, 2)
     plans = plans_of(layout, torch.float32, device, bits=bits)
     plain = plain_plans_of(layout, torch.float32, bits=bits, error_feedback=True)
-    all_reduce(plans, random_grads(layout, torch.float32, device, 0))
-    for plan, other in zip(plans, plain, strict=True):
-        other.error.copy_(plan.error)
+    for each in (plans, plain):
+        all_reduce(each, random_grads(layout, torch.float32, each[0].error.device, 0))
     first = layout.quantized[0]
+    assert layout.shard(0).stop < first.stored.stop
     before = [plan.error.clone() for plan in plans]
     grads = random_grads(layout, torch.float32, device, 1)
-    for rank, (plan, other, grad) in enumerate(zip(plans, plain, grads, strict=True)):
-        grad[first.in_bucket] = 0.0
-        plan.quantize(grad, rank, [first])
-        other.quantize(grad.cpu(), rank, [first])
-        assert torch.equal(plan.error[first.stored].cpu(), other.error[first.stored])
-    all_to_all(plans)
+    copies = [grad.clone().cpu() for grad in grads]
+    sums = torch.stack([*grads, *(blocks_to(layout, error) for error in before)]).sum(0)
+    for rank in {0, 1} - set(users):
+        sums[first.in_bucket] -= grads[rank][first.in_bucket]
+    for each, buckets in ((plans, grads), (plain, copies)):
+        for rank, (plan, bucket) in enumerate(zip(each, buckets, strict=True)):
+            plan.quantize(bucket, rank, [] if rank in users else [first])
+        all_to_all(each)
+        for rank, plan in enumerate(each):
+            plan.average(rank)
+        all_gather(each)
+        for plan, bucket in zip(each, buckets, strict=True):
+            plan.dequantize(bucket)
+    for plan, other, grad, copy in zip(plans, plain, grads, copies, strict=True):
+        assert torch.equal(plan.error.cpu(), other.error)
+        assert torch.equal(grad.cpu(), copy)
+    owned, rest = slice(0, layout.shard(0).stop), slice(layout.shard(0).stop, first.stored.stop)
+    assert torch.equal(plans[0].error[rest], before[0][rest])  # rank 0's of what rank 1 owns
     for rank, plan in enumerate(plans):
-        plan.average(rank)
-        assert torch.equal(plan.error[first.stored], before[rank][first.stored])
-    all_gather(plans)
-    for plan, grad in zip(plans, grads, strict=True):
-        plan.dequantize(grad)
-        assert not grad[first.in_bucket].any()
+        assert torch.equal(plan.error[owned], before[rank][owned]) == (not users)
+    assert grads[0][first.in_bucket].any() == bool(users)
+    kept = sum(blocks_to(layout, plan.error) for plan in plans)
+    assert torch.allclose(2 * grads[0] + kept, sums, atol=1e-5)
+
+
+def blocks_to(layout, blocks):
+    """Return values in the order of the padded blocks in the bucket's order."""
+    flat = blocks.new_zeros(layout.numel)
+    for part in layout.quantized:
+        flat[part.in_bucket] = blocks[part.stored]
+    return flat
 
 
 def sums_of(plans, grads, errors, out_dtype):
