@@ -348,8 +348,8 @@ def quantized_plan(
         it is the number of all ranks, times the factor that gradients were multiplied by before.
     averages_dtype: the dtype that averages must fit when they are dequantized; None for the bucket's.
     only_dequantizes: True if only plan.payload and plan.dequantize are used. Nothing else is allocated.
-    only_sums: True for a reduce-scatter. The layout's shards have equal tensors, and plan.sum(out, rank) takes
-        the place of stages 3 to 5: out [elements of a shard], in averages_dtype, = the sum / divisor. With
+    only_sums: True for a reduce-scatter. The layout's shards have equal tensors, and plan.sum(out, rank)
+        replaces stages 3 to 5: out [elements of a shard], in averages_dtype, = the sum / divisor. With
         error_feedback plan.error is the caller's, zero in this rank's shard after the sum: assign
         [world size · shard_numel] before each plan.quantize, so that buckets can share a plan.
 
@@ -357,8 +357,8 @@ def quantized_plan(
 
     1. plan.quantize(flat, rank, unused, stays): M = gradient + error; plan.payload [world size, bytes] = M's
        codes and scales and the exact elements, one row per shard; error = M − quantized M. This rank's own
-       shard of M isn't quantized: error = M there. Its row has scales alone, which show whether blocks are
-       zero or not finite.
+       shard of M isn't quantized: error = M there until stage 3. Of its row only the scales count, which
+       show whether blocks are zero or not finite.
        unused: parts of the layout that this rank's backward has not used. Zeros are sent for them, their
        errors stay, and flat is zero there.
        stays: for each unused part a mask of the elements whose errors stay; None for all. With masks flat is

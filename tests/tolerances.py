@@ -58,8 +58,8 @@ EPSILON_STEP = 1e-5
 # One quantized step in float32 from an identical state, relative to a block's largest value: sums of a few
 # products. Measured 2e-7.
 QUANTIZED_STEP = 1e-5
-# The fraction of elements where the hook may choose another code: its sums and quotients are rounded to fp32, so
-# one within 2^-24 of halfway between two codes may get either. Measured 0.
+# The fraction of elements where the hook may choose another code: its sums and quotients are rounded to fp32,
+# so one within 2^-24 of halfway between two codes may get either. Measured 0.
 UNLIKE_BLOCKS = 1e-3
 # The norm of the hook's rounding error, relative to exact arithmetic's rounding error. Of two codes at equal
 # distance, either loses as much. Measured 1.0000003.

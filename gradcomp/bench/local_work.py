@@ -37,7 +37,9 @@ def local_work(
         return _powersgd(hook, shapes, dtype, device, world_size)
     if hook.bits is not None:
         layout = BlockLayout(shapes, 128, world_size)
-        return _quantized(ops.quantized_plan(layout, dtype, device, bits=hook.bits, error_feedback=True))
+        return partial(
+            _average, ops.quantized_plan(layout, dtype, device, bits=hook.bits, error_feedback=True)
+        )
     if hook.wire_dtype is None:
         return lambda flat: None
     wire = torch.empty(num_elements(shapes), dtype=hook.wire_dtype, device=device)
@@ -47,10 +49,6 @@ def local_work(
         ops.decompress_cast(wire, out=flat)
 
     return cast
-
-
-def _quantized(plan: ops.QuantizedPlan) -> Work:
-    return partial(_average, plan)
 
 
 def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
@@ -77,17 +75,10 @@ def _powersgd(
     )
     between: list[ops.QuantizedPlan] = []
     if options.is_quantized:
-        p_numel, uncompressed_numel, q_numel = plan.wire_numels
+        wide = torch.promote_types(dtype, torch.float32)
         between = [
-            ops.quantized_plan(
-                BlockLayout(parts, options.BLOCK_SIZE, world_size),
-                torch.promote_types(dtype, torch.float32),
-                device,
-                bits=8,
-                error_feedback=False,
-                exact_dtype=options.uncompressed_dtype or dtype,
-            )
-            for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
+            ops.quantized_plan(each, wide, device, **options.wire_plan(dtype))
+            for each in options.wire_layouts(plan.wire_numels, world_size)
         ]
 
     def work(flat: torch.Tensor) -> None:

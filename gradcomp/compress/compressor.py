@@ -16,7 +16,7 @@ from ..comm.exchange import Works
 #       to other buckets
 #   a list with a tensor or None per tensor of the bucket: the same on all ranks; moves with its parameters
 #   any other tensor: the same on all ranks; lost when buckets change
-# Entries named "error" or "…_error" have the scale of gradients.
+# The entry "error" has the scale of gradients.
 State = dict[str, Any]
 
 
@@ -207,9 +207,9 @@ class ShardCompressor(Compressor):
 
 def errors_in(state: State) -> State:
     """Return the entries of a state that are errors."""
-    return {name: value for name, value in state.items() if name.endswith("error")}
+    return {name: value for name, value in state.items() if name == "error"}
 
 
 def with_scaled_errors(state: State, factor: float) -> State:
     """Return a state with its errors multiplied by factor."""
-    return {name: value * factor if name.endswith("error") else value for name, value in state.items()}
+    return {name: value * factor if name == "error" else value for name, value in state.items()}

@@ -80,6 +80,17 @@ class PowerSGDOptions:
         """
         return torch.promote_types(dtype, torch.float32) if self.is_quantized else self.factor_dtype
 
+    def wire_plan(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the options of ops.quantized_plan for the factors of a bucket of this dtype."""
+        # PowerSGD's error includes the rounding errors.
+        return {"bits": 8, "error_feedback": False, "exact_dtype": self.uncompressed_dtype or dtype}
+
+    def wire_layouts(self, wire_numels: tuple[int, int, int], world_size: int) -> list[BlockLayout]:
+        """Return the blocks of p_wire and of q_wire. wire_numels: the plan's."""
+        p_numel, uncompressed_numel, q_numel = wire_numels
+        shapes: list[list[tuple[int, ...]]] = [[(1, p_numel), (uncompressed_numel,)], [(1, q_numel)]]
+        return [BlockLayout(each, self.BLOCK_SIZE, world_size) for each in shapes]
+
     def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> PowerSGDLayout:
         """Return the layout of a bucket with tensors of these shapes, in this dtype."""
         if self.square:
@@ -183,11 +194,7 @@ class PowerSGDCompressor(Compressor):
             # The quantization kernels don't depend on shapes.
             layout = BlockLayout([(1, options.BLOCK_SIZE)], options.BLOCK_SIZE, bucket.world_size)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
-            quantized: dict[str, Any] = {
-                "bits": 8,
-                "error_feedback": False,
-                "exact_dtype": options.uncompressed_dtype or bucket.dtype,
-            }
+            quantized = options.wire_plan(bucket.dtype)
             if bucket.ranks_per_node == 1:
                 ops.compile_quantized(layout, dtype, bucket.device, **quantized)
             else:
@@ -282,18 +289,10 @@ class _QuantizedWires:
     """The quantized all-reduces of a PowerSGD plan's p_wire and q_wire, flat or by nodes."""
 
     def __init__(self, plan: ops.PowerSGDPlan, bucket: BucketSpec, options: PowerSGDOptions):
-        p_numel, uncompressed_numel, q_numel = plan.wire_numels
         self._ranks_per_node = bucket.ranks_per_node
         dtype = torch.promote_types(bucket.dtype, torch.float32)
-        quantized: dict[str, Any] = {
-            "bits": 8,
-            "error_feedback": False,  # PowerSGD's error includes the rounding errors
-            "exact_dtype": options.uncompressed_dtype or bucket.dtype,
-        }
-        layouts = [
-            BlockLayout(shapes, options.BLOCK_SIZE, bucket.world_size)
-            for shapes in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
-        ]
+        layouts = options.wire_layouts(plan.wire_numels, bucket.world_size)
+        quantized = options.wire_plan(bucket.dtype)
         self._by_nodes: list[NodesAllReduce] = []
         self._plans: list[ops.QuantizedPlan] = []
         if bucket.ranks_per_node > 1:

@@ -195,9 +195,7 @@ class QuantizedCompressor(Compressor):
 
     def state(self) -> State:
         error = self.current_error()
-        if error is None:
-            return {}
-        return {"error": error.clone() if error is self._loaded else error}
+        return {} if error is None else {"error": error.clone()}
 
     def load(self, state: State) -> None:
         if self._plan.error is not None and "error" in state:

@@ -6,7 +6,7 @@ A plan has the buffers of one bucket. It consists of matrix groups (powersgd_mat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 

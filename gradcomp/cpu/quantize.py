@@ -103,7 +103,9 @@ def find_scales(
     bits: int,
     gradients: Callable[[], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, float, float]:
-    """Write the blocks' scales. Returns them in fp32, [blocks, 1], and two bounds, NaN if a scale is.
+    """Write the blocks' scales. Returns them in fp32, [blocks, 1], and a lower and an upper bound of them.
+
+    The upper bound isn't finite if a scale isn't.
 
     values, scales: see quantize.
     gradients: returns the gradients without errors, [blocks, size]. They replace sums of gradients and errors

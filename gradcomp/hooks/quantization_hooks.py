@@ -207,8 +207,8 @@ def _average_in_8_bits(
     block_size_of: called with (numel, world_size), returns the size of a block. A bucket smaller than a block
         is sent exactly.
 
-    The bucket's plan is kept for the next step, because making one takes long. It holds no gradients between
-    steps, and takes as much device memory as two buckets of codes.
+    The bucket's plan is kept for the next step, because making one takes long. It takes as much device memory
+    as two buckets of codes, and this rank's shard of the bucket in fp32.
     """
     buffer = bucket.buffer()
     numel, size = buffer.numel(), group.size()

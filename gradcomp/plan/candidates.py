@@ -160,10 +160,11 @@ def _quantized(
 
     Accesses per quantized element, with error feedback:
 
-    quantize     reads gradient and error, writes error and code; in this rank's shard, reads its shard error
-    average      in this rank's shard: reads every rank's code, reads and writes both errors, writes the code
+    quantize     reads gradient and error, writes error and code
+    average      in this rank's shard: reads the others' codes, reads and writes the error, writes the code
     dequantize   reads the code, writes the gradient
 
+    Without error feedback quantize writes, and average reads, this rank's shard in place of an error.
     By nodes the first two read the fp32 sum of a node's ranks, and this rank's part of it only: one part per
     rank of a node.
     """
@@ -174,9 +175,9 @@ def _quantized(
     code = bits / 8 + SCALE_BYTES / layout.block_size
     source_bytes = itemsize if ranks_per_node == 1 else WIDE_BYTES / ranks_per_node
     accesses = 1 + 2 / ranks_per_node  # of a code, or of an exact element on the wire
-    per_code = itemsize + source_bytes + accesses * code + code / layout.world_size
+    per_code = itemsize + source_bytes + accesses * code + 2 * WIDE_BYTES / layout.world_size
     if error_feedback:
-        per_code += 2 * WIDE_BYTES / ranks_per_node + 5 * WIDE_BYTES / layout.world_size
+        per_code += 2 * WIDE_BYTES / ranks_per_node
     per_exact = itemsize + source_bytes + (accesses + 1 / layout.world_size) * exact_itemsize
     moved = quantized * per_code + exact * per_exact
     if not num_bytes:

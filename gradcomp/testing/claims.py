@@ -16,6 +16,7 @@ from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
 from gradcomp.compress.named import NamedHook
 from gradcomp.hooks.auto_hook import AutoState
+from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.layout.matrices import is_compressed
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import CheckpointError, MakeState, Ranks, reload, run_hook
@@ -237,6 +238,8 @@ def claims_of(
         return _of_auto(claims, state)
     if isinstance(state, CompressorState) and start is not None and claims.error_feedback:
         claims = replace(claims, start=start, errors_of=_our_errors)
+    if isinstance(state, QuantizationState) and claims.is_lossy:
+        claims = replace(claims, rank_symmetric=False)  # a rank doesn't round its own shard
     return claims
 
 
@@ -370,7 +373,7 @@ def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
         unbiased=False,
         keeps_zeros=None if is_batched else "lines",
         scale_equivariant="rounding" if is_exact else None,
-        rank_symmetric=True,
+        rank_symmetric=not (is_quantized or start_bits),
         bucket_insensitive=False,  # random projections differ from bucket to bucket
         max_magnitude=LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else largest,
         checkpoint="safe",  # gradcomp and torch document it
@@ -399,7 +402,7 @@ def _of_auto(claims: Claims, state: AutoState) -> Claims:
         unbiased=False,
         keeps_zeros="lines" if has_factors else "elements",
         scale_equivariant="rounding",
-        rank_symmetric=True,
+        rank_symmetric=not any(hook.is_quantized for hook in hooks),
         bucket_insensitive=False,  # random projections differ from bucket to bucket
         max_magnitude=_largest_of_lossy(precision),
         checkpoint="safe",

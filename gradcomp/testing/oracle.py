@@ -187,7 +187,7 @@ class QuantizedOracle:
     def step(self, gradients: Gradients) -> list[torch.Tensor]:
         """Run one step of all ranks and return the averages.
 
-        The hooks keep the errors of a tensor that no rank's backward has used. The oracle has no such tensors.
+        The hooks keep the errors of a tensor that no rank's backward has used. The oracle knows none.
         """
         world_size, averages = len(gradients), mean(gradients)
         if self.errors is None:

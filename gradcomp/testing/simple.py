@@ -72,7 +72,7 @@ def quantized_all_reduce(
     all_codes, all_scales = torch.empty_like(codes), torch.empty_like(scales)
     dist.all_to_all_single(all_codes, codes, group=group)  # all ranks' codes of this rank's shard
     dist.all_to_all_single(all_scales, scales, group=group)
-    shards = all_codes * all_scales.to(gradient)
+    shards = (all_codes * all_scales.float()).to(gradient)
     shards[rank] = M[rank]  # its own values have not been sent, so they stay exact
     total = shards.sum(0)
     codes, scales = quantize(total / W)

@@ -53,9 +53,9 @@ class QuantizedWork:
         (BLOCKS, first element in the bucket, number of elements, number of blocks, first block over all
         shards, byte of the first code in the payloads, byte of the first scale, shard, first block in it)
         (COPY, first element in the bucket, number of elements, byte of the first one in the payloads)
-    shard_work: one row for each program of average: bucket_work's fields for the first shard, without elements
-        in the bucket. All shards' rows are equal but for the shard.
-    sum_work: likewise for average with ONLY_SUMS, if all shards have equal tensors, with elements in the
+    shard_work: one row for each program of average: bucket_work's fields, without elements in the bucket, as
+        if the rank's shard were the first one.
+    sum_work: likewise for average with ONLY_SUMS, if all shards have equal tensors; with elements in the
         shard.
 
     Rows have WORK_FIELDS fields; unused ones are 0.

@@ -35,7 +35,7 @@ def random_blocks(dtype, num_blocks=200, block_size=32):
 @WIDE
 @pytest.mark.parametrize("magnitude", [1e-44, 1e-40, 1e-38, 1e-20, 1.0, 1e20, 1e37])
 def test_no_element_is_off_by_more_than_half_a_step(bits, dtype, magnitude):
-    """Half of the largest value / L, and the scale's rounding: up, by less than 2⁻⁷ of it, or of bf16's least."""
+    """Half of the largest value / L, and the scale's rounding up, by 2⁻⁷ of it, or by bf16's least number."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(500, 16, generator=generator, dtype=torch.float64).mul_(magnitude).to(dtype)
     # Largest values that cover a binade densely, so that scales are rounded by all of 2⁻⁷.

@@ -96,7 +96,8 @@ def assert_nothing_is_lost(ranks, dtype):
         sums, expected = sums + of_step, expected + exact_sum(world_size, step, layout, dtype)
         rounding += UNIT_ROUNDOFF[dtype] * of_step.norm()
     errors = sum(state_dict["buckets"][0]["error"].double() for _, state_dict in ranks)
-    assert errors.norm() > 0.001 * expected.norm()
+    # One rank sends nothing, so it loses nothing.
+    assert (errors.norm() > 0.001 * expected.norm()) == (world_size > 1)
     bound = QUANTIZED_IDENTITY[dtype] * expected.norm() + rounding
     assert (sums + errors - expected).norm() <= bound
 

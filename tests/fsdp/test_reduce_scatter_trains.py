@@ -17,9 +17,9 @@ from tests.fsdp.models import RANKS, Net, batch_of, gradients, losses_of_trainin
 from tests.reducer.models import run_cases
 
 STEPS = 100
-# The late loss with error feedback differs by 0.3 % at most from the loss without compression, and without
-# feedback by 1.3 % at least.
-SAME, OTHER = 0.005, 0.01
+# The late loss with error feedback differs by 0.2 % at most from the loss without compression, and without
+# feedback by 0.9 % at least.
+SAME, OTHER = 0.004, 0.007
 
 
 def make_ddp(state):
@@ -60,7 +60,7 @@ def late_losses(rank):
     without = {"use_error_feedback": False}
     for name, make, several in (("DDP", make_ddp, (None, {})), ("FSDP2", make_fsdp, (None, {}, without))):
         for options in several:
-            state = None if options is None else QuantizationState(bits=4, block_size=16, **options)
+            state = None if options is None else QuantizationState(bits=4, block_size=64, **options)
             found[f"{name} {options}"] = sum(losses_of(rank, make, state)[-8:]) / 8
     return found
 
@@ -73,7 +73,7 @@ def test_int4_trains_as_on_ddp(run_ranks, world_size):
         assert abs(found["FSDP2 {}"] - found["DDP {}"]) <= SAME * none
         assert abs(found["FSDP2 {}"] - none) <= SAME * none
         # What the comparison can see: without error feedback the loss is another one.
-        assert found["FSDP2 {'use_error_feedback': False}"] > (1 + OTHER) * none
+        assert abs(found["FSDP2 {'use_error_feedback': False}"] - none) > OTHER * none
 
 
 def shards_of(grid):

@@ -23,9 +23,9 @@ TILES_MOVED = {
     "_reconstruct_kernel": (0, 1),
 }
 PANEL_KERNELS = ("_gram_kernel", "_orthonormalize_kernel", "_orthonormalize_blocks_kernel")
-# How often a thread of the quantized all-reduce's kernels loads and stores 128 bits. A thread holds 64 bytes of
-# a tile of gradients or errors in fp32. Quantize and dequantize also copy as many exact elements as gradients;
-# average with ONLY_SUMS adds those of 8 ranks. Codes are 64 bits at 4 bits; at 8 bits they are counted apart.
+# How often a thread of the quantized all-reduce's kernels loads and stores 128 bits. A thread holds 64 bytes
+# of a tile of gradients or errors in fp32. Quantize and dequantize also copy as many exact elements; average
+# with ONLY_SUMS adds those of 8 ranks. A thread's codes are 64 bits at 4 bits; at 8 they are added below.
 QUANTIZED_MOVED = {
     ("_quantize_kernel", False): (4 + 4 + 4, 4 + 4),
     ("_average_kernel", False): (4, 4),
@@ -178,7 +178,7 @@ def check_blocks_move_128_bits_at_a_time(report):
         if key in QUANTIZED_MOVED and "[fp32" in name and "size=128 W=8" in name:
             loads, stores = QUANTIZED_MOVED[key]
             if facts["constants"]["BITS"] == 8:
-                # With each scale comes one load of codes; average's are in a loop over 4 ranks, unrolled or not.
+                # With each scale comes one load of codes; in average by a loop over 4 ranks, unrolled or not.
                 num_scales = facts["memory"]["LDG.E.U16"]
                 assert num_scales in {"_average_kernel": (4, 8), "_dequantize_kernel": (1,)}.get(key[0], (0,))
                 loads += num_scales

@@ -240,9 +240,9 @@ def test_blocks_that_are_not_finite(bits, dtype, device):
 @BITS
 @pytest.mark.parametrize("users", [[], [1]], ids=str)
 def test_layers_that_are_skipped_keep_their_errors(bits, users, device):
-    """A tensor that no rank uses is sent as zeros, and its errors stay. If rank 1 uses it, rank 0's own are sent.
+    """A tensor that no rank uses is sent as zeros, and its errors stay.
 
-    Rank 0 owns a part of the tensor, and rank 1 the rest.
+    Rank 0 owns a part of it, and rank 1 the rest. If rank 1 uses it, rank 0's own errors are sent.
     """
     layout = BlockLayout([(9, 7), (4, 5)], 16, 2)
     plans = plans_of(layout, torch.float32, device, bits=bits)
@@ -306,7 +306,7 @@ def sums_of(plans, grads, errors, out_dtype):
 
 
 def check_sums(plans, outputs, owns, bits, dtype):
-    """Check every rank's shard: the sum of own and received in the wide dtype, divided by 1/4, rounded once."""
+    """Check every rank's shard: own and received summed in the wide dtype, divided by 1/4, rounded once."""
     layout, wide = plans[0].layout, WIDE[dtype]
     for rank, (plan, output, blocks) in enumerate(zip(plans, outputs, owns, strict=True)):
         assert not plan.error[layout.shard(rank)].any()
