@@ -58,6 +58,7 @@ def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
         # Stands in for an all-to-all. Row 0, this rank's own, has no codes.
         plan.received.copy_(plan.payload[-1:].expand_as(plan.received))
         plan.average(0)
+        plan.payload[0] = plan.mean  # and for an all-gather
         plan.dequantize(flat)
 
 

@@ -24,16 +24,16 @@ class AccuracyCost:
 
 MEASURED = {
     "none": AccuracyCost(0.0, 1.0),
-    "fp16": AccuracyCost(0.002, 2.0),
-    "int8": AccuracyCost(-0.003, 3.8),
-    "int4": AccuracyCost(0.008, 7.1),
-    "powersgd:16": AccuracyCost(0.001, 2.6),
-    "powersgd:8": AccuracyCost(0.031, 5.6),
-    "powersgd:4": AccuracyCost(0.079, 10.5),
-    "powersgd:8:bf16": AccuracyCost(0.025, 11.3),
-    "powersgd:16:int8": AccuracyCost(0.012, 11.1),
-    "powersgd:8:int8": AccuracyCost(0.037, 20.6),
-    "powersgd:4:int8": AccuracyCost(0.088, 35.1),
+    "fp16": AccuracyCost(0.0, 2.0),
+    "int8": AccuracyCost(0.0, 3.8),
+    "int4": AccuracyCost(0.004, 7.1),
+    "powersgd:16": AccuracyCost(0.002, 2.6),
+    "powersgd:8": AccuracyCost(0.032, 5.6),
+    "powersgd:4": AccuracyCost(0.083, 10.5),
+    "powersgd:8:bf16": AccuracyCost(0.027, 11.3),
+    "powersgd:16:int8": AccuracyCost(0.006, 11.1),
+    "powersgd:8:int8": AccuracyCost(0.032, 20.6),
+    "powersgd:4:int8": AccuracyCost(0.087, 35.1),
 }
 # From benchmarks/results/accuracy_2_ranks.jsonl, 4 seeds: hooks that weren't measured on 4 ranks.
 ON_2_RANKS = {

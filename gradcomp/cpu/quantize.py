@@ -157,7 +157,9 @@ def dequantize(
     else:
         decoded.copy_(_unpacked(codes))
         factor /= 16
-    scale = scales.to(out.dtype)[:, None].mul_(factor)
+    scale = scales.to(out.dtype)[:, None]
+    if factor != 1.0:
+        scale *= factor
     if add and limit is None:
         out.addcmul_(decoded, scale)
         return

@@ -302,7 +302,7 @@ CPU = MeasuredDevice(
         "bf16": 0.7,
         "fp16": 0.7,
         "int8": 2.4,
-        "int4": 5.5,
+        "int4": 2.5,
         "powersgd:16": 3.1,
         "powersgd:16:bf16": 3.2,
         "powersgd:16:int8": 3.6,

@@ -129,12 +129,12 @@ def test_names():
 
 def test_costs_are_those_of_the_page():
     page = (ROOT / "docs" / "accuracy.md").read_text()
-    gpt = page[page.index("\ngpt: ") :].partition("\n```")[0]
+    gpt = page[page.index("\ngpt: ") :].partition("\n\n")[0]
     row = re.compile(r"^(\S+) +[\d,]+ +([\d.]+)× .*? ([+-]\d\.\d{3}) ±", re.MULTILINE)
     on_page = {name: (float(nats), float(rate)) for name, rate, nats in row.findall(gpt)}
     costs = {name: (cost.nats, cost.rate) for name, cost in MEASURED.items() if name != "none"}
     assert costs == {name: on_page[name] for name in costs}
-    assert costs.keys() >= on_page.keys() - {"int4:256"}
+    assert costs.keys() >= on_page.keys() - {"int4:64"}
 
 
 def test_costs_of_hooks_that_were_not_measured():
