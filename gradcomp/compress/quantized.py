@@ -114,9 +114,8 @@ class QuantizedCompressor(Compressor):
         quantized = {part.position for part in layout.quantized}
         self._pending = PendingErrors(bucket.shapes, set(range(len(bucket.shapes))) - quantized)
         self._unused: Sequence[int] = ()
-        self._kept: slice | None = (
-            None  # the blocks that the plan has errors of, known from the first step on
-        )
+        # The blocks that the plan has errors of, known from the first step on.
+        self._kept: slice | None = None
         self._loaded: torch.Tensor | None = None  # the bucket's errors, until the next step
         # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
         self._just_loaded: torch.Tensor | None = None

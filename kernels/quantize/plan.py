@@ -124,13 +124,13 @@ class QuantizedPlan:
                 flat[part.in_bucket] = 0.0
             if self._feedback:
                 error = self._kept[part.stored]
-                stay = slice(None) if stays is None else stays[index]
-                waiting.append((error, stay, error[stay].clone()))
-                error[stay] = 0.0
+                stay = torch.ones_like(error, dtype=torch.bool) if stays is None else stays[index]
+                waiting.append((error, stay, error.clone()))
+                error.masked_fill_(stay, 0.0)
         with launching_on(self._device):
             self._quantizing(buffer=flat, kept=self._kept, rank=rank)
         for error, stay, before in waiting:
-            error[stay] = before
+            error.copy_(torch.where(stay, before, error))  # without waiting for a GPU, unlike error[stay]
 
     def average(self, rank: int) -> None:
         """Average this rank's shard into mean. One launch."""

@@ -225,6 +225,7 @@ def test_blocks_that_are_not_finite(bits, dtype, device):
     grads = random_grads(layout, dtype, device, 0)
     expected = all_reduce(others, grads)[0]
     grads[1][20], grads[1][80], grads[0][127] = math.inf, math.nan, -math.inf
+    copies = [grad.clone().cpu() for grad in grads]
     outputs = all_reduce(plans, grads)
     is_bad = torch.zeros(layout.numel, dtype=torch.bool, device=device)
     for block in (1, 5, 7):
@@ -235,6 +236,11 @@ def test_blocks_that_are_not_finite(bits, dtype, device):
     assert all(plan.error.isfinite().all() for plan in plans)
     assert not plans[0].error[112:].any()
     assert not plans[1].error[16:32].any()
+    plain = plain_plans_of(layout, dtype, bits=bits, error_feedback=True)
+    for plan, other, output, theirs in zip(plans, plain, outputs, all_reduce(plain, copies), strict=True):
+        assert torch.equal(plan.error.cpu(), other.error)
+        assert torch.equal(output.isnan().cpu(), theirs.isnan())
+        assert torch.equal(output.nan_to_num().cpu()[:128], theirs.nan_to_num()[:128])
 
 
 @BITS
