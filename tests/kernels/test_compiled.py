@@ -179,7 +179,7 @@ def check_blocks_move_128_bits_at_a_time(report):
             loads, stores = QUANTIZED_MOVED[key]
             if facts["constants"]["BITS"] == 8:
                 # With each scale comes one load of codes; in average by a loop over 4 ranks, unrolled or not.
-                num_scales = facts["memory"]["LDG.E.U16"]
+                num_scales = facts["memory"].get("LDG.E.U16", 0)
                 assert num_scales in {"_average_kernel": (4, 8), "_dequantize_kernel": (1,)}.get(key[0], (0,))
                 loads += num_scales
                 stores += key != ("_dequantize_kernel", False) and not key[1]
