@@ -23,14 +23,15 @@ TILES_MOVED = {
     "_reconstruct_kernel": (0, 1),
 }
 PANEL_KERNELS = ("_gram_kernel", "_orthonormalize_kernel", "_orthonormalize_blocks_kernel")
-# How often a thread of the quantized all-reduce's kernels loads and stores 128 bits. A thread holds 64 bytes
-# of a tile of gradients or errors in fp32. Quantize and dequantize also copy as many exact elements; average
-# with ONLY_SUMS adds those of 8 ranks. A thread's codes are 64 bits at 4 bits; at 8 they are added below.
+# How often a thread of the quantized all-reduce's kernels loads and stores 128 bits: gradients, errors and
+# exact elements, and at 8 bits codes, too. A thread holds 64 bytes of a tile of gradients or errors in fp32.
+# Quantize and dequantize also copy as many exact elements; average with ONLY_SUMS adds those of 8 ranks.
+# Average loads the codes of 4 ranks at a time.
 QUANTIZED_MOVED = {
-    ("_quantize_kernel", False): (4 + 4 + 4, 4 + 4),
-    ("_average_kernel", False): (4, 4),
-    ("_average_kernel", True): (4 + 8 * 4, 4 + 4 + 4),
-    ("_dequantize_kernel", False): (4, 4 + 4),
+    ("_quantize_kernel", False): {4: (4 + 4 + 4, 4 + 4), 8: (4 + 4 + 4, 4 + 4 + 1)},
+    ("_average_kernel", False): {4: (4, 4), 8: (4 + 4, 4 + 1)},
+    ("_average_kernel", True): {4: (4 + 8 * 4, 4 + 4 + 4), 8: (4 + 8 * 4 + 4, 4 + 4 + 4)},
+    ("_dequantize_kernel", False): {4: (4, 4 + 4), 8: (4 + 1, 4 + 4)},
 }
 COPYING_TENSORS = ("_project_kernel", "_reconstruct_kernel")
 COPYING = ("_cast_kernel", "_flatten_kernel")
@@ -176,13 +177,7 @@ def check_blocks_move_128_bits_at_a_time(report):
     for name, facts in report.items():
         key = facts["kernel"], bool(facts["constants"].get("ONLY_SUMS"))
         if key in QUANTIZED_MOVED and "[fp32" in name and "size=128 W=8" in name:
-            loads, stores = QUANTIZED_MOVED[key]
-            if facts["constants"]["BITS"] == 8:
-                # With each scale comes one load of codes; in average by a loop over 4 ranks, unrolled or not.
-                num_scales = facts["memory"].get("LDG.E.U16", 0)
-                assert num_scales in {"_average_kernel": (4, 8), "_dequantize_kernel": (1,)}.get(key[0], (0,))
-                loads += num_scales
-                stores += key != ("_dequantize_kernel", False) and not key[1]
+            loads, stores = QUANTIZED_MOVED[key][facts["constants"]["BITS"]]
             assert wide(facts, "LDG") >= loads, f"{name}: {facts['memory']}"
             assert wide(facts, "STG") >= stores, f"{name}: {facts['memory']}"
             checked += 1
