@@ -22,7 +22,9 @@ AVERAGED = 1024  # most exact elements that a program of shard_work averages: as
 THREAD_BYTES = 64  # bytes of a tile in each thread: with 128, two programs fit a multiprocessor, not four
 WARP_SIZE = 32
 MIN_WARPS, MAX_WARPS = 4, 32
-RESIDENT_WARPS = 20  # warps that a multiprocessor's registers must hold at once
+# Warps that a multiprocessor's registers must hold at once. The few: where tiles are masked, as blocks aren't
+# a power of two.
+RESIDENT_WARPS, RESIDENT_FEW_WARPS = 20, 16
 
 
 def padded_size(block_size: int) -> int:
@@ -75,7 +77,9 @@ class QuantizedWork:
         sections, self.payload_bytes = layout.sections(bits, self._exact_itemsize)
         self._scales_at, self._exact_at = sections[1].start, sections[2].start
         self.tile_blocks, self.num_warps = tile_shape(layout.block_size, max(itemsize, 4))
-        self.resident_programs = max(1, RESIDENT_WARPS // self.num_warps)
+        is_masked = padded_size(layout.block_size) != layout.block_size
+        warps = RESIDENT_FEW_WARPS if is_masked else RESIDENT_WARPS
+        self.resident_programs = max(1, warps // self.num_warps)
         self._places = num_multiprocessors * self.resident_programs
         copies = list(self._copy_work())
         total = layout.world_size * layout.num_blocks
