@@ -52,13 +52,13 @@ def local_work(
 
 
 def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
-    """Do what a quantized all-reduce does beside its collectives."""
+    """Quantize, average and dequantize a bucket, without collectives."""
     if plan.payload.numel():
         plan.quantize(flat, 0)
         # Stands in for an all-to-all. Row 0, this rank's own, has no codes.
         plan.received.copy_(plan.payload[-1:].expand_as(plan.received))
         plan.average(0)
-        plan.payload[0] = plan.mean  # and for an all-gather
+        plan.payload[0] = plan.mean  # stands in for an all-gather
         plan.dequantize(flat)
 
 

@@ -16,7 +16,7 @@ from .prediction import Compute, StepPrediction, StepWork, step_work
 
 SOURCE = (
     "docs/accuracy.md: validation loss above no compression, in nats per byte, of one small GPT (137,000 "
-    "parameters, 4 ranks, 3 seeds, which differ by up to 0.011), at so many times fewer bytes there. Larger "
+    "parameters, 4 ranks, 3 seeds; seeds differ by up to 0.011), at so many times fewer bytes there. Larger "
     "models have not been measured."
 )
 

@@ -73,7 +73,7 @@ def quantized_all_reduce(
     dist.all_to_all_single(all_codes, codes, group=group)  # all ranks' codes of this rank's shard
     dist.all_to_all_single(all_scales, scales, group=group)
     shards = (all_codes * all_scales.float()).to(gradient)
-    shards[rank] = M[rank]  # its own values have not been sent, so they stay exact
+    shards[rank] = M[rank]  # this rank's own values stay exact: it doesn't send them
     total = shards.sum(0)
     codes, scales = quantize(total / W)
     memory["E"][rank] = total - W * (codes * scales.float())

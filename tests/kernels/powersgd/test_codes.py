@@ -6,7 +6,7 @@ import torch
 from gradcomp import ops
 from gradcomp.layout import BlockLayout
 from tests.kernels.powersgd.ranks import plans_of, random_grads
-from tests.kernels.quantize.ranks import all_gather, all_to_all
+from tests.kernels.quantize.ranks import all_reduce
 
 FP32 = torch.float32
 SIZE = 128
@@ -33,14 +33,8 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, exact_dtype=N
 
 def average(codes, wires):
     """Average the ranks' wires in codes."""
-    for rank, (each, wire) in enumerate(zip(codes, wires, strict=True)):
-        each.quantize(wire, rank)
-    all_to_all(codes)
-    for rank, each in enumerate(codes):
-        each.average(rank)
-    all_gather(codes)
-    for each, wire in zip(codes, wires, strict=True):
-        each.dequantize(wire)
+    for wire, averaged in zip(wires, all_reduce(codes, wires), strict=True):
+        wire.copy_(averaged)
 
 
 @pytest.mark.parametrize("shapes", [[(40, 60), (5,), (70, 30), (30, 40)], [(12, 9), (8, 3)]], ids=str)

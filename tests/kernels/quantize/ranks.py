@@ -49,11 +49,16 @@ def all_gather(plans: Sequence[Any]) -> None:
             plan.payload[owner].copy_(other.mean)
 
 
-def all_reduce(plans: Sequence[Any], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run the all-reduce; return every rank's averaged bucket."""
+def all_reduce(
+    plans: Sequence[Any], grads: Sequence[torch.Tensor], unused: Sequence[Sequence[Any]] = ()
+) -> list[torch.Tensor]:
+    """Run the all-reduce; return every rank's averaged bucket.
+
+    unused: for each rank the layout's parts that it has not used; by default it has used all.
+    """
     outputs = [grad.clone() for grad in grads]
     for rank, plan in enumerate(plans):
-        plan.quantize(outputs[rank], rank)
+        plan.quantize(outputs[rank], rank, unused[rank] if unused else ())
     all_to_all(plans)
     for rank, plan in enumerate(plans):
         plan.average(rank)
