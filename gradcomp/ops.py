@@ -335,6 +335,7 @@ def quantized_plan(
     averages_dtype: torch.dtype | None = None,
     only_dequantizes: bool = False,
     only_sums: bool = False,
+    num_senders: int | None = None,
 ) -> QuantizedPlan:
     """Return the plan of one bucket's quantized all-reduce: its buffers and the three local stages of a step.
 
@@ -352,6 +353,10 @@ def quantized_plan(
         replaces stages 3 to 5: out [elements of a shard], in averages_dtype, = the sum / divisor. With
         error_feedback plan.error is the caller's, zero in this rank's shard after the sum: assign
         [world size · shard_numel] before each plan.quantize, so that buckets can share a plan.
+    num_senders: the number of ranks, for an average in one exchange. The layout has one shard, which every rank
+        quantizes as a whole, error = M − quantized M, and sends to all: an all-gather from plan.payload to
+        plan.received [num_senders, bytes]. Then plan.sum(flat, rank, received) replaces stages 3 to 5;
+        received: None for plan.received.
 
     A step:
 
@@ -381,6 +386,7 @@ def quantized_plan(
         "averages_dtype": averages_dtype,
         "only_dequantizes": only_dequantizes,
         "only_sums": only_sums,
+        "num_senders": num_senders,
     }
     if runs_triton(device):
         return quantize_kernels.QuantizedPlan(layout, dtype, device, **options)

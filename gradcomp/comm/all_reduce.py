@@ -1,14 +1,16 @@
 """One all-reduce per bucket, between compressing and decompressing it.
 
-On a CPU the hook compresses, starts the all-reduce and returns. gloo's thread decompresses, beside backward:
+On a CPU without a delay the hook compresses, starts the all-reduce and returns. gloo's thread decompresses,
+beside backward:
 
     hook: compress, start the all-reduce, return      backward goes on
     communication thread: all-reduce, decompress, complete the future
 
-On CUDA these are two stages of a pipeline; see pipeline.py.
+On CUDA, and where ranks exchange messages (exchange.py), these are stages of a pipeline; see pipeline.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
+from .delay import has_delay
+from .exchange import all_reduce, sums_by_messages
 from .pipeline import Pipeline, Stages, average_in_stages
 from .process_group import ExplainedError, Operation
 from .streams import Future
@@ -26,39 +30,62 @@ def all_reduce_compressed(
     group: dist.ProcessGroup,
     operation: Operation,
     compress: Callable[[], torch.Tensor],
-    decompress: Callable[[torch.Tensor], torch.Tensor],
+    release: Callable[[torch.Tensor], None] = lambda _: None,
+    pipeline: Pipeline | None = None,
 ) -> Future:
-    """Sum `compress()` over the group, and complete a future with `decompress(sum)`.
+    """Sum `compress()` over the group into the bucket's buffer, which completes a future.
 
     operation: explains errors of the all-reduce.
+    release: called with what `compress()` returned when it has been used.
+    pipeline: see average_in_stages.
 
-    The sum is formed in place. Raises RuntimeError if the backend refuses the tensor. An error of the
-    communication itself is raised by a wait for the future, or on CUDA in a later bucket's hook.
+    Raises RuntimeError if the backend refuses the tensor. An error of the communication itself is raised by a
+    wait for the future, or in a later bucket's hook.
     """
-    device = bucket.buffer().device
-    if not ops.has_streams(device):
-        work = _all_reduce(compress(), group, operation)
-        return work.get_future().then(lambda future: decompress(_value_of(future, operation)[0]))
+    buffer = bucket.buffer()
+
+    def finish(wire: torch.Tensor) -> torch.Tensor:
+        if wire is not buffer:
+            ops.decompress_cast(wire, out=buffer)
+            release(wire)
+        return buffer
 
     def stages() -> Stages:
         wire = compress()
         yield _all_reduce(wire, group, operation)
-        return decompress(wire)
+        return finish(wire)
 
-    return average_in_stages(bucket, stages(), operation)
+    def stages_of(wire: torch.Tensor) -> Stages:
+        sent, out = (torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (wire, buffer))
+        yield from all_reduce(sent, group, has_delay=is_slow, out=sent if wire is buffer else out)
+        if wire is not buffer:
+            release(wire)
+        return buffer
+
+    if ops.has_streams(buffer.device):
+        return average_in_stages(bucket, stages(), operation, pipeline)
+    is_slow, wire = has_delay(buffer, group), compress()
+    if sums_by_messages(wire, group, has_delay=is_slow):
+        return average_in_stages(bucket, stages_of(wire), operation, pipeline)
+    work = _all_reduce(wire, group, operation)
+    # gloo's result for a complex tensor is its view as real numbers.
+    return work.get_future().then(lambda future: (_value_of(future, operation), finish(wire))[1])
 
 
-def average_in_place(bucket: dist.GradBucket, group: dist.ProcessGroup, operation: Operation) -> Future:
-    """Average a bucket in its own dtype: divide it by the world size, then all-reduce it (sum)."""
-    buffer = bucket.buffer()
-    return all_reduce_compressed(
-        bucket,
-        group,
-        operation,
-        compress=lambda: buffer.div_(group.size()),
-        # In place; gloo's result for a complex bucket is its view as real numbers.
-        decompress=lambda _: buffer,
-    )
+def average_in_place(
+    bucket: dist.GradBucket,
+    group: dist.ProcessGroup,
+    operation: Operation,
+    pipeline: Pipeline | None = None,
+    divisor: float | None = None,
+) -> Future:
+    """Average a bucket in its own dtype: divide it, then all-reduce it (sum).
+
+    divisor: None for the group's size.
+    """
+    buffer, by = bucket.buffer(), group.size() if divisor is None else divisor
+    compress = partial(buffer.div_, by) if by != 1 else lambda: buffer
+    return all_reduce_compressed(bucket, group, operation, compress, pipeline=pipeline)
 
 
 def run_hook_compressed(

@@ -1,6 +1,12 @@
-"""The collectives of a quantized all-reduce: each rank's shard to its owner, and the owners' means to all.
+"""How a payload is averaged: in one exchange, in two, or by the back end's own all-reduce.
 
-Between nodes, a reduce-scatter and an all-gather of codes within each node come before and after.
+    one exchange    every rank sends its whole payload to all others, and sums what it has: one round trip
+    two exchanges   each rank's shard to its owner, and the owners' sums to all: two round trips
+    the back end's own
+
+An exchange is an all-to-all or an all-gather. Between W ranks, one exchange sends W − 1 payloads per rank, two
+send 2 (W − 1) / W, as a ring does. gloo's rings take 2 (W − 1) round trips. What a payload holds, and how it
+is summed, is the caller's business: codes go through all_to_all and all_gather, numbers through all_reduce.
 
 gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
 sends first. So the rank that starts later, with its peer ready, hands its whole message to the connection
@@ -19,6 +25,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from gradcomp import ops
+
 if TYPE_CHECKING:
     from .nodes import Nodes
 
@@ -31,14 +39,67 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 # The tags of these messages. They are large: a program's own messages on the group hardly have such tags.
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**30
 
+# On a link with a delay, one exchange may send so many bytes more per rank, about, than two.
+ONE_EXCHANGE_BYTES = 2**18
+
+
+def takes_one_exchange(num_bytes: int, world_size: int, *, has_delay: bool) -> bool:
+    """Return whether a payload of this size is averaged in one exchange, not in two.
+
+    has_delay: see delay.py.
+
+    Depends on nothing else, so all ranks decide alike. Between two ranks one exchange sends no more than two
+    do. Between more, it sends about (W − 2) payloads more, and pays where a round trip takes longer than that.
+    """
+    return world_size == 2 or (has_delay and (world_size - 2) * num_bytes <= ONE_EXCHANGE_BYTES)
+
+
+def sums_by_messages(wire: torch.Tensor, group: dist.ProcessGroup, *, has_delay: bool) -> bool:
+    """Return whether all_reduce sums this tensor in exchanges, and not by the back end's own all-reduce.
+
+    NCCL's own is the best for sums, and so is gloo's without a delay.
+    """
+    return has_delay and group.size() > 1 and takes_messages(wire, group)
+
+
+def all_reduce(
+    wire: torch.Tensor, group: dist.ProcessGroup, *, has_delay: bool, out: torch.Tensor | None = None
+) -> Works:
+    """Sum a 1-D tensor over the ranks, in place; or into ``out``, in its dtype. Yields each exchange.
+
+    By messages, numbers are added in fp32 (fp64) in the order of the ranks, and rounded to the wire's dtype
+    only if there are two exchanges. Every rank gets the same bits.
+    """
+    out = wire if out is None else out
+    if not sums_by_messages(wire, group, has_delay=has_delay):
+        yield dist.all_reduce(wire, group=group, async_op=True)
+        if out is not wire:
+            ops.decompress_cast(wire, out=out)
+        return
+    rank, world_size = group.rank(), group.size()
+    if takes_one_exchange(wire.nbytes, world_size, has_delay=has_delay):
+        rows = _rows_beside(wire, group)
+        yield _Messages(rows, [wire] * world_size, group, kind=1)
+        _sum(rows, out)
+        return
+    shards = list(wire.tensor_split(world_size))
+    rows = _rows_beside(shards[rank], group)
+    yield _Messages(rows, shards, group, kind=0)
+    _sum(rows, shards[rank])
+    yield _Messages(shards, [shards[rank]] * world_size, group, kind=1)
+    if out is not wire:
+        out.copy_(wire)
+
 
 def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Give row r of ``sent`` [ranks, n] to rank r; get row r of ``received`` from it.
 
     Returns the collective under way.
     """
-    if _takes_messages(sent, group):
-        return _Messages(received, sent.unbind(), group, kind=0)
+    if takes_messages(sent, group):
+        rank = group.rank()
+        received[rank].copy_(sent[rank])
+        return _Messages(received.unbind(), sent.unbind(), group, kind=0)
     work: dist.Work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
     return work
 
@@ -48,8 +109,9 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
 
     Returns the collective under way.
     """
-    if _takes_messages(sent, group):
-        return _Messages(received, [sent] * group.size(), group, kind=1)
+    if takes_messages(sent, group):
+        received[group.rank()].copy_(sent)
+        return _Messages(received.unbind(), [sent] * group.size(), group, kind=1)
     work: dist.Work = _all_gather_single(received.view(-1), sent, group=group, async_op=True)
     return work
 
@@ -57,15 +119,14 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
 def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Works:
     """Sum row r of every rank's ``sent`` [ranks, n] into rank r's ``own`` [n]. Yields the collective.
 
-    On NCCL the sum is NCCL's. Elsewhere it is in the order of the ranks, and rounded once: torch.sum adds 16
-    bits in fp32.
+    On NCCL the sum is NCCL's. Elsewhere it is in fp32 (fp64), in the order of the ranks, and rounded once.
     """
     if _is_on("nccl", sent, group):
         yield dist.reduce_scatter_tensor(own, sent.view(-1), group=group, async_op=True)
     else:
         received = torch.empty_like(sent)
         yield all_to_all(received, sent, group)
-        torch.sum(received, 0, out=own)
+        _sum(received.unbind(), own)
 
 
 def reduce_by_nodes(
@@ -93,7 +154,8 @@ def reduce_by_nodes(
     flat.copy_(whole)
 
 
-def _takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+def takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether the group's ranks exchange messages of such tensors: on gloo, on a CPU."""
     return tensor.device.type == "cpu" and _is_on("gloo", tensor, group)
 
 
@@ -103,25 +165,40 @@ def _is_on(backend: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool
 
 
 class _Messages(dist.Work):
-    """One exchange: a message to and from every other rank.
+    """One exchange: a message to and from every other rank. This rank's own entries aren't used.
 
     kind: 0 for all-to-all, 1 for all-gather.
     """
 
     def __init__(
-        self, received: torch.Tensor, sent: Sequence[torch.Tensor], group: dist.ProcessGroup, kind: int
+        self,
+        received: Sequence[torch.Tensor],
+        sent: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        kind: int,
     ):
         super().__init__()
+        self._kind = kind
         self._of_group = _of_groups.setdefault(group, _GroupExchanges())
-        tag = _FIRST_TAG + (2 * self._of_group.num_exchanges + kind) % _NUM_TAGS
         self._of_group.num_exchanges += 1
         rank, size = group.rank(), group.size()
         # Each rank begins with a different one.
         others = [(rank + distance) % size for distance in range(1, size)]
-        self._works = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in others]
-        self._works += [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
+        self._works = [
+            dist.irecv(received[other], group=group, group_src=other, tag=self._tag(received[other]))
+            for other in others
+        ]
+        self._works += [
+            dist.isend(sent[other], group=group, group_dst=other, tag=self._tag(sent[other]))
+            for other in others
+        ]
         self._of_group.under_way.add(self)
-        received[rank].copy_(sent[rank])
+
+    def _tag(self, message: torch.Tensor) -> int:
+        """Number a message by its exchange, kind and size: gloo fills a part of a receive that is too long."""
+        number = self._of_group.num_exchanges * 2_000_003 + 2 * message.nbytes + self._kind
+        return _FIRST_TAG + number % _NUM_TAGS
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for every message. Raises RuntimeError if a rank has ended or doesn't answer in time."""
@@ -131,6 +208,33 @@ class _Messages(dist.Work):
         self._works = []
         self._of_group.under_way.discard(self)
         return True
+
+
+def _rows_beside(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return a row for each rank: this rank's own tensor, and new memory like it for all others."""
+    rows = list(own.new_empty(group.size() - 1, own.numel()))
+    rows.insert(group.rank(), own)
+    return rows
+
+
+def _sum(rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of the rows to out, which may be one of them, in fp32 (fp64) and in their order.
+
+    The other rows are of no use then.
+    """
+    first, wide = rows[0], torch.promote_types(rows[0].dtype, torch.float32)
+    if len(rows) == 2 and out is rows[1]:
+        first, rows = out, rows[::-1]  # the sum of two is the same in either order
+    if first.dtype == wide:
+        total = first
+    elif out.dtype == wide and all(row is not out for row in rows):
+        total = out.copy_(first)
+    else:
+        total = first.to(wide)
+    for row in rows[1:]:
+        total.add_(row)
+    if total is not out:
+        out.copy_(total)
 
 
 @dataclass

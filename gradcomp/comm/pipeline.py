@@ -13,6 +13,9 @@ bucket's stages are spread over the calls of the hook:
 
 The newest bucket's first stage comes before the others' next stages. So every rank issues A₀ A₁ B₀ A₂ B₁ …:
 an order that depends on the buckets alone, with no thread or callback.
+
+On a CPU the host would wait, and with it backward. So a hook runs the first stage only, and the last hook all
+others, the oldest bucket first: A₀ A₁ … B₀ B₁ …. With any number of buckets, as many round trips as with one.
 """
 
 import threading
@@ -86,43 +89,13 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
         return chained
 
 
-class LastWork(dist.Work):
-    """A bucket's last collective. On a CPU no bucket waits for it while backward goes on.
-
-    Whether it has ended may differ between ranks. That changes no order, as no collective comes after it.
-    """
-
-    def __init__(self, work: dist.Work):
-        super().__init__()
-        self._work = work
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-
 class _Running(NamedTuple):
-    """A bucket under way.
-
-    work: the collective that its next stage waits for.
-    waits: whether the stage after a LastWork waits for it now.
-    """
+    """A bucket under way. work: the collective that its next stage waits for."""
 
     stages: Stages
     work: dist.Work | None
     future: PipelinedFuture
     device: torch.device
-    waits: bool = False
-
-    @property
-    def is_left_alone(self) -> bool:
-        """True if only the end of its last collective is missing, on a CPU in backward."""
-        if self.waits or not isinstance(self.work, LastWork) or ops.has_streams(self.device):
-            return False
-        return not self.work.is_completed()
 
 
 class Pipeline:
@@ -133,7 +106,7 @@ class Pipeline:
         self._unfinished: dict[PipelinedFuture, _Running] = {}
 
     def add(self, stages: Stages, device: torch.device, *, is_first: bool, is_last: bool) -> PipelinedFuture:
-        """Begin a bucket's stages, and take every bucket before it one stage further, the newest first.
+        """Begin a bucket's stages. On CUDA, take every bucket before it one stage further, the newest first.
 
         device: the bucket's. The first stage comes after the current stream's work so far.
 
@@ -142,9 +115,11 @@ class Pipeline:
         if is_first:
             self.finish()  # buckets that an error in backward has left, the same on every rank
         wait_for_current_stream(device)
-        earlier, self._running = self._running, []
-        future = PipelinedFuture(self.finish, device)
-        self._running = self._advance([_Running(stages, None, future, device), *earlier])
+        future, earlier, self._running = PipelinedFuture(self.finish, device), self._running, []
+        on_host = [each for each in earlier if not ops.has_streams(each.device)]
+        on_streams = [each for each in earlier if ops.has_streams(each.device)]
+        begun = self._advance([_Running(stages, None, future, device), *on_streams])
+        self._running = [*begun, *on_host]
         if is_last:
             self.finish()
         elif self._running and not earlier and torch._C._current_graph_task_id() != -1:
@@ -153,10 +128,12 @@ class Pipeline:
         return future
 
     def finish(self) -> None:
-        """Take all buckets to their end, one stage each in turn."""
+        """Take all buckets to their end, one stage each in turn; on a CPU the oldest first, whose work ends first."""
         while self._running:
-            earlier, self._running = self._running, []
-            self._running = self._advance([each._replace(waits=True) for each in earlier])
+            running, self._running = self._running, []
+            on_streams = [each for each in running if ops.has_streams(each.device)]
+            on_host = [each for each in reversed(running) if not ops.has_streams(each.device)]
+            self._running = [*self._advance(on_streams), *reversed(self._advance(on_host))]
 
     def _advance(self, buckets: list[_Running]) -> list[_Running]:
         """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""
@@ -174,8 +151,6 @@ class Pipeline:
         After an error no bucket under way is averaged, and their futures hold the error.
         """
         self._unfinished[bucket.future] = bucket
-        if bucket.is_left_alone:
-            return bucket
         try:
             advanced = _advanced(bucket)
         except Exception as error:
@@ -197,7 +172,7 @@ class Pipeline:
 def _advanced(bucket: _Running) -> _Running | None:
     """Wait for a bucket's collective and run its next stage. The last stage completes the future."""
     try:
-        return bucket._replace(work=_next(bucket.stages, bucket.work), waits=False)
+        return bucket._replace(work=_next(bucket.stages, bucket.work))
     except StopIteration as end:
         bucket.future.set_result(end.value)
         return None

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-from ..comm.exchange import Works, reduce_by_nodes
+from ..comm.exchange import Works, all_reduce, reduce_by_nodes
 from ..comm.nodes import nodes_of
-from ..comm.pipeline import LastWork, Stages, run_through
+from ..comm.pipeline import Stages, run_through
 from ..rules import SIXTEEN_BITS, check_fields, checked_field
 from .compressor import BucketSpec, Compressor, State
 from .pending_errors import PendingErrors
@@ -70,18 +70,18 @@ class AllReducedCompressor(Compressor):
         """Average in two stages; by nodes, in four. Yields each collective in progress."""
         self._pending.add_to(flat, self._unused)
         if self._ranks_per_node == 1:
-            yield from self._sum(flat, group, self._scale, is_last=True)
+            yield from self._sum(flat, group, self._scale)
             return
         nodes = nodes_of(group, self._ranks_per_node)
 
         def between(part: torch.Tensor) -> Stages:
-            yield from self._sum(part, nodes.between, 1.0, is_last=False)
+            yield from self._sum(part, nodes.between, 1.0)
             return part
 
         yield from reduce_by_nodes(flat, nodes, between, self._scale)
 
-    def _sum(self, flat: torch.Tensor, group: dist.ProcessGroup, scale: float, *, is_last: bool) -> Works:
-        """Sum scale · flat over a group, in place. is_last: whether no collective of the bucket follows."""
+    def _sum(self, flat: torch.Tensor, group: dist.ProcessGroup, scale: float) -> Works:
+        """Sum scale · flat over a group, in place."""
         wire = flat
         if self._dtype is None:
             if scale != 1.0:
@@ -90,10 +90,7 @@ class AllReducedCompressor(Compressor):
             if self._wire is None:
                 self._wire = flat.new_empty(flat.numel(), dtype=self._dtype)
             wire = ops.compress_cast(flat, out=self._wire, scale=scale, overwrite=True)
-        work = dist.all_reduce(wire, group=group, async_op=True)
-        yield LastWork(work) if is_last else work
-        if wire is not flat:
-            ops.decompress_cast(wire, out=flat)
+        yield from all_reduce(wire, group, has_delay=self._spec.has_delay, out=flat)
 
     def state(self) -> State:
         # On every rank or on none, whichever ranks have sent their errors.

@@ -30,6 +30,7 @@ class BucketSpec:
     seed: the seed for random choices, the same on all ranks.
     ranks_per_node: the number of ranks on each node, for compressors that average by nodes; 1 if the group is
         averaged without nodes. comm.nodes.nodes_of returns the groups.
+    has_delay: whether a round trip between ranks (nodes) takes long; see comm/delay.py.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -38,6 +39,7 @@ class BucketSpec:
     world_size: int
     seed: int
     ranks_per_node: int = 1
+    has_delay: bool = False
 
     @property
     def numels(self) -> list[int]:

@@ -86,22 +86,20 @@ class Memory:
         self,
         make: MakesCompressors,
         device: torch.device,
-        world_size: int,
         seed: int,
-        ranks_per_node: int = 1,
+        **ranks: Any,
     ) -> Compressor:
         """Return a compressor made by `make` on this device: the live one if it fits, else a new one.
 
         A new compressor loads the saved state.
 
-        world_size: the number of ranks that average.
         seed: the seed for a new compressor's random choices.
-        ranks_per_node: see BucketSpec.
+        ranks: world_size, ranks_per_node and has_delay; see BucketSpec.
         """
         if self.device != device or self.made_by is not make:
             self.save_and_drop_compressor()
         if self.compressor is None:
-            self.compressor = _made(make, self._spec(device, world_size, seed, ranks_per_node), self.options)
+            self.compressor = _made(make, self._spec(device, seed, **ranks), self.options)
             self.device, self.made_by = device, make
             saved, self.saved = self.saved, None
             if saved is not None:
@@ -117,17 +115,16 @@ class Memory:
         self,
         later: Iterable[MakesCompressors],
         device: torch.device,
-        world_size: int,
-        ranks_per_node: int = 1,
+        **ranks: Any,
     ) -> None:
         """Warm up what will make this bucket's compressors. Does nothing after the first call."""
         if not self._is_warmed_up:
             self._is_warmed_up = True
             for each in later:
-                each.warm_up(self._spec(device, world_size, 0, ranks_per_node), self.options)
+                each.warm_up(self._spec(device, 0, **ranks), self.options)
 
-    def _spec(self, device: torch.device, world_size: int, seed: int, ranks_per_node: int) -> BucketSpec:
-        return BucketSpec(tuple(self.shapes), self.dtype, device, world_size, seed, ranks_per_node)
+    def _spec(self, device: torch.device, seed: int, **ranks: Any) -> BucketSpec:
+        return BucketSpec(tuple(self.shapes), self.dtype, device, seed=seed, **ranks)
 
     @property
     def state(self) -> State | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from gradcomp import ops
 from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
-from ..comm.exchange import Works, reduce_by_nodes
+from ..comm.exchange import Works, all_reduce, reduce_by_nodes
 from ..comm.nodes import nodes_of
 from ..comm.pipeline import Stages, run_through
 from ..rules import (
@@ -30,7 +31,7 @@ from .checkpoint import as_list, checked_tensor, require_error
 from .compressor import BucketSpec, Compressor, State
 from .pending_errors import PendingErrors
 from .quantized import QuantizedCompressor, QuantizedOptions
-from .quantized_all_reduce import NodesAllReduce, quantized_all_reduce
+from .quantized_all_reduce import LayoutFor, all_reduce_for, compile_all_reduce
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
 # they save between nodes (docs/network.md).
@@ -85,11 +86,11 @@ class PowerSGDOptions:
         # PowerSGD's error includes the rounding errors.
         return {"bits": 8, "error_feedback": False, "exact_dtype": self.uncompressed_dtype or dtype}
 
-    def wire_layouts(self, wire_numels: tuple[int, int, int], world_size: int) -> list[BlockLayout]:
-        """Return the blocks of p_wire and of q_wire. wire_numels: the plan's."""
+    def wire_layouts(self, wire_numels: tuple[int, int, int]) -> list[LayoutFor]:
+        """Return what gives the blocks of p_wire and of q_wire. wire_numels: the plan's."""
         p_numel, uncompressed_numel, q_numel = wire_numels
         shapes: list[list[tuple[int, ...]]] = [[(1, p_numel), (uncompressed_numel,)], [(1, q_numel)]]
-        return [BlockLayout(each, self.BLOCK_SIZE, world_size) for each in shapes]
+        return [partial(BlockLayout, each, self.BLOCK_SIZE) for each in shapes]
 
     def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> PowerSGDLayout:
         """Return the layout of a bucket with tensors of these shapes, in this dtype."""
@@ -135,7 +136,7 @@ class PowerSGDCompressor(Compressor):
         self._num_tensors = len(bucket.shapes)
         self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
-        self._ranks_per_node = bucket.ranks_per_node
+        self._ranks_per_node, self._has_delay = bucket.ranks_per_node, bucket.has_delay
         self._left_out: list[int] = []
         self._unused: Sequence[int] = ()
         self.plan = ops.powersgd_plan(
@@ -148,13 +149,21 @@ class PowerSGDCompressor(Compressor):
             # Safe, because all stages run on the device's side stream.
             shares_scratch=True,
         )
-        self._wires = _QuantizedWires(self.plan, bucket, options) if options.is_quantized else None
+        self._of_wires = [
+            all_reduce_for(
+                layout_for,
+                torch.promote_types(bucket.dtype, torch.float32),
+                bucket,
+                **options.wire_plan(bucket.dtype),
+            )
+            for layout_for in (options.wire_layouts(self.plan.wire_numels) if options.is_quantized else ())
+        ]
         exact: set[int] = set()
         if options.use_error_feedback and not options.square:
             exact = set(range(self._num_tensors)) - set(self._tensors)
         self._pending = PendingErrors(bucket.shapes, exact)
-        if self._wires is not None:
-            sent_bytes = self._wires.num_bytes
+        if self._of_wires:
+            sent_bytes = sum(each.num_bytes for each in self._of_wires)
         else:
             # Counted without the kernels' padding of each column to 16 bytes, so that it compares with torch.
             numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
@@ -192,13 +201,9 @@ class PowerSGDCompressor(Compressor):
         )
         if options.is_quantized:
             # The quantization kernels don't depend on shapes.
-            layout = BlockLayout([(1, options.BLOCK_SIZE)], options.BLOCK_SIZE, bucket.world_size)
+            layout_for = partial(BlockLayout, [(1, options.BLOCK_SIZE)], options.BLOCK_SIZE)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
-            quantized = options.wire_plan(bucket.dtype)
-            if bucket.ranks_per_node == 1:
-                ops.compile_quantized(layout, dtype, bucket.device, **quantized)
-            else:
-                NodesAllReduce.compile(layout, dtype, bucket.device, bucket.ranks_per_node, **quantized)
+            compile_all_reduce(layout_for, dtype, bucket, **options.wire_plan(bucket.dtype))
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send zeros as P of these tensors' matrices. If all ranks do so, the matrices' errors stay."""
@@ -218,21 +223,22 @@ class PowerSGDCompressor(Compressor):
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
         """Average in a stage before, between and after collectives. Yields each collective in progress."""
-        plan, wires = self.plan, self._wires
+        plan = self.plan
         # The quantized all-reduce already divides by the world size.
-        scale = 1.0 if wires else 1 / group.size()
+        scale = 1.0 if self._of_wires else 1 / group.size()
         self._pending.add_to(flat, self._unused)
         plan.project(flat, scale, self._left_out)
-        if wires:
-            yield from wires.average_p(plan.p_wire, group)
-            plan.back_project(flat, scale)
-            yield from wires.average_q(plan.q_wire, group)
-        else:
-            yield from self._sum(plan.p_wire, group)
-            plan.back_project(flat, scale)
-            if plan.q_wire.numel():
-                yield from self._sum(plan.q_wire, group)
+        yield from self._average(0, plan.p_wire, group)
+        plan.back_project(flat, scale)
+        if plan.q_wire.numel():
+            yield from self._average(1, plan.q_wire, group)
         plan.reconstruct(flat, seed)
+
+    def _average(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
+        """Average p_wire (index 0) or q_wire (1). Yields each collective in progress."""
+        if self._of_wires:
+            return self._of_wires[index].average(wire, group)
+        return self._sum(wire, group)
 
     def _sum(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
         """Sum a wire over all ranks. Yields each collective in progress.
@@ -241,12 +247,14 @@ class PowerSGDCompressor(Compressor):
         """
         is_small = wire.nbytes < LEAST_BYTES_BY_NODES
         if self._ranks_per_node == 1 or is_small or ops.has_streams(wire.device):
-            yield dist.all_reduce(wire, group=group, async_op=True)
+            # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
+            has_delay = self._has_delay or (group.size() == 2 and is_small)
+            yield from all_reduce(wire, group, has_delay=has_delay)
             return
         nodes = nodes_of(group, self._ranks_per_node)
 
         def between(part: torch.Tensor) -> Stages:
-            yield dist.all_reduce(part, group=nodes.between, async_op=True)
+            yield from all_reduce(part, nodes.between, has_delay=self._has_delay)
             return part
 
         yield from reduce_by_nodes(wire, nodes, between)
@@ -283,40 +291,6 @@ class PowerSGDCompressor(Compressor):
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)
         self._pending.take_back(offset, values)
-
-
-class _QuantizedWires:
-    """The quantized all-reduces of a PowerSGD plan's p_wire and q_wire, flat or by nodes."""
-
-    def __init__(self, plan: ops.PowerSGDPlan, bucket: BucketSpec, options: PowerSGDOptions):
-        self._ranks_per_node = bucket.ranks_per_node
-        dtype = torch.promote_types(bucket.dtype, torch.float32)
-        layouts = options.wire_layouts(plan.wire_numels, bucket.world_size)
-        quantized = options.wire_plan(bucket.dtype)
-        self._by_nodes: list[NodesAllReduce] = []
-        self._plans: list[ops.QuantizedPlan] = []
-        if bucket.ranks_per_node > 1:
-            arguments: tuple[Any, ...] = (dtype, bucket.device, bucket.ranks_per_node)
-            self._by_nodes = [NodesAllReduce(layout, *arguments, **quantized) for layout in layouts]
-            self.num_bytes = sum(each.num_bytes for each in self._by_nodes)
-        else:
-            self._plans = [
-                ops.quantized_plan(layout, dtype, bucket.device, **quantized) for layout in layouts
-            ]
-            self.num_bytes = sum(each.payload.numel() for each in self._plans)
-
-    def average_p(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
-        """Average p_wire over all ranks. Yields each collective in progress."""
-        return self._average(0, wire, group)
-
-    def average_q(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
-        """Average q_wire over all ranks. Yields each collective in progress."""
-        return self._average(1, wire, group)
-
-    def _average(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
-        if self._by_nodes:
-            return self._by_nodes[index].average(wire, nodes_of(group, self._ranks_per_node))
-        return quantized_all_reduce(self._plans[index], wire, group)
 
 
 class QuantizedStart(QuantizedCompressor):

@@ -1,4 +1,6 @@
-"""Quantized all-reduce as a compressor: two collectives of codes and scales instead of one all-reduce.
+"""Quantized all-reduce as a compressor: codes and scales in one exchange or in two, instead of an all-reduce.
+
+In two:
 
     rank r    bucket + error ──quantize──▶ shard 0 │ shard 1 │ … │ shard W−1
     all-to-all: every rank gets its own shard from all ranks
@@ -7,27 +9,31 @@
 
 Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks. If
 several ranks share a network card, NodesAllReduce sends these through the card once.
+
+In one, between two ranks or where a round trip takes longer than the bytes:
+
+    rank r    bucket + error ──quantize──▶ the whole bucket
+    all-gather: every rank gets the codes of all ranks, its own too, and sums what it dequantizes
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
 
 from ..comm.exchange import Works
-from ..comm.nodes import nodes_of
 from ..comm.pipeline import run_through
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
 from .checkpoint import require_error
 from .compressor import BucketSpec, Compressor, State
 from .pending_errors import PendingErrors
-from .quantized_all_reduce import NodesAllReduce, quantized_all_reduce
+from .quantized_all_reduce import all_reduce_for, compile_all_reduce
 from .reduce_scatter import QuantizedReduceScatter
 
 
@@ -82,8 +88,8 @@ class QuantizedOptions:
             "exact_dtype": self.uncompressed_dtype,
         }
 
-    def nodes_options(self) -> dict[str, Any]:
-        """Return the options of NodesAllReduce."""
+    def all_reduce_options(self) -> dict[str, Any]:
+        """Return the options of all_reduce_for."""
         return {**self.plan_options(), "within_dtype": self.within_dtype}
 
 
@@ -91,7 +97,8 @@ class QuantizedCompressor(Compressor):
     """The quantized all-reduce of one bucket, with error feedback. The state's entry:
 
     "error": [numel], the values that the averages still lack from this rank: what rounding has lost of its
-        gradients, and in this rank's own shard what rounding has lost of the mean, times the number of ranks.
+        gradients, and with two exchanges, in this rank's own shard, what it has lost of the mean, times the
+        number of ranks.
 
     If another compressor has left errors of exact tensors, they are sent.
     """
@@ -100,18 +107,11 @@ class QuantizedCompressor(Compressor):
     of_shards = QuantizedReduceScatter
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
-        self._layout = layout = options.layout(bucket.shapes, bucket.world_size)
-        arguments: tuple[Any, ...] = (layout, bucket.dtype, bucket.device)
-        self._ranks_per_node = bucket.ranks_per_node
-        self._by_nodes: NodesAllReduce | None = None
-        if bucket.ranks_per_node > 1:
-            arguments = (*arguments, bucket.ranks_per_node)
-            self._by_nodes = NodesAllReduce(*arguments, **options.nodes_options())
-            self._plan, num_bytes = self._by_nodes.plan, self._by_nodes.num_bytes
-        else:
-            self._plan = ops.quantized_plan(*arguments, **options.plan_options())
-            num_bytes = self._plan.payload.numel()
-        quantized = {part.position for part in layout.quantized}
+        layout_for = partial(options.layout, bucket.shapes)
+        self._all_reduce = all_reduce_for(layout_for, bucket.dtype, bucket, **options.all_reduce_options())
+        self._plan, self._layout = self._all_reduce.plan, self._all_reduce.layout
+        self._ranks_per_node, self._unit = bucket.ranks_per_node, self._all_reduce.unit
+        quantized = {part.position for part in self._layout.quantized}
         self._pending = PendingErrors(bucket.shapes, set(range(len(bucket.shapes))) - quantized)
         self._unused: Sequence[int] = ()
         # The blocks that the plan has errors of, known from the first step on.
@@ -120,7 +120,7 @@ class QuantizedCompressor(Compressor):
         # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
         self._just_loaded: torch.Tensor | None = None
         # The number of elements in an all-reduce that sends as many bytes.
-        self.sent_numel = -(-num_bytes // bucket.dtype.itemsize)
+        self.sent_numel = -(-self._all_reduce.num_bytes // bucket.dtype.itemsize)
 
     @classmethod
     def check_state(
@@ -131,39 +131,25 @@ class QuantizedCompressor(Compressor):
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
-        layout = options.layout(bucket.shapes, bucket.world_size)
-        if bucket.ranks_per_node > 1:
-            arguments = (layout, bucket.dtype, bucket.device, bucket.ranks_per_node)
-            NodesAllReduce.compile(*arguments, **options.nodes_options())
-        else:
-            ops.compile_quantized(layout, bucket.dtype, bucket.device, **options.plan_options())
+        layout_for = partial(options.layout, bucket.shapes)
+        compile_all_reduce(layout_for, bucket.dtype, bucket, **options.all_reduce_options())
 
     def leave_out(self, unused: Sequence[int]) -> None:
         """Send zeros for these tensors, and keep their errors."""
         self._unused = unused
 
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Replace the bucket by its mean over the ranks: blocks quantized twice, everything else exact."""
+        """Replace the bucket by its mean over the ranks: blocks quantized, everything else exact."""
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in three stages; by nodes, in five. Yields each collective in progress."""
+        """Average in stages. Yields each collective in progress."""
         self._pending.add_to(flat, self._unused)
         unused = [part for part in self._layout.quantized if part.position in self._unused]
-        if self._by_nodes is None:
-            self._take_place(slice(0, None))
-            yield from quantized_all_reduce(self._plan, flat, group, unused)
-        else:
-            nodes = nodes_of(group, self._ranks_per_node)
-            rest = self._take_place(self._by_nodes.piece(nodes))
-            yield from self._by_nodes.average(flat, nodes, unused, rest)
+        rest = self._take_place(self._all_reduce.kept(group))
+        yield from self._all_reduce.average(flat, group, unused, rest)
 
     # --- errors ---
-
-    @property
-    def _unit(self) -> float:
-        """What gradients, and so the plan's errors, are multiplied by."""
-        return 1.0 if self._by_nodes is None else self._by_nodes.unit
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         error = self._plan.error

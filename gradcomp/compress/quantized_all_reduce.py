@@ -1,4 +1,4 @@
-"""The quantized all-reduce of one bucket: flat, or by nodes.
+"""The quantized all-reduce of one bucket: flat, or by nodes, each in one exchange or in two.
 
 Flat, see quantized.py. By nodes it is exact within each node (or in 16 bits), and in codes between nodes:
 
@@ -10,12 +10,17 @@ Flat, see quantized.py. By nodes it is exact within each node (or in 16 bits), a
 There are W = n · g ranks and W shards, as in the flat form. Place j has shards j · n … j · n + n − 1, and
 its rank on node i owns shard j · n + i. A node sends about two buckets of codes, as one rank does in the flat
 form. A rank quantizes, and keeps errors for, one piece: a g-th of the bucket.
+
+In one exchange between nodes a piece is one shard, which every node sends to all others. All nodes' codes of a
+piece then go round within the node, and every rank sums them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,40 +28,100 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
 
-from ..comm.exchange import Works, all_gather, all_to_all, reduce_scatter
+from ..comm.exchange import Works, all_gather, all_to_all, reduce_scatter, takes_one_exchange
+from ..comm.nodes import nodes_of
+from .compressor import BucketSpec
 
-if TYPE_CHECKING:
-    from ..comm.nodes import Nodes
+# Returns the blocks of a bucket in a number of shards.
+LayoutFor = Callable[[int], BlockLayout]
 
 
-def quantized_all_reduce(
-    plan: ops.QuantizedPlan, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part] = ()
-) -> Works:
-    """Replace a bucket by its mean over the ranks. Yields each of the two collectives in progress.
+@dataclass(frozen=True)
+class Form:
+    """How a bucket's codes are exchanged, the same on all ranks.
 
-    unused: the layout's parts that this rank's backward has not used; see ops.quantized_plan.
+    layout: the bucket's blocks, with a shard per rank; in one exchange with one, by nodes with one per place.
+    num_senders: in one exchange, the number of ranks or nodes between which the codes go; None in two.
+    num_bytes: the bytes of an all-reduce that sends as much per rank; by nodes, per node.
     """
-    if plan.payload.numel():
+
+    layout: BlockLayout
+    num_senders: int | None
+    num_bytes: int
+
+    @classmethod
+    def of(cls, layout_for: LayoutFor, bucket: BucketSpec, bits: int, exact_itemsize: int) -> Form:
+        """Return the form of a bucket's codes. bits: of a code. exact_itemsize: the bytes of an exact element."""
+        num_places, num_senders = bucket.ranks_per_node, bucket.world_size // bucket.ranks_per_node
+        layout = layout_for(num_places)
+        _, num_bytes = layout.sections(bits, exact_itemsize)
+        if takes_one_exchange(num_bytes, num_senders, has_delay=bucket.has_delay):
+            return cls(layout, num_senders, num_places * num_bytes * num_senders // 2)
+        layout = layout_for(bucket.world_size)
+        _, num_bytes = layout.sections(bits, exact_itemsize)
+        return cls(layout, None, bucket.world_size * num_bytes)
+
+
+class FlatAllReduce:
+    """A bucket's quantized all-reduce between all ranks.
+
+    layout_for: returns the blocks of the buffer in a number of shards.
+    dtype: the buffer's dtype.
+    bucket: what the bucket is made for.
+    bits, error_feedback, exact_dtype: see ops.quantized_plan.
+
+    layout, num_bytes: see Form.
+    plan: the plan of what this rank quantizes. It keeps the errors of that, times unit.
+    kept: the slice of the layout's padded blocks whose errors plan keeps.
+    """
+
+    unit = 1.0
+
+    def __init__(self, layout_for: LayoutFor, dtype: torch.dtype, bucket: BucketSpec, **options: Any):
+        form, options = _flat(layout_for, dtype, bucket, **options)
+        self.layout, self.num_bytes = form.layout, form.num_bytes
+        self.plan = ops.quantized_plan(form.layout, dtype, bucket.device, **options)
+        self._is_one_exchange = form.num_senders is not None
+
+    def kept(self, group: dist.ProcessGroup) -> slice:
+        """Return the slice of the layout's padded blocks whose errors this rank keeps."""
+        return slice(0, None)
+
+    def average(
+        self,
+        flat: torch.Tensor,
+        group: dist.ProcessGroup,
+        unused: Sequence[Part] = (),
+        extra: torch.Tensor | None = None,
+    ) -> Works:
+        """Replace a buffer by its mean over the ranks. Yields each collective in progress.
+
+        unused: the layout's parts that this rank's backward has not used; see ops.quantized_plan.
+        extra: values to add to this rank's gradients, in the order of the padded blocks. They count only
+            where kept leaves blocks out.
+        """
+        plan = self.plan
+        if not plan.payload.numel():
+            return
         plan.quantize(flat, group.rank(), unused)
-        yield from _average_codes(plan, group)
-        plan.dequantize(flat)
+        if self._is_one_exchange:
+            yield all_gather(plan.received, plan.payload[0], group)
+            plan.sum(flat, group.rank())
+        else:
+            yield from _average_codes(plan, group)
+            plan.dequantize(flat)
 
 
 def _average_codes(plan: ops.QuantizedPlan, group: dist.ProcessGroup) -> Works:
-    """Replace this rank's codes in plan.payload by the codes of the means."""
+    """Replace this rank's codes in plan.payload by the codes of the means, in two exchanges."""
     yield all_to_all(plan.received, plan.payload, group)
     plan.average(group.rank())
     yield all_gather(plan.payload, plan.mean, group)
 
 
 class NodesAllReduce:
-    """A bucket's quantized all-reduce by nodes.
+    """A bucket's quantized all-reduce by nodes, with the attributes and methods of FlatAllReduce.
 
-    layout: the bucket's blocks, in one shard per rank.
-    dtype: the bucket's dtype.
-    device: the bucket's device.
-    ranks_per_node: g; it divides the layout's number of shards.
-    bits, error_feedback, exact_dtype: see ops.quantized_plan.
     within_dtype: the dtype in which the ranks of a node exchange gradients to sum them; None for fp32 (fp64
         for fp64). Errors are in fp32 (fp64) all the same, and don't include that rounding.
 
@@ -69,69 +134,48 @@ class NodesAllReduce:
 
     def __init__(
         self,
-        layout: BlockLayout,
+        layout_for: LayoutFor,
         dtype: torch.dtype,
-        device: torch.device,
-        ranks_per_node: int,
-        *,
-        bits: int,
-        error_feedback: bool,
-        exact_dtype: torch.dtype | None = None,
-        within_dtype: torch.dtype | None = None,
-    ):
-        self.layout = layout
-        self.unit = unit_within(ranks_per_node)
-        piece_layout, piece_options, whole_options = _plans(
-            layout,
-            dtype,
-            ranks_per_node,
-            bits=bits,
-            error_feedback=error_feedback,
-            exact_dtype=exact_dtype,
-        )
-        within_dtype, self._piece_dtype = piece_dtypes(dtype, within_dtype)
-        self.plan = ops.quantized_plan(piece_layout, self._piece_dtype, device, **piece_options)
-        self._whole = ops.quantized_plan(layout, dtype, device, **whole_options)
-        self._pieces = torch.zeros(ranks_per_node, piece_layout.numel, dtype=within_dtype, device=device)
-        self._piece = torch.zeros(piece_layout.numel, dtype=within_dtype, device=device)
-        self._copy = ops.PartsCopy(list(self._copies()), device)
-
-    @staticmethod
-    def compile(
-        layout: BlockLayout,
-        dtype: torch.dtype,
-        device: torch.device,
-        ranks_per_node: int,
+        bucket: BucketSpec,
         *,
         within_dtype: torch.dtype | None = None,
         **options: Any,
-    ) -> None:
-        """Compile the kernels that a NodesAllReduce with these arguments launches."""
-        piece_layout, piece_options, whole_options = _plans(layout, dtype, ranks_per_node, **options)
-        _, piece_dtype = piece_dtypes(dtype, within_dtype)
-        ops.compile_quantized(piece_layout, piece_dtype, device, **piece_options)
-        ops.compile_quantized(layout, dtype, device, **whole_options)
+    ):
+        form, piece_layout, piece_options, whole_options = _by_nodes(layout_for, dtype, bucket, **options)
+        self.layout, self.num_bytes = form.layout, form.num_bytes
+        self.unit = unit_within(bucket.ranks_per_node)
+        self._ranks_per_node, self._num_senders = bucket.ranks_per_node, form.num_senders
+        within_dtype, self._piece_dtype = piece_dtypes(dtype, within_dtype)
+        zeros = partial(torch.zeros, device=bucket.device)
+        self.plan = ops.quantized_plan(piece_layout, self._piece_dtype, bucket.device, **piece_options)
+        self._pieces = zeros(bucket.ranks_per_node, piece_layout.numel, dtype=within_dtype)
+        self._piece = torch.zeros_like(self._pieces[0])
+        copies = list(self._copies())
+        self._copy = ops.PartsCopy(copies, bucket.device)
+        if form.num_senders is None:
+            self._whole = ops.quantized_plan(form.layout, dtype, bucket.device, **whole_options)
+            return
+        self._codes = self.plan.received.new_empty(bucket.ranks_per_node, *self.plan.received.shape)
+        self._means = self._pieces if within_dtype == dtype else zeros(self._pieces.shape, dtype=dtype)
+        self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], bucket.device)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all shards' payloads."""
-        return self._whole.payload.numel()
-
-    def piece(self, nodes: Nodes) -> slice:
+    def kept(self, group: dist.ProcessGroup) -> slice:
         """Return the slice of the layout's padded blocks that this rank's piece has."""
-        numel = nodes.num_nodes * self.layout.shard_numel
-        return slice(nodes.within.rank() * numel, (nodes.within.rank() + 1) * numel)
+        place = nodes_of(group, self._ranks_per_node).within.rank()
+        numel = self.layout.world_size // self._ranks_per_node * self.layout.shard_numel
+        return slice(place * numel, (place + 1) * numel)
 
     def average(
-        self, flat: torch.Tensor, nodes: Nodes, unused: Sequence[Part] = (), extra: torch.Tensor | None = None
+        self,
+        flat: torch.Tensor,
+        group: dist.ProcessGroup,
+        unused: Sequence[Part] = (),
+        extra: torch.Tensor | None = None,
     ) -> Works:
-        """Replace a bucket by its mean over all ranks. Yields each of the four collectives in progress.
-
-        unused: the layout's parts that this rank's backward has not used.
-        extra: values to add to this rank's gradients, in the order of the padded blocks.
-        """
+        """Replace a buffer by its mean over all ranks. For the arguments see FlatAllReduce.average."""
         if not self.num_bytes:
             return
+        nodes, plan = nodes_of(group, self._ranks_per_node), self.plan
         for part in unused:
             flat[part.in_bucket] = 0.0
         self._copy(flat, self._pieces.view(-1), self.unit)
@@ -139,19 +183,25 @@ class NodesAllReduce:
             blocks = self._pieces[:, : extra.numel() // len(self._pieces)]
             blocks += extra.view(len(self._pieces), -1) * self.unit
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
-        plan = self.plan
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
-        parts = self._parts_of_piece(unused, nodes)
+        parts = self._parts_of_piece(unused, self.kept(group))
         stays = [_is_in_zero_block(self._piece[part.in_bucket], self.layout.block_size) for part in parts]
         plan.quantize(self._piece.to(self._piece_dtype), nodes.between.rank(), parts, stays)
-        yield from _average_codes(plan, nodes.between)
-        codes = self._whole.payload.view(nodes.ranks_per_node, -1)
-        yield all_gather(codes, plan.payload.view(-1), nodes.within)
-        self._whole.dequantize(flat)
+        if self._num_senders is None:
+            yield from _average_codes(plan, nodes.between)
+            codes = self._whole.payload.view(nodes.ranks_per_node, -1)
+            yield all_gather(codes, plan.payload.view(-1), nodes.within)
+            self._whole.dequantize(flat)
+            return
+        yield all_gather(plan.received, plan.payload[0], nodes.between)
+        yield all_gather(self._codes.view(nodes.ranks_per_node, -1), plan.received.view(-1), nodes.within)
+        for received, mean in zip(self._codes, self._means, strict=True):
+            plan.sum(mean, nodes.between.rank(), received)
+        self._copy_back(self._means.view(-1), flat, 1.0)
 
-    def _parts_of_piece(self, parts: Sequence[Part], nodes: Nodes) -> list[Part]:
+    def _parts_of_piece(self, parts: Sequence[Part], piece: slice) -> list[Part]:
         """Return the layout's parts in this rank's piece, by element of the piece."""
-        piece, found = self.piece(nodes), []
+        found = []
         for part in parts:
             start, stop = max(part.stored.start, piece.start), min(part.stored.stop, piece.stop)
             if start < stop:
@@ -177,6 +227,40 @@ class NodesAllReduce:
                     target = piece * piece_numel + offset + within
                     yield slice(source, source + length), slice(target, target + length)
                     start += length
+
+
+def all_reduce_for(
+    layout_for: LayoutFor,
+    dtype: torch.dtype,
+    bucket: BucketSpec,
+    *,
+    within_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> FlatAllReduce | NodesAllReduce:
+    """Return a bucket's all-reduce, flat or by nodes. For the arguments see the classes."""
+    if bucket.ranks_per_node == 1:
+        return FlatAllReduce(layout_for, dtype, bucket, **options)
+    return NodesAllReduce(layout_for, dtype, bucket, within_dtype=within_dtype, **options)
+
+
+def compile_all_reduce(
+    layout_for: LayoutFor,
+    dtype: torch.dtype,
+    bucket: BucketSpec,
+    *,
+    within_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    """Compile the kernels that all_reduce_for with these arguments launches."""
+    if bucket.ranks_per_node == 1:
+        form, options = _flat(layout_for, dtype, bucket, **options)
+        ops.compile_quantized(form.layout, dtype, bucket.device, **options)
+        return
+    form, piece_layout, piece_options, whole_options = _by_nodes(layout_for, dtype, bucket, **options)
+    _, piece_dtype = piece_dtypes(dtype, within_dtype)
+    ops.compile_quantized(piece_layout, piece_dtype, bucket.device, **piece_options)
+    if form.num_senders is None:
+        ops.compile_quantized(form.layout, dtype, bucket.device, **whole_options)
 
 
 def unit_within(ranks_per_node: int) -> float:
@@ -206,27 +290,37 @@ def _is_in_zero_block(gradients: torch.Tensor, block_size: int) -> torch.Tensor:
     return (blocks == 0).all(1).repeat_interleave(block_size)[:numel]
 
 
-def _plans(
-    layout: BlockLayout,
+def _flat(
+    layout_for: LayoutFor, dtype: torch.dtype, bucket: BucketSpec, **options: Any
+) -> tuple[Form, dict[str, Any]]:
+    """Return the form, and the options of its plan."""
+    form = Form.of(layout_for, bucket, options["bits"], (options["exact_dtype"] or dtype).itemsize)
+    return form, {**options, "num_senders": form.num_senders}
+
+
+def _by_nodes(
+    layout_for: LayoutFor,
     dtype: torch.dtype,
-    ranks_per_node: int,
+    bucket: BucketSpec,
     *,
     bits: int,
     error_feedback: bool,
-    exact_dtype: torch.dtype | None,
-) -> tuple[BlockLayout, dict[str, Any], dict[str, Any]]:
-    """Return the layout of a piece, and the options of the plans of the piece and of the whole bucket."""
-    num_nodes = layout.world_size // ranks_per_node
-    # The same blocks and exact elements per shard as in the bucket, without padding between them.
-    blocks, exact = (num_nodes * layout.num_blocks, layout.block_size), (num_nodes * layout.exact_numel,)
+    exact_dtype: torch.dtype | None = None,
+) -> tuple[Form, BlockLayout, dict[str, Any], dict[str, Any]]:
+    """Return the form, the layout of a piece, and the options of the plans of the piece and of the bucket."""
     # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    wide = torch.promote_types(dtype, torch.float32)
-    shared = {"bits": bits, "exact_dtype": exact_dtype or wide}
+    shared = {"bits": bits, "exact_dtype": exact_dtype or torch.promote_types(dtype, torch.float32)}
+    form = Form.of(layout_for, bucket, bits, shared["exact_dtype"].itemsize)
+    layout = form.layout
+    # The same blocks and exact elements per shard as in the bucket, without padding between them.
+    num_shards = layout.world_size // bucket.ranks_per_node
+    shapes = (num_shards * layout.num_blocks, layout.block_size), (num_shards * layout.exact_numel,)
     piece = {
         **shared,
         "error_feedback": error_feedback,
-        "divisor": layout.world_size * unit_within(ranks_per_node),
+        "divisor": bucket.world_size * unit_within(bucket.ranks_per_node),
         "averages_dtype": dtype,
+        "num_senders": form.num_senders,
     }
     whole = {**shared, "error_feedback": False, "only_dequantizes": True}
-    return BlockLayout([blocks, exact], layout.block_size, num_nodes), piece, whole
+    return form, BlockLayout(shapes, layout.block_size, num_shards), piece, whole

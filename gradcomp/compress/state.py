@@ -32,6 +32,7 @@ from gradcomp import ops
 from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
+from ..comm.delay import MIN_DELAY_S, inherit_round_trip, round_trip_s
 from ..comm.exchange import reduce_scatter
 from ..comm.nodes import LaunchedNodes, groups_of_mesh, require_ranks_per_node
 from ..comm.pipeline import Pipeline, Stages, average_in_stages, explained, is_waited_for_at_once
@@ -168,6 +169,7 @@ class CompressorState:
         # Of the last step: (ranks per node, the nodes in words), or None without nodes. No process groups:
         # the state may outlive them.
         self._nodes: tuple[int, str] | None = None
+        self._round_trip_s = 0.0  # between ranks, or nodes
         self._settings, self._options = settings, options
         # The group of the last step's collectives; None before the first step.
         self._group: weakref.ref[dist.ProcessGroup] | None = None
@@ -462,7 +464,7 @@ class CompressorState:
             future = self._average_compressed(hook_name, bucket, group, phase.compressor, parts)
         if phase.warms_up:  # warm-up runs while this step's collectives are in progress
             for part in parts:
-                part.memory.warm_up(phase.warms_up, buffer.device, group.size(), self._num_ranks_per_node)
+                part.memory.warm_up(phase.warms_up, buffer.device, **self._ranks(group))
         self.maybe_increase_iter(bucket)
         return future
 
@@ -472,7 +474,7 @@ class CompressorState:
             return average_in_stages(bucket, _sum_of_shard(bucket, group), operation, self._pipeline)
         if self.recorder is not None:
             self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
-        return average_in_place(bucket, group, operation)
+        return average_in_place(bucket, group, operation, self._pipeline)
 
     def _average_compressed(
         self,
@@ -486,7 +488,6 @@ class CompressorState:
         buffer = bucket.buffer()
         compressors = [self._compressor_of(part.memory, make, buffer.device, group) for part in parts]
         if parts[0].slices is None and compressors[0].is_plain:
-            # On a CPU this hook doesn't wait for the average, as the pipeline does for the last bucket's.
             future = self._average_plainly(hook_name, bucket, group)
         else:
             future = self._average_in_stages(hook_name, bucket, group, parts, compressors)
@@ -583,9 +584,12 @@ class CompressorState:
         )
         found = launched.agreed_nodes(group, unlike)
         nodes = (found.ranks_per_node, str(found)) if found else None
-        if nodes != self._nodes:
+        if found:
+            inherit_round_trip(found.between, group)
+        round_trip = round_trip_s(bucket.buffer(), found.between if found else group)
+        if (nodes, round_trip) != (self._nodes, self._round_trip_s):
             self._memories.save_and_drop_compressors()
-            self._nodes = nodes
+            self._nodes, self._round_trip_s = nodes, round_trip
         if processors := [text for name, text in unlike.items() if name in processor]:
             _logger_of(self).warning(
                 "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
@@ -634,7 +638,12 @@ class CompressorState:
         self, memory: Memory, make: MakesCompressors, device: torch.device, group: dist.ProcessGroup
     ) -> Compressor:
         seed = self._seed(memory.index, self.iter)
-        return memory.live_compressor(make, device, group.size(), seed, self._num_ranks_per_node)
+        return memory.live_compressor(make, device, seed, **self._ranks(group))
+
+    def _ranks(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        """Return what a BucketSpec says of the ranks."""
+        delay = self._round_trip_s >= MIN_DELAY_S
+        return {"world_size": group.size(), "ranks_per_node": self._num_ranks_per_node, "has_delay": delay}
 
     @property
     def _num_ranks_per_node(self) -> int:

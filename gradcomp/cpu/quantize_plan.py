@@ -65,41 +65,45 @@ class QuantizedPlan:
         averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
         only_sums: bool = False,
+        num_senders: int | None = None,
     ):
+        self._has_own, num_ranks = num_senders is None, num_senders or layout.world_size
         self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
         self._top = torch.finfo(averages_dtype or dtype).max
         # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
         # changes no bits.
-        self._shrink = 0.5 ** (layout.world_size - 1).bit_length()
-        self._num_ranks = layout.world_size if divisor is None else divisor
+        self._shrink = 0.5 ** (num_ranks - 1).bit_length()
+        self._num_ranks = num_ranks if divisor is None else divisor
         self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
         self._sections, num_bytes = layout.sections(bits, self._exact_dtype.itemsize)
         self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
-        self.received = torch.empty_like(self.payload[:0] if only_dequantizes else self.payload)
-        self.mean = torch.zeros(0 if only_dequantizes or only_sums else num_bytes, dtype=torch.uint8)
-
-        def chunks(payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
-            if not self._rows:
-                return []
-            codes = payload[self._sections[0]].view(-1, layout.code_bytes(bits))
-            scales = payload[self._sections[1]].view(torch.bfloat16)
-            return [
-                Chunk(rows, codes[rows], scales[rows], () if shard is None else self._copies(shard, rows))
-                for rows in self._rows
-            ]
-
+        self.received = self.payload.new_empty(0 if only_dequantizes else num_ranks, num_bytes)
+        has_mean = self._has_own and not (only_dequantizes or only_sums)
+        self.mean = self.payload.new_zeros(num_bytes if has_mean else 0)
         step = rows_at_a_time(layout.block_size)
         self._rows = [slice(i, min(i + step, layout.num_blocks)) for i in range(0, layout.num_blocks, step)]
-        self._sent = [chunks(row, shard) for shard, row in enumerate(self.payload)]
-        self._received = [chunks(row) for row in self.received]
-        self._mean = chunks(self.mean) if len(self.mean) else []
+        self._sent = [self._chunks(row, shard) for shard, row in enumerate(self.payload)]
+        self._received = [self._chunks(row) for row in self.received]
+        self._mean = self._chunks(self.mean) if len(self.mean) else []
         self._scratch = torch.zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
         self.error: torch.Tensor | None = None
         # Without an error, this rank's own values from quantize to the sum.
-        self._kept = torch.zeros(0 if error_feedback or only_dequantizes else layout.shard_numel, dtype=wide)
+        keeps_own = self._has_own and not (error_feedback or only_dequantizes)
+        self._kept = torch.zeros(layout.shard_numel if keeps_own else 0, dtype=wide)
         if error_feedback and not only_sums:
             self.error = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
+
+    def _chunks(self, payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
+        """Cut a shard's payload into chunks; with the shard's number, they know their places in the bucket."""
+        if not self._rows:
+            return []
+        codes = payload[self._sections[0]].view(-1, self.layout.code_bytes(self._bits))
+        scales = payload[self._sections[1]].view(torch.bfloat16)
+        return [
+            Chunk(rows, codes[rows], scales[rows], () if shard is None else self._copies(shard, rows))
+            for rows in self._rows
+        ]
 
     def _copies(self, shard: int, rows: slice) -> list[tuple[slice, slice]]:
         """Return a chunk's copies: (slice of its elements, slice of the bucket) pairs."""
@@ -132,7 +136,7 @@ class QuantizedPlan:
             for chunk in chunks:
                 values = self._values_of(chunk, shard, rank, flat)
                 gradients = None if error is None else partial(self._gradients_of, chunk, flat)
-                if shard == rank:
+                if shard == rank and self._has_own:
                     find_scales(values, scales=chunk.scales, bits=self._bits, gradients=gradients)
                 else:
                     self._quantize(values, chunk, gradients)
@@ -149,7 +153,8 @@ class QuantizedPlan:
         if self.error is not None:
             values = self.error.view(len(self._sent), -1, size)[shard, chunk.rows]
         else:
-            values = self._own(rank, chunk) if shard == rank else self._scratch[: chunk.num_blocks]
+            is_own = shard == rank and self._has_own
+            values = self._own(rank, chunk) if is_own else self._scratch[: chunk.num_blocks]
             gradients = chunk.adjacent(flat, size)
             if gradients is not None:
                 return values.copy_(gradients)
@@ -192,7 +197,7 @@ class QuantizedPlan:
             left_out = unsent[mean.rows].nonzero()[:, 0]
             before = own.index_select(0, left_out)
             own.index_fill_(0, left_out, 0.0)
-            self._add_received(own, rank, index, largest)
+            self._add_others(own, rank, index, largest)
             if not is_small:
                 _saturate(own, self._divisor)
             if self._divisor != 1.0:
@@ -207,21 +212,34 @@ class QuantizedPlan:
         mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
         self._exact_of(self.mean).copy_(mean_of_exact.to(self._exact_dtype).view(torch.uint8))
 
-    def sum(self, out: torch.Tensor, rank: int) -> None:
-        """Write this rank's shard, summed over the ranks and divided by the divisor, to out.
+    def sum(self, out: torch.Tensor, rank: int, received: torch.Tensor | None = None) -> None:
+        """Write a shard, summed over the ranks and divided by the divisor, to out.
 
         out: [elements of a shard], the shard's tensors in the bucket's order.
+        received: the payloads, in received's place.
         """
-        _, largest = self._scales_of(self.received)
+        received = self.received if received is None else received
+        rows = self._received if received is self.received else [self._chunks(row) for row in received]
+        _, largest = self._scales_of(received)
         for index, chunk in enumerate(self._sent[0]):
-            own = self._own(rank, chunk)
-            self._add_received(own, rank, index, largest)
+            if self._has_own:
+                own = self._own(rank, chunk)
+                self._add_others(own, rank, index, largest)
+            else:
+                gradients = chunk.adjacent(out, self.layout.block_size) if out.dtype == self._wide else None
+                own = self._scratch[: chunk.num_blocks] if gradients is None else gradients
+                for sender, chunks in enumerate(rows):
+                    self._dequantize(chunks[index], own, largest, factor=self._shrink, add=sender > 0)
+                if not largest <= SMALL_SCALE:
+                    _saturate(own, self._divisor)
             if self._divisor != 1.0:
                 own /= self._divisor
-            for stored, in_shard in chunk.copies:
-                out[in_shard] = own.view(-1)[stored]
-            own.zero_()
-        exact = self._exact_of(self.received).contiguous().view(self._exact_dtype)
+            if self._has_own or gradients is None:
+                for stored, in_shard in chunk.copies:
+                    out[in_shard] = own.view(-1)[stored]
+            if self._has_own:
+                own.zero_()
+        exact = self._exact_of(received).contiguous().view(self._exact_dtype)
         total = torch.zeros(self.layout.exact_numel, dtype=self._wide)
         for sent in exact:
             total.add_(sent, alpha=self._shrink)
@@ -238,7 +256,7 @@ class QuantizedPlan:
         scales = payloads[:, self._sections[1]].contiguous().view(torch.bfloat16)
         return scales, float(scales.amax()) if scales.numel() else 0.0
 
-    def _add_received(self, own: torch.Tensor, rank: int, index: int, largest: float) -> None:
+    def _add_others(self, own: torch.Tensor, rank: int, index: int, largest: float) -> None:
         """Make a chunk of this rank's own values the shrunk sum over all ranks, the others in their order.
 
         largest: the largest scale; NaN if a scale is.

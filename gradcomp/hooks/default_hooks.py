@@ -9,6 +9,7 @@ that case there is no bucket: torch's DDP passes (gradient, parameter) instead, 
 Inductor combines the collectives of several gradients.
 """
 
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -155,14 +156,8 @@ def _compress_hook(
         wire = take_wire(bucket, name, dtype)
         return ops.compress_cast(buffer, out=wire, scale=1 / group.size(), overwrite=True)
 
-    def decompress(wire: torch.Tensor) -> torch.Tensor:
-        ops.decompress_cast(wire, out=buffer)
-        keep_wire(first, name, wire)
-        return buffer
-
-    return all_reduce_compressed(
-        bucket, group, Operation.averaging(bucket.index(), name, group), compress, decompress
-    )
+    operation = Operation.averaging(bucket.index(), name, group)
+    return all_reduce_compressed(bucket, group, operation, compress, partial(keep_wire, first, name))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:

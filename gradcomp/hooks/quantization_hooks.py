@@ -1,25 +1,25 @@
-"""Hooks that send gradients in 4 or 8 bits, in two collectives per bucket.
+"""Hooks that send gradients in 4 or 8 bits, in one exchange or in two per bucket.
 
 quantization_hook, with error feedback, is gradcomp's own. The other hooks keep no state between steps. They
 are drop-in for ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``: same names and signatures.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
 from gradcomp.comm.bucket import checked_bucket, require_bucket
+from gradcomp.comm.delay import has_delay
 from gradcomp.comm.kept_buffers import KeptBuffers
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.pipeline import Stages, average_in_stages
 from gradcomp.comm.process_group import Operation
 from gradcomp.comm.streams import Future, completed
+from gradcomp.compress.compressor import BucketSpec
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
-from gradcomp.compress.quantized_all_reduce import quantized_all_reduce
+from gradcomp.compress.quantized_all_reduce import FlatAllReduce
 from gradcomp.compress.state import CompressorState
 from gradcomp.layout.blocks import BlockLayout
 from gradcomp.rules import BLOCK_SIZE, described
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 LARGEST_BLOCK = 1024  # elements in quantization_pertensor_hook's longest blocks
-_BlockSize = Callable[[int, int], int]  # (elements of the bucket, world size) → elements of a block
+_BlockSize = Callable[[int, int], int]  # (elements of the bucket, number of shards) → elements of a block
 ALIGNMENT = 16  # quantization_pertensor_hook's block sizes are multiples of 16 elements
 
 
@@ -183,19 +183,8 @@ def _largest_blocks(numel: int, world_size: int) -> int:
     return -(-shard // (num_blocks * ALIGNMENT)) * ALIGNMENT
 
 
-@dataclass(frozen=True)
-class _PlanKey:
-    """Everything that a quantized all-reduce's plan depends on."""
-
-    numel: int
-    block_size: int
-    dtype: torch.dtype
-    device: torch.device
-    world_size: int
-
-
-# Plans of quantized all-reduces without error feedback, kept from step to step.
-_plans: KeptBuffers[ops.QuantizedPlan] = KeptBuffers()
+# Quantized all-reduces without error feedback, kept from step to step.
+_all_reduces: KeptBuffers[FlatAllReduce] = KeptBuffers()
 
 
 def _average_in_8_bits(
@@ -204,7 +193,7 @@ def _average_in_8_bits(
     """Average the whole bucket, cut into blocks without regard to its tensors, in 8 bits per element.
 
     hook_name: the hook's name, in messages and among the kept plans.
-    block_size_of: called with (numel, world_size), returns the size of a block. A bucket smaller than a block
+    block_size_of: called with (numel, number of shards), returns the size of a block. A bucket smaller than a block
         is sent exactly.
 
     The bucket's plan is kept for the next step, because making one takes long. It takes as much device memory
@@ -214,20 +203,24 @@ def _average_in_8_bits(
     numel, size = buffer.numel(), group.size()
     if not numel:
         return completed(buffer.device, buffer)
-    key = _PlanKey(numel, block_size_of(numel, size), buffer.dtype, buffer.device, size)
-    parameters = bucket.parameters()
+    spec = BucketSpec(
+        ((1, numel),), buffer.dtype, buffer.device, size, seed=0, has_delay=has_delay(buffer, group)
+    )
+    key, parameters = (spec, block_size_of(numel, size)), bucket.parameters()
+
+    def layout_for(num_shards: int) -> BlockLayout:
+        return BlockLayout(spec.shapes, block_size_of(numel, num_shards), num_shards)
 
     def stages() -> Stages:
-        plan = _plans.take(parameters, hook_name, key) or _make_plan(key)
-        yield from quantized_all_reduce(plan, buffer, group)
+        all_reduce = _all_reduces.take(parameters, hook_name, key)
+        if all_reduce is None:
+            all_reduce = FlatAllReduce(
+                layout_for, spec.dtype, spec, bits=8, error_feedback=False, exact_dtype=None
+            )
+        yield from all_reduce.average(buffer, group)
         if parameters:
-            _plans.keep(parameters[0], hook_name, key, plan)
+            _all_reduces.keep(parameters[0], hook_name, key, all_reduce)
         return buffer
 
     # stages() makes the plan, so that on CUDA the plan's tensors belong to the side stream.
     return average_in_stages(bucket, stages(), Operation.averaging(bucket.index(), hook_name, group))
-
-
-def _make_plan(key: _PlanKey) -> ops.QuantizedPlan:
-    layout = BlockLayout([(1, key.numel)], key.block_size, key.world_size)
-    return ops.quantized_plan(layout, key.dtype, key.device, bits=8, error_feedback=False)

@@ -181,6 +181,7 @@ def _average_kernel(
     BY: tl.constexpr,
     INVERSE: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    HAS_OWN: tl.constexpr,
     ONLY_SUMS: tl.constexpr,
     LARGEST: tl.constexpr,
     BITS: tl.constexpr,
@@ -194,7 +195,8 @@ def _average_kernel(
     every rank sent the scale 0, the mean is zero, and error doesn't change. Means and errors are limited to
     ±LARGEST, the largest finite number of error's dtype.
 
-    With ONLY_SUMS the mean isn't quantized: out = round(mean), and error = 0.
+    With ONLY_SUMS the mean isn't quantized: out = round(mean), and error = 0. Without HAS_OWN this rank's own
+    values are in its payload like the others', and error isn't used.
 
     received_ptr: the payloads of all ranks, one after another, as elements of the dtype of exact elements.
     out_ptr: one payload, in received_ptr's dtype. With ONLY_SUMS the shard's tensors, one after another.
@@ -225,12 +227,17 @@ def _average_kernel(
         if FEEDBACK:
             first += rank * shard_blocks
         error = error_ptr + first * SIZE
-        own = tl.load(error + offs, mask=mask, other=0.0)
+        if HAS_OWN:
+            own = tl.load(error + offs, mask=mask, other=0.0)
+        else:
+            own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
         total, is_sent = sum_of_ranks(
             own, received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, code_at, scale_at, third, rank,
             WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
         )  # fmt: skip
         if ONLY_SUMS:
+            if not HAS_OWN:
+                total = saturated(total, LARGEST * BY)
             store_gradients(out_ptr + at, mean_of(total, BY, INVERSE), length, third, BLOCKS, SIZE)
             lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
         else:
@@ -241,7 +248,7 @@ def _average_kernel(
             store_scales(payload, scale_at, scale, third, BLOCKS)
             lost = saturated(lost * DIVISOR, LARGEST)
             mask = mask & is_sent[:, None]
-        if FEEDBACK:
+        if FEEDBACK and HAS_OWN:
             tl.store(error + offs, lost, mask=mask)
     else:
         in_payload = (out_ptr.to(tl.pointer_type(tl.uint8)) + third).to(out_ptr.dtype)

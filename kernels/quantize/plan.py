@@ -34,6 +34,7 @@ class QuantizedPlan:
         averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
         only_sums: bool = False,
+        num_senders: int | None = None,
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -42,18 +43,21 @@ class QuantizedPlan:
             return send(torch.tensor(rows, dtype=torch.int64), device)
 
         self.layout, self._device, self._feedback = layout, device, error_feedback
+        self._exact_dtype = exact_dtype or dtype
         exact_dtype, averages_dtype = exact_dtype or dtype, averages_dtype or dtype
-        world_size, wide = layout.world_size, torch.promote_types(dtype, torch.float32)
+        self._has_own, wide = num_senders is None, torch.promote_types(dtype, torch.float32)
+        world_size, only_sums = num_senders or layout.world_size, only_sums or num_senders is not None
         work = QuantizedWork(layout, bits, dtype.itemsize, exact_dtype.itemsize, num_multiprocessors(device))
-        self.payload = zeros(world_size, work.payload_bytes)
+        self.payload = zeros(layout.world_size, work.payload_bytes)
         self.received = zeros(0 if only_dequantizes else world_size, work.payload_bytes)
         self.mean = zeros(0 if only_dequantizes or only_sums else work.payload_bytes)
         # The error, or without feedback this rank's own values until the sum.
-        num_kept = world_size if error_feedback else 1
-        if only_dequantizes or (only_sums and error_feedback):
+        num_kept = layout.world_size if error_feedback else int(self._has_own)
+        if only_dequantizes or (only_sums and self._has_own and error_feedback):
             num_kept = 0
         self._kept = zeros(num_kept * layout.shard_numel, dtype=wide)
         bucket, kept, rank = Slot.buffer(dtype), Slot("kept", self._kept[:0]), Slot("rank", 1000)
+        received = Slot("received", torch.empty(1, dtype=exact_dtype, device="meta"))
         bucket_work, shard_work = (
             sent(work.bucket_work),
             sent(work.sum_work if only_sums else work.shard_work),
@@ -77,12 +81,12 @@ class QuantizedPlan:
             FEEDBACK=error_feedback, EXACT=element_type(exact_dtype), **constants,
         )  # fmt: skip
         average = Launch(
-            _average_kernel, len(shard_work), self.received.view(-1).view(exact_dtype),
+            _average_kernel, len(shard_work), received,
             Slot.buffer(averages_dtype) if only_sums else self.mean.view(exact_dtype),
             kept, shard_work, rank, work.payload_bytes, layout.num_blocks,
             WORLD_SIZE=world_size, DIVISOR=divisor, SHRINK=shrink, BY=by,
             INVERSE=1 / by if math.frexp(by)[0] == 0.5 else 0.0,
-            FEEDBACK=error_feedback, ONLY_SUMS=only_sums, LARGEST=torch.finfo(wide).max, **constants,
+            FEEDBACK=error_feedback, HAS_OWN=self._has_own, ONLY_SUMS=only_sums, LARGEST=torch.finfo(wide).max, **constants,
         )  # fmt: skip
         dequantize = Launch(
             _dequantize_kernel, len(bucket_work), self.payload, bucket, bucket_work,
@@ -128,19 +132,26 @@ class QuantizedPlan:
                 waiting.append((error, stay, error.clone()))
                 error.masked_fill_(stay, 0.0)
         with launching_on(self._device):
-            self._quantizing(buffer=flat, kept=self._kept, rank=rank)
+            self._quantizing(buffer=flat, kept=self._kept, rank=rank if self._has_own else -1)
         for error, stay, before in waiting:
             error.copy_(torch.where(stay, before, error))  # without waiting for a GPU, unlike error[stay]
 
     def average(self, rank: int) -> None:
         """Average this rank's shard into mean. One launch."""
-        with launching_on(self._device):
-            self._averaging(kept=self._kept, rank=rank)
+        self._average(self.received, rank)
 
-    def sum(self, out: torch.Tensor, rank: int) -> None:
-        """Write this rank's shard, summed over the ranks and divided by the divisor, to out. One launch."""
+    def sum(self, out: torch.Tensor, rank: int, received: torch.Tensor | None = None) -> None:
+        """Write a shard, summed over the ranks and divided by the divisor, to out. One launch.
+
+        received: the payloads, in received's place.
+        """
+        self._average(self.received if received is None else received, rank, buffer=out)
+
+    def _average(self, received: torch.Tensor, rank: int, **buffer: torch.Tensor) -> None:
+        received = received.view(-1).view(self._exact_dtype)
+        rank = rank if self._has_own else -1
         with launching_on(self._device):
-            self._averaging(buffer=out, kept=self._kept, rank=rank)
+            self._averaging(received=received, kept=self._kept, rank=rank, **buffer)
 
     def dequantize(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket. One launch."""

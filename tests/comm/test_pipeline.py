@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.comm.pipeline import LastWork, Pipeline, explained, run_through
+from gradcomp.comm.pipeline import Pipeline, explained, run_through
 from gradcomp.comm.process_group import ExplainedError, Operation
 
 CPU = torch.device("cpu")
@@ -32,46 +32,16 @@ def issued(log):
     return [entry.split()[1] for entry in log if entry.startswith("issue")]
 
 
-def test_every_bucket_goes_one_stage_further_with_each_hook():
+def test_no_hook_waits_for_an_earlier_bucket():
     log, pipeline, futures = [], Pipeline(), []
     for index in range(4):
         log.append(f"hook {index}")
         futures.append(pipeline.add(bucket(index, log), CPU, is_first=index == 0, is_last=index == 3))
-    assert issued(log) == ["A0", "A1", "B0", "A2", "B1", "A3", "B2", "B3"]
-    # A hook returns while its collective is under way, and waits for earlier buckets' collectives only.
-    assert log[:4] == ["hook 0", "issue A0", "hook 1", "issue A1"]
-    assert log.index("wait A0") > log.index("hook 1")
-    assert log.index("wait A2") > log.index("hook 3")
+    assert issued(log) == ["A0", "A1", "A2", "A3", "B0", "B1", "B2", "B3"]
+    assert log.index("wait A0") > log.index("issue A3")
+    # What each waits for first has been under way for longest.
+    assert [entry for entry in log if "wait" in entry] == [f"wait {name}{i}" for name in "AB" for i in range(4)]
     assert [future.value() for future in futures] == [0, 1, 2, 3]
-
-
-class SlowWork(Work):
-    """A collective that ends when it is told to."""
-
-    has_ended = False
-
-    def is_completed(self):
-        return self.has_ended
-
-
-def test_no_hook_waits_for_a_last_collective():
-    """Backward goes on, as no other collective depends on it. A hook finishes those that have ended."""
-    log, pipeline = [], Pipeline()
-    works = [SlowWork("A0", log), SlowWork("A1", log), SlowWork("A2", log)]
-
-    def one(index):
-        yield LastWork(works[index])
-        log.append(f"end {index}")
-        return torch.tensor(index)
-
-    futures = [pipeline.add(one(index), CPU, is_first=index == 0, is_last=False) for index in range(2)]
-    assert log == ["issue A0", "issue A1", "issue A2"]
-    works[1].has_ended = True
-    futures.append(pipeline.add(one(2), CPU, is_first=False, is_last=False))
-    assert log[3:] == ["wait A1", "end 1"]
-    assert [future.done() for future in futures] == [False, True, False]
-    pipeline.finish()
-    assert [future.value() for future in futures] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("lengths", [(1, 3, 2), (0, 2, 0), (4, 0, 1)])
@@ -133,7 +103,7 @@ def test_whoever_waits_after_an_error_gets_it():
     with pytest.raises(
         ExplainedError, match="rank 1 of 2 could not average bucket 0 with a hook: connection"
     ):
-        pipeline.add(bucket(1, log), CPU, is_first=False, is_last=False)
+        pipeline.add(bucket(1, log), CPU, is_first=False, is_last=True)
     for waited_for in (future, future.then(lambda done: done.value())):
         with pytest.raises(RuntimeError, match="connection lost"):
             waited_for.wait()

@@ -21,7 +21,7 @@ def test_no_hook_has_work_out_of_order(traced):
 
 
 def test_no_caller_of_hooks_has_work_out_of_order(traced):
-    assert len(traced["callers"]) == 21
+    assert len(traced["callers"]) == 24
     assert {name: found for name, found in traced["callers"].items() if found} == {}
 
 

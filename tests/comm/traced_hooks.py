@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import gradcomp
-from gradcomp.comm import pipeline
+from gradcomp.comm import nodes, pipeline
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.comm.nodes import Nodes
 from gradcomp.comm.process_group import Operation
-from gradcomp.compress.quantized_all_reduce import NodesAllReduce
+from gradcomp.compress.compressor import BucketSpec
+from gradcomp.compress.quantized_all_reduce import FlatAllReduce, NodesAllReduce
 from gradcomp.fsdp.reduce_scatter import CompressedReduceScatter, ShardSums
 from gradcomp.fsdp.replicas import AllReduceHook, ReplicaAverage
 from gradcomp.hooks import default_hooks, powerSGD_hook
@@ -172,24 +173,28 @@ def by_local_steps(hook: Callable[..., Any] | None, state: Any) -> None:
     local.join()
 
 
-class HookByNodes:
-    """Averages by nodes, although the stub's one rank is a node and all nodes."""
+class HookOfCodes:
+    """Averages in one exchange of codes or in two, flat or by nodes, although the stub has one rank."""
 
-    def __init__(self) -> None:
-        self._of_buckets: dict[int, NodesAllReduce] = {}
+    def __init__(self, kind: Any, *, is_one_exchange: bool) -> None:
+        self._kind, self._is_one_exchange = kind, is_one_exchange
+        self._of_buckets: dict[int, Any] = {}
+        world = dist.group.WORLD
+        nodes._of_groups.setdefault(world, {})[1] = nodes.Nodes(world, world)
 
     def __call__(self, _: object, bucket: GradBucket) -> Any:
         buffer, index = bucket.buffer(), bucket.index()
+        spec = BucketSpec((), buffer.dtype, buffer.device, 1, 0, 1, has_delay=self._is_one_exchange)
 
         def stages() -> pipeline.Stages:
             if index not in self._of_buckets:
-                layout = BlockLayout(SHAPES[index], 16, 1)
-                options = {"bits": 4, "error_feedback": True}
-                self._of_buckets[index] = NodesAllReduce(layout, buffer.dtype, buffer.device, 1, **options)
-            yield from self._of_buckets[index].average(buffer, Nodes(dist.group.WORLD, dist.group.WORLD))
+                layout_for = partial(BlockLayout, SHAPES[index], 16)
+                options = {"bits": 4, "error_feedback": True, "exact_dtype": None}
+                self._of_buckets[index] = self._kind(layout_for, buffer.dtype, spec, **options)
+            yield from self._of_buckets[index].average(buffer, dist.group.WORLD)
             return buffer
 
-        operation = Operation.averaging(index, "HookByNodes", dist.group.WORLD)
+        operation = Operation.averaging(index, "HookOfCodes", dist.group.WORLD)
         return pipeline.average_in_stages(bucket, stages(), operation)
 
 
@@ -289,7 +294,10 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
 def callers() -> Iterator[tuple[str, list[str]]]:
     """Yield the mistakes of callers besides torch's DDP, of hooks by nodes, and of hooks within hooks."""
     yield "auto_hook", with_auto_hook()
-    yield "by nodes", problems(as_ddp, HookByNodes(), None)
+    for kind, is_one in product((FlatAllReduce, NodesAllReduce), (False, True)):
+        found = problems(as_ddp, HookOfCodes(kind, is_one_exchange=is_one), None)
+        assert len(on_nccl()) == len(SHAPES) * (2 - is_one if kind is FlatAllReduce else 4 - is_one)
+        yield f"{kind.__name__} in {'one' if is_one else 'two'}", found
     wrapped = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
     yield "a wrapper of PowerSGD", problems(as_ddp, wrapped, state_of_powersgd())
     for train in (in_reducer, in_wrapper, by_average, as_fsdp, by_local_steps):
