@@ -109,7 +109,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "choice), allreduce, powersgd:8:bf16 and all other names in docs/accuracy.md"
     )
     parser.add_argument("--only", metavar="HOOKS", help=text)
-    text = "passes over all hooks of a link and model; tables have medians and ranges (default %(default)s)"
+    text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
     parser.add_argument("--runs", type=positive, default=1, metavar="N", help=text)
     text = (
         "instead of all other rows: auto_hook beside its candidates, in this number of runs (default: none)"
@@ -119,7 +119,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--change", default="10000,100", help=text)
     text = "time for the steps of a hook, at least five steps (default %(default)s)"
     parser.add_argument("--seconds", type=float, default=2.0, help=text)
-    text = "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200, with --delay-ms 0)"
+    text = (
+        "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200, "
+        "with --delay-ms none)"
+    )
     parser.add_argument("--loss-links", help=text)
     text = "the number of seeds, of weights and batches, to train to a loss with (default %(default)s)"
     parser.add_argument("--loss-seeds", type=positive, default=1, help=text)

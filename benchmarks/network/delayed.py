@@ -1,4 +1,4 @@
-"""Hosts on links with a rate and a delay: network namespaces whose packets pass through a router process."""
+"""Hosts on links with a rate and a delay: network namespaces whose packets pass through a router."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks.network.hosts import Namespace, NoPrivilegeError
 from benchmarks.network.router import MTU_BYTES
 
-# Least, first and largest bytes of a connection's buffers: enough for a link's rate times its delay there and
-# back, which Linux's default isn't.
+# Least, first and largest bytes of a connection's buffers. Linux's default is less than a link's rate times
+# its delay there and back.
 BUFFER_BYTES = "4096 131072 33554432"
 MAX_WAITING_PACKETS = 5000  # for the router to read
 

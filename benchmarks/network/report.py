@@ -62,7 +62,9 @@ def _result(row: Row) -> str:
     if row["job"] == "link":
         num_bytes, seconds = row["all_reduce_seconds"][-1]
         small = row["all_reduce_seconds"][0]
-        exchange = f"exchange of 8 B {row['exchange_seconds'] * 1e3:.2f} ms, " * ("exchange_seconds" in row)
+        exchange = ""
+        if "exchange_seconds" in row:
+            exchange = f"exchange of 8 B {row['exchange_seconds'] * 1e3:.2f} ms, "
         return (
             f"{exchange}all-reduce of {num_bytes:,} B {seconds * 1e3:.1f} ms, "
             f"of {small[0]:,} B {small[1] * 1e3:.2f} ms"
@@ -112,7 +114,8 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
     model, count = rows[0]["model"], places(rows[0])
     links = in_order(map(_link, rows))
     lines = [f"{model}, {count}, ms per step, and how many times as fast as without a hook", ""]
-    lines += ["| | bytes sent | " + " | ".join(map(link_title, links)) + " |", "|" + "---|" * (len(links) + 2)]
+    titles = ["bytes sent", *map(link_title, links)]
+    lines += ["| | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 1)]
     for hook in dict.fromkeys(map(name, rows)):
         of_hook = [row for row in rows if name(row) == hook]
         sent = [row["sent_bytes_per_step"] for row in of_hook if "failed" not in row]
@@ -222,7 +225,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def label_axes(axes: Any, title: str) -> None:
     """Make a panel of ms per step against bandwidth, both on logarithmic scales."""
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms per step")
-    axes.setlink_title(title, loc="left")
+    axes.set_title(title, loc="left")
     axes.grid(which="major", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
