@@ -92,8 +92,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     text = "Mbit/s, comma-separated (default 200,50,1000,10000)"
     parser.add_argument("--links", type=numbers, default=[200, 50, 1000, 10_000], help=text)
     text = (
-        "one-way delays, comma-separated: every link with each of them, 0 included, through a router that "
-        "carries about 1,000 Mbit/s at most (default: no router, and no delay)"
+        "one-way delays in ms, comma-separated: every link with each of them. All packets, with a delay of 0 "
+        "too, pass through a router process, checked up to 1,000 Mbit/s (default: no router and no delay)"
     )
     parser.add_argument("--delay-ms", type=delays, metavar="DELAYS", help=text)
     text = "numbers of hosts; 1 is without a network (default 2,1,4)"

@@ -67,7 +67,7 @@ class DelayedNetwork:
         self._ask(f"{mbit_per_s * 125_000} {delay_ms / 1e3}")
 
     def num_dropped(self) -> int:
-        """Return how many packets were dropped since the last call or throttle()."""
+        """Return how many packets were dropped since the last call."""
         lost, before = sum(host.num_lost() for host in self.hosts), self._num_lost
         self._num_lost = lost
         return self._ask("") + lost - before
