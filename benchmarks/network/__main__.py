@@ -4,6 +4,7 @@
 
 For every number of hosts, link and model it times steps with each hook, gradcomp's and torch's, on torch's
 DistributedDataParallel, on gradcomp's, and on FSDP2, and then trains to a validation loss with some of them.
+With --delay-ms the links also have a delay, and only gradcomp's hooks on torch's wrapper are timed.
 It needs Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Every row is written
 to --out at once; tables and a picture follow. --report only draws tables and pictures of earlier rows.
 """
@@ -21,18 +22,21 @@ import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.accuracy import runs
 from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import positive
 from benchmarks.environment import describe
 from benchmarks.network import auto, predicted, report
+from benchmarks.network.delayed import DelayedNetwork
 from benchmarks.network.hosts import Network, NoPrivilegeError, burst_bytes, isolated
 from gradcomp.hooks.auto_hook import CANDIDATES
 
 MODELS = ("mlp", "gpt")
+OTHER_MODELS = ("mlp12",)
 OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
 # 20 local steps between exchanges; with a delay an exchange is under way during five of them.
@@ -57,8 +61,16 @@ START_ITER = 10  # PowerSGD's plain steps on the way to a loss
 MAX_STEPS = 600
 SPARE_S = 60  # for what a job does besides its steps
 AUTO_S = 300  # a job of auto_hook, at most
+LOSS_LINKS = [200]
 
 Job = dict[str, Any]
+
+
+class Link(NamedTuple):
+    """A link's rate, None without a throttle, and its one-way delay, None without a router."""
+
+    mbit_per_s: int | None = None
+    delay_ms: float | None = None
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -71,15 +83,34 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [positive(part) for part in text.split(",")]
 
+    def delays(text: str) -> list[float]:
+        found = [float(part) for part in text.split(",")]
+        if not all(0 <= each < 1000 for each in found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not from 0 up to 1000 ms")
+        return found
+
     text = "Mbit/s, comma-separated (default 200,50,1000,10000)"
     parser.add_argument("--links", type=numbers, default=[200, 50, 1000, 10_000], help=text)
+    text = (
+        "one-way delays in ms, comma-separated: every link with each of them. All packets, with a delay of 0 "
+        "too, pass through a router process, checked up to 1,000 Mbit/s (default: no router and no delay)"
+    )
+    parser.add_argument("--delay-ms", type=delays, metavar="DELAYS", help=text)
     text = "numbers of hosts; 1 is without a network (default 2,1,4)"
     parser.add_argument("--hosts", type=numbers, default=[2, 1, 4], help=text)
     text = "numbers of ranks on each host, comma-separated (default 1)"
     parser.add_argument("--ranks-per-host", type=numbers, default=[1], help=text)
-    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated (default %(default)s)")
+    text = f"comma-separated (default %(default)s; also {', '.join(OTHER_MODELS)})"
+    parser.add_argument("--models", default=",".join(MODELS), help=text)
     text = "only hooks that start with these names, comma-separated (default: every hook)"
     parser.add_argument("--hooks", default="", help=text)
+    text = (
+        "exactly these hooks of gradcomp's, on torch's wrapper, comma-separated: also auto (timed after its "
+        "choice), allreduce, powersgd:8:bf16 and all other names in docs/accuracy.md"
+    )
+    parser.add_argument("--only", metavar="HOOKS", help=text)
+    text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
+    parser.add_argument("--runs", type=positive, default=1, metavar="N", help=text)
     text = (
         "instead of all other rows: auto_hook beside its candidates, in this number of runs (default: none)"
     )
@@ -88,8 +119,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--change", default="10000,100", help=text)
     text = "time for the steps of a hook, at least five steps (default %(default)s)"
     parser.add_argument("--seconds", type=float, default=2.0, help=text)
-    text = "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200)"
-    parser.add_argument("--loss-links", default="200", help=text)
+    text = (
+        "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200, "
+        "with --delay-ms none)"
+    )
+    parser.add_argument("--loss-links", help=text)
     text = "the number of seeds, of weights and batches, to train to a loss with (default %(default)s)"
     parser.add_argument("--loss-seeds", type=positive, default=1, help=text)
     text = "the longest time to a loss, per hook (default %(default)s)"
@@ -103,55 +137,95 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.models = options.models.split(",")
     for model in options.models:
-        if model not in MODELS:
-            parser.error(f"--models: there is no {model!r}; known are {', '.join(MODELS)}")
+        if model not in (*MODELS, *OTHER_MODELS):
+            known = ", ".join((*MODELS, *OTHER_MODELS))
+            parser.error(f"--models: there is no {model!r}; known are {known}")
     for prefix in options.hooks.split(","):
         if not any(hook.startswith(prefix) for hook in (*OURS, *TORCHS, *LOCAL)):
             parser.error(f"--hooks: no hook's name starts with {prefix!r}; known are {', '.join(OURS)}")
-    options.loss_links = [] if options.loss_links == "0" else numbers(options.loss_links)
+    options.only = options.only.split(",") if options.only else []
+    for hook in options.only:
+        try:
+            check_hook_name(hook)
+        except ValueError as error:
+            parser.error(f"--only: {error}")
+    if options.auto and options.delay_ms:
+        parser.error("--auto is without --delay-ms; --only auto times auto_hook over links with a delay")
+    if options.loss_links is None:
+        options.loss_links = [] if options.delay_ms else LOSS_LINKS
+    else:
+        options.loss_links = [] if options.loss_links == "0" else numbers(options.loss_links)
     return options
 
 
-def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterator[tuple[int | None, Job]]:
-    """Yield (link, job) for a number of hosts and of ranks on each; the link of one host is None."""
-    wanted = tuple(options.hooks.split(","))
-    hooks = [("gradcomp", hook, "torch") for hook in OURS]
-    if ranks_per_host > 1:
+def check_hook_name(hook: str) -> None:
+    """Raise ValueError unless a hook of this name can be timed on torch's wrapper."""
+    name = hook.removesuffix(report.FLAT)
+    if name in (runs.ALONE, runs.LOCAL) or name.startswith(f"{runs.LOCAL}:"):
+        raise ValueError(f"{hook!r} is not a hook")
+    if name not in ("noop", "auto"):
+        runs.check_hook_name(name)
+
+
+def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterator[tuple[Link, Job]]:
+    """Yield (link, job) for a number of hosts and of ranks on each."""
+    if options.auto:
+        yield from auto_jobs(options, ranks_per_host)
+        return
+    hooks = list(timed_hooks(options, hosts, ranks_per_host))
+    delays = options.delay_ms or [None]
+    links = [Link(*each) for each in product(options.links, delays)] if hosts > 1 else [Link()]
+    for link in links:
+        if hosts > 1:
+            yield link, {"job": "link"}
+        for model, run, (made_by, hook, wrapper) in product(options.models, range(options.runs), hooks):
+            names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": wrapper}
+            yield link, {"job": "steps", **names, "seconds": options.seconds, "run": run}
+    if (hosts, ranks_per_host) != (2, 1):
+        return
+    trained = product(range(options.loss_seeds), options.loss_links, delays, options.models, TO_LOSS)
+    for seed, mbit_per_s, delay_ms, model, (made_by, hook) in trained:
+        if is_wanted(options, made_by, hook, "torch"):
+            names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": "torch", "seed": seed}
+            limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
+            link = Link(mbit_per_s, delay_ms)
+            yield link, {"job": "loss", **names, "start_iter": START_ITER, **limits}
+
+
+def is_wanted(options: argparse.Namespace, made_by: str, hook: str, wrapper: str) -> bool:
+    if options.only:
+        return (made_by, wrapper) == ("gradcomp", "torch") and hook in options.only
+    return hook.startswith(tuple(options.hooks.split(",")))
+
+
+def timed_hooks(
+    options: argparse.Namespace, hosts: int, ranks_per_host: int
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (made by, hook, wrapper) of the steps to time."""
+    hooks = [("gradcomp", hook, "torch") for hook in options.only or OURS]
+    if ranks_per_host > 1 and not options.only:
         hooks += [("gradcomp", hook, "torch") for hook in FLAT]
+    if ranks_per_host > 1 and not options.delay_ms:
         hooks += [("torch", hook, "torch") for hook in ("fp16", "powersgd:4")]
-    elif hosts > 1:
+    elif hosts > 1 and not options.delay_ms:
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
         hooks += [("gradcomp", hook, "local steps") for hook in LOCAL]
         hooks += [(made_by, hook, "fsdp2") for made_by, hook in SHARDED]
-    if options.auto:
-        yield from auto_jobs(options, ranks_per_host)
-        return
-    for mbit_per_s in options.links if hosts > 1 else [None]:
-        if mbit_per_s is not None:
-            yield mbit_per_s, {"job": "link"}
-        for model in options.models:
-            for made_by, hook, wrapper in hooks:
-                if hook.startswith(wanted):
-                    names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": wrapper}
-                    yield mbit_per_s, {"job": "steps", **names, "seconds": options.seconds}
-    trained = product(range(options.loss_seeds), options.loss_links, options.models, TO_LOSS)
-    for seed, mbit_per_s, model, (made_by, hook) in trained if (hosts, ranks_per_host) == (2, 1) else ():
-        if hook.startswith(wanted):
-            names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": "torch", "seed": seed}
-            limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
-            yield mbit_per_s, {"job": "loss", **names, "start_iter": START_ITER, **limits}
+    return (names for names in hooks if is_wanted(options, *names))
 
 
-def auto_jobs(options: argparse.Namespace, ranks_per_host: int) -> Iterator[tuple[int | None, Job]]:
+def auto_jobs(options: argparse.Namespace, ranks_per_host: int) -> Iterator[tuple[Link, Job]]:
     """Yield auto_hook's jobs: without a throttle first, as the network is made, then link by link."""
     fixed = [*CANDIDATES, auto.PLAIN_HOOK, *(f"{hook}:flat" for hook in CANDIDATES[2:] if ranks_per_host > 1)]
     for link, model, run in product([None, *options.links], options.models, range(options.auto)):
-        yield link, {"job": "auto", "model": model, "run": run, "fixed": fixed, "seconds": AUTO_S}
+        yield Link(link), {"job": "auto", "model": model, "run": run, "fixed": fixed, "seconds": AUTO_S}
     before, after = map(int, options.change.split(","))
     model = options.models[0]
-    yield before, {"job": "auto", "model": model, "run": options.auto, "fixed": ["none"], "seconds": AUTO_S}
-    yield after, {"job": "change", "model": model, "max_steps": 400, "link_before": before, "seconds": AUTO_S}
+    first = {"job": "auto", "model": model, "run": options.auto, "fixed": ["none"], "seconds": AUTO_S}
+    yield Link(before), first
+    then = {"job": "change", "model": model, "max_steps": 400, "link_before": before, "seconds": AUTO_S}
+    yield Link(after), then
 
 
 class RankFailedError(Exception):
@@ -161,7 +235,7 @@ class RankFailedError(Exception):
 class Ranks:
     """The processes on a network's hosts, started when the first job comes and again after one has failed."""
 
-    def __init__(self, network: Network, ranks_per_host: int, folder: Path) -> None:
+    def __init__(self, network: Network | DelayedNetwork, ranks_per_host: int, folder: Path) -> None:
         self._network, self._folder, self._number = network, folder, 0
         self._ranks_per_host = ranks_per_host
         self._processes: list[Any] = []
@@ -174,7 +248,8 @@ class Ranks:
             for process in self._processes:
                 process.stdin.write(json.dumps(job) + "\n")
                 process.stdin.flush()
-            return self._answer(job.get("seconds", 0) * 2 + SPARE_S)
+            trial_s = AUTO_S if job.get("hook") == "auto" else 0
+            return self._answer(job.get("seconds", 0) * 2 + SPARE_S + trial_s)
         except (RankFailedError, BrokenPipeError) as error:
             self.end()
             raise RankFailedError(str(error)) from error
@@ -246,32 +321,48 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
     todo = {places: list(jobs(options, *places)) for places in product(options.hosts, options.ranks_per_host)}
     count, number, late = sum(map(len, todo.values())), 0, []
     for (hosts, ranks_per_host), found in todo.items():
-        with Network(hosts) as network, tempfile.TemporaryDirectory() as folder:
+        is_delayed = hosts > 1 and options.delay_ms is not None
+        kind = DelayedNetwork if is_delayed else Network
+        with kind(hosts) as network, tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(network, ranks_per_host, Path(folder))
             failed: list[Job] = []
             for link, job in found:
                 number += 1
                 places = {"hosts": hosts, "ranks_per_host": ranks_per_host}
-                label = report.label({**places, "mbit_per_s": link, **job})
+                label = report.label({**places, **link._asdict(), **job})
                 if time.monotonic() > deadline:
                     late.append(label)
                     continue
-                if job in failed:
+                same = {**job, "run": 0} if job["job"] == "steps" else job
+                if same in failed:
                     continue
-                if link is not None:
-                    network.throttle(link)
+                throttle = throttled(network, link)
                 try:
                     result = ranks.do(job)
                 except RankFailedError as error:
                     result = {"failed": str(error)}
-                    failed.append(job)
-                throttle = {"mbit_per_s": link, "burst_bytes": None if link is None else burst_bytes(link)}
-                row = {**environment, **places, **throttle, **job, **result}
+                    failed.append(same)
+                if isinstance(network, DelayedNetwork):
+                    result["dropped_packets"] = network.num_dropped()
+                row = {**environment, **places, **link._asdict(), **throttle, **job, **result}
                 with rows.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"[{number}/{count}] {label}: {summary(row)}", flush=True)
             ranks.end()
     return late
+
+
+def throttled(network: Network | DelayedNetwork, link: Link) -> Job:
+    """Set a network's links, and return what a row says about their throttles."""
+    burst = None
+    if isinstance(network, DelayedNetwork):
+        assert link.mbit_per_s is not None
+        assert link.delay_ms is not None
+        network.throttle(link.mbit_per_s, link.delay_ms)
+    elif link.mbit_per_s is not None:
+        network.throttle(link.mbit_per_s)
+        burst = burst_bytes(link.mbit_per_s)
+    return {"burst_bytes": burst}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -297,7 +388,7 @@ def show(path: Path, picture: Path) -> None:
         print("\n" + predicted.table(compared))
     try:
         (auto if is_of_auto else report).draw(rows, picture)
-        print(f"\nTime per step against bandwidth: {picture}")
+        print(f"\nTime per step: {picture}")
     except ImportError:
         print("\nNo picture: it needs matplotlib (pip install 'gradcomp[demo]')")
     except ValueError as error:

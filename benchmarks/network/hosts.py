@@ -50,29 +50,18 @@ def isolated(command: Sequence[str]) -> list[str]:
     )
 
 
-class Host:
-    """One network namespace, with an address on the switch."""
+class Namespace:
+    """One network namespace, and the processes in it."""
 
-    def __init__(self, index: int) -> None:
-        self.port = f"port{index}"
+    def __init__(self) -> None:
         # The process holds the namespace. It says when it is in it.
         command = ["unshare", "--net", sys.executable, "-c", "print(flush=True); input()"]
         self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._holder.stdout is not None
         self._holder.stdout.readline()
-        self.run_inside = ("nsenter", f"--net=/proc/{self._holder.pid}/ns/net")
-        run("ip", "link", "add", self.port, "type", "veth", "peer", "eth0", "netns", str(self._holder.pid))
-        run("ip", "link", "set", self.port, "master", "switch", "up")
-        self._run("ip", "addr", "add", f"10.0.0.{index + 1}/24", "dev", "eth0")
-        self._run("ip", "link", "set", "lo", "up")
-        self._run("ip", "link", "set", "eth0", "up")
-
-    def throttle(self, mbit_per_s: int) -> None:
-        """Limit what the host sends, and what it receives, to this rate each."""
-        burst = str(burst_bytes(mbit_per_s))
-        rate = ("rate", f"{mbit_per_s}mbit", "burst", burst, "latency", f"{QUEUE_MS}ms")
-        self._run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
-        run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *rate)
+        self.pid = self._holder.pid
+        self.run_inside = ("nsenter", f"--net=/proc/{self.pid}/ns/net")
+        self.run("ip", "link", "set", "lo", "up")
 
     def start(self, command: Sequence[str], environment: dict[str, str], errors: Path) -> Any:
         """Start a process on the host, with pipes; what it writes to stderr goes to a file."""
@@ -90,8 +79,27 @@ class Host:
         self._holder.kill()
         self._holder.wait()
 
-    def _run(self, *command: str) -> None:
+    def run(self, *command: str) -> None:
         run(*self.run_inside, *command)
+
+
+class Host(Namespace):
+    """One network namespace, with an address on the switch."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.port = f"port{index}"
+        run("ip", "link", "add", self.port, "type", "veth", "peer", "eth0", "netns", str(self.pid))
+        run("ip", "link", "set", self.port, "master", "switch", "up")
+        self.run("ip", "addr", "add", f"10.0.0.{index + 1}/24", "dev", "eth0")
+        self.run("ip", "link", "set", "eth0", "up")
+
+    def throttle(self, mbit_per_s: int) -> None:
+        """Limit what the host sends, and what it receives, to this rate each."""
+        burst = str(burst_bytes(mbit_per_s))
+        rate = ("rate", f"{mbit_per_s}mbit", "burst", burst, "latency", f"{QUEUE_MS}ms")
+        self.run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
+        run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *rate)
 
 
 class Network:

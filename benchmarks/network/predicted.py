@@ -13,10 +13,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
-from benchmarks.network.report import Row, of
+from benchmarks.network.report import Row, in_order, link_title, of
 from benchmarks.network.workloads import WORKLOADS
 from gradcomp.plan import (
     CANDIDATES,
@@ -46,6 +47,7 @@ class Compared:
     hook: str
     predicted_ms: float
     measured_ms: float
+    delay_ms: float | None = None
 
     @property
     def error(self) -> float:
@@ -55,8 +57,8 @@ class Compared:
 
 def compare(rows: Sequence[Row]) -> list[Compared]:
     """Predict the steps of gradcomp's hooks on torch's DDP that rows allow for."""
-    sound = [{"ranks_per_host": 1, **row} for row in rows if "failed" not in row]
-    stepped = of(sound, job="steps", hooks="gradcomp", wrapper="torch")
+    sound = [{"ranks_per_host": 1, "delay_ms": None, **row} for row in rows if "failed" not in row]
+    stepped = _medians(of(sound, job="steps", hooks="gradcomp", wrapper="torch"))
     found = []
     for row in stepped:
         hosts, per_host, link = row["hosts"], row["ranks_per_host"], row["mbit_per_s"]
@@ -65,8 +67,11 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
         alone = of(stepped, hosts=1, ranks_per_host=1, model=model)
         without, with_hook = (of(alone, hook=each) for each in ("noop", flat_name))
         idle = of(stepped, hosts=hosts, ranks_per_host=per_host, model=model, hook="noop")
-        timed = of(sound, job="link", hosts=hosts, ranks_per_host=per_host, mbit_per_s=link)
-        if hosts == 1 or name == "noop" or not (without and with_hook and idle and timed):
+        delay_ms = row["delay_ms"]
+        place = {"hosts": hosts, "ranks_per_host": per_host, "mbit_per_s": link, "delay_ms": delay_ms}
+        timed = of(sound, job="link", **place)
+        is_known = flat_name in CANDIDATES and name != "noop"
+        if hosts == 1 or not (is_known and without and with_hook and idle and timed):
             continue
         compute = Compute(
             *(statistics.median(each[part] for each in idle) / 1e3 for part in ("forward_ms", "backward_ms")),
@@ -93,8 +98,22 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
             compute,
             device,
         )
-        found.append(Compared(hosts, per_host, link, model, name, prediction.step_s * 1e3, row["step_ms"]))
+        predicted_ms = prediction.step_s * 1e3
+        found.append(Compared(hosts, per_host, link, model, name, predicted_ms, row["step_ms"], delay_ms))
     return found
+
+
+def _medians(stepped: Sequence[Row]) -> list[Row]:
+    """Return one row for the runs of a hook, with medians of its times."""
+    runs: dict[tuple[Any, ...], list[Row]] = {}
+    for row in stepped:
+        key = ("hosts", "ranks_per_host", "mbit_per_s", "delay_ms", "model", "hook")
+        runs.setdefault(tuple(row[each] for each in key), []).append(row)
+    parts = ("step_ms", "forward_ms", "backward_ms", "optimizer_ms")
+    return [
+        {**rows[0], **{part: statistics.median(row[part] for row in rows) for part in parts}}
+        for rows in runs.values()
+    ]
 
 
 def _fitted_link(timed: Row, hosts: int, per_host: int) -> Link:
@@ -113,13 +132,17 @@ def _fitted_link(timed: Row, hosts: int, per_host: int) -> Link:
 
 @cache
 def _buckets(model: str) -> list[Bucket]:
-    return buckets_of([tuple(parameter.shape) for parameter in WORKLOADS[model](0, 1).net.parameters()])
+    workload = WORKLOADS[model](0, 1)
+    shapes = [tuple(parameter.shape) for parameter in workload.net.parameters()]
+    if workload.bucket_cap_mb is None:
+        return buckets_of(shapes)
+    return buckets_of(shapes, cap_bytes=workload.bucket_cap_mb * 2**20)
 
 
 def table(compared: Sequence[Compared]) -> str:
     """Format predicted beside measured times, a line per model, hosts and hook, as Markdown."""
-    links = sorted({each.mbit_per_s for each in compared})
-    lines = ["| predicted / measured, ms | " + " | ".join(f"{link:,} Mbit/s" for link in links) + " |"]
+    links = in_order((each.mbit_per_s, each.delay_ms) for each in compared)
+    lines = ["| predicted / measured, ms | " + " | ".join(map(link_title, links)) + " |"]
     lines.append("|" + "---|" * (len(links) + 1))
     for key in dict.fromkeys((each.model, each.hosts, each.ranks_per_host, each.hook) for each in compared):
         model, hosts, per_host, hook = key
@@ -127,7 +150,8 @@ def table(compared: Sequence[Compared]) -> str:
             "".join(
                 f"{each.predicted_ms:.1f} / {each.measured_ms:.1f}"
                 for each in compared
-                if (each.model, each.hosts, each.ranks_per_host, each.hook, each.mbit_per_s) == (*key, link)
+                if (each.model, each.hosts, each.ranks_per_host, each.hook) == key
+                and (each.mbit_per_s, each.delay_ms) == link
             )
             for link in links
         ]

@@ -1,7 +1,7 @@
 """One rank: does the jobs that come on stdin, a JSON object a line; rank 0 answers on stdout.
 
 A job is {"job": "steps", ...}, timing steps, {"job": "loss", ...}, training to a validation loss, or
-{"job": "link"}, timing all-reduces; see the functions of these names.
+{"job": "link"}, timing all-reduces and the smallest exchange; see the functions of these names.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from benchmarks.network import auto
 from benchmarks.network.workloads import WORKLOADS, Workload
 from gradcomp.comm.nodes import nodes_of
 from gradcomp.fsdp import compress_reduce_scatter
+from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState
 
 TIMEOUT = timedelta(seconds=60)
@@ -80,6 +81,7 @@ def register_ours(hook: str, model: Any, start_iter: int) -> None:
 
 
 REGISTER: dict[str, Callable[[str, Any, int], None]] = {"gradcomp": register_ours, "torch": register_torchs}
+AUTO = "auto"  # the hook that chooses one
 LOCAL = "local steps"  # a hook's name is then one of LocalOptions
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": DistributedDataParallel,
@@ -113,6 +115,7 @@ class Trainer:
         self.workload: Workload = workload(dist.get_rank(), dist.get_world_size(), seed)
         self.model: Any = self.workload.net
         self.local: LocalTraining | None = None
+        self.auto: AutoState | None = None
         if job["wrapper"] == LOCAL:
             options = LocalOptions.named(job["hook"])
             self.local = LocalTraining(self.workload.net, self.workload.optimizer, options)
@@ -120,8 +123,13 @@ class Trainer:
             self.model = shard(self.workload.net, job["hooks"], job["hook"])
             self.workload.make_optimizer()
         else:
-            self.model = WRAPPERS[job["wrapper"]](self.workload.net)
-            REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
+            cap_mb = self.workload.bucket_cap_mb
+            self.model = WRAPPERS[job["wrapper"]](self.workload.net, bucket_cap_mb=cap_mb)
+            if job["hook"] == AUTO:
+                self.auto = AutoState()
+                self.model.register_comm_hook(self.auto, auto_hook)
+            else:
+                REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
 
     def step(self) -> tuple[float, float, float]:
         """Train one step; return the seconds that forward, backward and the rest took."""
@@ -144,12 +152,18 @@ class Trainer:
 def steps(job: dict[str, Any]) -> dict[str, Any]:
     """Time steps for about job["seconds"]: medians in ms, and the bytes that this rank sent per step.
 
-    By local steps few steps exchange anything, so their times are means over two whole periods.
+    By local steps few steps exchange anything, so their times are means over two whole periods. auto_hook's
+    steps are timed after its choice.
     """
     trainer = Trainer(job, START_ITER)
     every = trainer.local.every if trainer.local is not None else 0
     for _ in range(every or WARM_UP_STEPS):
         trainer.step()
+    chosen = {}
+    if trainer.auto is not None:
+        while trainer.auto.choice is None and trainer.auto.iter < auto.MAX_TRIAL_STEPS:
+            trainer.step()
+        chosen = {"choice": trainer.auto.choice}
     with WireMeter() as meter:
         started = time.perf_counter()
         trainer.step()
@@ -177,6 +191,7 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
         "optimizer_ms": rest,
         "all_reduce_bytes": meter.num_bytes,
         "sent_bytes_per_step": sent / num_steps,
+        **chosen,
     }
 
 
@@ -210,13 +225,33 @@ def loss(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def link(job: dict[str, Any]) -> dict[str, Any]:
-    """Time all-reduces of all ranks and, with several per host, within a host: (bytes, median seconds)."""
-    found = {"all_reduce_seconds": all_reduce_seconds(None)}
+    """Time the smallest exchange of all ranks, and all-reduces: (bytes, median seconds).
+
+    With several ranks per host, also all-reduces within a host.
+    """
+    found: dict[str, Any] = {"exchange_seconds": exchange_seconds()}
+    found["all_reduce_seconds"] = all_reduce_seconds(None)
     if int(RANKS_PER_HOST) > 1:
         group = dist.group.WORLD
         assert group is not None
         found["within_seconds"] = all_reduce_seconds(nodes_of(group, int(RANKS_PER_HOST)).within)
     return found
+
+
+def exchange_seconds() -> float:
+    """Time a message of 8 bytes from every rank to every other one, all at once: the median of nine."""
+    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    received, sent = torch.zeros(len(others), 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        works = [dist.irecv(row, rank) for row, rank in zip(received, others, strict=True)]
+        works += [dist.isend(sent, rank) for rank in others]
+        for work in works:
+            assert work is not None
+            work.wait()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])  # before the first one, ranks wait for one another
 
 
 def all_reduce_seconds(group: dist.ProcessGroup | None) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""What the rows of a run say: tables, and a picture of time per step against bandwidth."""
+"""What the rows of a run say: tables, and a picture of time per step against bandwidth or delay."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.demo.chart import COLORS
 
 Row = dict[str, Any]
+Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, None without a router
 
 DRAWN = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
 # By wrapper.
@@ -19,14 +20,16 @@ FLAT = ":flat"  # the end of the names of hooks that don't average by nodes
 
 def label(row: Row) -> str:
     """Name what a row measures."""
-    network = "no network" if row["mbit_per_s"] is None else f"{row['mbit_per_s']} Mbit/s"
-    parts = [places(row), network]
+    link = "no network" if row["mbit_per_s"] is None else f"{row['mbit_per_s']} Mbit/s"
+    parts = [places(row), link + _delay(row.get("delay_ms"))]
     if row["job"] in ("auto", "change"):
         parts.append(row["model"])
     elif row["job"] != "link":
         parts += [row["model"], name(row)]
     if "seed" in row:
         parts.append(f"seed {row['seed']}")
+    if row["job"] == "steps" and row.get("run"):
+        parts.append(f"run {row['run'] + 1}")
     return ", ".join([*parts, row["job"]])
 
 
@@ -43,18 +46,32 @@ def name(row: Row) -> str:
     return f"{whose}{row['hook']}{ON[row['wrapper']]}"
 
 
+def _delay(delay_ms: float | None) -> str:
+    return "" if delay_ms is None else f", {delay_ms:g} ms"
+
+
 def summary(row: Row) -> str:
-    """Say in one line what a row holds."""
+    """Say in one line what a row holds, and how many packets were lost, which makes times longer."""
+    dropped = row.get("dropped_packets")
+    return _result(row) + (f"; {dropped:,} PACKETS DROPPED" if dropped else "")
+
+
+def _result(row: Row) -> str:
     if "failed" in row:
         return str(row["failed"])
     if row["job"] == "link":
         num_bytes, seconds = row["all_reduce_seconds"][-1]
         small = row["all_reduce_seconds"][0]
+        exchange = ""
+        if "exchange_seconds" in row:
+            exchange = f"exchange of 8 B {row['exchange_seconds'] * 1e3:.2f} ms, "
         return (
-            f"all-reduce of {num_bytes:,} B {seconds * 1e3:.1f} ms, of {small[0]:,} B {small[1] * 1e3:.2f} ms"
+            f"{exchange}all-reduce of {num_bytes:,} B {seconds * 1e3:.1f} ms, "
+            f"of {small[0]:,} B {small[1] * 1e3:.2f} ms"
         )
     if row["job"] == "steps":
-        return f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f})"
+        chose = f", chose {row['choice']}" if "choice" in row else ""
+        return f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f}){chose}"
     reached = "reached" if row["reached"] else "NOT reached"
     return f"{reached} {row['target_loss']} in {row['seconds']:.1f} s, {row['num_steps']} steps"
 
@@ -71,34 +88,52 @@ def tables(rows: Sequence[Row]) -> str:
         _step_table([row for row in stepped if (places(row), row["model"]) == (hosts, model)])
         for hosts, model in dict.fromkeys((places(row), row["model"]) for row in stepped)
     ] + [
-        _loss_table(of(trained, model=model, mbit_per_s=link))
-        for model, link in dict.fromkeys((row["model"], row["mbit_per_s"]) for row in trained)
+        _loss_table([row for row in of(trained, model=model) if _link(row) == link])
+        for model, link in dict.fromkeys((row["model"], _link(row)) for row in trained)
     ]
     return "\n\n".join("\n".join(lines) for lines in found)
+
+
+def _link(row: Row) -> Link:
+    """Return a row's link. Rows before 2026-11-27 have no delay."""
+    return row["mbit_per_s"] or 0, row.get("delay_ms")
+
+
+def in_order(links: Iterable[Link]) -> list[Link]:
+    """Return different links, by bandwidth and then by delay."""
+    return sorted(set(links), key=lambda link: (link[0], -1 if link[1] is None else link[1]))
+
+
+def link_title(link: Link) -> str:
+    mbit_per_s, delay_ms = link
+    return f"{mbit_per_s:,} Mbit/s{_delay(delay_ms)}" if mbit_per_s else "no network"
 
 
 def _step_table(rows: Sequence[Row]) -> list[str]:
     """Format the times per step of a model on a number of hosts: a line per hook, a column per link."""
     model, count = rows[0]["model"], places(rows[0])
-    links = sorted({row["mbit_per_s"] or 0 for row in rows})
-    titles = ["no network" if link == 0 else f"{link:,} Mbit/s" for link in links]
+    links = in_order(map(_link, rows))
     lines = [f"{model}, {count}, ms per step, and how many times as fast as without a hook", ""]
-    lines += ["| | bytes sent | " + " | ".join(titles) + " |", "|" + "---|" * (len(links) + 2)]
+    titles = ["bytes sent", *map(link_title, links)]
+    lines += ["| | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 1)]
     for hook in dict.fromkeys(map(name, rows)):
         of_hook = [row for row in rows if name(row) == hook]
         sent = [row["sent_bytes_per_step"] for row in of_hook if "failed" not in row]
         cells = [f"{min(sent):,.0f}" if sent else ""]
-        cells += [
-            _cell(of(of_hook, mbit_per_s=link or None), of(rows, mbit_per_s=link or None)) for link in links
-        ]
+        for link in links:
+            beside = [row for row in rows if _link(row) == link]
+            cells.append(_cell([row for row in of_hook if _link(row) == link], beside))
         lines.append(f"| {hook} | " + " | ".join(cells) + " |")
+    if lossy := [row for row in rows if row.get("dropped_packets")]:
+        which = dict.fromkeys(f"{name(row)} at {link_title(_link(row))}" for row in lossy)
+        lines += ["", f"PACKETS WERE DROPPED, so times may be too long: {'; '.join(which)}"]
     return lines
 
 
 def _loss_table(rows: Sequence[Row]) -> list[str]:
     """Format the times to a validation loss of a model on a link: a line per hook, medians over seeds."""
     target = next((row["target_loss"] for row in rows if "failed" not in row), None)
-    link = f"{rows[0]['mbit_per_s']:,} Mbit/s"
+    link = link_title(_link(rows[0]))
     lines = [f"{rows[0]['model']}, 2 hosts, {link}: training to a validation loss of {target}", ""]
     lines += ["| | steps | seconds | times as fast |", "|---|---|---|---|"]
     baselines = {row.get("seed"): row["seconds"] for row in of(rows, hook="none", reached=True)}
@@ -120,23 +155,26 @@ def _loss_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _spread(values: Sequence[float], form: str, unit: str = "") -> str:
-    """Format the median of values from several seeds, and their range."""
+    """Format the median of values from several seeds or runs, and their range."""
     low, middle, high = (f"{each:{form}}" for each in (min(values), statistics.median(values), max(values)))
     return middle + unit + (f" ({low} to {high})" if low != high else "")
 
 
 def _cell(found: Sequence[Row], beside: Sequence[Row]) -> str:
-    """Format one hook's time on a link, beside the rows of that link."""
+    """Format one hook's time on a link, the median of its runs, beside all rows of that link."""
     if not found:
         return ""
-    row = found[0]
-    if "failed" in row:
-        return failure(row)
+    if failed := [row for row in found if "failed" in row]:
+        return failure(failed[0])
     baseline = of(beside, hook="none", hooks="gradcomp", wrapper="torch")
     times = ""
-    if baseline and "step_ms" in baseline[0] and row is not baseline[0]:
-        times = f", {baseline[0]['step_ms'] / row['step_ms']:.1f}×"
-    return f"{row['step_ms']:.1f}{times}"
+    if baseline and all("step_ms" in row for row in baseline) and found[0] is not baseline[0]:
+        times = f", {median_ms(baseline) / median_ms(found):.1f}×"
+    return _spread([row["step_ms"] for row in found], ".1f") + times
+
+
+def median_ms(runs: Sequence[Row]) -> float:
+    return statistics.median(row["step_ms"] for row in runs)
 
 
 def failure(row: Row) -> str:
@@ -145,9 +183,10 @@ def failure(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: ms per step against bandwidth on two hosts, a line per hook.
+    """Write a PNG: ms per step against bandwidth on two hosts, a line per hook, of medians over runs.
 
-    There is a panel for each model and number of ranks per host.
+    There is a panel for each model and number of ranks per host. With delays, time is shown against them, and
+    there is a panel for each link too.
 
     Raises ImportError without matplotlib.
     """
@@ -163,15 +202,20 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     )
     for axes, title in zip(panels[0], titles, strict=True):
         in_panel = [row for row in shown if _panel(row) == title]
+        has_delays = any(row.get("delay_ms") is not None for row in in_panel)
         colors = dict(zip(DRAWN, COLORS, strict=False))
         for hook in (*DRAWN, *(f"{each}{FLAT}" for each in DRAWN)):
-            of_hook = sorted(of(in_panel, hook=hook, hooks="gradcomp"), key=lambda row: row["mbit_per_s"])
-            if of_hook:
-                links, times = zip(*((row["mbit_per_s"], row["step_ms"]) for row in of_hook), strict=True)
+            by_x: dict[float, list[Row]] = {}
+            for row in of(in_panel, hook=hook, hooks="gradcomp"):
+                by_x.setdefault(row["delay_ms" if has_delays else "mbit_per_s"], []).append(row)
+            if by_x:
+                where, times = zip(*((x, median_ms(by_x[x])) for x in sorted(by_x)), strict=True)
                 style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) else "-"
                 color = colors[hook.removesuffix(FLAT)]
-                axes.plot(links, times, style, marker="o", markersize=4, color=color, label=hook)
+                axes.plot(where, times, style, marker="o", markersize=4, color=color, label=hook)
         label_axes(axes, title)
+        if has_delays:
+            axes.set(xscale="linear", xlabel="one-way delay, ms")
     if panels[0][-1].lines:
         panels[0][-1].legend(frameon=False)
     figure.savefig(path, dpi=120)
@@ -187,4 +231,5 @@ def label_axes(axes: Any, title: str) -> None:
 
 
 def _panel(row: Row) -> str:
-    return f"{row['model']}, {places(row)}"
+    link = "" if row.get("delay_ms") is None else f", {row['mbit_per_s']:,} Mbit/s"
+    return f"{row['model']}, {places(row)}{link}"

@@ -1,4 +1,4 @@
-"""What the hosts train: the demo's GPT on text, and a multilayer perceptron on scikit-learn's digits."""
+"""What the hosts train: the demo's GPT on text, and multilayer perceptrons on scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ class Workload:
     """One rank's model, optimizer and data. All ranks have the same weights and validation data.
 
     target_loss: the validation loss, in nats, to which time is measured.
+    bucket_cap_mb: MiB of DDP's buckets; None for its default.
     """
 
     net: nn.Module
     draw: Callable[[], Batch]
     validation: Batch
     target_loss: float
+    bucket_cap_mb: float | None = None
 
     def __post_init__(self) -> None:
         self.make_optimizer()
@@ -53,10 +55,38 @@ class Workload:
 
 
 def mlp(rank: int, ranks: int, seed: int = 0) -> Workload:
-    """Make 784-1024-1024-10 for images of 28×28: 1,863,690 parameters.
+    """Make 784-1024-1024-10 for images of 28×28: 1,863,690 parameters, in two of DDP's buckets.
+
+    Raises ImportError without scikit-learn.
+    """
+    draw, validation = _digits(rank, ranks, seed)
+    torch.manual_seed(seed)
+    hidden = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+    net = nn.Sequential(*hidden, nn.Linear(1024, 10))
+    return Workload(net, draw, validation, target_loss=0.3)
+
+
+def mlp12(rank: int, ranks: int, seed: int = 0) -> Workload:
+    """Make 784-528-...-528-10 with 12 hidden layers: 3,485,856 parameters, in 12 of DDP's buckets.
+
+    Every hidden layer is more than the buckets' 1 MiB, so that a bucket ends with each of them. Raises
+    ImportError without scikit-learn.
+    """
+    draw, validation = _digits(rank, ranks, seed)
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for width in (784, *[528] * 11):
+        layers += [nn.Linear(width, 528, bias=False), nn.ReLU()]
+        nn.init.kaiming_uniform_(layers[-2].weight, nonlinearity="relu")
+    net = nn.Sequential(*layers, nn.Linear(528, 10, bias=False))
+    return Workload(net, draw, validation, target_loss=0.3, bucket_cap_mb=1)
+
+
+def _digits(rank: int, ranks: int, seed: int) -> tuple[Callable[[], Batch], Batch]:
+    """Return the function that draws a batch of digits, and the validation data.
 
     The 1,797 images of 8×8 are enlarged, and moved by up to three pixels each time. The last fifth, of other
-    writers, is for validation. Raises ImportError without scikit-learn.
+    writers, is for validation.
     """
     from sklearn.datasets import load_digits
 
@@ -76,11 +106,7 @@ def mlp(rank: int, ranks: int, seed: int = 0) -> Workload:
         rows, columns = (top + pixels).unsqueeze(2), (left + pixels).unsqueeze(1)
         return padded[chosen[:, None, None], rows, columns].flatten(1), labels[chosen]
 
-    torch.manual_seed(seed)
-    hidden = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
-    net = nn.Sequential(*hidden, nn.Linear(1024, 10))
-    validation = (images[num_training:].flatten(1), labels[num_training:])
-    return Workload(net, draw, validation, target_loss=0.3)
+    return draw, (images[num_training:].flatten(1), labels[num_training:])
 
 
 def gpt(rank: int, ranks: int, seed: int = 0) -> Workload:
@@ -98,4 +124,4 @@ def gpt(rank: int, ranks: int, seed: int = 0) -> Workload:
     return Workload(net, draw, (every[:, :-1], every[:, 1:]), target_loss=2.5)
 
 
-WORKLOADS: dict[str, Callable[..., Workload]] = {"mlp": mlp, "gpt": gpt}
+WORKLOADS: dict[str, Callable[..., Workload]] = {"mlp": mlp, "gpt": gpt, "mlp12": mlp12}

@@ -10,10 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.__main__ import descendants, is_running
 from benchmarks.network import __main__ as network
 from benchmarks.network import auto, hosts, predicted, report
+from benchmarks.network.router import Timetable
+from benchmarks.network.workloads import WORKLOADS
 from gradcomp.hooks.auto_hook import CANDIDATES
 from gradcomp.plan.measurements import Measurements
 from tests.bench import two_hosts
@@ -21,6 +25,7 @@ from tests.depth import everyday
 from tests.programs import ROOT, run_module, users_environment
 
 MLP_BYTES = 4 * 1_863_690
+PACKET_BYTES = 1_000
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +84,32 @@ def test_a_host_of_three_ranks_sends_what_one_rank_does(tmp_path):
 
 
 @pytest.mark.usefixtures("allowed")
+def test_steps_over_links_with_a_delay(tmp_path):
+    arguments = ["--delay-ms", "5,0", "--only", "none,allreduce", "--runs", "2"]
+    done = run_module(*command(tmp_path, *arguments), timeout_s=200)
+    assert done.returncode == 0, done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "network.jsonl").read_text().splitlines()]
+    assert [row["dropped_packets"] for row in rows] == [0] * 10
+    # A rank sends once it knows that another one waits, so that an exchange takes the delay there and back.
+    links = {row["delay_ms"]: row["exchange_seconds"] for row in report.of(rows, job="link")}
+    assert links[0] < 0.01 < links[5] < 0.04
+    stepped = report.of(rows, job="steps")
+    assert [(row["delay_ms"], row["run"], row["hook"]) for row in stepped] == [
+        (delay, run, hook) for delay in (5, 0) for run in (0, 1) for hook in ("none", "allreduce")
+    ]
+    for row in stepped:
+        assert MLP_BYTES < row["sent_bytes_per_step"] < 1.1 * MLP_BYTES
+        assert row["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3 + row["delay_ms"]
+    assert "| | bytes sent | 400 Mbit/s, 0 ms | 400 Mbit/s, 5 ms |" in done.stdout
+    assert (tmp_path / "network.png").exists()
+
+
+@pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_survives_the_program(number, tmp_path):
+@pytest.mark.parametrize("delay", [[], ["--delay-ms", "1"]])
+def test_nothing_survives_the_program(number, delay, tmp_path):
     program = subprocess.Popen(
-        [sys.executable, "-m", *command(tmp_path, "--hooks", "none")],
+        [sys.executable, "-m", *command(tmp_path, "--hooks", "none", *delay)],
         cwd=ROOT,
         env=users_environment(),
         stdout=subprocess.PIPE,
@@ -123,6 +150,74 @@ def test_bench_on_two_hosts(tmp_path, ranks_per_host):
     # ranks sends 1.5 times the gradients from each host.
     sent_bytes = MLP_BYTES * (1.5 if ranks_per_host == 2 else 1)
     assert steps["none"] > 0.9 * sent_bytes * 8 / (two_hosts.LINK_MBIT_PER_S * 1e6)
+
+
+def arrivals_ms(mbit_per_s, delay_ms, sent, num_hosts=2):
+    """Return when packets of 1,000 bytes arrive: sent is (source, target, ms) of each, in order of time."""
+    timetable = Timetable(num_hosts)
+    timetable.set(mbit_per_s * 125_000, delay_ms / 1e3)
+    arrivals = [timetable.arrival_s(source, target, PACKET_BYTES, ms / 1e3) for source, target, ms in sent]
+    return pytest.approx([arrival * 1e3 for arrival in arrivals])
+
+
+def test_packets_take_the_time_of_their_bytes_and_the_delay():
+    # At 8 Mbit/s a packet takes 1 ms. The third one finds the link free again.
+    assert arrivals_ms(8, 25, [(0, 1, 0), (0, 1, 0), (0, 1, 10)]) == [26, 27, 36]
+    # The delay takes no time of the link.
+    assert arrivals_ms(8, 0, [(0, 1, 0), (0, 1, 0), (0, 1, 10)]) == [1, 2, 11]
+
+
+def test_directions_have_links_of_their_own():
+    assert arrivals_ms(8, 5, [(0, 1, 0), (1, 0, 0), (0, 1, 0), (1, 0, 0)]) == [6, 6, 7, 7]
+
+
+def test_packets_queue_before_their_receivers_downlink_too():
+    assert arrivals_ms(8, 5, [(0, 2, 0), (1, 2, 0), (1, 0, 0)], num_hosts=3) == [6, 7, 7]
+
+
+def test_a_change_of_the_link_is_for_packets_to_come():
+    timetable = Timetable(2)
+    timetable.set(1e6, 0.025)
+    arrivals = [timetable.arrival_s(0, 1, PACKET_BYTES, 0.0)]
+    timetable.set(1e5, 0.0)
+    arrivals.append(timetable.arrival_s(0, 1, PACKET_BYTES, 0.0))
+    assert arrivals == pytest.approx([0.026, 0.011])
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "num_packets"),
+    [(1e5, 4_000), (1e7, 10_000)],  # 4 MB take 40 s; 1 s of the rate is 10 MB
+)
+def test_full_queues_drop_packets(bytes_per_s, num_packets):
+    timetable = Timetable(2)
+    timetable.set(bytes_per_s, 0.025)
+    taken = [timetable.arrival_s(0, 1, PACKET_BYTES, 0.0) for _ in range(num_packets + 100)]
+    assert None not in taken[:num_packets]
+    assert set(taken[num_packets + 2 :]) == {None}
+    assert timetable.arrival_s(1, 0, PACKET_BYTES, 0.0) is not None
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_mlp12_has_twelve_buckets():
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp[accuracy]'")
+    workload = WORKLOADS["mlp12"](0, 1)
+    assert sum(parameter.numel() for parameter in workload.net.parameters()) == 3_485_856
+    model = DistributedDataParallel(workload.net, bucket_cap_mb=workload.bucket_cap_mb)
+    sizes = []
+
+    def count(_, bucket):
+        sizes.append(bucket.buffer().numel())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, count)
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
+        sizes.clear()
+        workload.loss(model, workload.draw()).backward()
+    assert len(sizes) == 12
+    assert sizes[1:-1] == [528 * 528] * 10
+    assert len(predicted._buckets("mlp12")) == 12
 
 
 class HostOf:
@@ -171,10 +266,16 @@ def test_missing_rights_are_named(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "resnet"], "--models: there is no 'resnet'; known are mlp, gpt"),
+        (["--models", "resnet"], "--models: there is no 'resnet'; known are mlp, gpt, mlp12"),
         (["--links", "fast"], "'fast' is not a whole number"),
         (["--hosts", "0"], "'0' is not a whole number of at least 1"),
         (["--hooks", "nope"], "--hooks: no hook's name starts with 'nope'"),
+        (["--only", "none,powersgd"], "--only: there is no 'powersgd'"),
+        (["--only", "alone"], "--only: 'alone' is not a hook"),
+        (["--delay-ms", "5,-1"], "'5,-1' is not from 0 up to 1000 ms"),
+        (["--delay-ms", "long"], "argument --delay-ms: invalid delays value: 'long'"),
+        (["--runs", "0"], "'0' is not a whole number of at least 1"),
+        (["--delay-ms", "5", "--auto", "1"], "--auto is without --delay-ms"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):
@@ -182,6 +283,33 @@ def test_bad_arguments_are_refused(arguments, message, capsys):
         network.main(arguments)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def chosen(*arguments):
+    """Return (link, job's kind, hook, wrapper, run) of the jobs on two hosts."""
+    options = network.parse(["--models", "mlp", "--links", "200", *arguments])
+    return [
+        (tuple(link), job["job"], job.get("hook"), job.get("wrapper"), job.get("run"))
+        for link, job in network.jobs(options, 2, 1)
+    ]
+
+
+def test_passes_over_exactly_the_hooks_that_are_named():
+    found = chosen("--only", "noop,powersgd:8:bf16", "--runs", "2")
+    hooks = [("noop", 0), ("powersgd:8:bf16", 0), ("noop", 1), ("powersgd:8:bf16", 1)]
+    assert found == [
+        ((200, None), "link", None, None, None),
+        *(((200, None), "steps", hook, "torch", run) for hook, run in hooks),
+    ]
+
+
+def test_links_with_delays_are_for_our_hooks_on_torchs_wrapper():
+    found = chosen("--delay-ms", "0,2.5")
+    assert list(dict.fromkeys(link for link, *_ in found)) == [(200, 0.0), (200, 2.5)]
+    assert {(kind, wrapper) for _, kind, _, wrapper, _ in found} == {("link", None), ("steps", "torch")}
+    assert {"steps", "link", "loss"} == {kind for _, kind, *_ in chosen()}
+    asked = chosen("--delay-ms", "5", "--loss-links", "50", "--hooks", "none")
+    assert asked[-1] == ((50, 5.0), "loss", "none", "torch", None)
 
 
 def row(hook, **values):
@@ -204,6 +332,39 @@ def test_the_tables_compare_with_no_hook():
     assert "| torch's powersgd:4 |  | aborts |" in lines
     assert "| int4 | 90 | 20.0 | 5.0× |" in lines
     assert "| fp16 | 600 (not reached) | 150.0 |  |" in lines
+
+
+def test_tables_have_a_column_for_each_delay_and_medians_over_runs(tmp_path):
+    def timed(hook, delay_ms, *times, **values):
+        link = {"mbit_per_s": 1000, "delay_ms": delay_ms, "sent_bytes_per_step": 1000.0}
+        return [row(hook, job="steps", run=run, step_ms=ms, **link, **values) for run, ms in enumerate(times)]
+
+    rows = [
+        *timed("none", 25, 290.0, 288.0, 300.0),
+        *timed("int4", 25, 93.2, 88.0, 90.1, dropped_packets=0),
+        *timed("none", 0, 70.0, 70.0, 70.0),
+        *timed("int4", 0, 35.0, 28.0, 140.0),
+    ]
+    lines = report.tables(rows).splitlines()
+    assert "| | bytes sent | 1,000 Mbit/s, 0 ms | 1,000 Mbit/s, 25 ms |" in lines
+    assert "| none | 1,000 | 70.0 | 290.0 (288.0 to 300.0) |" in lines
+    assert "| int4 | 1,000 | 35.0 (28.0 to 140.0), 2.0× | 90.1 (88.0 to 93.2), 3.2× |" in lines
+    assert report.label(rows[0]) == "2 hosts, 1000 Mbit/s, 25 ms, mlp, none, steps"
+    assert report.label(rows[1]) == "2 hosts, 1000 Mbit/s, 25 ms, mlp, none, run 2, steps"
+    report.draw(rows, tmp_path / "network.png")
+    assert (tmp_path / "network.png").stat().st_size > 5_000
+    (lossy,) = timed("fp16", 25, 400.0, dropped_packets=1234, p20_ms=390.0, p80_ms=410.0)
+    assert report.summary(lossy) == "400.0 ms/step (390.0-410.0); 1,234 PACKETS DROPPED"
+    said = report.tables([*rows, lossy]).splitlines()[-1]
+    assert said == "PACKETS WERE DROPPED, so times may be too long: fp16 at 1,000 Mbit/s, 25 ms"
+
+
+def test_the_line_of_a_link_has_the_smallest_exchange():
+    seconds = [(1_000, 0.0004), (4_000_000, 0.165)]
+    link = {"job": "link", "hosts": 2, "mbit_per_s": 200, "all_reduce_seconds": seconds}
+    line = "all-reduce of 4,000,000 B 165.0 ms, of 1,000 B 0.40 ms"
+    assert report.summary(link) == line
+    assert report.summary({**link, "exchange_seconds": 0.0102}) == f"exchange of 8 B 10.20 ms, {line}"
 
 
 def test_times_to_a_loss_are_medians_over_seeds_each_beside_no_hook():
@@ -255,6 +416,17 @@ def test_a_prediction_takes_own_work_from_one_host_and_the_link_from_its_all_red
     assert 20 + 60 < int4.predicted_ms < 20 + 60 + whole_ms / 7
     assert predicted.table([none, int4]).splitlines()[-1].startswith("2 steps: the prediction is off by")
     assert predicted.compare(rows[3:]) == []
+    # The median of several runs is one step. A link with a delay is another link, not fitted here.
+    more = [
+        row("none", **timed_steps(310.0)),
+        row("none", **timed_steps(900.0)),
+        row("auto", **timed_steps(9.0)),
+    ]
+    more.append(row("none", **timed_steps(500.0), delay_ms=5))
+    assert [(each.hook, each.measured_ms) for each in predicted.compare([*rows, *more])] == [
+        ("none", 330.0),
+        ("int4", 115.0),
+    ]
 
 
 def test_a_prediction_by_nodes_takes_both_links():
