@@ -67,28 +67,76 @@ def all_reduce(
 ) -> Works:
     """Sum a 1-D tensor over the ranks, in place; or into ``out``, in its dtype. Yields each exchange.
 
+    Only the size counts in the call, which posts the receives that it can: see Gather.
+
     By messages, numbers are added in fp32 (fp64) in the order of the ranks, and rounded to the wire's dtype
     only if there are two exchanges. Every rank gets the same bits.
     """
     out = wire if out is None else out
     if not sums_by_messages(wire, group, has_delay=has_delay):
-        yield dist.all_reduce(wire, group=group, async_op=True)
-        if out is not wire:
-            ops.decompress_cast(wire, out=out)
-        return
-    rank, world_size = group.rank(), group.size()
-    if takes_one_exchange(wire.nbytes, world_size, has_delay=has_delay):
+        return _own_all_reduce(wire, group, out)
+    if takes_one_exchange(wire.nbytes, group.size(), has_delay=has_delay):
         rows = _rows_beside(wire, group)
-        yield _Messages(rows, [wire] * world_size, group, kind=1)
-        _sum(rows, out)
-        return
-    shards = list(wire.tensor_split(world_size))
-    rows = _rows_beside(shards[rank], group)
-    yield _Messages(rows, shards, group, kind=0)
-    _sum(rows, shards[rank])
-    yield _Messages(shards, [shards[rank]] * world_size, group, kind=1)
+        return _in_one_exchange(wire, rows, Gather(rows, group), out)
+    shards = list(wire.tensor_split(group.size()))
+    # Shards are received where this rank's own values of them are, but no rank sends its sum of a shard before
+    # it has got these.
+    return _in_two_exchanges(wire, shards, Gather(shards, group), out, group)
+
+
+def _own_all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor) -> Works:
+    yield dist.all_reduce(wire, group=group, async_op=True)
+    if out is not wire:
+        ops.decompress_cast(wire, out=out)
+
+
+def _in_one_exchange(
+    wire: torch.Tensor, rows: Sequence[torch.Tensor], gather: Gather, out: torch.Tensor
+) -> Works:
+    yield gather(wire)
+    _sum(rows, out)
+
+
+def _in_two_exchanges(
+    wire: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    gather: Gather,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> Works:
+    own = shards[group.rank()]
+    rows = _rows_beside(own, group)
+    yield _Messages(rows, group, kind=0).send(shards)
+    _sum(rows, own)
+    yield gather(own)
     if out is not wire:
         out.copy_(wire)
+
+
+class Gather:
+    """An all-gather that begins when it is called with what this rank sends. Its receives are posted before.
+
+    gloo's sender then needs no answer, and the message is under way for half a round trip. On other back ends
+    nothing happens before.
+
+    received: [ranks, n], or a row of it for each rank.
+    """
+
+    def __init__(self, received: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup):
+        self._received, self._group = received, group
+        self._messages = _Messages(received, group, kind=1) if takes_messages(received[0], group) else None
+
+    def __call__(self, sent: torch.Tensor) -> dist.Work:
+        """Give ``sent`` [n] to every rank; get row r of ``received`` from rank r. Returns the collective."""
+        if self._messages is None:
+            assert isinstance(self._received, torch.Tensor)
+            gathered = self._received.view(-1)
+            work: dist.Work = _all_gather_single(gathered, sent, group=self._group, async_op=True)
+            return work
+        own = self._received[self._group.rank()]
+        if own is not sent:
+            own.copy_(sent)
+        return self._messages.send([sent] * self._group.size())
 
 
 def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -97,9 +145,8 @@ def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
     Returns the collective under way.
     """
     if takes_messages(sent, group):
-        rank = group.rank()
-        received[rank].copy_(sent[rank])
-        return _Messages(received.unbind(), sent.unbind(), group, kind=0)
+        received[group.rank()].copy_(sent[group.rank()])
+        return _Messages(received, group, kind=0).send(sent)
     work: dist.Work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
     return work
 
@@ -109,11 +156,7 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
 
     Returns the collective under way.
     """
-    if takes_messages(sent, group):
-        received[group.rank()].copy_(sent)
-        return _Messages(received.unbind(), [sent] * group.size(), group, kind=1)
-    work: dist.Work = _all_gather_single(received.view(-1), sent, group=group, async_op=True)
-    return work
+    return Gather(received, group)(sent)
 
 
 def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Works:
@@ -165,40 +208,40 @@ def _is_on(backend: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool
 
 
 class _Messages(dist.Work):
-    """One exchange: a message to and from every other rank. This rank's own entries aren't used.
+    """One exchange: a message to and from every other rank. Rows of this rank itself aren't used.
 
     kind: 0 for all-to-all, 1 for all-gather.
+
+    The constructor posts the receives; send() sends.
     """
 
     def __init__(
-        self,
-        received: Sequence[torch.Tensor],
-        sent: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        *,
-        kind: int,
+        self, received: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup, *, kind: int
     ):
         super().__init__()
-        self._kind = kind
-        self._of_group = _of_groups.setdefault(group, _GroupExchanges())
+        self._group, self._of_group = group, _of_groups.setdefault(group, _GroupExchanges())
         self._of_group.num_exchanges += 1
+        self._number = self._of_group.num_exchanges * 2_000_003 + kind
         rank, size = group.rank(), group.size()
         # Each rank begins with a different one.
-        others = [(rank + distance) % size for distance in range(1, size)]
+        self._others = [(rank + distance) % size for distance in range(1, size)]
         self._works = [
             dist.irecv(received[other], group=group, group_src=other, tag=self._tag(received[other]))
-            for other in others
-        ]
-        self._works += [
-            dist.isend(sent[other], group=group, group_dst=other, tag=self._tag(sent[other]))
-            for other in others
+            for other in self._others
         ]
         self._of_group.under_way.add(self)
 
+    def send(self, sent: torch.Tensor | Sequence[torch.Tensor]) -> _Messages:
+        """Send each other rank its row."""
+        self._works += [
+            dist.isend(sent[other], group=self._group, group_dst=other, tag=self._tag(sent[other]))
+            for other in self._others
+        ]
+        return self
+
     def _tag(self, message: torch.Tensor) -> int:
         """Number a message by its exchange, kind and size: gloo fills a part of a receive that is too long."""
-        number = self._of_group.num_exchanges * 2_000_003 + 2 * message.nbytes + self._kind
-        return _FIRST_TAG + number % _NUM_TAGS
+        return _FIRST_TAG + (self._number + 2 * message.nbytes) % _NUM_TAGS
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for every message. Raises RuntimeError if a rank has ended or doesn't answer in time."""

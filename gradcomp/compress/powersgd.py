@@ -228,10 +228,13 @@ class PowerSGDCompressor(Compressor):
         scale = 1.0 if self._of_wires else 1 / group.size()
         self._pending.add_to(flat, self._unused)
         plan.project(flat, scale, self._left_out)
-        yield from self._average(0, plan.p_wire, group)
+        wires = [plan.p_wire, plan.q_wire] if plan.q_wire.numel() else [plan.p_wire]
+        # Both post what they will receive now.
+        averages = [self._average(index, wire, group) for index, wire in enumerate(wires)]
+        yield from averages[0]
         plan.back_project(flat, scale)
-        if plan.q_wire.numel():
-            yield from self._average(1, plan.q_wire, group)
+        for average in averages[1:]:
+            yield from average
         plan.reconstruct(flat, seed)
 
     def _average(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
@@ -248,16 +251,14 @@ class PowerSGDCompressor(Compressor):
         is_small = wire.nbytes < LEAST_BYTES_BY_NODES
         if self._ranks_per_node == 1 or is_small or ops.has_streams(wire.device):
             # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
-            has_delay = self._has_delay or (group.size() == 2 and is_small)
-            yield from all_reduce(wire, group, has_delay=has_delay)
-            return
+            return all_reduce(wire, group, has_delay=self._has_delay or (group.size() == 2 and is_small))
         nodes = nodes_of(group, self._ranks_per_node)
 
         def between(part: torch.Tensor) -> Stages:
             yield from all_reduce(part, nodes.between, has_delay=self._has_delay)
             return part
 
-        yield from reduce_by_nodes(wire, nodes, between)
+        return reduce_by_nodes(wire, nodes, between)
 
     def state(self) -> State:
         directions = self.plan.directions()

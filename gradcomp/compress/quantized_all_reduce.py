@@ -28,7 +28,7 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
 
-from ..comm.exchange import Works, all_gather, all_to_all, reduce_scatter, takes_one_exchange
+from ..comm.exchange import Gather, Works, all_gather, all_to_all, reduce_scatter, takes_one_exchange
 from ..comm.nodes import nodes_of
 from .compressor import BucketSpec
 
@@ -99,24 +99,35 @@ class FlatAllReduce:
         unused: the layout's parts that this rank's backward has not used; see ops.quantized_plan.
         extra: values to add to this rank's gradients, in the order of the padded blocks. They count only
             where kept leaves blocks out.
+
+        The call posts the receives that it can (exchange.Gather); flat is read when the result is iterated.
         """
+        if not self.plan.payload.numel():
+            return (None for _ in ())
+        gather = Gather(self.plan.received if self._is_one_exchange else self.plan.payload, group)
+        return self._stages(flat, group, unused, gather)
+
+    def _stages(
+        self, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part], gather: Gather
+    ) -> Works:
         plan = self.plan
-        if not plan.payload.numel():
-            return
         plan.quantize(flat, group.rank(), unused)
         if self._is_one_exchange:
-            yield all_gather(plan.received, plan.payload[0], group)
+            yield gather(plan.payload[0])
             plan.sum(flat, group.rank())
         else:
-            yield from _average_codes(plan, group)
+            yield from _average_codes(plan, group, gather)
             plan.dequantize(flat)
 
 
-def _average_codes(plan: ops.QuantizedPlan, group: dist.ProcessGroup) -> Works:
-    """Replace this rank's codes in plan.payload by the codes of the means, in two exchanges."""
+def _average_codes(plan: ops.QuantizedPlan, group: dist.ProcessGroup, gather: Gather) -> Works:
+    """Replace this rank's codes in plan.payload by the codes of the means, in two exchanges.
+
+    gather: to plan.payload. No rank sends its mean of a shard before it has got this rank's codes of it.
+    """
     yield all_to_all(plan.received, plan.payload, group)
     plan.average(group.rank())
-    yield all_gather(plan.payload, plan.mean, group)
+    yield gather(plan.mean)
 
 
 class NodesAllReduce:
@@ -176,6 +187,7 @@ class NodesAllReduce:
         if not self.num_bytes:
             return
         nodes, plan = nodes_of(group, self._ranks_per_node), self.plan
+        gather = Gather(plan.received if self._num_senders else plan.payload, nodes.between)
         for part in unused:
             flat[part.in_bucket] = 0.0
         self._copy(flat, self._pieces.view(-1), self.unit)
@@ -188,12 +200,12 @@ class NodesAllReduce:
         stays = [_is_in_zero_block(self._piece[part.in_bucket], self.layout.block_size) for part in parts]
         plan.quantize(self._piece.to(self._piece_dtype), nodes.between.rank(), parts, stays)
         if self._num_senders is None:
-            yield from _average_codes(plan, nodes.between)
+            yield from _average_codes(plan, nodes.between, gather)
             codes = self._whole.payload.view(nodes.ranks_per_node, -1)
             yield all_gather(codes, plan.payload.view(-1), nodes.within)
             self._whole.dequantize(flat)
             return
-        yield all_gather(plan.received, plan.payload[0], nodes.between)
+        yield gather(plan.payload[0])
         yield all_gather(self._codes.view(nodes.ranks_per_node, -1), plan.received.view(-1), nodes.within)
         for received, mean in zip(self._codes, self._means, strict=True):
             plan.sum(mean, nodes.between.rank(), received)

@@ -32,7 +32,7 @@ from gradcomp import ops
 from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.delay import MIN_DELAY_S, inherit_round_trip, round_trip_s
+from ..comm.delay import MIN_DELAY_S, round_trip_s
 from ..comm.exchange import reduce_scatter
 from ..comm.nodes import LaunchedNodes, groups_of_mesh, require_ranks_per_node
 from ..comm.pipeline import Pipeline, Stages, average_in_stages, explained, is_waited_for_at_once
@@ -375,6 +375,12 @@ class CompressorState:
             self._announced.add(phase.name)
             group = joined_group(self.process_group)
             between = self._nodes and self._nodes[1]
+            if self._round_trip_s >= MIN_DELAY_S:
+                say(
+                    f"{phase.name}: a message and its answer take {self._round_trip_s * 1e3:.0f} ms, so averages "
+                    "take as few exchanges as they can",
+                    group,
+                )
             is_resumed = self._is_resumed and self.iter > self.start_iter
             announce_start(
                 phase.name, self.iter, gradient_bytes, sent_bytes, group, between, is_resumed=is_resumed
@@ -584,8 +590,6 @@ class CompressorState:
         )
         found = launched.agreed_nodes(group, unlike)
         nodes = (found.ranks_per_node, str(found)) if found else None
-        if found:
-            inherit_round_trip(found.between, group)
         round_trip = round_trip_s(bucket.buffer(), found.between if found else group)
         if (nodes, round_trip) != (self._nodes, self._round_trip_s):
             self._memories.save_and_drop_compressors()

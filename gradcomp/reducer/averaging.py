@@ -6,7 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import GradBucket, Hook, TakesBack, as_real, checked_future, name_of, result_of
+from gradcomp.comm.delay import has_delay
 from gradcomp.comm.process_group import Operation
 
 from . import errors
@@ -53,7 +55,7 @@ def _gather(mine: torch.Tensor, longest: int, lengths: list[int], group: dist.Pr
     return torch.cat([each[:length] for each, length in zip(everyone, lengths, strict=True)])
 
 
-Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook; of an all-reduce
+Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook or exchanges; of an all-reduce
 
 
 class BucketCommunicator:
@@ -133,15 +135,18 @@ class BucketCommunicator:
         Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
         """
         bucket = self.buckets[index]
+        is_last = index == len(self.buckets) - 1
         if self.hook is None:
             # The division comes first: the sum may overflow where the mean does not.
             bucket.fill(1 / self.divisor)
+            if has_delay(bucket.buffer, self._group):
+                filled: Any = GradBucket(index, bucket.buffer, bucket.parameters, is_last)
+                return average_in_place(filled, self._group, self._averaging(index), divisor=1)
             # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
             with self._averaging(index):
                 return self._group.allreduce([bucket.buffer])
         bucket.fill(1.0)
         state, hook = self.hook
-        is_last = index == len(self.buckets) - 1
         with self._averaging(index):
             future = hook(state, GradBucket(index, bucket.buffer, bucket.parameters, is_last))
         return checked_future(future, hook)

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.comm.delay import has_delay
+from gradcomp.comm.exchange import all_reduce
+from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import Operation
 
 from . import errors
@@ -204,12 +207,14 @@ class UsedMap:
         self._counts = ops.send(mine, device)
         self._operation = Operation.of("exchange which parameters the step has used", group)
         with self._operation:
-            self._work: Any = dist.all_reduce(self._counts, group=group, async_op=True)
+            self._stages = all_reduce(self._counts, group, has_delay=has_delay(self._counts, group))
+            self._work: Any = next(self._stages)
 
     def unused(self) -> set[int]:
         """Wait, and return the parameters that no rank used."""
         with self._operation:
             self._work.wait()
+            run_through(self._stages)
         if self._uses_all:
             return set()
         # The host waits for the device only here, and only on a rank that left parameters out: it must know

@@ -167,15 +167,25 @@ class QuantizedOracle:
         T = M_i + Σ quantized(M_r) of the other ranks        then e_r = M_r − quantized(M_r)
         average = quantized(T / W)                           then e_i = T − W · average
 
+    In one exchange nobody owns a block: T = Σ quantized(M_r) of all ranks, and average = T / W.
+
+    is_one_exchange: None for what the hooks do without a delay: True between two ranks.
+
     errors: [rank][index], float64, the e_r. None, for zeros, before the first step.
 
     To continue from a hook's state, assign to errors.
     """
 
     def __init__(
-        self, shapes: Sequence[Shape], bits: int = 4, block_size: int = 128, *, error_feedback: bool = True
+        self,
+        shapes: Sequence[Shape],
+        bits: int = 4,
+        block_size: int = 128,
+        *,
+        error_feedback: bool = True,
+        is_one_exchange: bool | None = None,
     ):
-        self.shapes = [tuple(shape) for shape in shapes]
+        self.shapes, self.is_one_exchange = [tuple(shape) for shape in shapes], is_one_exchange
         self.bits, self.block_size, self.error_feedback = bits, block_size, error_feedback
         self.quantized = [
             index
@@ -195,6 +205,9 @@ class QuantizedOracle:
             self.errors = [list(zeros) for _ in gradients]
         num_blocks = [-(-math.prod(self.shapes[index]) // self.block_size) for index in self.quantized]
         owners = torch.arange(sum(num_blocks)) // max(1, -(-sum(num_blocks) // world_size))
+        is_one_exchange = world_size == 2 if self.is_one_exchange is None else self.is_one_exchange
+        if is_one_exchange:
+            owners.fill_(-1)
         for index, owner in zip(self.quantized, owners.split(num_blocks), strict=True):
             sent, lost, is_own = [], [], [(owner == rank)[:, None] for rank in range(world_size)]
             for gradient, error, own in zip(gradients, self.errors, is_own, strict=True):
@@ -202,7 +215,9 @@ class QuantizedOracle:
                 sent.append(torch.where(own, matrix, quantized(matrix, self.bits)))
                 lost.append(matrix - sent[-1])
             total = torch.stack(sent).sum(0)
-            average = quantized(total / world_size, self.bits)
+            average = total / world_size
+            if not is_one_exchange:
+                average = quantized(average, self.bits)
             averages[index] = self._tensor(average, index)
             for error, own, senders in zip(self.errors, is_own, lost, strict=True):
                 blocks = torch.where(own, total - world_size * average, senders)

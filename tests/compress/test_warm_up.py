@@ -8,7 +8,7 @@ import torch
 
 from gradcomp import ops
 from gradcomp.compress import BucketSpec, Compressor, CompressorState, compress_hook
-from gradcomp.compress import quantized as quantized
+from gradcomp.compress import quantized_all_reduce
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks import powerSGD_hook as powersgd
@@ -84,7 +84,7 @@ def test_powersgd_compiles_once_per_bucket_in_a_quantized_start(hook, monkeypatc
 
     note(ops, "compile_powersgd", "compiled")
     note(ops, "powersgd_plan", "made")
-    note(quantized, "quantized_all_reduce", "quantized")
+    note(quantized_all_reduce, "_average_codes", "quantized")
     make_state = partial(powersgd.PowerSGDState, None, 2, start_powerSGD_iter=3, start_bits=4)
     simulate(train, 1, make_state, hook, 5)
     assert events == ["quantized", "compiled"] * 2 + ["quantized"] * 4 + ["made"] * 2
@@ -112,8 +112,9 @@ def test_the_quantized_all_reduce_compiles_for_its_options(monkeypatch):
     )
     make_state = partial(QuantizationState, None, 8, 4, False, start_iter=2)
     simulate(train, 2, make_state, quantization_hook, 3)
-    # Two buckets on two ranks.
-    assert compiled == [(2, torch.float32, {"bits": 8, "error_feedback": False, "exact_dtype": None})] * 4
+    # Two buckets on two ranks, in one exchange.
+    options = {"bits": 8, "error_feedback": False, "exact_dtype": None, "num_senders": 2}
+    assert compiled == [(1, torch.float32, options)] * 4
 
 
 def test_by_nodes_the_kernels_of_both_plans_compile(monkeypatch):
@@ -125,17 +126,20 @@ def test_by_nodes_the_kernels_of_both_plans_compile(monkeypatch):
     )
     monkeypatch.setattr("gradcomp.ops.compile_powersgd", lambda *_, **options: compiled.append(options))
     options = PowerSGDOptions(factor_dtype=torch.int8)
-    bucket = BucketSpec(((5, 6), (6,)), torch.float32, torch.device("cpu"), 6, 0, ranks_per_node=3)
+    bucket = BucketSpec(((5, 6), (6,)), torch.float32, torch.device("cpu"), 9, 0, ranks_per_node=3)
     PowerSGDCompressor.warm_up(bucket, options)
     _, piece, whole = compiled
-    # Two nodes average pieces of gradients that were multiplied by a quarter.
-    assert piece[0] == 2
-    assert piece[2]["divisor"] == 6 / 4
-    assert whole[0] == 6
+    # Three nodes average pieces of gradients that were multiplied by a quarter.
+    assert piece[0] == 3
+    assert piece[2]["divisor"] == 9 / 4
+    assert whole[0] == 9
     assert whole[2]["only_dequantizes"]
     compiled.clear()
     QuantizedCompressor.warm_up(bucket, QuantizedOptions(within_dtype=torch.bfloat16))
-    assert [each[:2] for each in compiled] == [(2, torch.bfloat16), (6, torch.float32)]
+    assert [each[:2] for each in compiled] == [(3, torch.bfloat16), (9, torch.float32)]
+    compiled.clear()
+    QuantizedCompressor.warm_up(replace(bucket, world_size=6), QuantizedOptions())
+    assert [(each[0], each[2]["num_senders"]) for each in compiled] == [(1, 2)]
     compiled.clear()
     PowerSGDCompressor.warm_up(replace(bucket, ranks_per_node=1), options)
     assert [type(each) for each in compiled] == [dict, tuple]
