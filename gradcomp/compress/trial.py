@@ -22,7 +22,7 @@ import torch
 from gradcomp import ops
 
 from ..comm.streams import Future
-from ..rules import COUNT, RANK
+from ..rules import COUNT, RANK, Rule
 from .checkpoint import counts, require_keys
 
 WARM_UP_STEPS = 2  # of each turn
@@ -31,6 +31,14 @@ WARM_UP_STEPS = 2  # of each turn
 DROPPED_FROM = 1.5
 # The probability, at most, that the lower end of any candidate's interval is above its true gain.
 RISK = 0.05
+
+TOLERANCE = Rule(
+    "a number of at least 0 and below 1", lambda value: type(value) in (int, float) and 0 <= value < 1, float
+)
+TURN = Rule(
+    f"an int above {WARM_UP_STEPS}: the first {WARM_UP_STEPS} steps of a turn don't count",
+    lambda value: type(value) is int and value > WARM_UP_STEPS,
+)
 
 
 class Gain(NamedTuple):
@@ -53,8 +61,8 @@ class Gain(NamedTuple):
         first, other: seconds; inf if unknown.
         num_compared: the number of candidates that are compared with the first, which share RISK.
 
-        The interval goes from the k-th smallest difference to the k-th largest one: the sign test's. The true
-        median is below it with the probability that at most k - 1 of n fair coins show tails.
+        The interval goes from the k-th smallest difference to the k-th largest one: the sign test's. The
+        true median is below it with the probability that at most k - 1 of n fair coins show tails.
         """
         pairs = zip(first, other, strict=True)
         gains = sorted(a - b for a, b in pairs if math.isfinite(a) and math.isfinite(b))
@@ -66,52 +74,24 @@ class Gain(NamedTuple):
             below, k = more, k + 1
         return cls(statistics.median(gains), gains[k - 1], gains[-k], 1 - 2 * below)
 
-    def objection(self, step: float, wait: float, tolerance: float, *, is_in_use: bool = False) -> str:
-        """Return why the gain doesn't count; "" if it does.
 
-        step, wait: the first candidate's step, and its wait for averages; a wait of inf is unknown.
-        is_in_use: whether an earlier trial chose the candidate. Noise shouldn't flip the choice, so half the
-            tolerance is enough then, for the median alone.
-        """
-        needed, found = (tolerance / 2, self.median) if is_in_use else (tolerance, self.low)
-        if found <= needed * step:
-            return f"its gain may be at most {needed:.1%} of a step"
-        if not math.isfinite(wait):
-            return "the wait is unknown"
-        return "it gains more than the wait, so something else has changed" if self.low > wait else ""
+def choose(seconds: Sequence[float], tolerance: float, current: int | None = None) -> int:
+    """Return which candidate to use: the first that takes at most 1 + tolerance times the fastest.
 
-
-def choose(
-    seconds: Sequence[Sequence[float]],
-    wait: float,
-    tolerance: float,
-    current: int | None = None,
-    num_compared: int | None = None,
-) -> int:
-    """Return which candidate to use: of those that pay, the first within 1 + tolerance times the fastest.
-
-    seconds: of the steps of each candidate, in pairs, the mildest candidate first; inf if unknown. The first
-        candidate always pays, the others as Gain.objection says.
-    wait: of the first candidate's steps for their averages; inf if unknown.
+    seconds: of a step, by candidate, the mildest first; inf for one that doesn't pay.
     current: the one in use, if there was an earlier trial. So that noise doesn't flip the choice, it stays
         unless a milder one is within half the tolerance, or it is itself outside twice the tolerance.
-    num_compared: see Gain.of; None for all but the first.
     """
-    medians = [median_of(each) for each in seconds]
-    for i in range(1, len(seconds)):
-        gain = Gain.of(seconds[0], seconds[i], num_compared or len(seconds) - 1)
-        if gain is None or gain.objection(medians[0], wait, tolerance, is_in_use=i == current):
-            medians[i] = math.inf
 
     def first_within(part: float) -> int:
-        limit = min(medians) * (1 + part * tolerance)
-        return next(i for i, each in enumerate(medians) if each <= limit)
+        limit = min(seconds) * (1 + part * tolerance)
+        return next(i for i, each in enumerate(seconds) if each <= limit)
 
     if current is None:
         return first_within(1)
     if (milder := first_within(1 / 2)) < current:
         return milder
-    is_near = medians[current] <= min(medians) * (1 + 2 * tolerance)
+    is_near = seconds[current] <= min(seconds) * (1 + 2 * tolerance)
     return current if is_near else first_within(1)
 
 
@@ -210,21 +190,18 @@ class Trial:
         for name, each in self.seconds.items():
             each += of_round.get(name, unknown)
         self.step, self.round = 0, self.round + 1
-        is_known = all(map(math.isfinite, self.medians().values()))
+        known = self.medians()
+        is_known = math.inf not in known.values()
         if not is_known or self.round < self.num_rounds:
             limit = DROPPED_FROM * min(map(median_of, turns))
             first, *others = self.taking_part
-            stay = [name for name in others if median_of(of_round[name]) <= limit or not self._is_known(name)]
+            stay = (name for name in others if median_of(of_round[name]) <= limit or known[name] == math.inf)
             self.taking_part = [first, *stay]
         if is_known and (self.round >= self.num_rounds or len(self.taking_part) == 1):
-            steps = [self.seconds[name] for name in self.taking_part]
+            steps = [math.inf if self.objection(name) else known[name] for name in self.taking_part]
             before = self.taking_part.index(self.before) if self.before in self.taking_part else None
-            num_compared = len(self.names) - 1
-            chosen = choose(steps, self.wait, self.tolerance, before, num_compared)
-            self.choice, self.chosen_at = self.taking_part[chosen], next_step
-
-    def _is_known(self, name: str) -> bool:
-        return any(map(math.isfinite, self.seconds[name]))
+            self.choice = self.taking_part[choose(steps, self.tolerance, before)]
+            self.chosen_at = next_step
 
     @property
     def wait(self) -> float:
@@ -240,16 +217,23 @@ class Trial:
         first, compared = self.names[0], len(self.names) - 1
         return None if name == first else Gain.of(self.seconds[first], self.seconds[name], compared)
 
-    def reason(self, name: str) -> str:
-        """Return in words why a candidate is not used, or that it pays."""
+    def objection(self, name: str) -> str:
+        """Return in words why a candidate doesn't pay; "" if it does. The first one needs no gain.
+
+        A candidate that an earlier trial chose pays if the median of its gain is half the tolerance: noise
+        shouldn't flip the choice.
+        """
+        gain, step, is_in_use = self.gain(name), self.medians()[self.names[0]], name == self.before
         if name == self.names[0]:
-            return "the others are compared with it"
+            return ""
         if name not in self.taking_part:
             return f"it took more than {DROPPED_FROM} times the fastest one's time"
-        if (gain := self.gain(name)) is None:
-            return "its time is unknown"
-        step, is_in_use = self.medians()[self.names[0]], name == self.before
-        return gain.objection(step, self.wait, self.tolerance, is_in_use=is_in_use) or "it pays"
+        if gain is None or not math.isfinite(self.wait):
+            return "its gain or the wait is unknown"
+        needed, found = (self.tolerance / 2, gain.median) if is_in_use else (self.tolerance, gain.low)
+        if found <= needed * step:
+            return f"its gain may be at most {needed:.1%} of a step"
+        return "it gains more than the wait, so something else has changed" if gain.low > self.wait else ""
 
     @classmethod
     def from_dict(cls, given: Any) -> "Trial":
@@ -272,8 +256,8 @@ class Trial:
         lists = [waits, *seconds.values()] if is_by_name else [None]
         if not all(isinstance(each, list) and len(each) == len(waits) for each in lists):
             raise ValueError(
-                f"trial: seconds is {seconds!r} and waits {waits!r}, but each of {names} must have a list of "
-                "times, all of one length"
+                f"trial: seconds is {seconds!r} and waits {waits!r}, but each of {names} must have a list "
+                "of times, all of one length"
             )
         for name in ("choice", "before"):
             if given[name] not in (None, *names):
@@ -284,14 +268,12 @@ class Trial:
                 f"trial: place is {place} and sent_bytes {sent_bytes!r}, but must be two numbers and a dict"
             )
         numbers = {name: COUNT(f"trial: {name}", given[name]) for name in ("step", "round", "chosen_at")}
-        options = {name: RANK(f"trial: {name}", given[name]) for name in ("steps_per_turn", "num_rounds")}
-        if options["steps_per_turn"] <= WARM_UP_STEPS:
-            raise ValueError(f"trial: steps_per_turn is {WARM_UP_STEPS} or less: no step counts")
-        (tolerance,) = _checked_times("tolerance", [given["tolerance"]])
         return cls(
             names,
             (place[0], place[1]),
-            tolerance=tolerance,
+            steps_per_turn=TURN("trial: steps_per_turn", given["steps_per_turn"]),
+            num_rounds=RANK("trial: num_rounds", given["num_rounds"]),
+            tolerance=TOLERANCE("trial: tolerance", given["tolerance"]),
             before=given["before"],
             taking_part=taking_part,
             seconds={name: _checked_times(f"a time of {name}", each) for name, each in seconds.items()},
@@ -299,7 +281,6 @@ class Trial:
             sent_bytes={name: COUNT(f"trial: bytes of {name}", each) for name, each in sent_bytes.items()},
             choice=given["choice"],
             **numbers,
-            **options,
         )
 
 
@@ -330,7 +311,7 @@ class StepClock:
         self._begin = _mark(device)
 
     def add_wait(self, number: int, average: Future, device: torch.device) -> None:
-        """Note that a step waits for a bucket's average: from the last bucket's begin to the last average."""
+        """Note that a step waits for an average: from its last bucket's begin to the last average."""
         begins, ends = self._waits.setdefault(number, ([], []))
         begins.append(self._begin)
         # On CUDA a callback's stream waits for the average, so the event in it does, too.
@@ -341,7 +322,9 @@ class StepClock:
 
         number: stands for the time since the last step's end; None if that time doesn't count.
         """
-        self._marks.append((number, self._begin if self._now is None else self._now()))
+        end, self._begin = self._begin if self._now is None else self._now(), None
+        if end is not None:  # a step without buckets has no end
+            self._marks.append((number, end))
 
     def forget(self) -> None:
         """Forget the steps so far: the time until the next step's end doesn't count."""
@@ -364,7 +347,7 @@ class StepClock:
         ]
 
     def take_waits(self) -> dict[int, float]:
-        """Return the waits by number, without those that have not ended, and forget them. The host waits."""
+        """Return the waits by number, without those that haven't ended, and forget them. The host waits."""
         taken, self._waits = self._waits, {}
         return {
             number: max(_seconds_between(begins[-1], end) for end in ends)

@@ -23,8 +23,8 @@ from gradcomp.compress.compressor import Choice, Compressor, MakesCompressors, S
 from gradcomp.compress.memories import BucketPart
 from gradcomp.compress.named import BY_NODES, NamedHook
 from gradcomp.compress.state import CompressorState, Phase, option
-from gradcomp.compress.trial import WARM_UP_STEPS, StepClock, Trial
-from gradcomp.rules import Rule, check_fields, checked_field, described
+from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
+from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
 
 __all__ = ["CANDIDATES", "AutoState", "auto_hook"]
 
@@ -37,14 +37,6 @@ SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
 # A candidate that a plan predicts to take longer than this many times the fastest is not tried.
 PREDICTED_WITHIN = 1.5
 
-_TOLERANCE = Rule(
-    "a number of at least 0 and below 1", lambda value: type(value) in (int, float) and 0 <= value < 1, float
-)
-_TURN = Rule(
-    f"an int above {WARM_UP_STEPS}: the first {WARM_UP_STEPS} steps of a turn don't count",
-    lambda value: type(value) is int and value > WARM_UP_STEPS,
-)
-_ROUNDS = Rule("an int and at least 1", lambda value: type(value) is int and value >= 1)
 _RETRIAL = Rule(
     "None or an int and at least 1", lambda value: value is None or (type(value) is int and value >= 1)
 )
@@ -55,9 +47,9 @@ class AutoOptions:
     """The options of AutoState. Errors don't depend on them, so all options are equal in comparisons."""
 
     candidates: tuple[str, ...] = checked_field(CANDIDATES, Rule("names", lambda _: True), is_compared=False)
-    tolerance: float = checked_field(0.05, _TOLERANCE, is_compared=False)
-    steps_per_turn: int = checked_field(6, _TURN, is_compared=False)
-    rounds: int = checked_field(3, _ROUNDS, is_compared=False)
+    tolerance: float = checked_field(0.05, TOLERANCE, is_compared=False)
+    steps_per_turn: int = checked_field(6, TURN, is_compared=False)
+    rounds: int = checked_field(3, RANK, is_compared=False)
     retrial_every: int | None = checked_field(10_000, _RETRIAL, is_compared=False)
 
     def __post_init__(self) -> None:
@@ -98,10 +90,10 @@ class _AnyCandidate(Compressor):
 class AutoState(CompressorState):
     """The state that auto_hook is registered with: finds out which compression pays, and uses it.
 
-    Candidates take turns of a few training steps, round after round. A candidate pays if its steps are surely
-    shorter than the first candidate's ("none") by more than `tolerance`, and if the first one's steps wait
-    that long for averages. Of those that pay, mildest first, the first that takes at most `tolerance` longer
-    per step than the fastest is used then; without one, the first candidate.
+    Candidates take turns of a few training steps, round after round. A candidate pays if its steps are
+    surely shorter than the first candidate's ("none") by more than `tolerance`, and the first one's steps
+    wait that long for averages. Of those that pay, mildest first, the first that takes at most `tolerance`
+    longer per step than the fastest is used then; without one, the first candidate.
 
     process_group: the group that averages; None for the default one.
     candidates: names as in docs/accuracy.md, the mildest first: none, bf16, fp16, int8, int4, powersgd:RANK,
@@ -199,12 +191,12 @@ class AutoState(CompressorState):
 
         candidate: its name.
         ms: the median time of a step, on the slowest rank; None if unknown.
-        wait_ms: the median time that a step waits for its averages after backward's last bucket; only of the
-            first candidate.
+        wait_ms: the median time that a step waits for its averages after backward's last bucket; only of
+            the first candidate.
         gain_ms: the median by which its steps are shorter than the first candidate's, in pairs.
         gain_low_ms, gain_high_ms: the interval for the true median of the gain.
         level: the probability that such an interval holds the true median.
-        why: in words, why it isn't used, or that it pays.
+        why: in words, why it doesn't pay; empty if it does.
         sent_bytes: the bytes that a rank sends per step; with nodes, a node. None if unknown.
         nats: its cost in validation loss on the small GPT of docs/accuracy.md; None if unknown.
         """
@@ -224,7 +216,7 @@ class AutoState(CompressorState):
                     "gain_low_ms": _ms(low),
                     "gain_high_ms": _ms(high),
                     "level": level,
-                    "why": trial.reason(name),
+                    "why": trial.objection(name),
                     "sent_bytes": trial.sent_bytes.get(name),
                     "nats": None if cost is None else cost.nats,
                 }
@@ -327,8 +319,8 @@ class AutoState(CompressorState):
             why = f"gain {_shown_gain(chosen)} of {wait}"
         return (
             f"auto_hook uses {trial.choice} from step {self.iter} on: {why}. Each with its time, its gain "
-            f"over {trial.names[0]} (interval at {min(levels):.1%}) and its bytes per step, and its cost in "
-            f"loss in docs/accuracy.md: {'; '.join(shown)}"
+            f"over {trial.names[0]} (interval at {min(levels):.1%}) and its bytes per step, and its cost "
+            f"in loss in docs/accuracy.md: {'; '.join(shown)}"
         )
 
     def _check_speed(self, trial: Trial, group: dist.ProcessGroup) -> None:
@@ -428,8 +420,8 @@ def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future
     AutoState. One line says so.
 
     On the wire: the codes or factors of the candidate in use; see default_hooks, quantization_hook
-    and powerSGD_hook. A trial adds an all-reduce of a few numbers per candidate for every round; later every
-    25th step adds an all-reduce of one number.
+    and powerSGD_hook. A trial adds an all-reduce of a few numbers per candidate for every round; later
+    every 25th step adds an all-reduce of one number.
     State: the candidate's errors. They are passed on when the candidate changes, so no gradient is
     missing from the sum of the averages; PowerSGD begins with new random directions.
 
