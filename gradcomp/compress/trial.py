@@ -33,7 +33,9 @@ DROPPED_FROM = 1.5
 RISK = 0.05
 
 TOLERANCE = Rule(
-    "a number of at least 0 and below 1", lambda value: type(value) in (int, float) and 0 <= value < 1, float
+    "a number of at least 0 and below 1",
+    lambda value: type(value) in (int, float) and 0 <= value < 1,
+    float,
 )
 TURN = Rule(
     f"an int above {WARM_UP_STEPS}: the first {WARM_UP_STEPS} steps of a turn don't count",
@@ -194,9 +196,9 @@ class Trial:
         is_known = math.inf not in known.values()
         if not is_known or self.round < self.num_rounds:
             limit = DROPPED_FROM * min(map(median_of, turns))
-            first, *others = self.taking_part
-            stay = (name for name in others if median_of(of_round[name]) <= limit or known[name] == math.inf)
-            self.taking_part = [first, *stay]
+            others = self.taking_part[1:]
+            left = {name for name in others if median_of(of_round[name]) > limit and known[name] < math.inf}
+            self.taking_part = [name for name in self.taking_part if name not in left]
         if is_known and (self.round >= self.num_rounds or len(self.taking_part) == 1):
             steps = [math.inf if self.objection(name) else known[name] for name in self.taking_part]
             before = self.taking_part.index(self.before) if self.before in self.taking_part else None

@@ -68,7 +68,8 @@ def test_turns():
     (used, choice, table), other = run_ranks(steps, 2, 37, {})
     assert used[:2] == ["auto_hook"] * 2
     assert used[2:20] == [name for name in CANDIDATES for _ in range(3)]
-    assert used[20:35] == [name for name in CANDIDATES if name == "none" or MS[name] <= 48 for _ in range(3)]
+    left = [name for name in CANDIDATES if name == "none" or MS[name] <= 1.5 * 32]
+    assert used[20:35] == [name for name in left for _ in range(3)]
     assert choice is None  # in the third round
     assert [row["candidate"] for row in table] == list(CANDIDATES)
     assert other == (used, choice, table)
