@@ -5,33 +5,82 @@
     …         the rule chooses
 
 The first steps of a turn don't count: their compressors and buffers are new, and they wait for the last
-candidate's all-reduce.
+candidate's all-reduce. Every other step is paired with the first candidate's step in the same place of the
+same round. The differences are the candidate's gain. docs/auto.md has the rule.
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gradcomp import ops
 
-from ..rules import COUNT, RANK
+from ..comm.streams import Future
+from ..rules import COUNT, RANK, Rule
 from .checkpoint import counts, require_keys
 
 WARM_UP_STEPS = 2  # of each turn
-# A candidate that took this many times the fastest one's time in a round gets no turns in later rounds.
+# A candidate that took this many times the fastest one's time in a round gets no turns in later rounds. The
+# first candidate keeps its turns: the others are compared with it.
 DROPPED_FROM = 1.5
+# The probability, at most, that the lower end of any candidate's interval is above its true gain.
+RISK = 0.05
+
+TOLERANCE = Rule(
+    "a number of at least 0 and below 1",
+    lambda value: type(value) in (int, float) and 0 <= value < 1,
+    float,
+)
+TURN = Rule(
+    f"an int above {WARM_UP_STEPS}: the first {WARM_UP_STEPS} steps of a turn don't count",
+    lambda value: type(value) is int and value > WARM_UP_STEPS,
+)
+
+
+class Gain(NamedTuple):
+    """How much shorter a candidate's steps are than the first candidate's, in seconds.
+
+    median: of the pairs of steps.
+    low, high: the interval for the true median.
+    level: the probability that such an interval holds the true median, for any distribution of noise.
+    """
+
+    median: float
+    low: float
+    high: float
+    level: float
+
+    @classmethod
+    def of(cls, first: Sequence[float], other: Sequence[float], num_compared: int) -> "Gain | None":
+        """Return the gain of the steps `other` over the steps `first`, in pairs; None without pairs.
+
+        first, other: seconds; inf if unknown.
+        num_compared: the number of candidates that are compared with the first, which share RISK.
+
+        The interval goes from the k-th smallest difference to the k-th largest one: the sign test's. The
+        true median is below it with the probability that at most k - 1 of n fair coins show tails.
+        """
+        pairs = zip(first, other, strict=True)
+        gains = sorted(a - b for a, b in pairs if math.isfinite(a) and math.isfinite(b))
+        num, k = len(gains), 1
+        if num == 0:
+            return None
+        below = 1 / 2**num
+        while (more := below + math.comb(num, k) / 2**num) <= RISK / num_compared:
+            below, k = more, k + 1
+        return cls(statistics.median(gains), gains[k - 1], gains[-k], 1 - 2 * below)
 
 
 def choose(seconds: Sequence[float], tolerance: float, current: int | None = None) -> int:
     """Return which candidate to use: the first that takes at most 1 + tolerance times the fastest.
 
-    seconds: of a step, by candidate, the mildest first.
+    seconds: of a step, by candidate, the mildest first; inf for one that doesn't pay.
     current: the one in use, if there was an earlier trial. So that noise doesn't flip the choice, it stays
         unless a milder one is within half the tolerance, or it is itself outside twice the tolerance.
     """
@@ -48,6 +97,12 @@ def choose(seconds: Sequence[float], tolerance: float, current: int | None = Non
     return current if is_near else first_within(1)
 
 
+def median_of(seconds: Sequence[float]) -> float:
+    """Return the median of the known times; inf if none is known."""
+    known = [each for each in seconds if math.isfinite(each)]
+    return statistics.median(known) if known else math.inf
+
+
 @dataclass
 class Trial:
     """The turns of a trial, and its result. dataclasses.asdict makes a checkpoint of it.
@@ -58,7 +113,8 @@ class Trial:
     before: the candidate that an earlier trial chose; None without one.
     taking_part: the candidates that take turns in this round.
     step: the number of steps in this round so far.
-    seconds: by candidate, the median times of a step, one for each round.
+    seconds: by candidate, the times of the steps that count, on the slowest rank; inf if unknown.
+    waits: the time that each of the first candidate's steps waits for its averages, likewise.
     sent_bytes: by candidate, the bytes that a rank sends per step; with nodes, a node.
     choice: the chosen candidate; None during the trial.
     chosen_at: the number of the first step with the choice; 0 during the trial.
@@ -74,6 +130,7 @@ class Trial:
     step: int = 0
     round: int = 0
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    waits: list[float] = field(default_factory=list)
     sent_bytes: dict[str, int] = field(default_factory=dict)
     choice: str | None = None
     chosen_at: int = 0
@@ -91,36 +148,94 @@ class Trial:
         return self.choice or self.taking_part[turn]
 
     @property
-    def is_measuring(self) -> bool:
-        """True if the time up to the end of this step counts."""
-        return self.choice is not None or self.step % self.steps_per_turn >= WARM_UP_STEPS
+    def num_counted(self) -> int:
+        """The number of steps of a turn that count."""
+        return self.steps_per_turn - WARM_UP_STEPS
+
+    @property
+    def place_in_round(self) -> int | None:
+        """The number of this step among the round's steps that count; None if it doesn't count."""
+        if self.choice is not None:
+            return 0
+        turn, step = divmod(self.step, self.steps_per_turn)
+        counts = step >= WARM_UP_STEPS and not self.is_round_over
+        return turn * self.num_counted + step - WARM_UP_STEPS if counts else None
+
+    @property
+    def is_waiting_timed(self) -> bool:
+        """True if this step's wait for averages counts: a step of the first candidate's turn."""
+        return self.choice is None and self.step < self.steps_per_turn and self.step >= WARM_UP_STEPS
 
     @property
     def is_round_over(self) -> bool:
         return self.choice is None and self.step >= self.steps_per_turn * len(self.taking_part)
 
-    def end_round(self, seconds: Sequence[float], next_step: int) -> None:
+    def round_of(self, seconds: Mapping[int, float], waits: Mapping[int, float]) -> list[float]:
+        """Return this rank's times of a round, for end_round: of the steps that count, then the waits.
+
+        seconds, waits: by place_in_round, and by step.
+        """
+        num = self.num_counted
+        times = [seconds.get(i, math.inf) for i in range(num * len(self.taking_part))]
+        return times + [waits.get(i, math.inf) for i in range(WARM_UP_STEPS, self.steps_per_turn)]
+
+    def end_round(self, times: Sequence[float], next_step: int) -> None:
         """Begin the next round, or choose.
 
-        seconds: of a step, for each candidate that takes part; inf if unknown. Equal on all ranks.
+        times: as from round_of, of the slowest rank. Equal on all ranks.
         next_step: the number of the step that comes now.
         """
-        for name, each in zip(self.taking_part, seconds, strict=True):
-            if math.isfinite(each):
-                self.seconds[name].append(each)
-        limit = DROPPED_FROM * min(seconds)
-        left = zip(self.taking_part, seconds, strict=True)
-        self.taking_part = [name for name, each in left if each <= limit or not self.seconds[name]]
+        num, unknown = self.num_counted, [math.inf] * self.num_counted
+        turns = [list(times[i : i + num]) for i in range(0, len(times), num)]
+        self.waits += turns.pop()
+        of_round = dict(zip(self.taking_part, turns, strict=True))
+        for name, each in self.seconds.items():
+            each += of_round.get(name, unknown)
         self.step, self.round = 0, self.round + 1
-        is_known = all(self.seconds.values())
+        known = self.medians()
+        is_known = math.inf not in known.values()
+        if not is_known or self.round < self.num_rounds:
+            limit = DROPPED_FROM * min(map(median_of, turns))
+            others = self.taking_part[1:]
+            left = {name for name in others if median_of(of_round[name]) > limit and known[name] < math.inf}
+            self.taking_part = [name for name in self.taking_part if name not in left]
         if is_known and (self.round >= self.num_rounds or len(self.taking_part) == 1):
-            before = self.names.index(self.before) if self.before in self.names else None
-            self.choice = self.names[choose(list(self.medians().values()), self.tolerance, before)]
+            steps = [math.inf if self.objection(name) else known[name] for name in self.taking_part]
+            before = self.taking_part.index(self.before) if self.before in self.taking_part else None
+            self.choice = self.taking_part[choose(steps, self.tolerance, before)]
             self.chosen_at = next_step
 
+    @property
+    def wait(self) -> float:
+        """The median time that the first candidate's steps wait for their averages; inf if unknown."""
+        return median_of(self.waits)
+
     def medians(self) -> dict[str, float]:
-        """Return each candidate's median over the rounds, in seconds; inf for one that is unknown."""
-        return {name: statistics.median(each) if each else math.inf for name, each in self.seconds.items()}
+        """Return each candidate's median step, in seconds; inf for one that is unknown."""
+        return {name: median_of(each) for name, each in self.seconds.items()}
+
+    def gain(self, name: str) -> Gain | None:
+        """Return a candidate's gain over the first one; None if it is unknown, or the first one itself."""
+        first, compared = self.names[0], len(self.names) - 1
+        return None if name == first else Gain.of(self.seconds[first], self.seconds[name], compared)
+
+    def objection(self, name: str) -> str:
+        """Return in words why a candidate doesn't pay; "" if it does. The first one needs no gain.
+
+        A candidate that an earlier trial chose pays if the median of its gain is half the tolerance: noise
+        shouldn't flip the choice.
+        """
+        gain, step, is_in_use = self.gain(name), self.medians()[self.names[0]], name == self.before
+        if name == self.names[0]:
+            return ""
+        if name not in self.taking_part:
+            return f"it took more than {DROPPED_FROM} times the fastest one's time"
+        if gain is None or not math.isfinite(self.wait):
+            return "its gain or the wait is unknown"
+        needed, found = (self.tolerance / 2, gain.median) if is_in_use else (self.tolerance, gain.low)
+        if found <= needed * step:
+            return f"its gain may be at most {needed:.1%} of a step"
+        return "it gains more than the wait, so something else has changed" if gain.low > self.wait else ""
 
     @classmethod
     def from_dict(cls, given: Any) -> "Trial":
@@ -129,19 +244,22 @@ class Trial:
         Raises KeyError for missing and unknown entries, ValueError for entries that don't fit.
         """
         require_keys("trial", given, [each.name for each in fields(cls)])
-        names, taking_part, seconds = given["names"], given["taking_part"], given["seconds"]
+        names, taking_part, seconds, waits = (
+            given[name] for name in ("names", "taking_part", "seconds", "waits")
+        )
         if not isinstance(names, list) or not all(isinstance(each, str) for each in names) or not names:
             raise ValueError(f"trial: names is {names!r}, but must be a list of names")
-        if (
-            not isinstance(taking_part, list)
-            or not taking_part
-            or any(each not in names for each in taking_part)
-        ):
-            raise ValueError(f"trial: taking_part is {taking_part!r}, but must be some of {names}")
-        is_by_name = isinstance(seconds, dict) and list(seconds) == names
-        if not is_by_name or not all(isinstance(each, list) for each in seconds.values()):
+        is_part = isinstance(taking_part, list) and taking_part[:1] == names[:1]
+        if not is_part or any(each not in names for each in taking_part):
             raise ValueError(
-                f"trial: seconds is {seconds!r}, but must have a list of times for each of {names}"
+                f"trial: taking_part is {taking_part!r}, but must be the first of {names} and others"
+            )
+        is_by_name = isinstance(seconds, dict) and list(seconds) == names
+        lists = [waits, *seconds.values()] if is_by_name else [None]
+        if not all(isinstance(each, list) and len(each) == len(waits) for each in lists):
+            raise ValueError(
+                f"trial: seconds is {seconds!r} and waits {waits!r}, but each of {names} must have a list "
+                "of times, all of one length"
             )
         for name in ("choice", "before"):
             if given[name] not in (None, *names):
@@ -152,73 +270,105 @@ class Trial:
                 f"trial: place is {place} and sent_bytes {sent_bytes!r}, but must be two numbers and a dict"
             )
         numbers = {name: COUNT(f"trial: {name}", given[name]) for name in ("step", "round", "chosen_at")}
-        options = {name: RANK(f"trial: {name}", given[name]) for name in ("steps_per_turn", "num_rounds")}
         return cls(
             names,
             (place[0], place[1]),
-            tolerance=_checked_time("tolerance", given["tolerance"]),
+            steps_per_turn=TURN("trial: steps_per_turn", given["steps_per_turn"]),
+            num_rounds=RANK("trial: num_rounds", given["num_rounds"]),
+            tolerance=TOLERANCE("trial: tolerance", given["tolerance"]),
             before=given["before"],
             taking_part=taking_part,
-            seconds={
-                name: [_checked_time(f"a time of {name}", each) for each in seconds[name]] for name in names
-            },
+            seconds={name: _checked_times(f"a time of {name}", each) for name, each in seconds.items()},
+            waits=_checked_times("a wait", waits),
             sent_bytes={name: COUNT(f"trial: bytes of {name}", each) for name, each in sent_bytes.items()},
             choice=given["choice"],
             **numbers,
-            **options,
         )
 
 
-def _checked_time(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"trial: {name} is {value!r}, but must be finite and at least 0")
-    return float(value)
+def _checked_times(name: str, values: list[Any]) -> list[float]:
+    for value in values:
+        if not isinstance(value, int | float) or not value >= 0:
+            raise ValueError(f"trial: {name} is {value!r}, but must be at least 0")
+    return [float(value) for value in values]
 
 
 class StepClock:
-    """The times between the ends of steps: on CUDA by events on the stream of backward, else by the clock.
+    """The times of steps, and their waits for averages, by the number that a step is given.
 
-    now: the clock, in seconds; None for the device's events or time.perf_counter.
+    A step ends where its last bucket's hook begins, whether that hook waits for the average or DDP does: so
+    its own wait belongs to the time of the next step. On CUDA by events on the stream of backward.
+
+    now: the clock for the ends of steps, in seconds; None for the device's events or time.perf_counter.
     """
 
     def __init__(self, now: Callable[[], float] | None = None):
         self._now = now
-        self._marks: list[tuple[str | None, Any]] = []
+        self._begin: Any = None  # of the last bucket
+        self._marks: list[tuple[int | None, Any]] = []
+        self._waits: dict[int, tuple[list[Any], list[Any]]] = {}
 
-    def end_step(self, name: str | None, device: torch.device) -> None:
-        """Note that a step ends now.
+    def begin_bucket(self, device: torch.device) -> None:
+        """Note that a bucket's hook begins now."""
+        self._begin = _mark(device)
 
-        name: the candidate whose time it was since the last step's end; None if that time doesn't count.
+    def add_wait(self, number: int, average: Future, device: torch.device) -> None:
+        """Note that a step waits for an average: from its last bucket's begin to the last average."""
+        begins, ends = self._waits.setdefault(number, ([], []))
+        begins.append(self._begin)
+        # On CUDA a callback's stream waits for the average, so the event in it does, too.
+        average.add_done_callback(lambda _: ends.append(_mark(device)))
+
+    def end_step(self, number: int | None) -> None:
+        """Note that a step has ended with the last bucket.
+
+        number: stands for the time since the last step's end; None if that time doesn't count.
         """
-        if self._now is not None or not ops.has_streams(device):
-            self._marks.append((name, (self._now or time.perf_counter)()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        self._marks.append((name, event))
+        end, self._begin = self._begin if self._now is None else self._now(), None
+        if end is not None:  # a step without buckets has no end
+            self._marks.append((number, end))
 
     def forget(self) -> None:
         """Forget the steps so far: the time until the next step's end doesn't count."""
-        self._marks = []
+        self._marks, self._waits = [], {}
 
-    def take(self, *, waits: bool = False) -> list[tuple[str, float]]:
-        """Return (candidate, seconds) of the steps that have ended since the last call, and forget them.
+    def take(self, *, waits: bool = False) -> list[tuple[int, float]]:
+        """Return (number, seconds) of the steps that have ended since the last call, and forget them.
 
         waits: whether the host waits for the device. Otherwise steps that the device hasn't ended are left.
         """
-        events = [mark for _, mark in self._marks if isinstance(mark, torch.cuda.Event)]
+        events = [end for _, end in self._marks if isinstance(end, torch.cuda.Event)]
         if waits and events:
             events[-1].synchronize()
         num_ended = len(self._marks) - sum(not event.query() for event in events)
         ended, self._marks = self._marks[:num_ended], self._marks[max(num_ended - 1, 0) :]
         return [
-            (name, _seconds_between(first, last))
-            for (_, first), (name, last) in pairwise(ended)
-            if name is not None
+            (number, _seconds_between(first, last))
+            for (_, first), (number, last) in pairwise(ended)
+            if number is not None
         ]
+
+    def take_waits(self) -> dict[int, float]:
+        """Return the waits by number, without those that haven't ended, and forget them. The host waits."""
+        taken, self._waits = self._waits, {}
+        return {
+            number: max(_seconds_between(begins[-1], end) for end in ends)
+            for number, (begins, ends) in taken.items()
+            if len(ends) == len(begins)
+        }
+
+
+def _mark(device: torch.device) -> Any:
+    """Return the time, on CUDA as an event on the current stream."""
+    if not ops.has_streams(device):
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _seconds_between(first: Any, last: Any) -> float:
     if isinstance(first, torch.cuda.Event):
+        last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
     return float(last - first)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,15 +14,17 @@ from gradcomp import ops
 from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.reduced_values import ReducedValues
+from gradcomp.comm.streams import Future
 from gradcomp.compress import checkpoint
 from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.compress.announcement import say, shown_bytes
 from gradcomp.compress.checkpoint import Settings, require_error
-from gradcomp.compress.compressor import Choice, Compressor, State
+from gradcomp.compress.compressor import Choice, Compressor, MakesCompressors, State
+from gradcomp.compress.memories import BucketPart
 from gradcomp.compress.named import BY_NODES, NamedHook
 from gradcomp.compress.state import CompressorState, Phase, option
-from gradcomp.compress.trial import WARM_UP_STEPS, StepClock, Trial
-from gradcomp.rules import Rule, check_fields, checked_field, described
+from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
+from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
 
 __all__ = ["CANDIDATES", "AutoState", "auto_hook"]
 
@@ -36,14 +37,6 @@ SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
 # A candidate that a plan predicts to take longer than this many times the fastest is not tried.
 PREDICTED_WITHIN = 1.5
 
-_TOLERANCE = Rule(
-    "a number of at least 0 and below 1", lambda value: type(value) in (int, float) and 0 <= value < 1, float
-)
-_TURN = Rule(
-    f"an int above {WARM_UP_STEPS}: the first {WARM_UP_STEPS} steps of a turn don't count",
-    lambda value: type(value) is int and value > WARM_UP_STEPS,
-)
-_ROUNDS = Rule("an int and at least 1", lambda value: type(value) is int and value >= 1)
 _RETRIAL = Rule(
     "None or an int and at least 1", lambda value: value is None or (type(value) is int and value >= 1)
 )
@@ -54,9 +47,9 @@ class AutoOptions:
     """The options of AutoState. Errors don't depend on them, so all options are equal in comparisons."""
 
     candidates: tuple[str, ...] = checked_field(CANDIDATES, Rule("names", lambda _: True), is_compared=False)
-    tolerance: float = checked_field(0.05, _TOLERANCE, is_compared=False)
-    steps_per_turn: int = checked_field(6, _TURN, is_compared=False)
-    rounds: int = checked_field(3, _ROUNDS, is_compared=False)
+    tolerance: float = checked_field(0.05, TOLERANCE, is_compared=False)
+    steps_per_turn: int = checked_field(6, TURN, is_compared=False)
+    rounds: int = checked_field(3, RANK, is_compared=False)
     retrial_every: int | None = checked_field(10_000, _RETRIAL, is_compared=False)
 
     def __post_init__(self) -> None:
@@ -97,17 +90,21 @@ class _AnyCandidate(Compressor):
 class AutoState(CompressorState):
     """The state that auto_hook is registered with: finds out which compression pays, and uses it.
 
-    Candidates take turns of a few training steps, round after round. Of the candidates, mildest first, the
-    first that takes at most `tolerance` longer per step than the fastest is used then. "none" is a candidate.
+    Candidates take turns of a few training steps, round after round. A candidate pays if its steps are
+    surely shorter than the first candidate's ("none") by more than `tolerance`, and the first one's steps
+    wait that long for averages. Of those that pay, mildest first, the first that takes at most `tolerance`
+    longer per step than the fastest is used then; without one, the first candidate.
 
     process_group: the group that averages; None for the default one.
     candidates: names as in docs/accuracy.md, the mildest first: none, bf16, fp16, int8, int4, powersgd:RANK,
         powersgd:RANK:bf16, powersgd:RANK:int8. With nodes, each is tried flat and by nodes.
     strongest: the last of the candidates to try, such as "int8" for at most 8 bits; None for all.
-    tolerance: the part of the fastest step's time that a milder candidate may take longer.
+    tolerance: the part of the fastest step's time that a milder candidate may take longer, and the part of
+        the first one's that others must gain.
     start_iter: plain steps before the trial, at least 2, because DDP rebuilds its buckets after the first.
     steps_per_turn: steps of a turn. Its first two don't count.
-    rounds: every candidate has a turn in each round, unless it was 1.5 times slower than the fastest.
+    rounds: every candidate has a turn in each round. A candidate that was 1.5 times slower than the fastest
+        has no others, except the first candidate.
     retrial_every: steps from one trial to the next; None for no other trial on that ground. 50 steps in a row
         that are 25 % slower than in the trial begin another one, too.
     plan: a file with the output of `python -m gradcomp plan --json`. Candidates predicted to take more than
@@ -118,9 +115,9 @@ class AutoState(CompressorState):
     choice: the candidate in use after a trial; None before and during one.
 
     Every step of a trial is a valid step: the errors of a compression are passed on to the next. The ranks
-    choose alike: they exchange their medians in one small all-reduce per round, in which the slowest rank
-    counts. The choice and the measured times are in checkpoints. A resumed run with as many ranks and nodes
-    goes on where it was.
+    choose alike: they exchange the times of their steps in one small all-reduce per round, in which the
+    slowest rank counts. The choice and the times are in checkpoints. A resumed run with as many ranks and
+    nodes goes on where it was.
 
     Raises ValueError for an invalid option, an unknown candidate, none, or one twice; TypeError if
     process_group is not a process group.
@@ -194,19 +191,33 @@ class AutoState(CompressorState):
 
         candidate: its name.
         ms: the median time of a step, on the slowest rank; None if unknown.
+        wait_ms: the median time that a step waits for its averages after backward's last bucket; only of
+            the first candidate.
+        gain_ms: the median by which its steps are shorter than the first candidate's, in pairs.
+        gain_low_ms, gain_high_ms: the interval for the true median of the gain.
+        level: the probability that such an interval holds the true median.
+        why: in words, why it doesn't pay; empty if it does.
         sent_bytes: the bytes that a rank sends per step; with nodes, a node. None if unknown.
         nats: its cost in validation loss on the small GPT of docs/accuracy.md; None if unknown.
         """
         if self._trial is None:
             return []
-        rows = []
-        for name, seconds in self._trial.medians().items():
+        trial, rows = self._trial, []
+        for name, seconds in trial.medians().items():
             cost = accuracy_cost(NamedHook.named(name.removesuffix(BY_NODES)))
+            gain = trial.gain(name)
+            median, low, high, level = gain or (None,) * 4
             rows.append(
                 {
                     "candidate": name,
-                    "ms": seconds * 1e3 if math.isfinite(seconds) else None,
-                    "sent_bytes": self._trial.sent_bytes.get(name),
+                    "ms": _ms(seconds),
+                    "wait_ms": _ms(trial.wait) if name == trial.names[0] else None,
+                    "gain_ms": _ms(median),
+                    "gain_low_ms": _ms(low),
+                    "gain_high_ms": _ms(high),
+                    "level": level,
+                    "why": trial.objection(name),
+                    "sent_bytes": trial.sent_bytes.get(name),
                     "nats": None if cost is None else cost.nats,
                 }
             )
@@ -275,12 +286,9 @@ class AutoState(CompressorState):
 
     def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:
         """Agree with the other ranks on the round's times, and announce a choice."""
-        seconds: dict[str, list[float]] = {name: [] for name in trial.taking_part}
-        for name, each in self._clock.take(waits=True):
-            seconds.setdefault(name, []).append(each)
-        medians = [_median(seconds[name]) for name in trial.taking_part]
+        times = trial.round_of(dict(self._clock.take(waits=True)), self._clock.take_waits())
         what = "compare the candidates' times of auto_hook"
-        agreed = ReducedValues(what, medians, self._groups(group), self._device).wait()
+        agreed = ReducedValues(what, times, self._groups(group), self._device).wait()
         trial.end_round(agreed, self.iter)
         if trial.choice is not None:
             say(self._decision(trial), group)
@@ -292,17 +300,27 @@ class AutoState(CompressorState):
         return [group] if self.shard_group is None else [group, self.shard_group]
 
     def _decision(self, trial: Trial) -> str:
-        """Say what was chosen, by which rule, with the table."""
-        shown = []
-        for row in self.table:
+        """Say what was chosen, and why, with the table."""
+        table = self.table
+        shown, levels, first, chosen = [], [1.0], table[0], table[0]
+        for row in table:
+            chosen = row if row["candidate"] == trial.choice else chosen
+            is_compared = row["gain_ms"] is not None and row["candidate"] in trial.taking_part
+            levels += [row["level"]] if is_compared else []
             ms = "?" if row["ms"] is None else f"{row['ms']:.3g} ms"
+            gain = f", gain {_shown_gain(row)}" if is_compared else ""
             sent = "" if row["sent_bytes"] is None else f", {shown_bytes(row['sent_bytes'])}"
             nats = "" if row["nats"] is None else f", {row['nats']:+.3f}"
-            shown.append(f"{row['candidate']} {ms}{sent}{nats}")
+            shown.append(f"{row['candidate']} {ms}{gain}{sent}{nats}")
+        wait = "an unknown wait" if first["wait_ms"] is None else f"a wait of {first['wait_ms']:.3g} ms"
+        if chosen is first:
+            why = f"no other surely gains more than {trial.tolerance:.0%} of its step, within {wait}"
+        else:
+            why = f"gain {_shown_gain(chosen)} of {wait}"
         return (
-            f"auto_hook uses {trial.choice} from step {self.iter} on: of the candidates, mildest first, the "
-            f"first that takes at most {trial.tolerance:.0%} longer per step than the fastest. Each with its "
-            f"time and bytes per step, and its cost in loss in docs/accuracy.md: {'; '.join(shown)}"
+            f"auto_hook uses {trial.choice} from step {self.iter} on: {why}. Each with its time, its gain "
+            f"over {trial.names[0]} (interval at {min(levels):.1%}) and its bytes per step, and its cost "
+            f"in loss in docs/accuracy.md: {'; '.join(shown)}"
         )
 
     def _check_speed(self, trial: Trial, group: dist.ProcessGroup) -> None:
@@ -318,11 +336,24 @@ class AutoState(CompressorState):
             what = "compare the speed of auto_hook's steps"
             self._slow_on_ranks = ReducedValues(what, [self._num_slow], self._groups(group), self._device)
 
+    def _average_compressed(
+        self,
+        hook_name: str,
+        bucket: dist.GradBucket,
+        group: dist.ProcessGroup,
+        make: MakesCompressors,
+        parts: list[BucketPart],
+    ) -> Future:
+        self._clock.begin_bucket(self._device)
+        future = super()._average_compressed(hook_name, bucket, group, make, parts)
+        if (trial := self._trial) is not None and trial.is_waiting_timed:
+            self._clock.add_wait(trial.step, future, self._device)
+        return future
+
     def end_step(self) -> None:
         super().end_step()
         if self._trial is not None:
-            name = self._trial.current if self._trial.is_measuring else None
-            self._clock.end_step(name, self._device)
+            self._clock.end_step(self._trial.place_in_round)
             self._trial.step += 1
 
     def _has_compressed(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
@@ -354,8 +385,12 @@ class AutoState(CompressorState):
         self._trial = None if trial is None else Trial.from_dict(trial)
 
 
-def _median(seconds: list[float]) -> float:
-    return statistics.median(seconds) if seconds else math.inf
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None or not math.isfinite(seconds) else seconds * 1e3
+
+
+def _shown_gain(row: dict[str, Any]) -> str:
+    return f"{row['gain_ms']:.3g} ms ({row['gain_low_ms']:.3g} to {row['gain_high_ms']:.3g})"
 
 
 def _promising(names: list[str], path: Path) -> list[str]:
@@ -381,12 +416,12 @@ def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future
     """Average a bucket with the mildest compression that pays, which the state finds out by itself.
 
     The first state.start_iter steps are plain. Then candidates take turns, a few steps each, in several
-    rounds: about 100 steps in all. From then on, of the candidates, mildest first, the first that takes at
-    most state.tolerance longer per step than the fastest is used, until the next trial. One line says so.
+    rounds: about 100 steps in all. From then on the mildest that pays is used, until the next trial; see
+    AutoState. One line says so.
 
     On the wire: the codes or factors of the candidate in use; see default_hooks, quantization_hook
-    and powerSGD_hook. A trial adds an all-reduce of one number per candidate for every round; later every
-    25th step adds an all-reduce of one number.
+    and powerSGD_hook. A trial adds an all-reduce of a few numbers per candidate for every round; later
+    every 25th step adds an all-reduce of one number.
     State: the candidate's errors. They are passed on when the candidate changes, so no gradient is
     missing from the sum of the averages; PowerSGD begins with new random directions.
 

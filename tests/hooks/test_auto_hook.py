@@ -2,6 +2,8 @@
 
 import json
 import math
+from itertools import chain
+from random import Random
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from gradcomp.compress import Recorder
 from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.recording.file import read
-from gradcomp.compress.trial import StepClock, Trial, choose
+from gradcomp.compress.trial import Gain, StepClock, Trial, choose
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 from gradcomp.recordings.page import page
 from gradcomp.recordings.run import runs_of
@@ -39,9 +41,10 @@ class Clock:
         return self.seconds
 
 
-def state_of(rank, group=None, ms=None, **options):
+def state_of(rank, group=None, ms=None, wait_ms=1e4, **options):
     clock = Clock(MS if ms is None else ms, rank)
     clock.state = AutoState(group, clock=clock, **{"start_iter": 2, "steps_per_turn": 3, **options})
+    clock.state._clock.take_waits = lambda: dict.fromkeys(range(10), wait_ms / 1e3)
     return clock.state
 
 
@@ -61,11 +64,12 @@ def steps(rank, group, num_steps, options):
 
 
 def test_turns():
-    """In the second round only those take turns that took at most 1.5 times the fastest one's time."""
-    (used, choice, table), other = run_ranks(steps, 2, 34, {})
+    """Later only none and those that took at most 1.5 times the fastest one's time take turns."""
+    (used, choice, table), other = run_ranks(steps, 2, 37, {})
     assert used[:2] == ["auto_hook"] * 2
     assert used[2:20] == [name for name in CANDIDATES for _ in range(3)]
-    assert used[20:32] == [name for name in CANDIDATES if MS[name] <= 1.5 * 32 for _ in range(3)]
+    left = [name for name in CANDIDATES if name == "none" or MS[name] <= 1.5 * 32]
+    assert used[20:35] == [name for name in left for _ in range(3)]
     assert choice is None  # in the third round
     assert [row["candidate"] for row in table] == list(CANDIDATES)
     assert other == (used, choice, table)
@@ -81,11 +85,22 @@ def test_the_choice_is_the_mildest_within_the_tolerance(caplog):
     assert [row["nats"] for row in table] == [0.0, 0.0, 0.0, 0.004, 0.006, 0.032]
     said = [line for line in caplog.messages if "auto_hook" in line]
     assert len(said) == 1
-    rule = (
-        "of the candidates, mildest first, the first that takes at most 5% longer per step than the fastest."
-    )
-    assert f"auto_hook uses int4 from step 44 on: {rule}" in said[0]
-    assert "int8 40 ms, 2.69 kB, +0.000; int4 33.5 ms, 2.05 kB, +0.004" in said[0]
+    gain = "gain 56.5 ms (56.5 to 56.5)"
+    assert f"auto_hook uses int4 from step 50 on: {gain} of a wait of 1e+04 ms. Each" in said[0]
+    assert "gain over none (interval at 75.0%)" in said[0]  # three pairs
+    assert f"int4 33.5 ms, {gain}, 2.05 kB, +0.004" in said[0]
+    assert "bf16 60 ms, " in said[0]
+    assert "bf16 60 ms, gain" not in said[0]  # it left: its gain is of one round
+    assert [row["gain_ms"] for row in table] == [
+        None,
+        *(pytest.approx(90 - MS[name]) for name in CANDIDATES[1:]),
+    ]
+    assert [row["wait_ms"] for row in table] == [1e4, None, None, None, None, None]
+    assert [row["why"] for row in table] == [
+        "",
+        "it took more than 1.5 times the fastest one's time",
+        *[""] * 4,
+    ]
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.04])
@@ -98,6 +113,23 @@ def test_where_nothing_pays():
     """Without a slow network no candidate is 5 % faster than none. Then the errors are sent."""
     used, choice, _ = run_ranks(steps, 2, 120, {"ms": dict.fromkeys(CANDIDATES, 30.0) | {"none": 31.0}})[0]
     assert choice == used[-1] == "none"
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "shown", "why"),
+    [
+        (51, "gain 50 ms (50 to 50) of a wait of 51 ms", ""),
+        (49, "within a wait of 49 ms", "it gains more than the wait, so something else has changed"),
+        (math.inf, "within an unknown wait", "its gain or the wait is unknown"),
+    ],
+)
+def test_a_gain_above_the_wait_or_of_an_unknown_wait_does_not_count(wait_ms, shown, why, caplog):
+    caplog.set_level("INFO", "gradcomp")
+    options = {"wait_ms": wait_ms, "candidates": ("none", "int8")}
+    _, choice, table = run_ranks(steps, 2, 60, options)[0]
+    assert choice == ("none" if why else "int8")
+    assert table[1]["why"] == why
+    assert shown in caplog.text
 
 
 def test_one_rank_needs_no_trial():
@@ -140,18 +172,93 @@ def test_with_nodes_each_is_tried_in_two_forms():
         ([10, math.inf, 6], 1, 2),
     ],
 )
-def test_the_rule(seconds, current, chosen):
+def test_the_mildest_of_those_that_pay(seconds, current, chosen):
     assert choose(seconds, 0.05, current) == chosen
+
+
+def choice_of(seconds, wait, current=None):
+    """Return which candidate a trial of one round chooses by these times."""
+    names, before = [str(i) for i in range(len(seconds))], None if current is None else str(current)
+    trial = Trial(names, (2, 1), 2 + len(seconds[0]), 1, 0.05, before)
+    trial.end_round([*chain(*seconds), *[wait] * len(seconds[0])], 0)
+    return int(trial.choice)
+
+
+@pytest.mark.parametrize(
+    ("spread", "current", "chosen"),
+    [(0.0, None, 1), (0.4, None, 1), (1.0, None, 0), (1.0, 0, 0), (1.0, 1, 1)],
+)
+def test_the_gain_must_exceed_its_spread(spread, current, chosen):
+    """A gain of 12 % is taken if its interval is above 5 %. If it is in use, the median is enough."""
+    none = [10 + spread * (-1) ** i for i in range(12)]
+    assert choice_of([none, [8.8] * 12], 5.0, current) == chosen
+    assert choice_of([none, [8.8] * 12], 0.1, current) == 0  # above the wait
+    assert choice_of([none, [9.9] * 12], 5.0, current) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "num_compared", "k"),
+    [(1, 1, 1), (4, 5, 1), (12, 1, 3), (12, 5, 2), (12, 11, 2), (24, 5, 6)],
+)
+def test_the_interval_has_the_level_that_it_states(num_pairs, num_compared, k):
+    """All 2ⁿ signs of the differences from the true median are as likely, whatever the noise."""
+    gain = Gain.of([float(i) for i in range(num_pairs)], [0.0] * num_pairs, num_compared)
+    assert (gain.low, gain.high) == (k - 1, num_pairs - k)
+    below = sum(math.comb(num_pairs, i) for i in range(k)) / 2**num_pairs
+    assert gain.level == pytest.approx(1 - 2 * below)
+    assert below <= 0.05 / num_compared or k == 1
+    assert below + math.comb(num_pairs, k) / 2**num_pairs > 0.05 / num_compared
+
+
+HEAVY_TAILS = {
+    "bursts": lambda random, num: [
+        random.lognormvariate(0, 0.05) * (1 + (random.random() < 0.05) * random.expovariate(1))
+        for _ in range(num)
+    ],
+    "exponential": lambda random, num: [1 + 0.3 * random.expovariate(1) for _ in range(num)],
+    "Cauchy": lambda random, num: [
+        1 + 0.1 * abs(math.tan(math.pi * (random.random() - 0.5))) for _ in range(num)
+    ],
+}
+
+
+@pytest.mark.parametrize("noise", HEAVY_TAILS)
+def test_noise_is_no_gain(noise):
+    """Of 1,000 trials in equal noise, at least 995 choose the first candidate. A real gain is found."""
+    draw, random = HEAVY_TAILS[noise], Random(0)
+    trials = [[draw(random, 12) for _ in CANDIDATES] for _ in range(1000)]
+    assert sum(choice_of(trial, math.inf) == 0 for trial in trials) == 1000  # the wait is unknown
+    assert sum(choice_of(trial, 1.0) == 0 for trial in trials) >= 995
+    for trial in trials:
+        trial[3] = [0.3 * each for each in trial[3]]
+    assert sum(choice_of(trial, 1.0) == 3 for trial in trials) >= 950
+
+
+def test_drift_between_rounds_cancels():
+    """Steps take twice and four times as long in later rounds. The gain is of pairs, not of medians."""
+    none = [factor * each for factor in (1, 2, 4) for each in (10.0, 10.1, 10.2, 10.3)]
+    assert choice_of([none, [0.8 * each for each in none]], 100.0) == 1
+    assert choice_of([none, [0.97 * each for each in none]], 100.0) == 0
+
+
+def test_missing_times_have_no_pairs():
+    none, other = [10.0] * 12, [math.inf] * 9 + [5.0] * 3
+    assert Gain.of(none, other, 1) == Gain(5.0, 5.0, 5.0, 0.75)
+    assert Gain.of(none, [math.inf] * 12, 1) is None
+    assert choice_of([none, other], 100.0) == 1
+    assert choice_of([other, none], 100.0) == 0
 
 
 def test_a_round_without_times_is_repeated():
     """After a restart in mid-round, candidates may lack times in this round: another one follows."""
     trial = Trial(["none", "int4"], (2, 1), 3, 1, 0.05)
-    trial.end_round([math.inf, 2.0], 8)
+    trial.end_round([math.inf, 2.0, math.inf], 8)
     assert trial.choice is None
     assert trial.taking_part == ["none", "int4"]
-    trial.end_round([1.0, 2.0], 14)
+    trial.end_round([1.0, 2.0, 0.5], 14)
     assert (trial.choice, trial.chosen_at) == ("none", 14)
+    assert trial.seconds == {"none": [math.inf, 1.0], "int4": [2.0, 2.0]}
+    assert trial.waits == [math.inf, 0.5]
 
 
 def test_pauses_and_unlike_steps_do_not_count():
@@ -207,8 +314,8 @@ def test_a_few_slow_steps_do_not():
 
 def test_another_trial_after_so_many_steps():
     used, _, _ = run_ranks(steps, 2, 110, {"retrial_every": 50})[0]
-    assert used[44:94] == ["int4"] * 50
-    assert used[94:97] == ["none"] * 3
+    assert used[50:100] == ["int4"] * 50
+    assert used[100:103] == ["none"] * 3
 
 
 def test_another_trial_has_times_of_its_own():
@@ -300,7 +407,7 @@ def test_where_nothing_pays_steps_are_plain_once_the_errors_are_sent():
 # --- checkpoints ---
 
 
-@pytest.mark.parametrize("at", [1, 2, 7, 19, 25, 50])
+@pytest.mark.parametrize("at", [1, 2, 7, 19, 25, 55])
 def test_a_resumed_run_goes_on_with_equal_bits(at):
     """Before, during and after a trial; a trial is not repeated."""
 
@@ -311,9 +418,9 @@ def test_a_resumed_run_goes_on_with_equal_bits(at):
         resumed.load_state_dict(reload(state.state_dict()))
         assert resumed.choice == state.choice
         assert resumed.table == state.table
-        for step in range(at, 60):
+        for step in range(at, 70):
             averaged, again = (step_of(each, rank, step)[1] for each in (state, resumed))
-            if at >= 44 or step < 20:  # in the trial the resumed run lacks this round's times so far
+            if at >= 50 or step < 20:  # in the trial the resumed run lacks this round's times so far
                 assert torch.equal(averaged, again)
                 assert state._phase.name == resumed._phase.name
         return resumed.choice
@@ -350,8 +457,10 @@ def test_another_number_of_ranks_measures_again():
         ("before", 3, "trial: before is 3"),
         ("taking_part", ["int3"], r"trial: taking_part is \['int3'\]"),
         ("seconds", {"none": [1.0]}, "trial: seconds is"),
+        ("waits", [1.0], r"and waits \[1.0\], but each"),
         ("tolerance", -1.0, "trial: tolerance is -1.0"),
         ("steps_per_turn", 0, "trial: steps_per_turn is 0"),
+        ("steps_per_turn", 2, "trial: steps_per_turn is 2"),
         ("step", -1, "trial: step is -1"),
         ("place", [2], r"trial: place is \[2\]"),
         ("sent_bytes", {"none": -3}, "trial: bytes of none is -3"),
@@ -376,7 +485,7 @@ def test_the_recording_has_the_choice(tmp_path):
     def run(rank, group):
         state = state_of(rank, group)
         recorder = Recorder(state, every=20)
-        for step in range(50):
+        for step in range(60):
             step_of(state, rank, step)
         found = recorder.choices
         if rank == 0:
@@ -385,10 +494,10 @@ def test_the_recording_has_the_choice(tmp_path):
 
     ours, theirs = run_ranks(run, 2)
     assert theirs == ours
-    assert [(each["step"], each["choice"]) for each in ours] == [(44, "int4")]
+    assert [(each["step"], each["choice"]) for each in ours] == [(50, "int4")]
     recordings = read(path)
     assert [recording.choices for recording in recordings] == [ours]
-    assert "Choice before step 44" in page(runs_of(recordings), ["recording.jsonl"])
+    assert "Choice before step 50" in page(runs_of(recordings), ["recording.jsonl"])
     lines = path.read_text().splitlines()
     wrong = json.dumps(ours[0] | {"choice": "int3"})
     path.write_text("\n".join([lines[0], wrong]))
@@ -452,11 +561,34 @@ def test_a_plan_shortens_the_list(tmp_path):
 
 def test_the_clock_forgets():
     clock = StepClock(iter(range(10)).__next__)
-    for name in ("none", None, "int4"):
-        clock.end_step(name, torch.device("cpu"))
-    assert clock.take() == [("int4", 1.0)]
-    clock.end_step("int4", torch.device("cpu"))
-    assert clock.take() == [("int4", 1.0)]
+    for number in (0, None, 1):
+        clock.end_step(number)
+    assert clock.take() == [(1, 1.0)]
+    clock.end_step(2)
+    assert clock.take() == [(2, 1.0)]
     clock.forget()
-    clock.end_step("int4", torch.device("cpu"))
+    clock.end_step(3)
     assert clock.take() == []
+
+
+def test_a_step_ends_where_its_last_hook_begins_and_waits_for_all_averages(monkeypatch):
+    now, cpu = [0.0], torch.device("cpu")
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = StepClock()
+
+    def at(seconds, action, *given):
+        now[0] = seconds
+        action(*given)
+
+    for start, number in ((0.0, None), (10.0, 4)):
+        averages = [torch.futures.Future(), torch.futures.Future()]
+        for seconds, average in zip((1.0, 2.0), averages, strict=True):
+            at(start + seconds, clock.begin_bucket, cpu)
+            clock.add_wait(4, average, cpu) if number else None
+        at(start + 2.5, clock.end_step, number)
+        at(start + 3.0, averages[1].set_result, torch.zeros(1))
+        at(start + 5.0, averages[0].set_result, torch.zeros(1))
+    clock.add_wait(5, torch.futures.Future(), cpu)  # which never ends
+    assert clock.take() == [(4, 10.0)]
+    assert clock.take_waits() == {4: 3.0}
+    assert clock.take_waits() == {}

@@ -94,6 +94,8 @@ def test_replicas_stay_equal_and_choose_alike(run_ranks):
         assert choice in CANDIDATES, name
         assert saved == choice, name
         assert all(row["ms"] > 0 for row in table), name
+        assert table[0]["wait_ms"] > 0, name
+        assert all(row["gain_low_ms"] <= row["gain_ms"] <= row["gain_high_ms"] for row in table[1:]), name
         assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), name
 
 
@@ -118,6 +120,7 @@ def test_all_shards_choose_alike(run_ranks):
     for found, choice, table in results:
         assert choice in CANDIDATES
         assert (choice, table) == results[0][1:]
+        assert table[0]["wait_ms"] > 0
         assert found is not None
     for one, other in ((0, 2), (1, 3)):
         assert all(map(torch.equal, results[one][0], results[other][0]))
