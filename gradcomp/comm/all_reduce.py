@@ -56,7 +56,9 @@ def all_reduce_compressed(
         return finish(wire)
 
     def stages_of(wire: torch.Tensor) -> Stages:
-        sent, out = (torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (wire, buffer))
+        sent, out = (
+            torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (wire, buffer)
+        )
         yield from all_reduce(sent, group, has_delay=is_slow, out=sent if wire is buffer else out)
         if wire is not buffer:
             release(wire)

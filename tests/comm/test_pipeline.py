@@ -40,7 +40,9 @@ def test_no_hook_waits_for_an_earlier_bucket():
     assert issued(log) == ["A0", "A1", "A2", "A3", "B0", "B1", "B2", "B3"]
     assert log.index("wait A0") > log.index("issue A3")
     # What each waits for first has been under way for longest.
-    assert [entry for entry in log if "wait" in entry] == [f"wait {name}{i}" for name in "AB" for i in range(4)]
+    assert [entry for entry in log if "wait" in entry] == [
+        f"wait {name}{i}" for name in "AB" for i in range(4)
+    ]
     assert [future.value() for future in futures] == [0, 1, 2, 3]
 
 
