@@ -4,9 +4,9 @@
     two exchanges   each rank's shard to its owner, and the owners' sums to all: two round trips
     the back end's own
 
-An exchange is an all-to-all or an all-gather. Between W ranks, one exchange sends W − 1 payloads per rank, two
-send 2 (W − 1) / W, as a ring does. gloo's rings take 2 (W − 1) round trips. What a payload holds, and how it
-is summed, is the caller's business: codes go through all_to_all and all_gather, numbers through all_reduce.
+An exchange is an all-to-all or an all-gather. Between W ranks, one exchange sends W − 1 payloads per rank,
+and two send 2 (W − 1) / W, as a ring does. gloo's rings take 2 (W − 1) round trips. What a payload holds, and
+how it is summed, is the caller's business: codes go through all_to_all and Gather, numbers through all_reduce.
 
 gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
 sends first. So the rank that starts later, with its peer ready, hands its whole message to the connection
@@ -49,7 +49,7 @@ def takes_one_exchange(num_bytes: int, world_size: int, *, has_delay: bool) -> b
     has_delay: see delay.py.
 
     Depends on nothing else, so all ranks decide alike. Between two ranks one exchange sends no more than two
-    do. Between more, it sends about (W − 2) payloads more, and pays where a round trip takes longer than that.
+    do. Between more it sends W − 2 payloads more, about, and pays where a round trip takes longer than these.
     """
     return world_size == 2 or (has_delay and (world_size - 2) * num_bytes <= ONE_EXCHANGE_BYTES)
 
@@ -79,7 +79,7 @@ def all_reduce(
         rows = _rows_beside(wire, group)
         return _in_one_exchange(wire, rows, Gather(rows, group), out)
     shards = list(wire.tensor_split(group.size()))
-    # Shards are received where this rank's own values of them are, but no rank sends its sum of a shard before
+    # Sums of shards are received where this rank's own values of them are, but no rank sends its sum before
     # it has got these.
     return _in_two_exchanges(wire, shards, Gather(shards, group), out, group)
 
@@ -240,7 +240,7 @@ class _Messages(dist.Work):
         return self
 
     def _tag(self, message: torch.Tensor) -> int:
-        """Number a message by its exchange, kind and size: gloo fills a part of a receive that is too long."""
+        """Number a message by exchange, kind and size: gloo takes a message that is too short for whole."""
         return _FIRST_TAG + (self._number + 2 * message.nbytes) % _NUM_TAGS
 
     def wait(self, timeout: Any = None) -> bool:

@@ -128,7 +128,7 @@ class Pipeline:
         return future
 
     def finish(self) -> None:
-        """Take all buckets to their end, one stage each in turn; on a CPU the oldest first, whose work ends first."""
+        """Take all buckets to their end, one stage each in turn; on a CPU the oldest first."""
         while self._running:
             running, self._running = self._running, []
             on_streams = [each for each in running if ops.has_streams(each.device)]

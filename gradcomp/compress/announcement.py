@@ -33,6 +33,7 @@ def announce_start(
     nodes: str | None,
     *,
     is_resumed: bool = False,
+    round_trip_s: float | None = None,
 ) -> None:
     """Announce on rank 0 that a state has begun to compress, and how many bytes that saves.
 
@@ -42,9 +43,11 @@ def announce_start(
     sent_bytes: the bytes that a rank sends in that step; with nodes, a node.
     nodes: the nodes in words; None if the state averages without nodes.
     is_resumed: whether a checkpoint says that it had begun before.
+    round_trip_s: of the links, if they have a delay.
     """
     begins = f"continues to compress at step {step}" if is_resumed else f"compresses from step {step} on"
-    say(f"{what} {begins}: {_saved(gradient_bytes, sent_bytes, nodes)}", group)
+    delay = "" if round_trip_s is None else f"; a message and its answer take {round_trip_s * 1e3:.0f} ms"
+    say(f"{what} {begins}: {_saved(gradient_bytes, sent_bytes, nodes)}{delay}", group)
 
 
 def _saved(gradient_bytes: int, sent_bytes: int, nodes: str | None) -> str:

@@ -11,8 +11,8 @@ There are W = n · g ranks and W shards, as in the flat form. Place j has shards
 its rank on node i owns shard j · n + i. A node sends about two buckets of codes, as one rank does in the flat
 form. A rank quantizes, and keeps errors for, one piece: a g-th of the bucket.
 
-In one exchange between nodes a piece is one shard, which every node sends to all others. All nodes' codes of a
-piece then go round within the node, and every rank sums them.
+In one exchange between nodes a piece is one shard, which every node sends to all others. Then all nodes'
+codes of a piece go round within the node, and every rank sums them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Form:
 
     @classmethod
     def of(cls, layout_for: LayoutFor, bucket: BucketSpec, bits: int, exact_itemsize: int) -> Form:
-        """Return the form of a bucket's codes. bits: of a code. exact_itemsize: the bytes of an exact element."""
+        """Return the form of a bucket's codes. exact_itemsize: the bytes of an exact element."""
         num_places, num_senders = bucket.ranks_per_node, bucket.world_size // bucket.ranks_per_node
         layout = layout_for(num_places)
         _, num_bytes = layout.sections(bits, exact_itemsize)
@@ -321,8 +321,9 @@ def _by_nodes(
 ) -> tuple[Form, BlockLayout, dict[str, Any], dict[str, Any]]:
     """Return the form, the layout of a piece, and the options of the plans of the piece and of the bucket."""
     # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    shared = {"bits": bits, "exact_dtype": exact_dtype or torch.promote_types(dtype, torch.float32)}
-    form = Form.of(layout_for, bucket, bits, shared["exact_dtype"].itemsize)
+    exact_dtype = exact_dtype or torch.promote_types(dtype, torch.float32)
+    shared = {"bits": bits, "exact_dtype": exact_dtype}
+    form = Form.of(layout_for, bucket, bits, exact_dtype.itemsize)
     layout = form.layout
     # The same blocks and exact elements per shard as in the bucket, without padding between them.
     num_shards = layout.world_size // bucket.ranks_per_node

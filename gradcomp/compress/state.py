@@ -375,15 +375,15 @@ class CompressorState:
             self._announced.add(phase.name)
             group = joined_group(self.process_group)
             between = self._nodes and self._nodes[1]
-            if self._round_trip_s >= MIN_DELAY_S:
-                say(
-                    f"{phase.name}: a message and its answer take {self._round_trip_s * 1e3:.0f} ms, so averages "
-                    "take as few exchanges as they can",
-                    group,
-                )
-            is_resumed = self._is_resumed and self.iter > self.start_iter
             announce_start(
-                phase.name, self.iter, gradient_bytes, sent_bytes, group, between, is_resumed=is_resumed
+                phase.name,
+                self.iter,
+                gradient_bytes,
+                sent_bytes,
+                group,
+                between,
+                is_resumed=self._is_resumed and self.iter > self.start_iter,
+                round_trip_s=self._round_trip_s if self._has_delay else None,
             )
             if sent_bytes >= gradient_bytes:
                 _logger_of(self).warning("%s saves no bytes%s.", phase.name, self._why_nothing_is_saved())
@@ -644,10 +644,14 @@ class CompressorState:
         seed = self._seed(memory.index, self.iter)
         return memory.live_compressor(make, device, seed, **self._ranks(group))
 
+    @property
+    def _has_delay(self) -> bool:
+        return self._round_trip_s >= MIN_DELAY_S
+
     def _ranks(self, group: dist.ProcessGroup) -> dict[str, Any]:
         """Return what a BucketSpec says of the ranks."""
-        delay = self._round_trip_s >= MIN_DELAY_S
-        return {"world_size": group.size(), "ranks_per_node": self._num_ranks_per_node, "has_delay": delay}
+        has = {"ranks_per_node": self._num_ranks_per_node, "has_delay": self._has_delay}
+        return {"world_size": group.size(), **has}
 
     @property
     def _num_ranks_per_node(self) -> int:

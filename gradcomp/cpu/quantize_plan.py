@@ -95,7 +95,7 @@ class QuantizedPlan:
             self.error = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
 
     def _chunks(self, payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
-        """Cut a shard's payload into chunks; with the shard's number, they know their places in the bucket."""
+        """Cut a payload into chunks; with its shard's number, they know their places in the bucket."""
         if not self._rows:
             return []
         codes = payload[self._sections[0]].view(-1, self.layout.code_bytes(self._bits))

@@ -86,7 +86,8 @@ class QuantizedPlan:
             kept, shard_work, rank, work.payload_bytes, layout.num_blocks,
             WORLD_SIZE=world_size, DIVISOR=divisor, SHRINK=shrink, BY=by,
             INVERSE=1 / by if math.frexp(by)[0] == 0.5 else 0.0,
-            FEEDBACK=error_feedback, HAS_OWN=self._has_own, ONLY_SUMS=only_sums, LARGEST=torch.finfo(wide).max, **constants,
+            FEEDBACK=error_feedback, HAS_OWN=self._has_own, ONLY_SUMS=only_sums,
+            LARGEST=torch.finfo(wide).max, **constants,
         )  # fmt: skip
         dequantize = Launch(
             _dequantize_kernel, len(bucket_work), self.payload, bucket, bucket_work,

@@ -1,4 +1,4 @@
-"""The two collectives of a quantized all-reduce on gloo: received rows, the order of posts, errors."""
+"""Exchanges on gloo: received rows, sums, the order of posts, errors."""
 
 from datetime import timedelta
 from unittest import mock
@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
+from gradcomp.comm import exchange
+from gradcomp.comm.exchange import (
+    Gather,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    takes_one_exchange,
+)
 from gradcomp.comm.pipeline import run_through
 
 
@@ -147,3 +155,77 @@ def repeated(rank):
 
 def test_a_second_wait_returns_at_once(run_ranks):
     run_ranks(repeated, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "world_size", "has_delay", "expected"),
+    [
+        (10**9, 2, False, True),
+        (10**9, 2, True, True),
+        (1, 3, False, False),
+        (2**18, 3, True, True),
+        (2**18 + 1, 3, True, False),
+        (2**17, 4, True, True),
+        (2**17 + 1, 4, True, False),
+    ],
+)
+def test_the_number_of_exchanges(num_bytes, world_size, has_delay, expected):
+    assert takes_one_exchange(num_bytes, world_size, has_delay=has_delay) == expected
+
+
+def sum_of(rank, dtype, numel, limit, out_dtype):
+    wire = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    before, out = wire.clone(), None if out_dtype is None else torch.empty(numel, dtype=out_dtype)
+    with mock.patch.object(exchange, "ONE_EXCHANGE_BYTES", limit):
+        run_through(all_reduce(wire, dist.group.WORLD, has_delay=True, out=out))
+    return before, wire if out is None else out
+
+
+@pytest.mark.parametrize("limit", [0, 2**18], ids=["two exchanges", "one exchange"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [
+        (torch.float32, None),
+        (torch.float64, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_sums_are_in_the_order_of_the_ranks(run_ranks, dtype, out_dtype, world_size, limit):
+    """In fp32 (fp64), and rounded once to the wire's dtype if there are two exchanges."""
+    results = run_ranks(sum_of, world_size, dtype, 11, limit, out_dtype)
+    total = torch.zeros(11, dtype=torch.promote_types(dtype, torch.float32))
+    for before, _ in results:
+        total += before
+    if limit == 0 and world_size > 2:
+        total = total.to(dtype)
+    for _, summed in results:
+        assert torch.equal(summed, total.to(out_dtype or dtype))
+
+
+def unlike_sizes(rank):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    with pytest.raises(RuntimeError, match=r"Timed out|Connection (reset|closed) by peer"):
+        run_through(all_reduce(torch.ones(5 + rank), group, has_delay=True))
+
+
+def test_a_message_of_another_size_is_an_error_on_every_rank(run_ranks):
+    run_ranks(unlike_sizes, 2)
+
+
+def gathered_early(rank):
+    """Post the receives of a second exchange before the first one; gather into rows that the first one sends."""
+    rows = torch.full((3, 4), float(rank))
+    gather, received = Gather(rows, dist.group.WORLD), torch.empty(3, 4)
+    all_to_all(received, rows, dist.group.WORLD).wait()
+    gather(received.sum(0) + rank).wait()
+    return received, rows
+
+
+def test_receives_may_be_posted_before_an_earlier_exchange(run_ranks):
+    for received, rows in run_ranks(gathered_early, 3):
+        assert torch.equal(received, torch.tensor([[0.0], [1.0], [2.0]]).expand(3, 4))
+        assert torch.equal(rows, torch.tensor([[3.0], [4.0], [5.0]]).expand(3, 4))

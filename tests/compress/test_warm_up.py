@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.compress import BucketSpec, Compressor, CompressorState, compress_hook
-from gradcomp.compress import quantized_all_reduce
+from gradcomp.compress import BucketSpec, Compressor, CompressorState, compress_hook, quantized_all_reduce
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks import powerSGD_hook as powersgd

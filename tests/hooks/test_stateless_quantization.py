@@ -9,8 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.hooks import default_hooks
-from gradcomp.hooks import quantization_hooks
+from gradcomp.hooks import default_hooks, quantization_hooks
 from gradcomp.hooks.quantization_hooks import (
     LARGEST_BLOCK,
     _largest_blocks,
