@@ -6,7 +6,7 @@
 
 An exchange is an all-to-all or an all-gather. Between W ranks, one exchange sends W − 1 payloads per rank,
 and two send 2 (W − 1) / W, as a ring does. gloo's rings take 2 (W − 1) round trips. What a payload holds, and
-how it is summed, is the caller's business: codes go through all_to_all and Gather, numbers through all_reduce.
+how it is summed, is the caller's: codes go through all_to_all and Gather, numbers through all_reduce.
 
 gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
 sends first. So the rank that starts later, with its peer ready, hands its whole message to the connection

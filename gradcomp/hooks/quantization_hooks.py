@@ -42,7 +42,7 @@ class QuantizationState(CompressorState):
     process_group: the group that averages; None for the default one.
     bits: 4 or 8 bits for each element of a matrix. Vectors, and tensors smaller than a block, are sent
         exactly. 16 bits: every element is rounded to a 16-bit dtype, the sum over the ranks is in fp32, and
-        the mean is rounded once more.
+        between more than two ranks the mean is rounded once more.
     block_size: elements that share one scale; even, at most 4096.
     use_error_feedback: add a step's rounding errors to the next step's gradients. None: with 4 and 8 bits;
         16 bits keep no errors.
@@ -98,6 +98,15 @@ def quantization_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in state.options.bits bits per element; plainly in the first state.start_iter steps.
 
+    Between two ranks, and of small buckets on links with a delay (comm/exchange.py):
+
+    1. M ← gradient + error, cut into blocks.
+    2. Quantize M.
+    3. All-gather: every rank gets the codes of all ranks.
+    4. All ranks dequantize and add the same bytes in fp32.
+
+    Otherwise:
+
     1. M ← gradient + error, cut into blocks.
     2. Quantize M in one shard per rank, except this rank's own shard.
     3. All-to-all: every rank gets its own shard from all others.
@@ -109,8 +118,8 @@ def quantization_hook(
     1/7.8 of fp32's bytes, whatever the number of ranks. inf or NaN makes the whole block NaN on every rank,
     and the block's error becomes zero.
 
-    With 16 bits there are no blocks, scales and errors: step 1 and 2 round the bucket to 16 bits, and step 4
-    rounds the mean. So the mean is rounded twice. A 16-bit all-reduce rounds partial sums up to W times.
+    With 16 bits there are no blocks, scales and errors: step 2 rounds the bucket to 16 bits, and with two
+    collectives step 4 rounds the mean. A 16-bit all-reduce rounds partial sums up to W times.
 
     With ranks_per_node, ranks of a node first sum their buckets, exactly or in within_dtype; each then does
     the steps with a part of the sum, between nodes. The means are gathered as codes.
@@ -135,8 +144,8 @@ def quantization_pertensor_hook(
     """Average the bucket in 8 bits per element, in blocks of up to 1024 elements with one scale each.
 
     The hook quantizes the whole bucket, including vectors, and keeps no errors; quantization_hook lists the
-    steps. torch's hook rounds once, to one scale for the bucket, set by the largest element. This hook rounds
-    twice, to one scale per block; blocks longer than 1024 would save less than 0.4 % of the bytes.
+    steps. torch's hook rounds to one scale for the bucket, set by the largest element, this hook to one scale
+    per block; blocks longer than 1024 would save less than 0.4 % of the bytes.
     docs/hooks.md compares the two.
 
     On the wire: 1 byte per element and 2 bytes per block. With W ranks, a rank sends 2 (W − 1) / W buckets of
@@ -197,7 +206,7 @@ def _average_in_8_bits(
         block is sent exactly.
 
     The bucket's plan is kept for the next step, because making one takes long. It takes as much device memory
-    as two buckets of codes, and this rank's shard of the bucket in fp32.
+    as two buckets of codes, and this rank's shard of the bucket in fp32; between two ranks as three of codes.
     """
     buffer = bucket.buffer()
     numel, size = buffer.numel(), group.size()
