@@ -50,16 +50,16 @@ class Form:
     num_bytes: int
 
     @classmethod
-    def of(cls, layout_for: LayoutFor, bucket: BucketSpec, bits: int, exact_itemsize: int) -> Form:
+    def of(cls, layout_for: LayoutFor, spec: BucketSpec, bits: int, exact_itemsize: int) -> Form:
         """Return the form of a bucket's codes. exact_itemsize: the bytes of an exact element."""
-        num_places, num_senders = bucket.ranks_per_node, bucket.world_size // bucket.ranks_per_node
+        num_places, num_senders = spec.ranks_per_node, spec.world_size // spec.ranks_per_node
         layout = layout_for(num_places)
         _, num_bytes = layout.sections(bits, exact_itemsize)
-        if takes_one_exchange(num_bytes, num_senders, has_delay=bucket.has_delay):
+        if takes_one_exchange(num_bytes, num_senders, has_delay=spec.has_delay):
             return cls(layout, num_senders, num_places * num_bytes * num_senders // 2)
-        layout = layout_for(bucket.world_size)
+        layout = layout_for(spec.world_size)
         _, num_bytes = layout.sections(bits, exact_itemsize)
-        return cls(layout, None, bucket.world_size * num_bytes)
+        return cls(layout, None, spec.world_size * num_bytes)
 
 
 class FlatAllReduce:
@@ -67,7 +67,7 @@ class FlatAllReduce:
 
     layout_for: returns the blocks of the buffer in a number of shards.
     dtype: the buffer's dtype.
-    bucket: what the bucket is made for.
+    spec: what the bucket is made for.
     bits, error_feedback, exact_dtype: see ops.quantized_plan.
 
     layout, num_bytes: see Form.
@@ -77,10 +77,10 @@ class FlatAllReduce:
 
     unit = 1.0
 
-    def __init__(self, layout_for: LayoutFor, dtype: torch.dtype, bucket: BucketSpec, **options: Any):
-        form, options = _flat(layout_for, dtype, bucket, **options)
+    def __init__(self, layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any):
+        form, options = _flat(layout_for, dtype, spec, **options)
         self.layout, self.num_bytes = form.layout, form.num_bytes
-        self.plan = ops.quantized_plan(form.layout, dtype, bucket.device, **options)
+        self.plan = ops.quantized_plan(form.layout, dtype, spec.device, **options)
         self._is_one_exchange = form.num_senders is not None
 
     def kept(self, group: dist.ProcessGroup) -> slice:
@@ -147,28 +147,28 @@ class NodesAllReduce:
         self,
         layout_for: LayoutFor,
         dtype: torch.dtype,
-        bucket: BucketSpec,
+        spec: BucketSpec,
         *,
         within_dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        form, piece_layout, piece_options, whole_options = _by_nodes(layout_for, dtype, bucket, **options)
+        form, piece_layout, piece_options, whole_options = _by_nodes(layout_for, dtype, spec, **options)
         self.layout, self.num_bytes = form.layout, form.num_bytes
-        self.unit = unit_within(bucket.ranks_per_node)
-        self._ranks_per_node, self._num_senders = bucket.ranks_per_node, form.num_senders
+        self.unit = unit_within(spec.ranks_per_node)
+        self._ranks_per_node, self._num_senders = spec.ranks_per_node, form.num_senders
         within_dtype, self._piece_dtype = piece_dtypes(dtype, within_dtype)
-        zeros = partial(torch.zeros, device=bucket.device)
-        self.plan = ops.quantized_plan(piece_layout, self._piece_dtype, bucket.device, **piece_options)
-        self._pieces = zeros(bucket.ranks_per_node, piece_layout.numel, dtype=within_dtype)
+        zeros = partial(torch.zeros, device=spec.device)
+        self.plan = ops.quantized_plan(piece_layout, self._piece_dtype, spec.device, **piece_options)
+        self._pieces = zeros(spec.ranks_per_node, piece_layout.numel, dtype=within_dtype)
         self._piece = torch.zeros_like(self._pieces[0])
         copies = list(self._copies())
-        self._copy = ops.PartsCopy(copies, bucket.device)
+        self._copy = ops.PartsCopy(copies, spec.device)
         if form.num_senders is None:
-            self._whole = ops.quantized_plan(form.layout, dtype, bucket.device, **whole_options)
+            self._whole = ops.quantized_plan(form.layout, dtype, spec.device, **whole_options)
             return
-        self._codes = self.plan.received.new_empty(bucket.ranks_per_node, *self.plan.received.shape)
+        self._codes = self.plan.received.new_empty(spec.ranks_per_node, *self.plan.received.shape)
         self._means = self._pieces if within_dtype == dtype else zeros(self._pieces.shape, dtype=dtype)
-        self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], bucket.device)
+        self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], spec.device)
 
     def kept(self, group: dist.ProcessGroup) -> slice:
         """Return the slice of the layout's padded blocks that this rank's piece has."""
@@ -244,35 +244,35 @@ class NodesAllReduce:
 def all_reduce_for(
     layout_for: LayoutFor,
     dtype: torch.dtype,
-    bucket: BucketSpec,
+    spec: BucketSpec,
     *,
     within_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> FlatAllReduce | NodesAllReduce:
     """Return a bucket's all-reduce, flat or by nodes. For the arguments see the classes."""
-    if bucket.ranks_per_node == 1:
-        return FlatAllReduce(layout_for, dtype, bucket, **options)
-    return NodesAllReduce(layout_for, dtype, bucket, within_dtype=within_dtype, **options)
+    if spec.ranks_per_node == 1:
+        return FlatAllReduce(layout_for, dtype, spec, **options)
+    return NodesAllReduce(layout_for, dtype, spec, within_dtype=within_dtype, **options)
 
 
 def compile_all_reduce(
     layout_for: LayoutFor,
     dtype: torch.dtype,
-    bucket: BucketSpec,
+    spec: BucketSpec,
     *,
     within_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> None:
     """Compile the kernels that all_reduce_for with these arguments launches."""
-    if bucket.ranks_per_node == 1:
-        form, options = _flat(layout_for, dtype, bucket, **options)
-        ops.compile_quantized(form.layout, dtype, bucket.device, **options)
+    if spec.ranks_per_node == 1:
+        form, options = _flat(layout_for, dtype, spec, **options)
+        ops.compile_quantized(form.layout, dtype, spec.device, **options)
         return
-    form, piece_layout, piece_options, whole_options = _by_nodes(layout_for, dtype, bucket, **options)
+    form, piece_layout, piece_options, whole_options = _by_nodes(layout_for, dtype, spec, **options)
     _, piece_dtype = piece_dtypes(dtype, within_dtype)
-    ops.compile_quantized(piece_layout, piece_dtype, bucket.device, **piece_options)
+    ops.compile_quantized(piece_layout, piece_dtype, spec.device, **piece_options)
     if form.num_senders is None:
-        ops.compile_quantized(form.layout, dtype, bucket.device, **whole_options)
+        ops.compile_quantized(form.layout, dtype, spec.device, **whole_options)
 
 
 def unit_within(ranks_per_node: int) -> float:
@@ -303,17 +303,17 @@ def _is_in_zero_block(gradients: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def _flat(
-    layout_for: LayoutFor, dtype: torch.dtype, bucket: BucketSpec, **options: Any
+    layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
 ) -> tuple[Form, dict[str, Any]]:
     """Return the form, and the options of its plan."""
-    form = Form.of(layout_for, bucket, options["bits"], (options["exact_dtype"] or dtype).itemsize)
+    form = Form.of(layout_for, spec, options["bits"], (options["exact_dtype"] or dtype).itemsize)
     return form, {**options, "num_senders": form.num_senders}
 
 
 def _by_nodes(
     layout_for: LayoutFor,
     dtype: torch.dtype,
-    bucket: BucketSpec,
+    spec: BucketSpec,
     *,
     bits: int,
     error_feedback: bool,
@@ -323,15 +323,15 @@ def _by_nodes(
     # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
     exact_dtype = exact_dtype or torch.promote_types(dtype, torch.float32)
     shared = {"bits": bits, "exact_dtype": exact_dtype}
-    form = Form.of(layout_for, bucket, bits, exact_dtype.itemsize)
+    form = Form.of(layout_for, spec, bits, exact_dtype.itemsize)
     layout = form.layout
     # The same blocks and exact elements per shard as in the bucket, without padding between them.
-    num_shards = layout.world_size // bucket.ranks_per_node
+    num_shards = layout.world_size // spec.ranks_per_node
     shapes = (num_shards * layout.num_blocks, layout.block_size), (num_shards * layout.exact_numel,)
     piece = {
         **shared,
         "error_feedback": error_feedback,
-        "divisor": bucket.world_size * unit_within(bucket.ranks_per_node),
+        "divisor": spec.world_size * unit_within(spec.ranks_per_node),
         "averages_dtype": dtype,
         "num_senders": form.num_senders,
     }

@@ -58,6 +58,8 @@ def quantized_all_reduce(
 ) -> Tensor:
     """Return the mean of the ranks' gradients, sent in 8 bits; see docs/quantization_explained.md.
 
+    The hook does this between three ranks or more. Two ranks send each other all their codes, and add.
+
     memory: E [W, blocks, block_size]; updated.
     """
     W, rank, numel = dist.get_world_size(group), dist.get_rank(group), gradient.numel()

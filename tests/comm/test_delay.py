@@ -27,7 +27,7 @@ def measured(rank, by_rank):
     times = iter(by_rank[rank])
     with (
         mock.patch.dict(os.environ),
-        mock.patch.object(delay, "_measured_s", lambda _: next(times)),
+        mock.patch.object(delay, "_measured_s", side_effect=times),
     ):
         del os.environ[GIVEN]
         return round_trip_s(CPU, dist.group.WORLD), round_trip_s(CPU, dist.group.WORLD), len(list(times))

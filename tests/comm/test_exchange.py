@@ -217,7 +217,7 @@ def test_a_message_of_another_size_is_an_error_on_every_rank(run_ranks):
 
 
 def gathered_early(rank):
-    """Post the receives of a second exchange before the first one; gather into rows that the first one sends."""
+    """Post a second exchange's receives before the first one; gather into rows that the first one sends."""
     rows = torch.full((3, 4), float(rank))
     gather, received = Gather(rows, dist.group.WORLD), torch.empty(3, 4)
     all_to_all(received, rows, dist.group.WORLD).wait()

@@ -70,7 +70,8 @@ def test_every_rank_is_told(run_ranks, call, tmp_path):
     assert alone.startswith(
         f"rank 0 of 2 could not {what}: rank 1 has not come to {name} within the time-out."
     )
-    assert other.startswith("rank 1 of 2 could not average bucket 0 with allreduce_hook: [")
+    # Its next collective: the group's first average agrees on the delay of the links.
+    assert other.startswith("rank 1 of 2 could not agree on the delay of the links: [")
     assert f"rank 0 has come to {name}, which all ranks must call." in other
     if "state_dict" in name:
         for message in (alone, other):

@@ -3,12 +3,16 @@
 import copy
 import io
 import logging
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from gradcomp import ops, testing
+from gradcomp.comm import exchange
 from gradcomp.compress.powersgd import PowerSGDOptions
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from tests.hooks.powersgd_oracle import (
@@ -166,3 +170,21 @@ def simulate(function, world_size, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "_INTERPRETED", False)  # plain torch, as in a rank that is a process
         return testing.run_ranks(lambda rank, _, *given: function(rank, *given), world_size, *arguments)
+
+
+@contextmanager
+def counted_sums():
+    """Count sums over the ranks without a delay: yield the number of elements of each."""
+    counted = []
+
+    def noting(function):
+        return lambda tensor, *rest, **options: (
+            counted.append(tensor.numel()),
+            function(tensor, *rest, **options),
+        )[1]
+
+    with (
+        mock.patch.object(dist, "all_reduce", noting(dist.all_reduce)),
+        mock.patch.object(exchange, "_in_one_exchange", noting(exchange._in_one_exchange)),
+    ):
+        yield counted

@@ -4,12 +4,10 @@ import io
 import math
 import pickle
 import re
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +18,7 @@ from tests.hooks.powersgd_oracle import (
     random_gradient,
     relative,
 )
-from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, new_state, run_step
+from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, counted_sums, new_state, run_step
 from tests.programs import ROOT
 from tests.ranks import RankError
 from tests.tolerances import ONE_STEP, WANDERED, average
@@ -125,28 +123,13 @@ def test_checkpoints_load_under_the_safe_default(run_ranks):
 # Collectives.
 
 
-@contextmanager
-def counted_all_reduces():
-    original, counted = dist.all_reduce, []
-
-    def counting(tensor, *arguments, **options):
-        counted.append(tensor.numel())
-        return original(tensor, *arguments, **options)
-
-    dist.all_reduce = counting
-    try:
-        yield counted
-    finally:
-        dist.all_reduce = original
-
-
 def count_collectives(rank, name, hook, shapes, factor_rank):
-    """Return the number of elements of each all-reduce in one compressed step."""
+    """Return the number of elements of each sum over the ranks in one compressed step."""
     module = MODULES[name]
     state = new_state(module, matrix_approximation_rank=factor_rank)
     for step in range(START + 1):
         run_step(module, state, random_gradient(shapes, rank, step), shapes, hook)
-    with counted_all_reduces() as counted:
+    with counted_sums() as counted:
         run_step(module, state, random_gradient(shapes, rank, 99), shapes, hook)
     return counted
 
