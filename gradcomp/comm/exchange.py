@@ -261,20 +261,17 @@ def _rows_beside(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tens
 
 
 def _sum(rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of the rows to out, which may be one of them, in fp32 (fp64) and in their order.
-
-    The other rows are of no use then.
-    """
-    first, wide = rows[0], torch.promote_types(rows[0].dtype, torch.float32)
-    if len(rows) == 2 and out is rows[1]:
-        first, rows = out, rows[::-1]  # the sum of two is the same in either order
-    if first.dtype == wide:
-        total = first
-    elif out.dtype == wide and all(row is not out for row in rows):
-        total = out.copy_(first)
+    """Write the sum of the rows to out, which may be one of them, in fp32 (fp64) and in their order."""
+    wide = torch.promote_types(rows[0].dtype, torch.float32)
+    is_read_late = any(row is out for row in rows[2:])
+    total = out if out.dtype == wide and not is_read_late else torch.empty_like(rows[0], dtype=wide)
+    if len(rows) > 1 and rows[0].dtype == wide:
+        torch.add(rows[0], rows[1], out=total)
     else:
-        total = first.to(wide)
-    for row in rows[1:]:
+        total.copy_(rows[0])
+        for row in rows[1:2]:
+            total.add_(row)
+    for row in rows[2:]:
         total.add_(row)
     if total is not out:
         out.copy_(total)
