@@ -135,7 +135,7 @@ def test_without_matplotlib_the_picture_is_refused(capsys, tmp_path, monkeypatch
 def test_a_plan_from_measurements(capsys, file):
     output = plan(capsys, "--from", str(file))
     assert "ranks    4 on a CPU, gloo" in output
-    assert "link     1 Gbit/s per rank, 100 µs per message" in output
+    assert "link     1 Gbit/s per rank, 100 µs per round trip" in output
     header = next(line for line in output.splitlines() if line.startswith("hook "))
     assert "measured" in header
     row = next(line for line in output.splitlines() if line.startswith("int4 "))
@@ -145,7 +145,7 @@ def test_a_plan_from_measurements(capsys, file):
 
 def test_a_plan_for_another_network_than_the_measured_one(capsys, file):
     output = plan(capsys, "--from", str(file), "--bandwidth", "100Gbit", "--ranks", "16")
-    assert "link     100 Gbit/s per rank, 100 µs per message" in output
+    assert "link     100 Gbit/s per rank, 100 µs per round trip" in output
     assert "ranks    16 on a CPU" in output
     assert "measured" not in next(line for line in output.splitlines() if line.startswith("hook "))
 
