@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.comm import delay
 from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
 from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.pipeline import run_through
@@ -65,6 +66,11 @@ class Group:
         shared = torch.tensor([value], device=self.device)
         dist.broadcast(shared, src=0)
         return int(shared.item())
+
+    def round_trip_s(self) -> float:
+        """Return the time from a message to its answer between ranks, or nodes, as hooks do. A collective."""
+        ranks = self.nodes.between if self.nodes else resolve_group("python -m gradcomp bench", None)
+        return delay.round_trip_s(torch.empty(0, device=self.device), ranks)
 
     def slowest(self, samples_s: Sequence[float]) -> list[float]:
         """Return for each sample the longest time of any rank. A collective."""

@@ -61,7 +61,7 @@ def test_nccl_takes_a_tree_where_that_is_faster():
 
 
 def test_exchanges_by_hand():
-    """A round trip of 0.5 s: once for any number of ranks, half if receives are posted; a ring has one a step."""
+    """A round trip takes 0.5 s: one for any number of ranks, half if receives are posted; a ring has many."""
     link = Link(bytes_per_s=1000.0, latency_s=0.5, nodes=Nodes(2, 100.0), gathers_by_messages=True)
     assert link.has_delay
     assert link.seconds(Collective("all-reduce", 400, "between"), 8) == 6 * 0.5 + 2 * 3 / 4 * 400 / 1000
