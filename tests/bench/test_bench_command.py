@@ -50,6 +50,7 @@ def test_what_is_measured_is_what_plan_reads(tmp_path, capsys):
     assert (read.world_size, read.backend, read.device_type) == (2, "gloo", "cpu")
     assert read.round_trip_s == 0.052
     assert read.fitted_link().has_delay
+    assert min(sample.num_bytes for sample in read.link if sample.num_bytes > 2**12) == 2**21
     assert read.shapes == [[300, 40], [300], [50, 300], [50], [3, 50], [3]]
     assert {sample.kind for sample in read.link} == {"all-reduce", "all-to-all", "all-gather"}
     assert {sample.group for sample in read.link} == {"all"}
