@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.comm import delay
 from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
 from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.pipeline import run_through
@@ -65,6 +66,11 @@ class Group:
         shared = torch.tensor([value], device=self.device)
         dist.broadcast(shared, src=0)
         return int(shared.item())
+
+    def round_trip_s(self) -> float:
+        """Return the time from a message to its answer between ranks, or nodes, as hooks do. A collective."""
+        ranks = self.nodes.between if self.nodes else resolve_group("python -m gradcomp bench", None)
+        return delay.round_trip_s(torch.empty(0, device=self.device), ranks)
 
     def slowest(self, samples_s: Sequence[float]) -> list[float]:
         """Return for each sample the longest time of any rank. A collective."""
@@ -169,15 +175,18 @@ def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
     if group.nodes is not None:
         groups |= {"within": group.nodes.within, "between": group.nodes.between}
     timed = [(place, kind) for place in groups for kind in _TIMED[place]]
+    has_delay = group.round_trip_s() >= delay.MIN_DELAY_S
+    # With a delay, small sizes would all take as long, and leave no time for one that shows the bandwidth.
+    sizes = SIZES_BYTES[:1] + SIZES_BYTES[3:] if has_delay else SIZES_BYTES
     for place, kind in timed:
         ranks = groups[place]
         deadline = time.perf_counter() + limit_s / len(timed)
-        for index, size in enumerate(SIZES_BYTES):
+        for index, size in enumerate(sizes):
             num_bytes = -(-size // (4 * ranks.size())) * 4 * ranks.size()
             call = _call(kind, num_bytes, ranks, group.device)
             first_s = _timed(call, 2, group)[-1]
             left_s = deadline - time.perf_counter()
-            fair_s = left_s / (len(SIZES_BYTES) - index)
+            fair_s = left_s / (len(sizes) - index)
             num_calls = group.agree(min(MAX_CALLS, max(MIN_CALLS, int(fair_s / max(first_s, 1e-6)))))
             seconds = statistics.median(group.slowest(_timed(call, num_calls, group)))
             # Between nodes, all ranks of a node have such a buffer.

@@ -11,10 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from gradcomp import ops
+from gradcomp.compress.compressor import BucketSpec
+from gradcomp.compress.quantized import QuantizedOptions
+from gradcomp.compress.quantized_all_reduce import Form, LayoutFor
 from gradcomp.layout import BlockLayout
 from gradcomp.plan.candidates import CANDIDATES, Candidate
 from gradcomp.plan.models import Shape, num_elements
@@ -29,66 +33,71 @@ TYPICAL_WORLD_SIZE = 4
 Work = Callable[[torch.Tensor], None]
 
 
-def local_work(
-    hook: Candidate, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, world_size: int
-) -> Work:
-    """Return a function that does a hook's own work on a flat bucket, as one of world_size ranks."""
+def local_work(hook: Candidate, bucket: BucketSpec) -> Work:
+    """Return a function that does a hook's own work on a flat bucket, as one of its ranks, without nodes."""
     if hook.rank is not None:
-        return _powersgd(hook, shapes, dtype, device, world_size)
+        return _powersgd(hook, bucket)
     if hook.bits is not None:
-        layout = BlockLayout(shapes, 128, world_size)
-        return partial(
-            _average, ops.quantized_plan(layout, dtype, device, bits=hook.bits, error_feedback=True)
-        )
+        layout_for = partial(BlockLayout, bucket.shapes, QuantizedOptions(hook.bits).block_size)
+        return _average(layout_for, bucket.dtype, bucket, bits=hook.bits, error_feedback=True)
     if hook.wire_dtype is None:
         return lambda flat: None
-    wire = torch.empty(num_elements(shapes), dtype=hook.wire_dtype, device=device)
+    wire = torch.empty(sum(bucket.numels), dtype=hook.wire_dtype, device=bucket.device)
 
     def cast(flat: torch.Tensor) -> None:
-        ops.compress_cast(flat, out=wire, scale=1 / world_size, overwrite=True)
+        ops.compress_cast(flat, out=wire, scale=1 / bucket.world_size, overwrite=True)
         ops.decompress_cast(wire, out=flat)
 
     return cast
 
 
-def _average(plan: ops.QuantizedPlan, flat: torch.Tensor) -> None:
-    """Quantize, average and dequantize a bucket, without collectives."""
-    if plan.payload.numel():
+def _average(layout_for: LayoutFor, dtype: torch.dtype, bucket: BucketSpec, **options: Any) -> Work:
+    """Return a function that quantizes, averages and dequantizes a buffer, without collectives."""
+    exact_dtype = options.get("exact_dtype") or dtype
+    form = Form.of(layout_for, bucket, options["bits"], exact_dtype.itemsize)
+    plan = ops.quantized_plan(form.layout, dtype, bucket.device, **options, num_senders=form.num_senders)
+
+    def average(flat: torch.Tensor) -> None:
+        if not plan.payload.numel():
+            return
         plan.quantize(flat, 0)
-        # Stands in for an all-to-all. Row 0, this rank's own, has no codes.
+        # Stands in for an exchange. In two exchanges row 0, this rank's own, has no codes.
         plan.received.copy_(plan.payload[-1:].expand_as(plan.received))
+        if form.num_senders:
+            plan.sum(flat, 0)
+            return
         plan.average(0)
         plan.payload[0] = plan.mean  # stands in for an all-gather
         plan.dequantize(flat)
 
+    return average
 
-def _powersgd(
-    hook: Candidate, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, world_size: int
-) -> Work:
-    options = hook.powersgd_options
+
+def _powersgd(hook: Candidate, bucket: BucketSpec) -> Work:
+    options, dtype = hook.powersgd_options, bucket.dtype
     plan = ops.powersgd_plan(
-        options.layout(shapes, dtype),
+        options.layout(bucket.shapes, dtype),
         dtype,
-        device,
-        **options.arithmetic(world_size),
+        bucket.device,
+        **options.arithmetic(bucket.world_size),
         wire_dtype=options.wire_dtype(dtype),
         seed=0,
     )
-    between: list[ops.QuantizedPlan] = []
+    between: list[Work] = []
     if options.is_quantized:
         wide = torch.promote_types(dtype, torch.float32)
         between = [
-            ops.quantized_plan(each, wide, device, **options.wire_plan(dtype))
-            for each in options.wire_layouts(plan.wire_numels, world_size)
+            _average(layout_for, wide, bucket, **options.wire_plan(dtype))
+            for layout_for in options.wire_layouts(plan.wire_numels)
         ]
 
     def work(flat: torch.Tensor) -> None:
         plan.project(flat, 1.0)
         if between:
-            _average(between[0], plan.p_wire)
+            between[0](plan.p_wire)
         plan.back_project(flat, 1.0)
         if between:
-            _average(between[1], plan.q_wire)
+            between[1](plan.q_wire)
         plan.reconstruct(flat, 0)
 
     return work
@@ -101,14 +110,19 @@ def median_s(
     dtype: torch.dtype,
     device: torch.device,
     world_size: int,
+    has_delay: bool,
     limit_s: float,
 ) -> float:
     """Return the median time of a hook's own work on all buckets.
 
     buckets: the shapes of each bucket.
+    has_delay: see BucketSpec.
     limit_s: the time of all rounds; at least MIN_ROUNDS are timed.
     """
-    works = [local_work(hook, shapes, dtype, device, world_size) for shapes in buckets]
+    specs = [
+        BucketSpec(tuple(shapes), dtype, device, world_size, 0, has_delay=has_delay) for shapes in buckets
+    ]
+    works = [local_work(hook, spec) for spec in specs]
     flats = [torch.randn(num_elements(shapes), device=device).to(dtype) for shapes in buckets]
     samples: list[float] = []
     deadline = time.perf_counter() + limit_s
@@ -129,7 +143,7 @@ def main() -> None:
     device = torch.device("cpu")
     print(f"# one thread, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
     for hook in CANDIDATES.values():
-        seconds = median_s(hook, [TYPICAL], torch.float32, device, TYPICAL_WORLD_SIZE, 2.0)
+        seconds = median_s(hook, [TYPICAL], torch.float32, device, TYPICAL_WORLD_SIZE, False, 2.0)
         print(f'"{hook.name}": {seconds / num_elements(TYPICAL) * 1e9:.2f},')
     matrix = torch.randn(1024, 1024)
     start = time.perf_counter()

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from gradcomp import ops
+from gradcomp.comm.delay import MIN_DELAY_S
 from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.plan.candidates import candidate_named, form_named
 from gradcomp.plan.measurements import DTYPES, FORMAT, NOOP, Measurements
@@ -88,7 +89,7 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
     """Measure everything. A collective."""
     progress = Progress(group.rank == 0)
     progress.show(f"{group.world_size} ranks, {group.backend}: links")
-    link = []
+    round_trip_s, link = group.round_trip_s(), []
     for sample in link_samples(group, LINK_PART * options.seconds):
         where = WHERE[sample.group] if group.nodes else ""
         progress.show(
@@ -116,6 +117,7 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
             dtype,
             group.device,
             group.world_size,
+            round_trip_s >= MIN_DELAY_S,
             LOCAL_PART * options.seconds,
         )
         (local_s[name],) = group.slowest([own_s])
@@ -142,6 +144,7 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
         forward_s=parts.forward_s,
         backward_s=parts.backward_s,
         optimizer_s=parts.optimizer_s,
+        round_trip_s=round_trip_s,
         link=link,
         hooks=[hook_time(name, each, local_s[name]) for name, each in samples.items()],
         ranks_per_node=group.ranks_per_node,
@@ -205,15 +208,17 @@ WHERE = {"all": " of all ranks", "within": " within a node", "between": " betwee
 
 
 def _links(read: Measurements) -> list[str]:
-    """Return a line per collective, with its bandwidth and latency."""
-    has_nodes, lines = read.ranks_per_node > 1, []
-    for (kind, group), rate in read.fitted_link().measured.items():
+    """Return a line on the delay, and one per collective, with its bandwidth and latency."""
+    has_nodes, lines, link = read.ranks_per_node > 1, [], read.fitted_link()
+    if read.round_trip_s:
+        peers = "nodes" if has_nodes else "ranks"
+        lines.append(f"delay    a message and its answer take {seconds(read.round_trip_s)} between {peers}")
+    each = "round trip" if link.gathers_by_messages else "message"
+    for (kind, group), rate in link.measured.items():
         name = kind + WHERE[group] if has_nodes else kind
         whose = "node" if has_nodes and group != "within" else "rank"
-        lines.append(
-            f"link     {name}: {bandwidth(rate.bytes_per_s)} per {whose}, {rate.latency_s * 1e6:.0f} µs per "
-            "message"
-        )
+        rates = f"{bandwidth(rate.bytes_per_s)} per {whose}, {seconds(rate.latency_s)} per {each}"
+        lines.append(f"link     {name}: {rates}")
     return lines
 
 
@@ -226,7 +231,7 @@ def recommendation(read: Measurements, max_loss: float) -> str:
     device, compute = read.measured_device(), read.compute()
     steps = {}
     for hook in hooks:
-        work = step_work(buckets, hook, read.world_size, device, read.torch_dtype, read.ranks_per_node)
+        work = step_work(buckets, hook, link, read.world_size, device, read.torch_dtype)
         measured_s = read.step_s(hook.name)
         assert measured_s is not None
         steps[hook.name] = replace(work.on(link, compute), step_s=measured_s)

@@ -96,7 +96,10 @@ def plan_parser() -> OneLineParser:
         "or 80%% of the GPU's data sheet on nccl; on gloo there is none."
     )
     network.add_argument("--bandwidth-within", type=bits_per_s, metavar="RATE", help=text)
-    text = "The time per message between two ranks. Default: 10 for nccl, 50 for gloo, or FILE's."
+    text = (
+        "The time per message between two ranks; on gloo of a message and its answer, the smallest exchange. "
+        "Default: 10 for nccl, 50 for gloo, or FILE's."
+    )
     network.add_argument("--latency-us", type=not_negative, metavar="US", help=text)
     text = "The process group's backend. Default: nccl, on the CPU gloo."
     network.add_argument("--backend", choices=LATENCIES_US, help=text)
@@ -155,7 +158,7 @@ def _from_options(
             None if within is None else BANDWIDTH_UTILIZATION * within,
             f"{backend}'s links within a node of {device.name}",
         ),
-        gathers_by_messages=backend == "gloo",
+        gathers_by_messages=backend == "gloo" and not isinstance(device, Gpu),
     )
     return scenario, link, world_size, None
 

@@ -6,7 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gradcomp.comm.delay import MIN_DELAY_S
+
 from .candidates import Candidate, Collective, CollectiveKind, Group, Payload
+
+# The round trip within a node, if links between nodes have a delay.
+WITHIN_ROUND_TRIP_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,14 @@ class Link:
     """The network between nodes: every network card has one such link, which sends and receives at once.
 
     bytes_per_s: of a network card, in one direction.
-    latency_s: of a message from one rank to another.
+    latency_s: of a message from one rank to another. With gathers_by_messages: of a message and its answer, a
+        round trip. The smallest exchange takes as long, as gloo's sender waits for its receiver.
     has_tree: whether the backend may all-reduce along a tree, as NCCL does with small buffers.
     measured: by a collective's kind and group, a rate that replaces the link's. Within a node it is a rank's
         rate, otherwise a network card's.
     nodes: by default every rank is a node of its own, with its own card.
-    gathers_by_messages: whether all ranks all-gather by a message to every other rank, as hooks do on gloo.
-        Otherwise they all-gather along a ring.
+    gathers_by_messages: whether ranks exchange messages with all others at once, as hooks on gloo do with CPU
+        tensors. Otherwise they all-gather along a ring.
 
     Raises ValueError for a bandwidth that isn't positive, and for a negative or infinite latency.
     """
@@ -79,10 +85,17 @@ class Link:
         if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
             raise ValueError(f"a link's latency is {self.latency_s!r} s; it must not be negative")
 
+    @property
+    def has_delay(self) -> bool:
+        """Whether hooks find that a round trip takes long; see comm/delay.py."""
+        return self.gathers_by_messages and self.latency_s >= MIN_DELAY_S
+
     def rate(self, collective: Collective) -> Rate:
         """Return a network card's rate; for a collective within a node, a rank's."""
-        is_within = collective.group == "within"
-        usual = Rate(self.nodes.within_bytes_per_s if is_within else self.bytes_per_s, self.latency_s)
+        usual = Rate(self.bytes_per_s, self.latency_s)
+        if collective.group == "within":
+            latency_s = WITHIN_ROUND_TRIP_S if self.has_delay else self.latency_s
+            usual = Rate(self.nodes.within_bytes_per_s, latency_s)
         return self.measured.get((collective.kind, collective.group), usual)
 
     def num_nodes(self, world_size: int) -> int:
@@ -94,16 +107,20 @@ class Link:
         return world_size // self.nodes.ranks
 
     def seconds(self, collective: Collective, world_size: int) -> float:
-        """Return the time of one collective between world_size ranks.
+        """Return the time of one collective between world_size ranks."""
+        return sum(self.parts_s(collective, world_size))
+
+    def parts_s(self, collective: Collective, world_size: int) -> tuple[float, float]:
+        """Return (the time that messages of no size take, the time that the bytes take) of one collective.
 
         The slower of the node's cards and a rank's links within the node counts.
         """
         kind, nodes, rate = collective.kind, self.nodes, self.rate(collective)
-        time = self.num_messages(collective, world_size) * rate.latency_s
+        waiting = self.num_messages(collective, world_size) * rate.latency_s
         if collective.group == "within":
-            return time + self._within_bytes(collective, world_size) / rate.bytes_per_s
+            return waiting, self._within_bytes(collective, world_size) / rate.bytes_per_s
         cards_bytes_per_s = nodes.cards * rate.bytes_per_s
-        time += max(
+        transfer = max(
             self.leaving_bytes(collective, world_size) / cards_bytes_per_s,
             self._within_bytes(collective, world_size) / nodes.within_bytes_per_s,
         )
@@ -111,13 +128,19 @@ class Link:
             along_tree = 2 * math.ceil(math.log2(world_size)) * rate.latency_s
             leaving = 2 * collective.num_bytes if self.num_nodes(world_size) > 1 else 0
             within = 2 * collective.num_bytes if nodes.ranks > 1 else 0
-            transfer = max(leaving / cards_bytes_per_s, within / nodes.within_bytes_per_s)
-            return min(time, along_tree + transfer)
-        return time
+            by_tree = along_tree, max(leaving / cards_bytes_per_s, within / nodes.within_bytes_per_s)
+            return min((waiting, transfer), by_tree, key=sum)
+        return waiting, transfer
 
-    def num_messages(self, collective: Collective, world_size: int) -> int:
-        """Return the number of messages that follow one another."""
-        return ring_steps(collective.kind, _group_size(collective.group, world_size, self.nodes.ranks))
+    def num_messages(self, collective: Collective, world_size: int) -> float:
+        """Return the number of messages, or round trips, that follow one another.
+
+        An exchange takes one round trip, or half if its receives have been posted before.
+        """
+        size = _group_size(collective.group, world_size, self.nodes.ranks)
+        if not self.gathers_by_messages or collective.kind == "all-reduce" or size == 1:
+            return ring_steps(collective.kind, size)
+        return 0.5 if collective.is_posted else 1
 
     def rated_bytes(self, collective: Collective, world_size: int) -> float:
         """Return the bytes that take the time of rate(collective), besides messages."""

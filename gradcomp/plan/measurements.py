@@ -20,7 +20,7 @@ from .hardware import ONE_RANK_NODES, Link, MeasuredDevice, Nodes, fitted_rate
 from .models import Bucket, Shape, buckets_of, num_elements
 from .prediction import Compute
 
-FORMAT = 1
+FORMAT = 2
 KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 GROUPS: tuple[Group, ...] = get_args(Group)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,6 +82,8 @@ class Measurements:
     shapes: the parameters with gradients, in registration order.
     ready_at: for every bucket, the part of backward's time after which the bucket was ready; empty if that
         wasn't measured.
+    round_trip_s: the time from a message to its answer between ranks (nodes), as hooks find it; 0 where ranks
+        exchange no messages themselves, such as on NCCL.
     ranks_per_node: the number of ranks on every node, if there were several nodes of several ranks; else 1.
     """
 
@@ -101,6 +103,7 @@ class Measurements:
     forward_s: float
     backward_s: float
     optimizer_s: float
+    round_trip_s: float
     link: list[LinkSample]
     hooks: list[HookTime]
     ranks_per_node: int = 1
@@ -116,7 +119,7 @@ class Measurements:
         _require(bool(self.shapes), "shapes", self.shapes, "hold at least one parameter")
         for index, shape in enumerate(self.shapes):
             _require(min(shape, default=1) >= 1, f"shapes[{index}]", shape, "have no length below 1")
-        for name in ("forward_s", "backward_s", "optimizer_s"):
+        for name in ("forward_s", "backward_s", "optimizer_s", "round_trip_s"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "not be negative")
         num_times, num_buckets = len(self.ready_at), len(self._assumed_buckets())
         wanted = f"have {num_buckets} values, one for each bucket"
@@ -152,6 +155,7 @@ class Measurements:
     def fitted_link(self) -> Link:
         """Return the link with a rate for each collective: if not measured, the all-reduce's.
 
+        Its latency is the round trip; without one, the all-reduce's.
         A node counts as having one network card: the rates are those of all its cards together.
         Raises ValueError if no all-reduce was measured, of all ranks and within a node.
         """
@@ -169,7 +173,7 @@ class Measurements:
             raise ValueError("link has no all-reduce within a node; without one no step can be predicted")
         return Link(
             usual.bytes_per_s,
-            usual.latency_s,
+            self.round_trip_s or usual.latency_s,
             has_tree=self.backend == "nccl",
             measured=rates,
             nodes=Nodes(per_node, within.bytes_per_s) if within else ONE_RANK_NODES,

@@ -10,7 +10,7 @@ On a GPU, with a side stream:
 On a CPU, where hooks compress on backward's thread:
 
     backward      ───bucket 0───│ compress │───bucket 1───│ compress │──────bucket 2──────│ compress │
-    network                                └ communicate ──────────│ └ communicate │                 └ …
+    network                                └ first collective ────│ └ first collective │           └ …, others
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -26,34 +27,55 @@ from .candidates import Candidate, Payload
 from .hardware import Device, Link, sent_bytes
 from .models import Bucket
 
+# gloo's own collectives that run at the same time.
+GLOO_THREADS = 2
+
 
 class BucketTimes(NamedTuple):
     """The times of one bucket.
 
     ready_s: the time after backward's start at which the bucket is ready, if backward alone runs.
     local_s: the hook's own work.
-    communication_s: the hook's collectives.
+    collectives_s: of each of the hook's collectives, Link.parts_s.
+    is_ring: whether the collectives are the back end's own all-reduces.
     """
 
     ready_s: float
     local_s: float
-    communication_s: float
+    collectives_s: tuple[tuple[float, float], ...]
+    is_ring: bool = False
+
+    @property
+    def communication_s(self) -> float:
+        return sum(map(sum, self.collectives_s))
 
 
 def end_of_backward(buckets: Sequence[BucketTimes], backward_s: float, *, is_inline: bool) -> float:
     """Return the time from backward's start until every bucket is averaged.
 
-    is_inline: whether hooks compress on backward's thread. Then only collectives run beside backward.
+    is_inline: whether hooks compress on backward's thread. Then only a bucket's first collective runs beside
+        backward. All others begin after backward, the oldest bucket first. Bytes of different collectives
+        follow one another on the link, but latencies pass at the same time. Only gloo's own all-reduces wait
+        for one another, on GLOO_THREADS threads.
 
     Otherwise buckets are compressed and sent beside backward, one after another. Compressing takes the device
     from backward, so buckets that aren't ready yet become ready later by as much time.
     """
     if is_inline:
-        compressed_at = sent_at = 0.0
-        for each in buckets:
-            compressed_at += each.local_s
-            sent_at = max(each.ready_s + compressed_at, sent_at) + each.communication_s
-        return max(backward_s + compressed_at, sent_at)
+        compressed_at = accumulate(each.local_s for each in buckets)
+        # When each bucket's next collective may begin.
+        ready = [each.ready_s + local_s for each, local_s in zip(buckets, compressed_at, strict=True)]
+        end_s = backward_s + sum(each.local_s for each in buckets)
+        sent_at = 0.0
+        for stage in range(max((len(each.collectives_s) for each in buckets), default=0)):
+            for index, each in enumerate(buckets):
+                for latency_s, transfer_s in each.collectives_s[stage : stage + 1]:
+                    start = max(ready[index], end_s if stage else 0.0)
+                    if each.is_ring and index >= GLOO_THREADS:
+                        start = max(start, ready[index - GLOO_THREADS])
+                    sent_at = max(start, sent_at) + transfer_s
+                    ready[index] = sent_at + latency_s
+        return max([end_s, *ready])
     taken = idle_at = 0.0
     starts: list[float] = []
     num_taken = 0
@@ -112,7 +134,7 @@ class StepPrediction:
 
 @dataclass(frozen=True)
 class StepWork:
-    """A hook's work in a step, which doesn't depend on the link.
+    """A hook's work in a step. Of the link it depends on the nodes, and on whether there is a delay.
 
     ready_at, payloads, local_s: one value per bucket. local_s is the hook's own work.
     is_inline: whether the device compresses on backward's thread.
@@ -146,29 +168,28 @@ class StepWork:
         """Predict the step on a link."""
         assert link.nodes.ranks == self.ranks_per_node
         distinct, indices = self._distinct
-        seconds = [
-            sum(link.seconds(each, self.world_size) for each in payload.collectives) for payload in distinct
+        parts = [
+            tuple(link.parts_s(each, self.world_size) for each in payload.collectives) for payload in distinct
         ]
         leaving = [
             sum(link.leaving_bytes(each, self.world_size) for each in payload.collectives)
             for payload in distinct
         ]
-        communication = [seconds[index] for index in indices]
+        is_ring = [all(each.kind == "all-reduce" for each in payload.collectives) for payload in distinct]
         times = [
-            BucketTimes(ready_at * compute.backward_s, local_s, communication_s)
-            for ready_at, local_s, communication_s in zip(
-                self.ready_at, self.local_s, communication, strict=True
-            )
+            BucketTimes(ready_at * compute.backward_s, local_s, parts[index], is_ring[index])
+            for ready_at, local_s, index in zip(self.ready_at, self.local_s, indices, strict=True)
         ]
         end = end_of_backward(times, compute.backward_s, is_inline=self.is_inline)
-        added_s = sum(self.local_s) + sum(communication)
+        communication_s = sum(each.communication_s for each in times)
+        added_s = sum(self.local_s) + communication_s
         return StepPrediction(
             self.hook,
             self.world_size,
             collective_bytes=self.collective_bytes,
             sent_bytes=self.sent_bytes,
             local_s=sum(self.local_s),
-            communication_s=sum(communication),
+            communication_s=communication_s,
             hidden_s=max(0.0, added_s - (end - compute.backward_s)),
             step_s=compute.forward_s + end + compute.optimizer_s,
             leaving_bytes=sum(leaving[index] for index in indices),
@@ -178,15 +199,20 @@ class StepWork:
 def step_work(
     buckets: Sequence[Bucket],
     hook: Candidate,
+    link: Link,
     world_size: int,
     device: Device,
     dtype: torch.dtype,
-    ranks_per_node: int = 1,
 ) -> StepWork:
     """Return a hook's work in a step. Arguments and errors: see predict_step."""
     if world_size < 1:
         raise ValueError(f"a step of {world_size} ranks can't be predicted: at least one is needed")
-    payloads = tuple(hook.payload(bucket.shapes, dtype, world_size, ranks_per_node) for bucket in buckets)
+    link.num_nodes(world_size)  # raises for ranks that aren't whole nodes
+    per_node = link.nodes.ranks
+    on_link = {"by_messages": link.gathers_by_messages, "has_delay": link.has_delay}
+    payloads = tuple(
+        hook.payload(bucket.shapes, dtype, world_size, per_node, **on_link) for bucket in buckets
+    )
     pairs = zip(payloads, buckets, strict=True)
     return StepWork(
         hook.name,
@@ -195,7 +221,7 @@ def step_work(
         payloads,
         tuple(device.local_s(hook, payload, bucket.numel) for payload, bucket in pairs),
         device.is_inline,
-        ranks_per_node,
+        per_node,
     )
 
 
@@ -218,6 +244,4 @@ def predict_step(
     Raises ValueError for fewer than one rank, for ranks that aren't whole nodes, and for a hook without a
     measured time on a measured device.
     """
-    work = step_work(buckets, hook, world_size, device, dtype, link.nodes.ranks)
-    link.num_nodes(world_size)  # raises for ranks that aren't whole nodes
-    return work.on(link, compute)
+    return step_work(buckets, hook, link, world_size, device, dtype).on(link, compute)

@@ -248,10 +248,7 @@ class Scenario:
         return found
 
     def _work(self, link: Link, world_size: int, hooks: Sequence[Candidate]) -> list[StepWork]:
-        per_node = link.nodes.ranks
-        return [
-            step_work(self.buckets, hook, world_size, self.device, self.dtype, per_node) for hook in hooks
-        ]
+        return [step_work(self.buckets, hook, link, world_size, self.device, self.dtype) for hook in hooks]
 
     def _recommend(self, link: Link, work: Sequence[StepWork], hooks: Sequence[Candidate]) -> Recommendation:
         predictions = {each.hook: each.on(link, self.compute) for each in work}

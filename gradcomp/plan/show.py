@@ -92,7 +92,7 @@ def _whole_nodes(link: Link, world_sizes: Iterable[int]) -> list[int]:
 
 
 def _links(link: Link) -> list[str]:
-    nodes, latency = link.nodes, f"{link.latency_s * 1e6:.3g} µs per message"
+    nodes, latency = link.nodes, _latency(link)
     if nodes.ranks == 1:
         return [f"link     {bandwidth(link.bytes_per_s)} per rank, {latency}"]
     cards = f"{nodes.cards} {_plural(nodes.cards, 'network card')}"
@@ -100,6 +100,11 @@ def _links(link: Link) -> list[str]:
         f"link     {bandwidth(link.bytes_per_s)} per network card, {cards} per node, {latency}",
         f"         {with_prefix(nodes.within_bytes_per_s, 'B/s')} per rank within a node",
     ]
+
+
+def _latency(link: Link) -> str:
+    latency = f"{link.latency_s * 1e6:.3g} µs" if link.latency_s < 1e-3 else seconds(link.latency_s)
+    return f"{latency} per {'round trip' if link.gathers_by_messages else 'message'}"
 
 
 def _plural(number: int, noun: str) -> str:
@@ -293,7 +298,7 @@ def draw_map(scenario: Scenario, link: Link, path: Path) -> None:
     panels[0].set_ylabel("ranks")
     figure.suptitle(
         f"PREDICTED, not measured: {scenario.model} on {scenario.device.name}, {scenario.backend}"
-        f"{_nodes(link)}, {link.latency_s * 1e6:g} µs per message; the hook to use, and times as fast as "
+        f"{_nodes(link)}, {_latency(link)}; the hook to use, and times as fast as "
         "with none (lines).\n"
         f"Of hooks that cost up to {scenario.max_loss:g} nats on one small GPT (docs/accuracy.md). "
         f"Don't compress: less than {LEAST_HEADROOM:.0%} to gain, or no such hook is faster.",

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from gradcomp.__main__ import main
+from gradcomp.bench.run import table
 from gradcomp.plan.measurements import Measurements
+from tests.plan.measured import as_written, as_written_with_nodes
 from tests.programs import ROOT, TORCHRUN, run_module, run_python, users_environment
 
 MODEL = "tests.bench.benchmarked"
@@ -30,8 +32,12 @@ def bench(*arguments):
 
 def test_what_is_measured_is_what_plan_reads(tmp_path, capsys):
     file = tmp_path / "measured.json"
-    done = run_python("-m", "gradcomp", "bench", "--cpu", "--ranks", "2", *QUICK, "--out", file)
+    command = ["-m", "gradcomp", "bench", "--cpu", "--ranks", "2", *QUICK, "--out", file]
+    done = run_python(*command, GRADCOMP_ROUND_TRIP_MS="52")
     assert done.returncode == 0, done.stderr
+    assert (
+        "\ndelay    a message and its answer take 52.0 ms between ranks\nlink     all-reduce: " in done.stdout
+    )
     rows = {line.split()[0]: line for line in done.stdout.splitlines() if line}
     assert list(rows)[list(rows).index("noop") - 1] == "hook", "noop comes first"
     for name in ("noop", "none", "fp16", "int4", "powersgd:2:int8"):
@@ -42,6 +48,9 @@ def test_what_is_measured_is_what_plan_reads(tmp_path, capsys):
 
     read = Measurements.read(file)
     assert (read.world_size, read.backend, read.device_type) == (2, "gloo", "cpu")
+    assert read.round_trip_s == 0.052
+    assert read.fitted_link().has_delay
+    assert min(sample.num_bytes for sample in read.link if sample.num_bytes > 2**12) == 2**21
     assert read.shapes == [[300, 40], [300], [50, 300], [50], [3, 50], [3]]
     assert {sample.kind for sample in read.link} == {"all-reduce", "all-to-all", "all-gather"}
     assert {sample.group for sample in read.link} == {"all"}
@@ -70,6 +79,7 @@ def test_within_and_between_nodes(tmp_path, capsys):
         assert f"link     {line}: " in done.stdout
     read = Measurements.read(file)
     assert read.ranks_per_node == 2
+    assert read.round_trip_s == 0
     assert {sample.group for sample in read.link} == {"all", "within", "between"}
     forms = ["int4", "int4 by nodes", "powersgd:2:int8", "powersgd:2:int8 by nodes"]
     assert [hook.name for hook in read.hooks] == ["noop", "none", "fp16", *forms]
@@ -78,6 +88,18 @@ def test_within_and_between_nodes(tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert [hook["hook"] for hook in plan["hooks"]] == ["none", "fp16", *forms]
     assert plan["nodes"]["ranks"] == 2
+
+
+def test_the_delay_is_of_ranks_or_nodes():
+    def lines(written, **changes):
+        return table(Measurements.checked(written | changes), 0.02).splitlines()
+
+    assert "delay    a message and its answer take 100 µs between ranks" in lines(as_written())
+    between_nodes = lines(as_written_with_nodes(), round_trip_s=0.0123)
+    assert "delay    a message and its answer take 12.3 ms between nodes" in between_nodes
+    on_nccl = lines(as_written(), round_trip_s=0.0, backend="nccl")
+    assert not [line for line in on_nccl if line.startswith("delay")]
+    assert "link     all-gather: 1 Gbit/s per rank, 100 µs per round trip" in lines(as_written())
 
 
 def test_ranks_that_do_not_fill_nodes_are_refused():

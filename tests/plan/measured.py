@@ -6,7 +6,7 @@ from gradcomp.plan.candidates import Collective
 from gradcomp.plan.hardware import Link, Nodes
 from gradcomp.plan.measurements import FORMAT
 
-LINK = Link(bytes_per_s=1.25e8, latency_s=100e-6)
+LINK = Link(bytes_per_s=1.25e8, latency_s=100e-6, gathers_by_messages=True)
 WORLD_SIZE = 4
 # Two nodes of two ranks.
 NODES_LINK = Link(1.25e8, 100e-6, nodes=Nodes(2, 1e9), gathers_by_messages=True)
@@ -32,6 +32,7 @@ def as_written() -> dict[str, Any]:
         "forward_s": 0.03,
         "backward_s": 0.06,
         "optimizer_s": 0.01,
+        "round_trip_s": 100e-6,
         "link": _samples(LINK, "all", KINDS),
         "hooks": _hooks(("noop", 0.1, None), ("none", 0.9, None), ("int4", 0.5, 0.02), ("bf16", 0.6, 0.003)),
     }
@@ -49,7 +50,7 @@ def as_written_with_nodes() -> dict[str, Any]:
 
 
 def _samples(link: Link, group: Any, kinds: Any) -> list[dict[str, Any]]:
-    """Return the link's times. A file from before nodes were measured has no groups."""
+    """Return the link's times. A file of ranks without nodes has no groups."""
     return [
         {
             "kind": kind,

@@ -1,17 +1,20 @@
 """Compare predictions of the bytes that hooks send and move with the hooks and with docs/accuracy.md."""
 
+import os
 import re
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.demo.measure import WireMeter
+from gradcomp.bench.steps import register
 from gradcomp.compress.accuracy_cost import MEASURED, accuracy_cost
-from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
 from gradcomp.plan.candidates import CANDIDATES, Candidate, candidate_named
+from gradcomp.plan.hardware import sent_bytes
 from gradcomp.plan.models import buckets_of, built_in_model
 from tests.programs import ROOT
 
@@ -43,52 +46,77 @@ def test_bytes_of_the_others_by_hand():
     assert sent("int4", [(n, m), (m,)]) == (1 / 2 + 2 / 128) * n * m + 4 * m
 
 
-def registered(candidate):
-    """Return the library's state and hook for a candidate."""
-    if candidate.rank is not None:
-        options = {"uncompressed_dtype": torch.bfloat16} if candidate.wire_dtype == torch.int8 else {}
-        state = powerSGD_hook.PowerSGDState(
-            None,
-            matrix_approximation_rank=candidate.rank,
-            start_powerSGD_iter=2,
-            factor_dtype=candidate.wire_dtype,
-            **options,
-        )
-        return state, powerSGD_hook.powerSGD_hook
-    if candidate.bits is not None:
-        state = quantization_hooks.QuantizationState(bits=candidate.bits, start_iter=2)
-        return state, quantization_hooks.quantization_hook
-    hooks = {
-        "none": default_hooks.allreduce_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "fp16": default_hooks.fp16_compress_hook,
-    }
-    return None, hooks[candidate.name]
+class SentMeter(TorchDispatchMode):
+    """Counts this rank's messages, its all-reduces, and the bytes that it sends in both."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_messages, self.num_all_reduces, self.num_bytes = 0, 0, 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if name == "send":
+            self.num_messages += 1
+            self.num_bytes += args[0][0].nbytes
+        elif name == "allreduce_":
+            self.num_all_reduces += 1
+            size = dist.ProcessGroup.unbox(args[1]).size()
+            self.num_bytes += 2 * (size - 1) / size * args[0][0].nbytes
+        else:
+            assert func.namespace != "c10d" or name == "recv_"
+        return func(*args, **(kwargs or {}))
 
 
-def count_bytes(rank):
-    """Return the bytes that a rank hands to collectives in a DDP step with each hook, and the predictions."""
-    counted, predicted = {}, {}
-    for name, candidate in CANDIDATES.items():
-        model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 700), nn.Linear(700, 130))
+WITH_STATE = ("int8", "int4", "powersgd:4", "powersgd:16:int8")
+
+
+def count_sent(rank, names, per_node, round_trip_ms):
+    """Return by hook what a rank sends in a DDP step, and what is predicted: messages, all-reduces, bytes."""
+    os.environ["GRADCOMP_ROUND_TRIP_MS"] = str(round_trip_ms)
+    counted, predicted, size = {}, {}, dist.get_world_size()
+    on_link = {"by_messages": True, "has_delay": round_trip_ms >= 5}
+    for name in names:
+        # The last layers' tensors are sent exactly by PowerSGD: 280 kB each.
+        widths = (300, 200, 700, 130, 1, 70_000)
+        model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
-        ddp.register_comm_hook(*registered(candidate))
+        register(ddp, name, per_node)
         for _ in range(3):  # buckets are rebuilt, the state compares its ranks
             ddp(torch.randn(2, 300)).sum().backward()
-        with WireMeter() as meter:
+        with SentMeter() as meter:
             ddp(torch.randn(2, 300)).sum().backward()
-        counted[name] = meter.num_bytes
-        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-        buckets = buckets_of(shapes, cap_bytes=0.3 * 2**20)
+        counted[name] = (meter.num_messages, meter.num_all_reduces, meter.num_bytes)
+        buckets = buckets_of([tuple(each.shape) for each in model.parameters()], cap_bytes=0.3 * 2**20)
         assert len(buckets) > 1
-        payloads = [candidate.payload(bucket.shapes, FP32, dist.get_world_size()) for bucket in buckets]
-        predicted[name] = sum(payload.collective_bytes for payload in payloads)
+        hook = Candidate.form_named(name)
+        payloads = [hook.payload(each.shapes, FP32, size, per_node, **on_link) for each in buckets]
+        collectives = [each for payload in payloads for each in payload.collectives]
+        sizes = {"all": size, "within": per_node, "between": size // per_node}
+        all_reduces = [each for each in collectives if each.kind == "all-reduce"]
+        predicted[name] = (
+            sum(sizes[each.group] - 1 for each in collectives if each not in all_reduces),
+            len(all_reduces),
+            sum(sent_bytes(each, size, per_node) for each in collectives),
+        )
     return counted, predicted
 
 
-def test_bytes_are_those_that_hooks_hand_to_collectives(run_ranks):
-    for counted, predicted in run_ranks(count_bytes, 2):
-        assert predicted == counted
+@pytest.mark.parametrize(
+    ("world_size", "per_node", "round_trip_ms"),
+    [(2, 1, 0), (2, 1, 20), (4, 1, 0), (4, 1, 20), (4, 2, 0), (4, 2, 20)],
+)
+def test_hooks_send_the_predicted_messages_and_bytes(run_ranks, world_size, per_node, round_trip_ms):
+    names = tuple(CANDIDATES) if world_size == 2 else ("none", "fp16", *WITH_STATE)
+    if per_node > 1:
+        names = [f"{name} by nodes" for name in WITH_STATE]
+    ranks = run_ranks(count_sent, world_size, names, per_node, round_trip_ms)
+    for name in names:
+        expected = ranks[0][1][name]
+        for counted, _ in ranks:
+            assert counted[name][:2] == expected[:2], name
+        # The last shard may be smaller; the last piece of a node's sum of factors is padded.
+        sent = sum(counted[name][2] for counted, _ in ranks) / world_size
+        assert sent == pytest.approx(expected[2], rel=1e-9 if per_node == 1 else 1e-5), name
 
 
 def test_memory_traffic_is_the_documented_one():

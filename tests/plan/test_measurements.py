@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from gradcomp.plan.candidates import Collective
 from gradcomp.plan.measurements import Measurements
 from tests.plan.measured import LINK, NODES_LINK, as_written, as_written_with_nodes
 
@@ -24,7 +25,14 @@ def test_the_link_is_fitted():
     assert found.bytes_per_s == pytest.approx(LINK.bytes_per_s)
     assert found.latency_s == pytest.approx(LINK.latency_s)
     assert not found.has_tree
-    assert Measurements.checked(as_written() | {"backend": "nccl"}).fitted_link().has_tree
+    assert not found.has_delay
+    on_nccl = Measurements.checked(as_written() | {"backend": "nccl", "round_trip_s": 0.0}).fitted_link()
+    assert on_nccl.has_tree
+    assert on_nccl.latency_s == pytest.approx(LINK.latency_s), "of the all-reduces"
+    delayed = Measurements.checked(as_written() | {"round_trip_s": 0.05}).fitted_link()
+    assert delayed.has_delay
+    assert delayed.latency_s == 0.05
+    assert delayed.rate(Collective("all-gather", 1)).latency_s == pytest.approx(LINK.latency_s)
 
 
 def test_the_link_within_and_between_nodes_is_fitted():
@@ -78,10 +86,11 @@ def changed(path, value):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 2, "format is 2; this gradcomp reads 1"),
+        ("format", 1, "format is 1; this gradcomp reads 2"),
         ("backward_s", "0.1", "backward_s is '0.1'; it must be a finite number"),
         ("backward_s", float("nan"), "backward_s is nan; it must be a finite number"),
         ("backward_s", -0.1, "backward_s is -0.1; it must not be negative"),
+        ("round_trip_s", -0.1, "round_trip_s is -0.1; it must not be negative"),
         ("backward_s", True, "backward_s is True; it must be a finite number"),
         ("world_size", 0, "world_size is 0; it must be at least 1"),
         ("world_size", 2.5, "world_size is 2.5; it must be a whole number"),

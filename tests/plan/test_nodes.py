@@ -187,7 +187,7 @@ def test_a_measured_device_quantizes_a_part():
 @pytest.mark.parametrize("name", [*CANDIDATES, *(f"{name} by nodes" for name in WITH_STATE)])
 def test_nodes_of_one_rank_are_the_ranks(name):
     for is_gloo in (False, True):
-        plain = Link(12.5e9 / 8, 1e-5, has_tree=not is_gloo)
+        plain = Link(12.5e9 / 8, 1e-5, has_tree=not is_gloo, gathers_by_messages=is_gloo)
         as_nodes = step(name, link(1, within=1.0, is_gloo=is_gloo), 16)
         flat = step(name.removesuffix(" by nodes"), plain, 16)
         assert as_nodes.step_s == flat.step_s

@@ -135,7 +135,7 @@ def test_without_matplotlib_the_picture_is_refused(capsys, tmp_path, monkeypatch
 def test_a_plan_from_measurements(capsys, file):
     output = plan(capsys, "--from", str(file))
     assert "ranks    4 on a CPU, gloo" in output
-    assert "link     1 Gbit/s per rank, 100 µs per message" in output
+    assert "link     1 Gbit/s per rank, 100 µs per round trip" in output
     header = next(line for line in output.splitlines() if line.startswith("hook "))
     assert "measured" in header
     row = next(line for line in output.splitlines() if line.startswith("int4 "))
@@ -143,9 +143,25 @@ def test_a_plan_from_measurements(capsys, file):
     assert not any(line.startswith("int8 ") for line in output.splitlines()), "it wasn't timed"
 
 
+def test_a_link_with_a_delay(capsys, file):
+    """From 5 ms on, sums on gloo are exchanged: here every rank sends its factors to three others at once."""
+
+    def sent(*arguments):
+        output = plan(capsys, *arguments, "--hook", "powersgd:1", "--json")
+        return json.loads(output)["hooks"][1]["sent_bytes"]
+
+    on_cpus = ["--model", "resnet50", "--device", "cpu", "--ranks", "4", "--latency-us"]
+    assert sent(*on_cpus, "52000") == pytest.approx(2 * sent(*on_cpus, "4000"))
+    assert "10 Gbit/s per rank, 52.0 ms per round trip" in plan(capsys, *on_cpus, "52000")
+    on_gpus = ["--model", "resnet50", "--backend", "gloo", "--ranks", "4", "--latency-us", "52000"]
+    assert "52.0 ms per message" in plan(capsys, *on_gpus), "hooks exchange messages of CPU tensors only"
+    file.write_text(json.dumps(as_written() | {"round_trip_s": 0.052}))
+    assert "52.0 ms per round trip" in plan(capsys, "--from", str(file))
+
+
 def test_a_plan_for_another_network_than_the_measured_one(capsys, file):
     output = plan(capsys, "--from", str(file), "--bandwidth", "100Gbit", "--ranks", "16")
-    assert "link     100 Gbit/s per rank, 100 µs per message" in output
+    assert "link     100 Gbit/s per rank, 100 µs per round trip" in output
     assert "ranks    16 on a CPU" in output
     assert "measured" not in next(line for line in output.splitlines() if line.startswith("hook "))
 

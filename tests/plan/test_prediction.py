@@ -1,13 +1,25 @@
 """Test the model of links, timelines and steps: limits, cases by hand, and values that must rise or fall."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from gradcomp.plan.candidates import CANDIDATES, Collective, Payload
-from gradcomp.plan.hardware import CPU, GPUS, LAUNCH_S, Link, MeasuredDevice, Rate, fitted_rate, sent_bytes
+from gradcomp.plan.hardware import (
+    CPU,
+    GPUS,
+    LAUNCH_S,
+    WITHIN_ROUND_TRIP_S,
+    Link,
+    MeasuredDevice,
+    Nodes,
+    Rate,
+    fitted_rate,
+    sent_bytes,
+)
 from gradcomp.plan.models import Bucket, buckets_of, built_in_model
 from gradcomp.plan.prediction import BucketTimes, Compute, end_of_backward, predict_step
 
@@ -46,6 +58,24 @@ def test_nccl_takes_a_tree_where_that_is_faster():
     assert link.seconds(Collective("all-gather", 1000), 1024) == ring.seconds(
         Collective("all-gather", 1000), 1024
     )
+
+
+def test_exchanges_by_hand():
+    """A round trip takes 0.5 s: one for any number of ranks, half if receives are posted; a ring has many."""
+    link = Link(bytes_per_s=1000.0, latency_s=0.5, nodes=Nodes(2, 100.0), gathers_by_messages=True)
+    assert link.has_delay
+    assert link.seconds(Collective("all-reduce", 400, "between"), 8) == 6 * 0.5 + 2 * 3 / 4 * 400 / 1000
+    assert link.seconds(Collective("all-to-all", 400, "between"), 8) == 0.5 + 3 / 4 * 400 / 1000
+    posted = Collective("all-gather", 400, "between", is_posted=True)
+    assert link.seconds(posted, 8) == 0.25 + 3 / 4 * 400 / 1000
+    assert link.seconds(posted, 2) == 0
+    assert link.seconds(Collective("all-gather", 400, "within"), 8) == WITHIN_ROUND_TRIP_S + 2, (
+        "no delay there"
+    )
+    measured = {("all-gather", "between"): Rate(100.0, 0.2)}
+    assert replace(link, measured=measured).seconds(posted, 8) == 0.1 + 3 / 4 * 400 / 100
+    assert not replace(link, latency_s=0.004).has_delay
+    assert not replace(link, gathers_by_messages=False).has_delay
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
@@ -104,7 +134,10 @@ def test_a_timeline_by_hand():
     """Two buckets are ready at 2 and 4 s of a backward of 4 s."""
 
     def end(*times, is_inline=False):
-        buckets = [BucketTimes(ready, *rest) for ready, rest in zip((2.0, 4.0), times, strict=True)]
+        buckets = [
+            BucketTimes(ready, local_s, ((0.0, sent_s),))
+            for ready, (local_s, sent_s) in zip((2.0, 4.0), times, strict=True)
+        ]
         return end_of_backward(buckets, 4.0, is_inline=is_inline)
 
     assert end((0, 0), (0, 0)) == 4
@@ -118,14 +151,25 @@ def test_a_timeline_by_hand():
 
 
 def test_a_timeline_by_hand_where_hooks_compress_on_backwards_thread():
-    buckets = [BucketTimes(2.0, 0.5, 1.0), BucketTimes(4.0, 0.5, 1.0)]
-    assert end_of_backward(buckets, 4.0, is_inline=True) == 6, (
-        "compressing makes both later, the first is hidden"
-    )
-    slow = [BucketTimes(2.0, 0.5, 5.0), BucketTimes(4.0, 0.5, 1.0)]
-    assert end_of_backward(slow, 4.0, is_inline=True) == 8.5, (
-        "the second is compressed while the first is sent"
-    )
+    def end(*collectives_s, local_s=0.5, is_ring=False):
+        """Buckets are ready at 2, 4, 4, … s."""
+        ready = (2.0, *(4.0 for _ in collectives_s[1:]))
+        pairs = zip(ready, collectives_s, strict=True)
+        buckets = [BucketTimes(ready_s, local_s, each, is_ring) for ready_s, each in pairs]
+        return end_of_backward(buckets, 4.0, is_inline=True)
+
+    sent = ((0.0, 1.0),)
+    assert end(sent, sent) == 6, "compressing makes both later, the first is hidden"
+    assert end(((0.0, 5.0),), sent) == 8.5, "the second is compressed while the first is sent"
+    # With a round trip of 3 s: 4 + 3 s, then half a round trip, whatever the number of buckets.
+    delayed = (3.0, 0.0), (1.5, 0.0)
+    assert end(delayed, delayed, local_s=0) == end(*[delayed] * 5, local_s=0) == 8.5
+    assert end(delayed, ((1.0, 0.0),), local_s=0) == 6.5, "the second exchange begins after backward, at 5"
+    # The last two send from 4 to 6 s and have answers at 8 and 9 s. All second exchanges take 1 s and 1.5 s.
+    slow = (3.0, 1.0), (1.5, 1.0)
+    assert end(slow, slow, slow, local_s=0) == 11.5
+    # A ring waits for the last but one.
+    assert end(*[((3.0, 0.0),)] * 4, local_s=0, is_ring=True) == 10
 
 
 # --- the step ---
@@ -177,6 +221,30 @@ def test_latency_and_compression_only_add(hook):
     assert step(hook, slow).step_s > step(hook, quick).step_s
     free = MeasuredDevice("free", dict.fromkeys(CANDIDATES, 0.0), is_inline=False)
     assert step(hook, quick).step_s >= step(hook, quick, device=free).step_s
+
+
+@pytest.mark.parametrize(
+    ("hook", "world_size", "num_round_trips"),
+    [
+        ("none", 2, 2),  # gloo's own rings: 2 (W − 1), of two buckets at the same time
+        ("none", 4, 6),
+        ("bf16", 2, 1),
+        ("bf16", 4, 1.5),
+        ("int4", 2, 1),
+        ("int4", 4, 1.5),
+        ("powersgd:4", 4, 1.5),  # P, then Q, which is posted before, in one exchange each
+        ("powersgd:4:int8", 4, 1.5),
+    ],
+)
+def test_round_trips_of_a_step_with_a_delay(hook, world_size, num_round_trips):
+    """However many buckets there are, a step waits once for their round trips of 100 ms."""
+    delayed = Link(math.inf, 0.1, gathers_by_messages=True)
+    shapes = [(1024, 1024)] * 2 if hook == "none" else [(1024, 1024)] * 12
+    buckets = [replace(each, ready_at=1.0) for each in buckets_of(shapes, cap_bytes=2**21)]
+    assert len(buckets) == len(shapes)
+    found = step(hook, delayed, world_size, CPU, buckets=buckets)
+    waited = found.step_s - COMPUTE.step_s - found.local_s
+    assert waited == pytest.approx(0.1 * num_round_trips)
 
 
 def test_what_is_hidden():
