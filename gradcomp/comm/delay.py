@@ -27,8 +27,13 @@ _SAMPLES, _MAX_ROUNDS = 5, 3
 _round_trips: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
 
 
-def round_trip_s(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
+def round_trip_s(
+    tensor: torch.Tensor, group: dist.ProcessGroup, between: dist.ProcessGroup | None = None
+) -> float:
     """Return the seconds from a message to its answer between a group's ranks, the same on all ranks.
+
+    between: by nodes, the group of this rank's place, whose exchanges are timed. The others agree all the
+        same: what is summed within a node and between nodes depends on it, too.
 
     The first call measures them: the shortest of a few exchanges, on the rank where that took longest. Every
     rank of the group must come to it in the same place among its collectives. 0 where ranks exchange no
@@ -39,7 +44,7 @@ def round_trip_s(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
     if group.size() == 1 or not takes_messages(tensor, group):
         return 0.0
     if group not in _round_trips:
-        _round_trips[group] = _agreed_s(group)
+        _round_trips[group] = _agreed_s(group, between or group)
     return _round_trips[group]
 
 
@@ -48,7 +53,7 @@ def has_delay(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return round_trip_s(tensor, group) >= MIN_DELAY_S
 
 
-def _agreed_s(group: dist.ProcessGroup) -> float:
+def _agreed_s(group: dist.ProcessGroup, timed: dist.ProcessGroup) -> float:
     given = _largest(_given_s(), group)
     if not given < math.inf:
         raise ValueError(
@@ -60,7 +65,7 @@ def _agreed_s(group: dist.ProcessGroup) -> float:
     shortest = math.inf
     for _ in range(_MAX_ROUNDS):
         # Busy processors make exchanges longer, too, but not every one.
-        shortest = min(shortest, _largest(_measured_s(group), group))
+        shortest = min(shortest, _largest(_measured_s(timed), group))
         if shortest < MIN_DELAY_S:
             break
     return shortest

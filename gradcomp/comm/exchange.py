@@ -17,6 +17,7 @@ others at once, and posts every receive before any send.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -221,7 +222,7 @@ class _Messages(dist.Work):
         super().__init__()
         self._group, self._of_group = group, _of_groups.setdefault(group, _GroupExchanges())
         self._of_group.num_exchanges += 1
-        self._number = self._of_group.num_exchanges * 2_000_003 + kind
+        self._name = f"{self._of_group.num_exchanges} {kind}"
         rank, size = group.rank(), group.size()
         # Each rank begins with a different one.
         self._others = [(rank + distance) % size for distance in range(1, size)]
@@ -241,7 +242,7 @@ class _Messages(dist.Work):
 
     def _tag(self, message: torch.Tensor) -> int:
         """Number a message by exchange, kind and size: gloo takes a message that is too short for whole."""
-        return _FIRST_TAG + (self._number + 2 * message.nbytes) % _NUM_TAGS
+        return _FIRST_TAG + zlib.crc32(f"{self._name} {message.nbytes}".encode()) % _NUM_TAGS
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for every message. Raises RuntimeError if a rank has ended or doesn't answer in time."""

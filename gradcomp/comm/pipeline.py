@@ -20,6 +20,7 @@ others, the oldest bucket first: A₀ A₁ … B₀ B₁ …. With any number of
 
 import threading
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -113,7 +114,7 @@ class Pipeline:
         Raises the error of any bucket, on the thread that calls the hooks.
         """
         if is_first:
-            self.finish()  # buckets that an error in backward has left, the same on every rank
+            self._drop()  # buckets that an error in backward has left, the same on every rank
         wait_for_current_stream(device)
         future, earlier, self._running = PipelinedFuture(self.finish, device), self._running, []
         on_host = [each for each in earlier if not ops.has_streams(each.device)]
@@ -134,6 +135,18 @@ class Pipeline:
             on_streams = [each for each in running if ops.has_streams(each.device)]
             on_host = [each for each in reversed(running) if not ops.has_streams(each.device)]
             self._running = [*self._advance(on_streams), *reversed(self._advance(on_host))]
+
+    def _drop(self) -> None:
+        """Average no bucket that is under way: their buffers have the next step's gradients already."""
+        running, self._running = self._running, []
+        error = RuntimeError("an error ended the step before this bucket was averaged")
+        for each in running:
+            if each.work is not None:
+                with suppress(RuntimeError):
+                    on_side_stream(each.device, each.work.wait)
+            each.stages.close()
+            self._unfinished.pop(each.future, None)
+            each.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
 
     def _advance(self, buckets: list[_Running]) -> list[_Running]:
         """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""

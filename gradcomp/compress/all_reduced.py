@@ -67,7 +67,7 @@ class AllReducedCompressor(Compressor):
         run_through(self.stages(flat, group, seed))
 
     def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in two stages; by nodes, in four. Yields each collective in progress."""
+        """Average in stages. Yields each collective in progress."""
         self._pending.add_to(flat, self._unused)
         if self._ranks_per_node == 1:
             yield from self._sum(flat, group, self._scale)

@@ -590,7 +590,7 @@ class CompressorState:
         )
         found = launched.agreed_nodes(group, unlike)
         nodes = (found.ranks_per_node, str(found)) if found else None
-        round_trip = round_trip_s(bucket.buffer(), found.between if found else group)
+        round_trip = round_trip_s(bucket.buffer(), group, found.between if found else None)
         if (nodes, round_trip) != (self._nodes, self._round_trip_s):
             self._memories.save_and_drop_compressors()
             self._nodes, self._round_trip_s = nodes, round_trip

@@ -348,11 +348,17 @@ class StepClock:
             if number is not None
         ]
 
-    def take_waits(self) -> dict[int, float]:
-        """Return the waits by number, without those that haven't ended, and forget them. The host waits."""
+    def take_waits(self, *, of_each: bool) -> dict[int, float]:
+        """Return the waits by number, without those that haven't ended, and forget them. The host waits.
+
+        of_each: True where each bucket's average is waited for before the next bucket begins, as between the
+            replicas of a sharded model: the sum of their waits.
+        """
         taken, self._waits = self._waits, {}
         return {
-            number: max(_seconds_between(begins[-1], end) for end in ends)
+            number: sum(map(_seconds_between, begins, ends))
+            if of_each
+            else max(_seconds_between(begins[-1], end) for end in ends)
             for number, (begins, ends) in taken.items()
             if len(ends) == len(begins)
         }

@@ -286,7 +286,9 @@ class AutoState(CompressorState):
 
     def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:
         """Agree with the other ranks on the round's times, and announce a choice."""
-        times = trial.round_of(dict(self._clock.take(waits=True)), self._clock.take_waits())
+        times = trial.round_of(
+            dict(self._clock.take(waits=True)), self._clock.take_waits(of_each=self.shard_group is not None)
+        )
         what = "compare the candidates' times of auto_hook"
         agreed = ReducedValues(what, times, self._groups(group), self._device).wait()
         trial.end_round(agreed, self.iter)

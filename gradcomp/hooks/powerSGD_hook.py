@@ -75,7 +75,7 @@ class PowerSGDState(CompressorState):
 
     factor_dtype: the dtype in which factors are sent. With torch.bfloat16 or torch.float16, uncompressed
         tensors are sent in that dtype, too. With torch.int8, a factor has a scale for every 128 elements and
-        takes two collectives (a quantized all-reduce). With any factor_dtype, min_compression_rate compares
+        takes a quantized all-reduce. With any factor_dtype, min_compression_rate compares
         bytes, not elements, and error feedback makes up for the rounding. None: the bucket's dtype.
     uncompressed_dtype: with int8 factors, the dtype in which vectors and other uncompressed tensors are sent:
         torch.bfloat16 or torch.float16. None: the bucket's dtype.

@@ -122,13 +122,14 @@ def test_other_errors_of_stages_stay_what_they_are():
     assert str(raised.value) == "lacks memory"
 
 
-def test_a_step_that_backward_broke_off_is_finished_by_the_next():
-    """Every rank has issued the broken step's collectives, so they must be completed."""
+def test_a_step_that_backward_broke_off_is_dropped_by_the_next():
+    """Its collectives are completed, but its average would overwrite the next step's gradients."""
     log, pipeline = [], Pipeline()
     broken_off = pipeline.add(bucket(7, log), CPU, is_first=True, is_last=False)
-    pipeline.add(bucket(0, log), CPU, is_first=True, is_last=True)
-    assert broken_off.value() == 7
-    assert issued(log) == ["A7", "B7", "A0", "B0"]
+    assert pipeline.add(bucket(0, log), CPU, is_first=True, is_last=True).value() == 0
+    assert log == ["issue A7", "wait A7", "issue A0", "wait A0", "issue B0", "wait B0", "end 0"]
+    with pytest.raises(RuntimeError, match="an error ended the step before this bucket was averaged"):
+        broken_off.wait()
 
 
 def test_run_through_waits_for_every_collective():

@@ -24,8 +24,10 @@ OURS = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
 STEPS = [*(("gradcomp", hook) for hook in OURS), ("torch", "fp16")]
 # The hooks shown with three ranks per host.
 OF_THREE_RANKS = ("none", "int4", "int4:flat", "powersgd:8:int8", "powersgd:8:int8:flat")
-# README's columns of times, in Mbit/s.
-LINKS = (50, 200, 1_000, 10_000)
+# README's columns of times: Mbit/s, and ms one way.
+LINKS = ((200, 0), (200, 25), (1_000, 0), (1_000, 25))
+# The hooks in the tables of links with a delay.
+DELAYED = ("noop", "none", "allreduce", "fp16", "bf16", "int8", "int4", "powersgd:8", "powersgd:8:int8")
 
 
 def rows_of(name):
@@ -58,6 +60,15 @@ def test_the_page_has_tables_of_the_rows(rows, rows_of_nodes):
             assert block in page
 
 
+def test_the_page_has_tables_of_links_with_a_delay():
+    page, rows = (ROOT / "docs/network.md").read_text(), rows_of("network_delay.jsonl")
+    shown = [row for row in report.of(rows, job="steps") if row["hook"] in DELAYED]
+    tables = report.tables(shown).split("\n\n")
+    assert len(tables) == 6  # two models on two hosts, one on four, each with a title
+    for block in tables:
+        assert block in page
+
+
 def test_the_page_says_how_far_off_predictions_are(rows, rows_of_nodes):
     page = (ROOT / "docs/network.md").read_text()
     for each in (rows, rows_of_nodes):
@@ -81,8 +92,8 @@ def test_the_page_on_local_steps_has_a_table_of_the_rows():
 
 
 def test_the_readme_quotes_the_rows():
-    """Times as in the rows of auto_hook's runs, bytes and losses as on docs/accuracy.md."""
-    runs = report.of(auto.compared(rows_of("network_auto.jsonl")), model="mlp", hosts=2, ranks_per_host=1)
+    """Times as in the rows of links with a delay, bytes and losses as on docs/accuracy.md."""
+    runs = report.of(rows_of("network_delay.jsonl"), job="steps", model="mlp", hosts=2)
     text = (ROOT / "README.md").read_text()
     table = text[text.index("| fewer bytes than fp32") - 2 :].partition("\n\n")[0]
     _, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
@@ -90,8 +101,9 @@ def test_the_readme_quotes_the_rows():
     costs = {cells[0]: cells for line in accuracy_lines() if (cells := line.split())}
     for name, rate, *cells in lines:
         hook = HOOKS[name]
-        times = [auto.median_ms(report.of(runs, mbit_per_s=link), hook) for link in LINKS]
-        assert cells[: len(LINKS)] == list(map(auto.shown, times)), hook
+        found = [report.of(runs, hook=hook, mbit_per_s=mbit, delay_ms=ms) for mbit, ms in LINKS]
+        assert [len(each) for each in found] == [3] * len(LINKS)
+        assert cells[: len(LINKS)] == [auto.shown(report.median_ms(each)) for each in found], hook
         cost = costs.get({"bf16": "fp16"}.get(hook, hook))
         if cost is not None:
             assert rate == f"{cost[2]} ({cost[3]})"
