@@ -326,6 +326,7 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
         with kind(hosts) as network, tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(network, ranks_per_host, Path(folder))
             failed: list[Job] = []
+            delay_ms: float | None = None
             for link, job in found:
                 number += 1
                 places = {"hosts": hosts, "ranks_per_host": ranks_per_host}
@@ -336,7 +337,9 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                 same = {**job, "run": 0} if job["job"] == "steps" else job
                 if same in failed:
                     continue
-                throttle = throttled(network, link)
+                if link.delay_ms != delay_ms:
+                    ranks.end()  # a process group measures its delay once
+                delay_ms, throttle = link.delay_ms, throttled(network, link)
                 try:
                     result = ranks.do(job)
                 except RankFailedError as error:

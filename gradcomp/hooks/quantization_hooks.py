@@ -149,9 +149,9 @@ def quantization_pertensor_hook(
     docs/hooks.md compares the two.
 
     On the wire: 1 byte per element and 2 bytes per block. With W ranks, a rank sends 2 (W − 1) / W buckets of
-    codes, or W − 1 if they are small and links have a delay; in torch's all-gather it sends W − 1 buckets. Rounding errors are lost. quantization_hook with
-    bits=8 sends about as much, and adds the errors to the next step. inf or NaN makes the whole block NaN on
-    every rank.
+    codes, or W − 1 if they are small and links have a delay; in torch's all-gather it sends W − 1. Rounding
+    errors are lost. quantization_hook with bits=8 sends about as much, and adds the errors to the next step.
+    inf or NaN makes the whole block NaN on every rank.
     State: the process group, or None for the default one.
 
     Raises TypeError if the bucket is not a floating-point bucket.
