@@ -44,7 +44,7 @@ class Clock:
 def state_of(rank, group=None, ms=None, wait_ms=1e4, **options):
     clock = Clock(MS if ms is None else ms, rank)
     clock.state = AutoState(group, clock=clock, **{"start_iter": 2, "steps_per_turn": 3, **options})
-    clock.state._clock.take_waits = lambda: dict.fromkeys(range(10), wait_ms / 1e3)
+    clock.state._clock.take_waits = lambda **_: dict.fromkeys(range(10), wait_ms / 1e3)
     return clock.state
 
 
@@ -590,5 +590,19 @@ def test_a_step_ends_where_its_last_hook_begins_and_waits_for_all_averages(monke
         at(start + 5.0, averages[0].set_result, torch.zeros(1))
     clock.add_wait(5, torch.futures.Future(), cpu)  # which never ends
     assert clock.take() == [(4, 10.0)]
-    assert clock.take_waits() == {4: 3.0}
-    assert clock.take_waits() == {}
+    assert clock.take_waits(of_each=False) == {4: 3.0}
+    assert clock.take_waits(of_each=False) == {}
+
+
+def test_waits_add_up_where_every_bucket_is_waited_for(monkeypatch):
+    now, cpu = [0.0], torch.device("cpu")
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = StepClock()
+    for start, end in ((1.0, 3.0), (4.0, 4.5)):
+        average = torch.futures.Future()
+        now[0] = start
+        clock.begin_bucket(cpu)
+        clock.add_wait(7, average, cpu)
+        now[0] = end
+        average.set_result(torch.zeros(1))
+    assert clock.take_waits(of_each=True) == {7: 2.5}
