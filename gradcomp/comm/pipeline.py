@@ -91,12 +91,17 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
 
 
 class _Running(NamedTuple):
-    """A bucket under way. work: the collective that its next stage waits for."""
+    """A bucket under way.
+
+    work: the collective that its next stage waits for.
+    backward: the number of the backward that has brought the bucket; -1 outside of one.
+    """
 
     stages: Stages
     work: dist.Work | None
     future: PipelinedFuture
     device: torch.device
+    backward: int
 
 
 class Pipeline:
@@ -113,17 +118,19 @@ class Pipeline:
 
         Raises the error of any bucket, on the thread that calls the hooks.
         """
+        backward = torch._C._current_graph_task_id()
         if is_first:
-            self._drop()  # buckets that an error in backward has left, the same on every rank
+            self._drop_of_other_backwards(backward)
+            self.finish()
         wait_for_current_stream(device)
         future, earlier, self._running = PipelinedFuture(self.finish, device), self._running, []
         on_host = [each for each in earlier if not ops.has_streams(each.device)]
         on_streams = [each for each in earlier if ops.has_streams(each.device)]
-        begun = self._advance([_Running(stages, None, future, device), *on_streams])
+        begun = self._advance([_Running(stages, None, future, device, backward), *on_streams])
         self._running = [*begun, *on_host]
         if is_last:
             self.finish()
-        elif self._running and not earlier and torch._C._current_graph_task_id() != -1:
+        elif self._running and not earlier and backward != -1:
             # The last bucket may go to another hook. This runs before DDP waits for futures.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         return future
@@ -136,11 +143,15 @@ class Pipeline:
             on_host = [each for each in reversed(running) if not ops.has_streams(each.device)]
             self._running = [*self._advance(on_streams), *reversed(self._advance(on_host))]
 
-    def _drop(self) -> None:
-        """Average no bucket that is under way: their buffers have the next step's gradients already."""
-        running, self._running = self._running, []
+    def _drop_of_other_backwards(self, backward: int) -> None:
+        """Drop what a backward that an error has ended left: the buffers have other gradients already.
+
+        A backward without an error leaves nothing. What was begun outside of any goes on.
+        """
+        left = [each for each in self._running if each.backward not in (-1, backward)]
+        self._running = [each for each in self._running if each not in left]
         error = RuntimeError("an error ended the step before this bucket was averaged")
-        for each in running:
+        for each in left:
             if each.work is not None:
                 with suppress(RuntimeError):
                     on_side_stream(each.device, each.work.wait)

@@ -122,14 +122,40 @@ def test_other_errors_of_stages_stay_what_they_are():
     assert str(raised.value) == "lacks memory"
 
 
-def test_a_step_that_backward_broke_off_is_dropped_by_the_next():
+def begin_in_backward(pipeline, log, index, *, is_last, fails=False):
+    """Return the future of a bucket that a backward brings; the backward may fail afterwards."""
+    futures, leaf = [], torch.zeros(1, requires_grad=True)
+
+    def hook(_):
+        futures.append(pipeline.add(bucket(index, log), CPU, is_first=True, is_last=is_last))
+        if fails:
+            raise ValueError("backward broke off")
+
+    leaf.register_hook(hook)
+    leaf.sum().backward()
+    return futures[0]
+
+
+def test_what_a_broken_backward_left_is_dropped():
     """Its collectives are completed, but its average would overwrite the next step's gradients."""
     log, pipeline = [], Pipeline()
-    broken_off = pipeline.add(bucket(7, log), CPU, is_first=True, is_last=False)
-    assert pipeline.add(bucket(0, log), CPU, is_first=True, is_last=True).value() == 0
+    with pytest.raises(ValueError, match="broke off"):
+        begin_in_backward(pipeline, log, 7, is_last=False, fails=True)
+    broken_off = next(iter(pipeline._unfinished))
+    assert begin_in_backward(pipeline, log, 0, is_last=True).value() == 0
     assert log == ["issue A7", "wait A7", "issue A0", "wait A0", "issue B0", "wait B0", "end 0"]
     with pytest.raises(RuntimeError, match="an error ended the step before this bucket was averaged"):
         broken_off.wait()
+    assert not pipeline._unfinished
+
+
+def test_what_was_begun_outside_of_backward_is_finished():
+    """Every rank has issued its collectives: an exchange of LocalSteps under way, say."""
+    log, pipeline = [], Pipeline()
+    earlier = pipeline.add(bucket(7, log), CPU, is_first=True, is_last=False)
+    assert begin_in_backward(pipeline, log, 0, is_last=True).value() == 0
+    assert earlier.value() == 7
+    assert issued(log) == ["A7", "B7", "A0", "B0"]
 
 
 def test_run_through_waits_for_every_collective():
