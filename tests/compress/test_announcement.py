@@ -58,6 +58,17 @@ def test_a_quantized_start_is_said_too(run_ranks):
     ]
 
 
+def test_a_delay_is_said_too(run_ranks):
+    """The largest that a rank is given."""
+    lines, none = run_ranks(said_with_a_delay, 2)
+    assert lines == [f"{LINE}; a message and its answer take 53 ms"]
+    assert none == []
+
+
+def said_with_a_delay(rank):
+    return said(rank, environment={"GRADCOMP_ROUND_TRIP_MS": str(20 + 33 * rank)})
+
+
 @pytest.mark.parametrize(("value", "lines"), [("1", []), ("true", []), ("0", [LINE])])
 def test_the_environment_silences_it(run_ranks, value, lines):
     assert run_ranks(said, 1, "", "", {"GRADCOMP_QUIET": value}) == [lines]
