@@ -33,29 +33,29 @@ TYPICAL_WORLD_SIZE = 4
 Work = Callable[[torch.Tensor], None]
 
 
-def local_work(hook: Candidate, bucket: BucketSpec) -> Work:
+def local_work(hook: Candidate, spec: BucketSpec) -> Work:
     """Return a function that does a hook's own work on a flat bucket, as one of its ranks, without nodes."""
     if hook.rank is not None:
-        return _powersgd(hook, bucket)
+        return _powersgd(hook, spec)
     if hook.bits is not None:
-        layout_for = partial(BlockLayout, bucket.shapes, QuantizedOptions(hook.bits).block_size)
-        return _average(layout_for, bucket.dtype, bucket, bits=hook.bits, error_feedback=True)
+        layout_for = partial(BlockLayout, spec.shapes, QuantizedOptions(hook.bits).block_size)
+        return _average(layout_for, spec.dtype, spec, bits=hook.bits, error_feedback=True)
     if hook.wire_dtype is None:
         return lambda flat: None
-    wire = torch.empty(sum(bucket.numels), dtype=hook.wire_dtype, device=bucket.device)
+    wire = torch.empty(sum(spec.numels), dtype=hook.wire_dtype, device=spec.device)
 
     def cast(flat: torch.Tensor) -> None:
-        ops.compress_cast(flat, out=wire, scale=1 / bucket.world_size, overwrite=True)
+        ops.compress_cast(flat, out=wire, scale=1 / spec.world_size, overwrite=True)
         ops.decompress_cast(wire, out=flat)
 
     return cast
 
 
-def _average(layout_for: LayoutFor, dtype: torch.dtype, bucket: BucketSpec, **options: Any) -> Work:
+def _average(layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any) -> Work:
     """Return a function that quantizes, averages and dequantizes a buffer, without collectives."""
     exact_dtype = options.get("exact_dtype") or dtype
-    form = Form.of(layout_for, bucket, options["bits"], exact_dtype.itemsize)
-    plan = ops.quantized_plan(form.layout, dtype, bucket.device, **options, num_senders=form.num_senders)
+    form = Form.of(layout_for, spec, options["bits"], exact_dtype.itemsize)
+    plan = ops.quantized_plan(form.layout, dtype, spec.device, **options, num_senders=form.num_senders)
 
     def average(flat: torch.Tensor) -> None:
         if not plan.payload.numel():
@@ -73,13 +73,13 @@ def _average(layout_for: LayoutFor, dtype: torch.dtype, bucket: BucketSpec, **op
     return average
 
 
-def _powersgd(hook: Candidate, bucket: BucketSpec) -> Work:
-    options, dtype = hook.powersgd_options, bucket.dtype
+def _powersgd(hook: Candidate, spec: BucketSpec) -> Work:
+    options, dtype = hook.powersgd_options, spec.dtype
     plan = ops.powersgd_plan(
-        options.layout(bucket.shapes, dtype),
+        options.layout(spec.shapes, dtype),
         dtype,
-        bucket.device,
-        **options.arithmetic(bucket.world_size),
+        spec.device,
+        **options.arithmetic(spec.world_size),
         wire_dtype=options.wire_dtype(dtype),
         seed=0,
     )
@@ -87,7 +87,7 @@ def _powersgd(hook: Candidate, bucket: BucketSpec) -> Work:
     if options.is_quantized:
         wide = torch.promote_types(dtype, torch.float32)
         between = [
-            _average(layout_for, wide, bucket, **options.wire_plan(dtype))
+            _average(layout_for, wide, spec, **options.wire_plan(dtype))
             for layout_for in options.wire_layouts(plan.wire_numels)
         ]
 
