@@ -170,6 +170,11 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
             torch.device("cpu"), bits=bits, error_feedback=feedback, divisor=1.0, only_sums=True,
         )  # fmt: skip
         plan.sum(torch.zeros(block_size * 4 + 3, dtype=dtype), 0)
+        plan = QuantizedPlan(
+            BlockLayout([(block_size, 4), (3,)], block_size, 1), dtype, torch.device("cpu"), bits=bits,
+            error_feedback=feedback, num_senders=world_size,
+        )  # fmt: skip
+        plan.sum(buffer, 0)
         options = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
         yield f"{TYPE_NAMES[dtype]} bits={bits} {options}"
     # Between 4 nodes of 3 ranks, whose gradients are multiplied by 1/4, and summed within the node in dtype.

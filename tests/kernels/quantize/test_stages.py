@@ -341,6 +341,52 @@ def test_sums_of_shards_with_equal_tensors(dtype, world_size, bits, device):
     assert all(error.any() for error in errors) == (world_size > 1)
 
 
+def exchange_once(plans, grads):
+    """Average in one exchange: every rank gets all payloads, its own too."""
+    outputs = [grad.clone() for grad in grads]
+    for rank, plan in enumerate(plans):
+        plan.quantize(outputs[rank], rank)
+    for plan in plans:
+        for sender, other in enumerate(plans):
+            plan.received[sender].copy_(other.payload[0])
+    for rank, plan in enumerate(plans):
+        plan.sum(outputs[rank], rank)
+    return outputs
+
+
+@pytest.mark.smallest
+@pytest.mark.parametrize(
+    ("bits", "dtype", "num_senders", "feedback"), mixed([4, 8], FLOATS, [2, 3], [True, False]), ids=str
+)
+def test_one_exchange(bits, dtype, num_senders, feedback, device):
+    """All ranks have the same bits, which are plain torch's. Errors are what rounding has lost."""
+    layout, wide = BlockLayout(MIXED, 16, 1), WIDE[dtype]
+    options = {"bits": bits, "error_feedback": feedback, "num_senders": num_senders}
+    plans = [ops.quantized_plan(layout, dtype, device, **options) for _ in range(num_senders)]
+    plain = [plan for _ in range(num_senders) for plan in plain_plans_of(layout, dtype, **options)]
+    before = [torch.zeros(layout.shard_numel, dtype=wide) for _ in plans]
+    for step in range(2):
+        grads = [random_grads(layout, dtype, device, 10 * step + rank)[0] for rank in range(num_senders)]
+        outputs = exchange_once(plans, grads)
+        expected = exchange_once(plain, [grad.cpu() for grad in grads])
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+        for part in layout.quantized:
+            assert torch.equal(outputs[0][part.in_bucket].cpu(), expected[0][part.in_bucket])
+        for part in layout.exact:
+            mean = sum(grad[part.in_bucket].cpu().to(wide) for grad in grads) / num_senders
+            torch.testing.assert_close(outputs[0][part.in_bucket].cpu(), mean.to(dtype))
+        for rank, (plan, other) in enumerate(zip(plans, plain, strict=True)):
+            if not feedback:
+                assert plan.error is None
+                continue
+            assert torch.equal(plan.error.cpu(), other.error)
+            codes, scales, _ = sections_of(plan.payload[0], layout, dtype, bits)
+            sent = dequantized(codes, scales, wide, bits, torch.finfo(dtype).max).flatten()
+            values = blocks_of(layout, grads[rank], wide).flatten() + before[rank]
+            torch.testing.assert_close(sent + other.error, values)
+            before[rank] = other.error.clone()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_of_16_bits_are_in_fp32(dtype, device):
     """Three equal numbers' sum isn't rounded twice."""
