@@ -113,7 +113,7 @@ class Trial:
     before: the candidate that an earlier trial chose; None without one.
     taking_part: the candidates that take turns in this round.
     step: the number of steps in this round so far.
-    seconds: by candidate, the times of the steps that count, on the slowest rank; inf if unknown.
+    seconds: by candidate, the times of the steps that count, of the ranks' mean; inf if unknown.
     waits: the time that each of the first candidate's steps waits for its averages, likewise.
     sent_bytes: by candidate, the bytes that a rank sends per step; with nodes, a node.
     choice: the chosen candidate; None during the trial.
@@ -170,24 +170,26 @@ class Trial:
     def is_round_over(self) -> bool:
         return self.choice is None and self.step >= self.steps_per_turn * len(self.taking_part)
 
-    def round_of(self, seconds: Mapping[int, float], waits: Mapping[int, float]) -> list[float]:
-        """Return this rank's times of a round, for end_round: of the steps that count, then the waits.
+    def round_of(
+        self, seconds: Mapping[int, float], waits: Mapping[int, float]
+    ) -> tuple[list[float], list[float]]:
+        """Return this rank's (times of the steps of a round that count, waits), for end_round.
 
         seconds, waits: by place_in_round, and by step.
         """
-        num = self.num_counted
-        times = [seconds.get(i, math.inf) for i in range(num * len(self.taking_part))]
-        return times + [waits.get(i, math.inf) for i in range(WARM_UP_STEPS, self.steps_per_turn)]
+        counted = range(self.num_counted * len(self.taking_part))
+        first = range(WARM_UP_STEPS, self.steps_per_turn)
+        return [seconds.get(i, math.inf) for i in counted], [waits.get(i, math.inf) for i in first]
 
-    def end_round(self, times: Sequence[float], next_step: int) -> None:
+    def end_round(self, seconds: Sequence[float], waits: Sequence[float], next_step: int) -> None:
         """Begin the next round, or choose.
 
-        times: as from round_of, of the slowest rank. Equal on all ranks.
+        seconds, waits: as from round_of, of the ranks' mean, and of the slowest rank. Equal on all ranks.
         next_step: the number of the step that comes now.
         """
         num, unknown = self.num_counted, [math.inf] * self.num_counted
-        turns = [list(times[i : i + num]) for i in range(0, len(times), num)]
-        self.waits += turns.pop()
+        turns = [list(seconds[i : i + num]) for i in range(0, len(seconds), num)]
+        self.waits += waits
         of_round = dict(zip(self.taking_part, turns, strict=True))
         for name, each in self.seconds.items():
             each += of_round.get(name, unknown)

@@ -115,9 +115,9 @@ class AutoState(CompressorState):
     choice: the candidate in use after a trial; None before and during one.
 
     Every step of a trial is a valid step: the errors of a compression are passed on to the next. The ranks
-    choose alike: they exchange the times of their steps in one small all-reduce per round, in which the
-    slowest rank counts. The choice and the times are in checkpoints. A resumed run with as many ranks and
-    nodes goes on where it was.
+    choose alike: they exchange the times of their steps, and their waits, in two small all-reduces per
+    round. The choice and the times are in checkpoints. A resumed run with as many ranks and nodes goes on
+    where it was.
 
     Raises ValueError for an invalid option, an unknown candidate, none, or one twice; TypeError if
     process_group is not a process group.
@@ -190,7 +190,7 @@ class AutoState(CompressorState):
         """The candidates of the last trial, mildest first.
 
         candidate: its name.
-        ms: the median time of a step, on the slowest rank; None if unknown.
+        ms: the median time of a step, of the ranks' means; None if unknown.
         wait_ms: the median time that a step waits for its averages after backward's last bucket; only of
             the first candidate.
         gain_ms: the median by which its steps are shorter than the first candidate's, in pairs.
@@ -286,12 +286,15 @@ class AutoState(CompressorState):
 
     def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:
         """Agree with the other ranks on the round's times, and announce a choice."""
-        times = trial.round_of(
-            dict(self._clock.take(waits=True)), self._clock.take_waits(of_each=self.shard_group is not None)
-        )
-        what = "compare the candidates' times of auto_hook"
-        agreed = ReducedValues(what, times, self._groups(group), self._device).wait()
-        trial.end_round(agreed, self.iter)
+        own_waits = self._clock.take_waits(of_each=self.shard_group is not None)
+        seconds, waits = trial.round_of(dict(self._clock.take(waits=True)), own_waits)
+        what, groups = "compare the candidates' times of auto_hook", self._groups(group)
+        # Ranks that wait for one another take turns to be late, so the slowest rank's steps add up to more
+        # time than has passed.
+        total = ReducedValues(what, seconds, groups, self._device, dist.ReduceOp.SUM).wait()
+        waits = ReducedValues(what, waits, groups, self._device).wait()
+        num_ranks = math.prod(each.size() for each in groups)
+        trial.end_round([each / num_ranks for each in total], waits, self.iter)
         if trial.choice is not None:
             say(self._decision(trial), group)
             if self.recorder is not None:
@@ -422,7 +425,7 @@ def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future
     AutoState. One line says so.
 
     On the wire: the codes or factors of the candidate in use; see default_hooks, quantization_hook
-    and powerSGD_hook. A trial adds an all-reduce of a few numbers per candidate for every round; later
+    and powerSGD_hook. A trial adds two all-reduces of a few numbers per candidate for every round; later
     every 25th step adds an all-reduce of one number.
     State: the candidate's errors. They are passed on when the candidate changes, so no gradient is
     missing from the sum of the averages; PowerSGD begins with new random directions.

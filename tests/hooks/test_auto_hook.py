@@ -28,21 +28,25 @@ KEEP_ERRORS = ("none", "int8", "int4", "powersgd:4", "powersgd:2")  # or make no
 
 
 class Clock:
-    """Seconds that pass with every step, by candidate; faster on higher ranks. `factor` slows steps."""
+    """Seconds that pass with every step, by candidate; faster on higher ranks. `factor` slows steps.
 
-    def __init__(self, ms, rank=0):
-        self.ms, self.rank, self.factor, self.seconds = ms, rank, 1.0, 0.0
+    The ranks' mean is `ms`.
+    """
+
+    def __init__(self, ms, rank=0, world_size=1):
+        self.ms, self.factor, self.seconds = ms, 1.0, 0.0
+        self.of_rank = 1 + 0.1 * ((world_size - 1) / 2 - rank)
         self.state = None
 
     def __call__(self):
         trial = self.state._trial
         name = None if trial is None else trial.current
-        self.seconds += self.factor * self.ms.get(name, 1.0) * (1 - 0.1 * self.rank) / 1e3
+        self.seconds += self.factor * self.ms.get(name, 1.0) * self.of_rank / 1e3
         return self.seconds
 
 
 def state_of(rank, group=None, ms=None, wait_ms=1e4, **options):
-    clock = Clock(MS if ms is None else ms, rank)
+    clock = Clock(MS if ms is None else ms, rank, 1 if group is None else group.size())
     clock.state = AutoState(group, clock=clock, **{"start_iter": 2, "steps_per_turn": 3, **options})
     clock.state._clock.take_waits = lambda **_: dict.fromkeys(range(10), wait_ms / 1e3)
     return clock.state
@@ -80,7 +84,7 @@ def test_the_choice_is_the_mildest_within_the_tolerance(caplog):
     (used, choice, table), other = run_ranks(steps, 2, 60, {})
     assert choice == used[-1] == "int4"  # 33.5 ms is within 5 % of 32 ms
     assert other == (used, choice, table)
-    assert [row["ms"] for row in table] == pytest.approx([MS[name] for name in CANDIDATES])  # the slower rank
+    assert [row["ms"] for row in table] == pytest.approx([MS[name] for name in CANDIDATES])
     assert all(row["sent_bytes"] > 0 for row in table)
     assert [row["nats"] for row in table] == [0.0, 0.0, 0.0, 0.004, 0.006, 0.032]
     said = [line for line in caplog.messages if "auto_hook" in line]
@@ -180,7 +184,7 @@ def choice_of(seconds, wait, current=None):
     """Return which candidate a trial of one round chooses by these times."""
     names, before = [str(i) for i in range(len(seconds))], None if current is None else str(current)
     trial = Trial(names, (2, 1), 2 + len(seconds[0]), 1, 0.05, before)
-    trial.end_round([*chain(*seconds), *[wait] * len(seconds[0])], 0)
+    trial.end_round([*chain(*seconds)], [wait] * len(seconds[0]), 0)
     return int(trial.choice)
 
 
@@ -252,10 +256,10 @@ def test_missing_times_have_no_pairs():
 def test_a_round_without_times_is_repeated():
     """After a restart in mid-round, candidates may lack times in this round: another one follows."""
     trial = Trial(["none", "int4"], (2, 1), 3, 1, 0.05)
-    trial.end_round([math.inf, 2.0, math.inf], 8)
+    trial.end_round([math.inf, 2.0], [math.inf], 8)
     assert trial.choice is None
     assert trial.taking_part == ["none", "int4"]
-    trial.end_round([1.0, 2.0, 0.5], 14)
+    trial.end_round([1.0, 2.0], [0.5], 14)
     assert (trial.choice, trial.chosen_at) == ("none", 14)
     assert trial.seconds == {"none": [math.inf, 1.0], "int4": [2.0, 2.0]}
     assert trial.waits == [math.inf, 0.5]
