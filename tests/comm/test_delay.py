@@ -90,7 +90,7 @@ STATELESS = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
     "pertensor": quantization_pertensor_hook,
-    "fp16 around allreduce": default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    "bf16 around fp16": default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_hook),
     "nodes": default_hooks.node_wrapper(default_hooks.allreduce_hook, 2),
 }
 POWERSGD = {"matrix_approximation_rank": 20, "start_powerSGD_iter": 2}
@@ -107,7 +107,7 @@ WITH_STATE = {
 
 
 def trained(rank, name, limit):
-    """Return the gradients and averages of three steps, and how many exchanges the last one took."""
+    """Return the gradients and averages of four steps."""
     with (
         mock.patch.dict(os.environ, {GIVEN: "50"}),
         mock.patch.object(exchange, "ONE_EXCHANGE_BYTES", limit),
@@ -131,8 +131,9 @@ def trained(rank, name, limit):
         return found
 
 
-@pytest.mark.parametrize("limit", [0, 2**18], ids=["two exchanges", "one exchange"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "limit"), [(2, 0), (4, 0), (4, 2**18)], ids=["2", "4, two exchanges", "4, one"]
+)
 @pytest.mark.parametrize("name", [*STATELESS, *WITH_STATE])
 def test_replicas_are_equal_and_averages_right(run_ranks, name, world_size, limit):
     results = run_ranks(trained, world_size, name, limit)
