@@ -354,7 +354,6 @@ def exchange_once(plans, grads):
     return outputs
 
 
-@pytest.mark.smallest
 @pytest.mark.parametrize(
     ("bits", "dtype", "num_senders", "feedback"), mixed([4, 8], FLOATS, [2, 3], [True, False]), ids=str
 )
