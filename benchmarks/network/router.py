@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 
 MTU_BYTES = 9000
-# A queue holds so many seconds of its link's rate, but at least so many bytes.
+# A queue holds packets for this time at its link's rate, and this number of bytes at least.
 QUEUE_S, MIN_QUEUE_BYTES = 1.0, 4e6
 PREFIX = b"\x0a\x00\x00"  # of the addresses 10.0.0.x
 MAX_READS = 64  # from one host, before packets that are due are written

@@ -69,8 +69,9 @@ class Group:
 
     def round_trip_s(self) -> float:
         """Return the time from a message to its answer between ranks, or nodes, as hooks do. A collective."""
-        ranks = self.nodes.between if self.nodes else resolve_group("python -m gradcomp bench", None)
-        return delay.round_trip_s(torch.empty(0, device=self.device), ranks)
+        world = resolve_group("python -m gradcomp bench", None)
+        between = self.nodes.between if self.nodes else None
+        return delay.round_trip_s(torch.empty(0, device=self.device), world, between)
 
     def slowest(self, samples_s: Sequence[float]) -> list[float]:
         """Return for each sample the longest time of any rank. A collective."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
+from .bucket import as_real
 from .delay import has_delay
 from .exchange import all_reduce, sums_by_messages
 from .pipeline import Pipeline, Stages, average_in_stages
@@ -56,10 +57,8 @@ def all_reduce_compressed(
         return finish(wire)
 
     def stages_of(wire: torch.Tensor) -> Stages:
-        sent, out = (
-            torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (wire, buffer)
-        )
-        yield from all_reduce(sent, group, has_delay=is_slow, out=sent if wire is buffer else out)
+        out = as_real(buffer)
+        yield from all_reduce(out if wire is buffer else wire, group, has_delay=is_slow, out=out)
         if wire is not buffer:
             release(wire)
         return buffer

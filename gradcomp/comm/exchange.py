@@ -1,6 +1,6 @@
 """How a payload is averaged: in one exchange, in two, or by the back end's own all-reduce.
 
-    one exchange    every rank sends its whole payload to all others, and sums what it has: one round trip
+    one exchange    every rank sends its whole payload to all others, and all ranks sum: one round trip
     two exchanges   each rank's shard to its owner, and the owners' sums to all: two round trips
     the back end's own
 
@@ -40,7 +40,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 # The tags of these messages. They are large: a program's own messages on the group hardly have such tags.
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**30
 
-# On a link with a delay, one exchange may send so many bytes more per rank, about, than two.
+# The limit on the bytes that one exchange sends more than two, per rank, on a link with a delay.
 ONE_EXCHANGE_BYTES = 2**18
 
 

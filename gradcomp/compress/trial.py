@@ -114,7 +114,7 @@ class Trial:
     taking_part: the candidates that take turns in this round.
     step: the number of steps in this round so far.
     seconds: by candidate, the times of the steps that count, of the ranks' mean; inf if unknown.
-    waits: the time that each of the first candidate's steps waits for its averages, likewise.
+    waits: the time that each of the first candidate's steps waits for its averages, on the slowest rank.
     sent_bytes: by candidate, the bytes that a rank sends per step; with nodes, a node.
     choice: the chosen candidate; None during the trial.
     chosen_at: the number of the first step with the choice; 0 during the trial.
