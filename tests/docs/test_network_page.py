@@ -93,7 +93,7 @@ def test_the_page_on_local_steps_has_a_table_of_the_rows():
 
 def test_the_readme_quotes_the_rows():
     """Times as in the rows of links with a delay, bytes and losses as on docs/accuracy.md."""
-    runs = report.of(rows_of("network_delay.jsonl"), job="steps", model="mlp", hosts=2)
+    runs = report.of(rows_of("network_delay_auto.jsonl"), job="steps", model="mlp", hosts=2)
     text = (ROOT / "README.md").read_text()
     table = text[text.index("| fewer bytes than fp32") - 2 :].partition("\n\n")[0]
     _, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
