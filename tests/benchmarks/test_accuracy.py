@@ -190,17 +190,10 @@ def test_the_documented_table_is_of_the_recorded_runs():
 
 
 LOCAL_STEPS = {
-    "7, int4, 50 plain steps first": "local:7:int4:start=50",
     "**10, int4**": "local:10:int4",
     "10, int4, `fragments=5`": "local:10:int4:fragments=5",
-    "10, int4, twice the learning rate": "local:10:int4:inner=2",
-    "10, int4, 50 plain steps first": "local:10:int4:start=50",
     "20, int4": "local:20:int4",
     "10, no hook": "local:10",
-    "10, int8": "local:10:int8",
-    "5, int4, then 10 and 20": "local:5:int4:grow=200",
-    "10, int4, Adam's moments reset": "local:10:int4:moments=reset",
-    "10, int4, Adam's moments averaged, too": "local:10:int4:moments=average",
     "10, int4, DiLoCo's outer optimizer": "local:10:int4:lr=0.7:momentum=0.9",
     "every step, PowerSGD r = 2, int8 factors": "powersgd:2:int8",
     "every step, PowerSGD r = 1, int8 factors": "powersgd:1:int8",
