@@ -50,12 +50,7 @@ step, run = 99, SimpleNamespace(log=lambda values, step: None)
     ("docs/checkpoints.md", 3): FRESH + "old_world_size = world_size",
     ("docs/checkpoints.md", 4): "",
     ("docs/checkpoints.md", 6): "",
-    ("docs/checkpoints.md", 8): FRESH
-    + """
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
-torch.save({"state": torchs.PowerSGDState(None)}, f"torch-rank-{rank}.pt")
-""",
-    ("docs/checkpoints.md", 10): "",
+    ("docs/checkpoints.md", 9): "",
 }
 
 AFTER = {
