@@ -90,17 +90,6 @@ ROUNDINGS_OF_FACTORS = {
 ROUNDINGS_OF_A_STEP = 8
 
 
-def allowed_error(workload: Workload, step: int, index: int, tolerance: Tolerance) -> Tensor:
-    """Compute the error that a tolerance allows in each element; see Tolerance."""
-    stacked = workload.stacked(step)
-    magnitude = stacked[index].abs().amax(0)
-    if tolerance.of == "bucket":
-        indices = workload.buckets[workload.bucket_of(index)]
-        largest = max((float(stacked[n].abs().max()) for n in indices if stacked[n].numel()), default=0.0)
-        magnitude = torch.full_like(magnitude, largest)
-    return 2 * workload.world_size * (tolerance.relative * magnitude + tolerance.absolute)
-
-
 def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[tuple[int, int, int, Tensor]]:
     """Yield (step, rank, tensor index, output) for every output from first_step on."""
     for step in range(first_step, workload.num_steps):
@@ -150,7 +139,7 @@ def averages(subject: Subject, workload: Workload) -> float | None:
         if worst is None:
             require_finite("averages", workload, run)
         where = place(workload, step, rank, index)
-        allowed = allowed_error(workload, step, index, tolerance)
+        allowed = tolerance.allowed(workload, step, index)
         mean = workload.mean(step)[index]
         with subject.naming_multiples(workload, mean, output):
             ratio = require_close("averages", where, mean, output, allowed, "the float64 mean")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.properties.accuracy import allowed_error, each_output, norm_of, underflow
+from gradcomp.testing.properties.accuracy import each_output, norm_of, underflow
 from gradcomp.testing.properties.subject import (
     Subject,
     place,
@@ -155,7 +155,7 @@ def _difference(
         else:  # the largest element of a bucket depends on the buckets
             workload = replace(workload, buckets=())
         tolerance = replace(tolerance, absolute=tolerance.absolute * underflows)
-        allowed = 2 * allowed_error(workload, step, index, tolerance)
+        allowed = 2 * tolerance.allowed(workload, step, index)
         return require_close(name, where, expected, got, allowed, whose)
     half = claims.unit_roundoff(workload.dtype) ** HALF_OF_THE_DIGITS
     allowed_norm = half * norm_of(workload, step, index) + 2 * underflows * underflow(claims, workload, index)
