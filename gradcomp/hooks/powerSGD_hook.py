@@ -208,7 +208,7 @@ def powerSGD_hook(  # noqa: N802
     zero error and random directions. On CUDA a bucket takes five kernel launches per step, eleven with int8
     factors, and the host never waits for the device.
 
-    To read the algorithm first, see `power_sgd` in gradcomp/testing/simple.py: 33 lines of plain torch.
+    To read the algorithm first, see `power_sgd` in docs/examples/simple.py: 33 lines of plain torch.
 
     Raises TypeError if the state is not a PowerSGDState or the bucket is not floating-point.
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from docs.examples import simple
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradcomp.testing import run_ranks, simple
+from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import directions_in
 from tests.oracle import PowerSGDOracle, split
