@@ -20,10 +20,10 @@ import torch
 
 from benchmarks.environment import describe
 from benchmarks.hivemind_hook import compressed_all_gather
+from benchmarks.kit_verdicts import MARKS
 from benchmarks.records import RESULTS, Row
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import Report, check_hook
-from gradcomp.testing.__main__ import MARKS
 from gradcomp.testing.run import MakeState
 
 RECORDS = RESULTS / "others_hooks.jsonl"

@@ -13,7 +13,8 @@ torch's states have orthogonalization_epsilon=1e-8: torch's documentation advise
 Ours doesn't need it. torch's hook synchronizes the host once per bucket, so its first bucket uses up the head
 start that hides launch costs, and its time on CUDA is partly the host's.
 
-The check compares one step with float64. Both hooks start from one state: ours is from_torch() of torch's.
+The check compares one step with float64. Both hooks start with one error and one Q: those of our hook after a
+compressed step.
 The timed calls restore nothing: each works on the gradient that the last one left. The numbers don't change:
 a step leaves the gradient P Qᵀ and the error M − P Qᵀ, so the next step's M is the same.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
@@ -33,6 +35,7 @@ from benchmarks.hooks import call, join_group_of_one
 from benchmarks.powersgd_problem import HOOK_STAGES, NUM_FIRST, Problem, float64_steps, problems
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
+from gradcomp.layout.flat import FlatLayout
 
 # The Frobenius norm of the error over the norm of the result. bf16's bound is wide: torch's hook, which
 # orthonormalizes in bf16, must pass too.
@@ -77,16 +80,16 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
     join_group_of_one(problem.device)
     gradients = problem.gradients()
-    started = _started(problem, gradients)
     buckets = {name: _buckets(problem, [gradient.clone() for gradient in gradients]) for name in PROVIDERS}
+    saved = _started(problem, buckets["gradcomp"], factor_dtype)
+    memories = _memories(problem, saved)
     states: dict[str, object] = {}
 
     def restore() -> None:
-        states["torch"] = _torch_state(problem, started, batched=False)
-        states["torch_batched"] = _torch_state(problem, started, batched=True)
-        ours = power_sgd.from_torch(_torch_state(problem, started, batched=False), wait_for_buckets=False)
-        ours.orthogonalization_epsilon = 0
-        ours.factor_dtype = factor_dtype
+        states["torch"] = _torch_state(problem, memories, batched=False)
+        states["torch_batched"] = _torch_state(problem, memories, batched=True)
+        ours = _our_state(problem, factor_dtype)
+        ours.load_state_dict(saved)
         states["gradcomp"] = ours
         for name in PROVIDERS:
             for bucket, gradient in zip(buckets[name], gradients, strict=True):
@@ -97,11 +100,8 @@ def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
         return [result for bucket in buckets[name] for result in call(hook, bucket, state)]
 
     def reference() -> Iterator[torch.Tensor]:
-        for index, (layout, gradient) in enumerate(zip(problem.layouts, gradients, strict=True)):
-            shapes = [(matrix.cols, matrix.rank) for matrix in layout.matrices]
-            parts = started.q_memory_dict[index].split([cols * rank for cols, rank in shapes])
-            qs = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            yield float64_steps(layout, gradient, gradient + started.error_dict[index], qs, num_steps=1)
+        for layout, gradient, (error, qs) in zip(problem.layouts, gradients, memories, strict=True):
+            yield float64_steps(layout, gradient, gradient + error, qs, num_steps=1)
 
     restore()
     return Setup(
@@ -121,23 +121,35 @@ def _buckets(problem: Problem, buffers: Sequence[torch.Tensor]) -> list[Bucket]:
     return [Bucket(shapes, buffer, index, index == last) for index, (shapes, buffer) in enumerate(pairs)]
 
 
-def _started(problem: Problem, gradients: Sequence[torch.Tensor]) -> torch_power_sgd.PowerSGDState:
-    """Make torch's state in the middle of training: every matrix has an error, and a Q to project on."""
-    state = _torch_state(problem, None, batched=False)
-    for index, (layout, gradient) in enumerate(zip(problem.layouts, gradients, strict=True)):
-        error = torch.zeros_like(gradient)
-        for matrix in layout.matrices:
-            error[matrix.offset : matrix.offset + matrix.numel].normal_()
-        state.error_dict[index] = error
-        state.p_memory_dict[index] = gradient.new_zeros(layout.p_numel)
-        state.q_memory_dict[index] = gradient.new_empty(layout.q_numel).normal_()
-    return state
+def _our_state(problem: Problem, factor_dtype: torch.dtype | None) -> power_sgd.PowerSGDState:
+    return power_sgd.PowerSGDState(None, problem.rank, start_powerSGD_iter=2, factor_dtype=factor_dtype)
+
+
+def _started(problem: Problem, buckets: Sequence[Bucket], factor_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return our state_dict in the middle of training: every matrix has an error, and a Q to project on."""
+    state = _our_state(problem, factor_dtype)
+    for _ in range(state.start_powerSGD_iter + 1):
+        for bucket in buckets:
+            bucket.buffer().normal_()
+            call(power_sgd.powerSGD_hook, bucket, state)
+    return state.state_dict()
+
+
+def _memories(problem: Problem, saved: dict[str, Any]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Return each bucket's error [numel], and the Q [cols, rank] of its matrices."""
+    found = []
+    for index, (layout, shapes) in enumerate(zip(problem.layouts, problem.buckets, strict=True)):
+        memory = saved["buckets"][index]
+        by_offset = dict(zip(FlatLayout(shapes).offsets, memory["directions"], strict=True))
+        qs = [by_offset[matrix.offset].to(problem.dtype) for matrix in layout.matrices]
+        found.append((memory["error"].to(problem.dtype), qs))
+    return found
 
 
 def _torch_state(
-    problem: Problem, like: torch_power_sgd.PowerSGDState | None, batched: bool
+    problem: Problem, memories: Sequence[tuple[torch.Tensor, list[torch.Tensor]]], batched: bool
 ) -> torch_power_sgd.PowerSGDState:
-    """Make torch's state after its plain steps, with a copy of another state's memory."""
+    """Make torch's state after its plain steps, with copies of these errors and Q."""
     state = torch_power_sgd.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=problem.rank,
@@ -146,8 +158,8 @@ def _torch_state(
         batch_tensors_with_same_shape=batched,
     )
     state.iter = state.start_powerSGD_iter
-    if like is not None:
-        state.error_dict = dict(like.error_dict)  # the hook replaces errors, but updates factors in place
-        for name in ("p_memory_dict", "q_memory_dict"):
-            setattr(state, name, {index: factor.clone() for index, factor in getattr(like, name).items()})
+    for index, (layout, (error, qs)) in enumerate(zip(problem.layouts, memories, strict=True)):
+        state.error_dict[index] = error  # the hook replaces errors, but updates factors in place
+        state.p_memory_dict[index] = error.new_zeros(layout.p_numel)
+        state.q_memory_dict[index] = torch.cat([q.flatten() for q in qs])
     return state

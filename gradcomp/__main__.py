@@ -3,7 +3,7 @@
 python -m gradcomp [info]    print the versions, the devices and the backends
 python -m gradcomp plan      predict which hook is fastest on a network, and when not to compress
 python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
-python -m gradcomp report    show a Recorder's files as an HTML page
+python -m gradcomp report    print what a Recorder's files say
 """
 
 import argparse
@@ -19,7 +19,7 @@ from . import __version__, ops
 from .bench import command as bench_command
 from .plan import command as plan_command
 from .plan.command import OneLineParser
-from .recordings import page as report_page
+from .report import main as report_main
 
 
 def versions() -> dict[str, str]:
@@ -90,7 +90,7 @@ COMMANDS = {
     "info": info,
     "plan": plan_command.main,
     "bench": bench_command.main,
-    "report": report_page.main,
+    "report": report_main,
 }
 
 

@@ -64,7 +64,7 @@ UNLIKE_BLOCKS = 1e-3
 # The norm of the hook's rounding error, relative to exact arithmetic's rounding error. Of two codes at equal
 # distance, either loses as much. Measured 1.0000003.
 QUANTIZED_LOSS = 1.001
-# Five steps of gradcomp.testing.simple in float64, compared with the hooks. The spans have other bases, and
+# Five steps of docs/examples/simple.py in float64, compared with the hooks. The spans have other bases, and
 # sums are in another order. Measured 4e-15 for PowerSGD, and 0 for 8 bits.
 SIMPLE_STEPS = 1e-12
 # One step with the gradient, P, Q and the result rounded to 16 bits: four roundings. Measured 1.2.

@@ -83,6 +83,14 @@ class Compressor(ABC):
         collective.
         """
 
+    @classmethod
+    def claims(cls, options: Any) -> dict[str, Any]:
+        """Return promises that gradcomp.testing checks, as fields of its Claims by name.
+
+        Optional. The kit infers the fields that are missing.
+        """
+        return {}
+
     @abstractmethod
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the gradients by their (approximate) mean over the ranks, in place. A collective.

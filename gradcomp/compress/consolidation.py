@@ -163,8 +163,8 @@ def _group(function: Any, state: Any) -> dist.ProcessGroup:
 
 def _with_errors(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the memories that have an error, in the same order on all ranks."""
-    parts = (sorted(state_dict.get(name, {}).items()) for name in ("buckets", "from_torch"))
-    return [memory for part in parts for _, memory in part if memory.get("error") is not None]
+    memories = (memory for _, memory in sorted(state_dict["buckets"].items()))
+    return [memory for memory in memories if memory.get("error") is not None]
 
 
 def _errors(state_dict: dict[str, Any]) -> list[torch.Tensor]:
@@ -179,10 +179,6 @@ def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
         "buckets": [
             [index, memory["shapes"], memory["parameters"], memory.get("error") is not None]
             for index, memory in sorted(state_dict["buckets"].items())
-        ],
-        "torch's buckets": [
-            [index, 0 if memory["error"] is None else memory["error"].numel()]
-            for index, memory in sorted(state_dict.get("from_torch", {}).items())
         ],
     }
 

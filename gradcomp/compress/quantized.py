@@ -129,6 +129,11 @@ class QuantizedCompressor(Compressor):
         require_error(state, ("error",))
 
     @classmethod
+    def claims(cls, options: QuantizedOptions) -> dict[str, Any]:
+        # A rank doesn't round its own shard, which 8 bits' tolerance allows for.
+        return {"checkpoint": "safe"} if options.bits > 4 else {"checkpoint": "safe", "rank_symmetric": False}
+
+    @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
         layout_for = partial(options.layout, bucket.shapes)

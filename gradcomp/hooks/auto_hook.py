@@ -83,6 +83,28 @@ class _AnyCandidate(Compressor):
         raise NotImplementedError
 
     @classmethod
+    def claims(cls, options: AutoOptions) -> dict[str, Any]:
+        """Return the claims that all candidates have."""
+        hooks = [NamedHook.named(name) for name in options.candidates]
+        # With int8 factors, uncompressed tensors are sent in bfloat16.
+        wires = [torch.bfloat16 if hook.wire_dtype == torch.int8 else hook.wire_dtype for hook in hooks]
+        precision = max(filter(None, wires), key=lambda dtype: torch.finfo(dtype).eps, default=None)
+        return {
+            "tolerance": None,
+            "precision": precision,
+            "contraction": 0.0,
+            "error_feedback": True,
+            "unbiased": False,
+            "keeps_zeros": "lines" if any(hook.rank is not None for hook in hooks) else "elements",
+            "scale_equivariant": "rounding",
+            "rank_symmetric": not any(hook.is_quantized for hook in hooks),
+            "bucket_insensitive": False,  # random directions differ from bucket to bucket
+            "max_magnitude": 2.0**40,  # as inferred for lossy hooks
+            "checkpoint": "safe",
+            "memory": None,  # the candidates of a trial need more or less
+        }
+
+    @classmethod
     def check_state(cls, state: State, shapes: Any, dtype: torch.dtype, options: Any) -> None:
         require_error(state, ("error", "directions"))
 

@@ -15,31 +15,23 @@ import torch.distributed as dist
 
 from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
-from gradcomp.compress import checkpoint, consolidation
-from gradcomp.compress.checkpoint import PROGRESS, Settings
-from gradcomp.compress.compressor import Compressor, MakesCompressors
+from gradcomp.compress import consolidation
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
-from gradcomp.compress.memories import Memory
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions, QuantizedStart
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.rules import WHOLE, described
-
-from . import powersgd_from_torch
 
 __all__ = [
     "PowerSGDState",
     "average_errors",
     "batched_powerSGD_hook",
     "consolidated_state_dict",
-    "from_torch",
     "load_from_dcp",
     "per_rank_state_dict",
     "powerSGD_hook",
 ]
 
-
-# The arguments of torch's PowerSGDState.
-_TORCHS_OPTIONS = (
+_LOGGED_OPTIONS = (
     "matrix_approximation_rank",
     "start_powerSGD_iter",
     "min_compression_rate",
@@ -48,8 +40,11 @@ _TORCHS_OPTIONS = (
     "orthogonalization_epsilon",
     "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
+    "random_seed",
+    "factor_dtype",
+    "uncompressed_dtype",
+    "start_bits",
 )
-_OTHER_OPTIONS = ("random_seed", "factor_dtype", "uncompressed_dtype", "start_bits")
 logger = logging.getLogger(__name__)
 
 
@@ -146,14 +141,8 @@ class PowerSGDState(CompressorState):
             compression_stats_logging_frequency=compression_stats_logging_frequency,
             ranks_per_node=ranks_per_node,
         )
-        shown = (f"{name} = {getattr(self, name)}" for name in (*_TORCHS_OPTIONS, *_OTHER_OPTIONS))
+        shown = (f"{name} = {getattr(self, name)}" for name in _LOGGED_OPTIONS)
         logger.info("PowerSGD config: %s", "; ".join(shown))
-
-    def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
-        super()._reset(process_group, settings, options)
-        # Errors and factors from torch's hook, by bucket index: torch records nothing else about a bucket.
-        self._from_torch: dict[int, dict[str, Any]] = {}
-        self._waits_for_buckets = False
 
     @property
     def start_powerSGD_iter(self) -> int:  # noqa: N802
@@ -177,7 +166,7 @@ class PowerSGDState(CompressorState):
         return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
 
     def phase(self, options: PowerSGDOptions) -> Phase:
-        if self._waits_for_buckets or (options.start_bits is None and self.iter < self.start_iter):
+        if options.start_bits is None and self.iter < self.start_iter:
             return Phase(self.algorithm, None, options, warms_up=(PowerSGDCompressor,))
         if self.iter < self.start_iter:
             name = f"the quantized start of {self.algorithm}"
@@ -189,62 +178,6 @@ class PowerSGDState(CompressorState):
             f": no matrix is large enough for rank {self.matrix_approximation_rank}, as each must be "
             f"compressed at least {self.min_compression_rate:g} times (min_compression_rate)"
         )
-
-    def end_step(self) -> None:
-        super().end_step()
-        self._waits_for_buckets = False
-
-    # --- memories from torch's hook ---
-
-    def rescale_errors(self, factor: float) -> None:
-        super().rescale_errors(factor)
-        for memory in self._from_torch.values():
-            if memory["error"] is not None:
-                memory["error"] = memory["error"] * factor
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything except the process group, in the format of CompressorState.state_dict.
-
-        A bucket that has been compressed has these entries:
-
-        "error": [numel], this rank's error.
-        "directions": by tensor, the Q [cols, rank] that the next step projects on; the same on all ranks.
-
-        The state_dict also has "from_torch": errors and factors from torch's hook whose buckets have not
-        come yet.
-        """
-        saved, theirs = super().state_dict(), dict(self._from_torch)
-        contents = {**saved["contents"], "from_torch": list(theirs)}
-        return {**saved, "contents": contents, "from_torch": theirs}
-
-    def checked(self, state_dict: Any) -> dict[str, Any]:
-        checkpoint.require_version(state_dict)
-        theirs = {
-            index: powersgd_from_torch.checked(f"torch's bucket {index}", memory)
-            for index, memory in checkpoint.indexed("from_torch", state_dict.get("from_torch", {}))
-        }
-        if "from_torch" in state_dict:
-            state_dict = {name: value for name, value in state_dict.items() if name != "from_torch"}
-        checked = super().checked(state_dict)
-        contents = checkpoint.checked_contents(state_dict["contents"], "from_torch", theirs)
-        return {**checked, "contents": {**checked["contents"], **contents}, "from_torch": theirs}
-
-    def _load_checked(self, checked: dict[str, Any]) -> None:
-        super()._load_checked(checked)
-        self._from_torch = checked["from_torch"]
-        self._waits_for_buckets = bool(self._from_torch)
-
-    def _compressor_of(
-        self, memory: Memory, make: MakesCompressors, device: torch.device, group: dist.ProcessGroup
-    ) -> Compressor:
-        theirs = self._from_torch.pop(memory.index, None) if memory.is_empty else None
-        compressor = super()._compressor_of(memory, make, device, group)
-        if theirs is not None and not powersgd_from_torch.load(compressor, memory, theirs):
-            logger.warning(
-                "PowerSGD: bucket %s has another layout than torch's: its memory starts at zero.",
-                memory.index,
-            )
-        return compressor
 
     def __getstate__(self) -> Any:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
@@ -275,7 +208,7 @@ def powerSGD_hook(  # noqa: N802
     zero error and random directions. On CUDA a bucket takes five kernel launches per step, eleven with int8
     factors, and the host never waits for the device.
 
-    To read the algorithm first, see `power_sgd` in gradcomp/testing/simple.py: 33 lines of plain torch.
+    To read the algorithm first, see `power_sgd` in docs/examples/simple.py: 33 lines of plain torch.
 
     Raises TypeError if the state is not a PowerSGDState or the bucket is not floating-point.
 
@@ -311,9 +244,9 @@ def _average(
 ) -> torch.futures.Future[torch.Tensor]:
     if not isinstance(state, PowerSGDState):
         require_bucket(hook_name, bucket)
-        hint = ": from_torch converts torch's" if hasattr(state, "q_memory_dict") else ""
+        whose = ", torch's own" if hasattr(state, "q_memory_dict") else ""
         raise TypeError(
-            f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{hint}"
+            f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{whose}"
         )
     return state.average(hook_name, bucket, _squared(state.options) if square else None)
 
@@ -336,25 +269,3 @@ def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     invalid state_dict it raises the errors of load_state_dict.
     """
     return consolidation.average_errors(state_dicts, PowerSGDState.__new__(PowerSGDState).checked)
-
-
-def from_torch(state: Any, *, wait_for_buckets: bool = True) -> PowerSGDState:
-    """Make a PowerSGDState that continues from torch's: hyperparameters, progress, errors and factors.
-
-    state: a torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState, as loaded by
-        ``torch.load(..., weights_only=False)``. Its errors of uncompressed tensors are dropped, because
-        gradcomp averages these tensors exactly.
-    wait_for_buckets: True: the first step is a plain all-reduce, and the errors and factors go to the second
-        step's buckets. torch knows a bucket by its index only, and DDP rearranges a new model's buckets after
-        the first step. False: the first step has torch's buckets already, as in your own training loop.
-
-    Raises TypeError if the state is not torch's PowerSGDState.
-    """
-    if not hasattr(state, "q_memory_dict"):
-        raise TypeError(f"from_torch takes a PowerSGDState of torch's, got {type(state).__name__}")
-    ours = PowerSGDState(state.process_group, **{name: getattr(state, name) for name in _TORCHS_OPTIONS})
-    for name, rule in PROGRESS.items():
-        setattr(ours, name, rule(name, getattr(state, name)))
-    ours._from_torch = powersgd_from_torch.memories_of(state)
-    ours._waits_for_buckets = wait_for_buckets
-    return ours

@@ -124,7 +124,7 @@ def quantization_hook(
     With ranks_per_node, ranks of a node first sum their buckets, exactly or in within_dtype; each then does
     the steps with a part of the sum, between nodes. The means are gathered as codes.
 
-    To read the algorithm first, see `quantized_all_reduce` in gradcomp/testing/simple.py: 30 lines.
+    To read the algorithm first, see `quantized_all_reduce` in docs/examples/simple.py: 30 lines.
 
     Raises TypeError if the state is not a QuantizationState or the bucket is not a floating-point bucket.
 

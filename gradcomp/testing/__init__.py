@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError("gradcomp.testing needs Hypothesis: pip install gradcomp[test]") from error
 
-from gradcomp.testing import oracle, properties, strategies
+from gradcomp.testing import properties, strategies
 from gradcomp.testing.check import Failure, Report, Verdict, check_hook
 from gradcomp.testing.claims import Claims, Tolerance, claims_of
 from gradcomp.testing.compression import CompressionReport, compression_report
@@ -39,7 +39,6 @@ __all__ = [
     "check_hook",
     "claims_of",
     "compression_report",
-    "oracle",
     "properties",
     "run_hook",
     "run_ranks",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from hypothesis import Phase, Verbosity, find, settings
@@ -148,8 +148,8 @@ def check_hook(
     searched = [case for case in CASES if not only or case.name in only]
     if unknown := set(only) - {case.name for case in CASES}:
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {[case.name for case in CASES]}")
-    with Progress() as progress:
-        progress.show(f"{name}: inferring its claims")
+    with _progress() as progress:
+        progress(f"{name}: inferring its claims")
         try:
             claims = claims or claims_of(hook, make_state, device, ranks)
         except RankError:
@@ -158,12 +158,12 @@ def check_hook(
         drawn = Drawn(claims, world_size, dtypes, device)
         known: list[type[AssertionError]] = []
         for position, case in enumerate(searched, 1):
-            reason = case.unclaimed(claims)
+            reason = case.check.unclaimed(claims)
             if reason:
                 report.verdicts[case.name] = Verdict("not claimed", note=reason)
                 continue
-            show = _shower(progress, f"{name}: {position} of {len(searched)}, {case.name}")
-            search = _Search(case, hook, make_state, claims, ranks, tuple(known), show)
+            what = f"{name}: {position} of {len(searched)}, {case.name}"
+            search = _Search(case, hook, make_state, claims, ranks, tuple(known), progress, what)
             for strategy in case.workloads(drawn):
                 if search.failure is None:
                     search.run(strategy, max(2, math.ceil(max_examples * case.fraction)))
@@ -175,10 +175,6 @@ def check_hook(
     return report
 
 
-def _shower(progress: Progress, what: str) -> Callable[[int], None]:
-    return lambda num_examples: progress.show(f"{what}, example {num_examples}")
-
-
 def _not_complete(
     name: str,
     hook: Hook,
@@ -187,12 +183,12 @@ def _not_complete(
     max_examples: int,
     ranks: Ranks,
     device: str,
-    progress: Progress,
+    progress: Callable[[str], None],
 ) -> Report:
     """Report on a hook that raises in the probe: check `completes` alone."""
     report = Report(name, None)
-    show = _shower(progress, f"{name}: fails in the probe, {CASES[0].name}")
-    search = _Search(CASES[0], hook, make_state, Claims(), ranks, (), show)
+    what = f"{name}: fails in the probe, {CASES[0].name}"
+    search = _Search(CASES[0], hook, make_state, Claims(), ranks, (), progress, what)
     search.run(
         workloads(world_sizes=st.just(world_size), steps=st.integers(1, PROBED_STEPS), device=device),
         max(max_examples, PROBED_STEPS),
@@ -227,12 +223,13 @@ class _Search:
         claims: Claims,
         ranks: Ranks,
         known: tuple[type[AssertionError], ...],
-        show: Callable[[int], None],
+        progress: Callable[[str], None],
+        what: str,
     ):
         self.case, self.known = case, known
-        self._show, self._num_tried = show, 0
+        self._progress, self._what, self._num_tried = progress, what, 0
         self._arguments = (hook, make_state)
-        self._options = {"claims": claims, "ranks": ranks}
+        self._options: dict[str, Any] = {"claims": claims, "ranks": ranks}
         self.failure: Failure | None = None
         self._num_examples = self._num_passed_over = 0
         self._measured: float | None = None
@@ -265,7 +262,7 @@ class _Search:
 
     def _fails(self, workload: Workload) -> bool:
         self._num_tried += 1
-        self._show(self._num_tried)
+        self._progress(f"{self._what}, example {self._num_tried}")
         try:
             measured = self.case.check(*self._arguments, workload, **self._options)
         except self.known:
@@ -288,32 +285,20 @@ class _Search:
         return Verdict("holds", self._measured, self._num_examples, note, self._num_passed_over)
 
 
-class Progress:
-    """A line of text on standard error, if that is a terminal. Leaving the `with` block clears it."""
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield show(line), which overwrites a line on standard error if that is a terminal; clear it at last."""
+    stream = sys.stderr
+    if stream is None or not stream.isatty():
+        yield lambda line: None
+        return
+    width = shutil.get_terminal_size().columns - 1  # no line may wrap
 
-    def __init__(self) -> None:
-        self._stream = sys.stderr
-        self._is_shown = self._stream is not None and self._stream.isatty()
-        self._width = 0
+    def show(line: str) -> None:
+        stream.write(f"{line[:width]:<{width}}\r")
+        stream.flush()
 
-    def show(self, line: str) -> None:
-        """Overwrite the last line with this one, cut to the terminal's width: no line may wrap."""
-        if not self._is_shown:
-            return
-        line = line[: shutil.get_terminal_size().columns - 1]
-        self._stream.write(f"\r{line:<{self._width}}")
-        self._stream.flush()
-        self._width = len(line)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._width:
-            self.show("")
-            self.show("")  # moves the cursor to the line's beginning
+    try:
+        yield show
+    finally:
+        show("")

@@ -1,4 +1,4 @@
-"""Claims: a hook's promises, and their inference from the hook's state and a probe."""
+"""Claims: a hook's promises. Its compressor declares them; a probe infers the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
-from gradcomp.compress.named import NamedHook
-from gradcomp.hooks.auto_hook import AutoState
-from gradcomp.hooks.quantization_hooks import QuantizationState
-from gradcomp.layout.matrices import is_compressed
+from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import CheckpointError, MakeState, Ranks, reload, run_hook
 from gradcomp.testing.workload import Shape, Workload
@@ -52,6 +49,16 @@ class Tolerance:
     relative: float
     absolute: float = 0.0
     of: Literal["element", "bucket"] = "element"
+
+    def allowed(self, workload: Workload, step: int, index: int) -> Tensor:
+        """Return the error allowed in each element of a tensor's average, in float64."""
+        stacked = workload.stacked(step)
+        magnitude = stacked[index].abs().amax(0)
+        if self.of == "bucket":
+            indices = workload.buckets[workload.bucket_of(index)]
+            largest = max((float(stacked[n].abs().max()) for n in indices if stacked[n].numel()), default=0.0)
+            magnitude = torch.full_like(magnitude, largest)
+        return 2 * workload.world_size * (self.relative * magnitude + self.absolute)
 
     @classmethod
     def rounding(cls, dtype: torch.dtype) -> Tolerance:
@@ -186,17 +193,15 @@ PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, se
 LONGEST_START = 16
 # A hook of 8 bits counts as one that averages if ‖output − mean‖ / ‖mean‖ is at most this.
 AVERAGES_WITHIN = 0.05
-# gradcomp's PowerSGD squares in float64 only: its factors must fit in float32, their squares need not.
-LARGEST_OF_OURS = 2.0**100
 
 
 def claims_of(
     hook: Hook, make_state: MakeState = None, device: str = "cpu", ranks: Ranks = "simulated"
 ) -> Claims:
-    """Infer a hook's claims from its state and from a probe.
+    """Return the claims that a hook's compressor declares, and infer the others from a probe.
 
-    The probe is eight steps of random gradients, on this device, on two ranks. For gradcomp's or torch's
-    PowerSGDState, most claims follow from its options.
+    A CompressorState's compressor declares claims; see Compressor.claims. torch's PowerSGDState has those of
+    gradcomp's PowerSGD. The probe is eight steps of random gradients, on this device, on two ranks.
 
     A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits. They are tried
     in this order. It also averages if a step that fits one of the first three follows a step that doesn't: no
@@ -212,15 +217,11 @@ def claims_of(
     A hook that averages claims error feedback by the same rule. Its feedback_precision is the dtype of
     fp16_compress_wrapper or bf16_compress_wrapper if one wraps it, otherwise the gradients' precision.
 
-    PowerSGD claims that zero rows and columns stay zero. Any other hook, except batched PowerSGD, claims that
-    every zero element stays zero.
-
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
     Raises ValueError if a state starts to compress after more than 16 steps, RankError if the hook fails.
     """
     state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
-    is_power_sgd = all(hasattr(state, name) for name in ("matrix_approximation_rank", "start_powerSGD_iter"))
-    name = "start_powerSGD_iter" if is_power_sgd else "start_iter"
+    name = "start_powerSGD_iter" if hasattr(state, "start_powerSGD_iter") else "start_iter"
     start: int | None = getattr(state, name, None)
     if start is not None and start > LONGEST_START:
         raise ValueError(
@@ -228,19 +229,48 @@ def claims_of(
             f"starts earlier, for example {name}=2"
         )
     claims = _probed(hook, make_state, start, device, ranks)
-    if make_state is not None:
-        # A state may hold wires and scratch buffers, and errors.
-        memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
-        claims = replace(claims, checkpoint=checkpoint, memory=memory)
-    if is_power_sgd:
-        return _of_power_sgd(claims, hook, state)
-    if isinstance(state, AutoState):
-        return _of_auto(claims, state)
-    if isinstance(state, CompressorState) and start is not None and claims.error_feedback:
-        claims = replace(claims, start=start, errors_of=_our_errors)
-    if isinstance(state, QuantizationState) and claims.is_lossy:
-        claims = replace(claims, rank_symmetric=False)  # a rank doesn't round its own shard
+    if make_state is None:
+        return claims
+    # A state may hold wires and scratch buffers, and errors.
+    memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
+    declared: dict[str, Any] = {"checkpoint": checkpoint, "memory": memory, **_declared(hook, state)}
+    coarsest = max(claims.precision, declared.get("precision") or torch.float64, key=unit_roundoff)
+    claims = replace(claims, **{**declared, "precision": coarsest})
+    errors_of = _errors_of(state)
+    if errors_of is not None and start is not None and (claims.is_lossy or claims.error_feedback):
+        claims = replace(claims, start=declared.get("start", start))
+    if claims.error_feedback:
+        claims = replace(claims, errors_of=errors_of)
+    if claims.is_lossy and coarsest == torch.float16:
+        claims = replace(claims, max_magnitude=LARGEST_OF_LOSSY_FP16)
     return claims
+
+
+def _declared(hook: Hook, state: Any) -> dict[str, Any]:
+    """Return the claims that the state's compressor declares."""
+    is_square = "batched_powerSGD_hook" in _names(hook)
+    if isinstance(state, CompressorState):
+        options = replace(state.options, square=True) if is_square else state.options
+        return state._compressor.claims(options)
+    if not hasattr(state, "q_memory_dict"):
+        return {}
+    options = PowerSGDOptions(
+        state.matrix_approximation_rank,
+        state.min_compression_rate,
+        state.use_error_feedback,
+        state.warm_start,
+        state.orthogonalization_epsilon,
+        square=is_square,
+    )
+    # torch's hook squares factors in their own dtype.
+    return {**PowerSGDCompressor.claims(options), "max_magnitude": LARGEST_OF_LOSSY}
+
+
+def _errors_of(state: Any) -> Callable[[Any], Mapping[int, Tensor]] | None:
+    """Return the function that reads gradcomp's or torch's errors from a state; None for other states."""
+    if isinstance(state, CompressorState):
+        return _our_errors
+    return _torchs_errors if hasattr(state, "error_dict") else None
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
@@ -334,84 +364,11 @@ def _largest_of_lossy(precision: torch.dtype) -> float:
 
 def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tolerance: Tolerance) -> float:
     """Compute the largest |output − mean| / tolerance of a step on rank 0."""
-    worst = 0.0
-    largest = max(float(t.abs().max()) for t in workload.stacked(step))
-    for out, stacked in zip(outputs[step][0], workload.stacked(step), strict=True):
-        magnitude = stacked.abs().amax(0) if tolerance.of == "element" else largest
-        allowed = 2 * workload.world_size * (tolerance.relative * magnitude + tolerance.absolute)
-        worst = max(
-            worst, float(((out.double() - stacked.mean(0)).abs() / allowed).nan_to_num(math.inf).max())
-        )
-    return worst
-
-
-def _of_power_sgd(claims: Claims, hook: Hook, state: Any) -> Claims:
-    """Derive the claims from the hyperparameters of gradcomp's or torch's PowerSGD state."""
-    rank, rate = state.matrix_approximation_rank, state.min_compression_rate
-    is_batched = "batched" in _names(hook)
-    is_exact = not state.orthogonalization_epsilon
-    factor_dtype = getattr(state, "factor_dtype", None)
-    is_quantized, start_bits = factor_dtype == torch.int8, getattr(state, "start_bits", None)
-    sent_in = (getattr(state, "uncompressed_dtype", None) if is_quantized else factor_dtype) or torch.float64
-    precision = max(claims.precision, sent_in, key=unit_roundoff)
-    if factor_dtype is not None:
-        rate *= factor_dtype.itemsize / 8  # min_compression_rate is of bytes, and fp64 gradients save most
-    keeps_error = state.use_error_feedback
-    ours = isinstance(state, CompressorState)
-    largest = LARGEST_OF_OURS if ours else LARGEST_OF_LOSSY
-    return replace(
-        claims,
-        tolerance=None,
-        precision=precision,
-        # The state's start, not the probe's: its matrix may be too small to be compressed.
-        start=0 if start_bits else state.start_powerSGD_iter,
-        exact_rank=rank if is_exact and not (is_batched or is_quantized or start_bits) else None,
-        exact_shapes=None if is_batched or start_bits else partial(_is_not_compressed, rank, rate),
-        contraction=0.0,
-        error_feedback=keeps_error,
-        errors_of=(_our_errors if ours else _torch_errors) if keeps_error else None,
-        unbiased=False,
-        keeps_zeros=None if is_batched else "lines",
-        scale_equivariant="rounding" if is_exact else None,
-        rank_symmetric=not (is_quantized or start_bits),
-        bucket_insensitive=False,  # random projections differ from bucket to bucket
-        max_magnitude=LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else largest,
-        checkpoint="safe",  # gradcomp and torch document it
-        # The error; and factors, wires and float64 scratch, each of (n + m) · r elements: less than n · m / 2
-        # if min_compression_rate is 2.
-        memory=None if start_bits else 6.0,
-    )
-
-
-def _of_auto(claims: Claims, state: AutoState) -> Claims:
-    """Derive the claims of an AutoState: those that all of its candidates make."""
-    hooks = [NamedHook.named(name) for name in state.candidates]
-    has_factors = any(hook.rank is not None for hook in hooks)
-    # With int8 factors, uncompressed tensors are sent in bfloat16.
-    wires = [torch.bfloat16 if hook.wire_dtype == torch.int8 else hook.wire_dtype for hook in hooks]
-    precision = max([claims.precision, *filter(None, wires)], key=unit_roundoff)
-    return replace(
-        claims,
-        tolerance=None,
-        precision=precision,
-        start=state.start_iter,
-        contraction=0.0,
-        error_feedback=True,
-        feedback_precision=precision,  # a 16-bit candidate keeps no errors
-        errors_of=_our_errors,
-        unbiased=False,
-        keeps_zeros="lines" if has_factors else "elements",
-        scale_equivariant="rounding",
-        rank_symmetric=not any(hook.is_quantized for hook in hooks),
-        bucket_insensitive=False,  # random projections differ from bucket to bucket
-        max_magnitude=_largest_of_lossy(precision),
-        checkpoint="safe",
-        memory=None,  # the candidates of a trial need more or less
-    )
-
-
-def _is_not_compressed(rank: int, min_compression_rate: float, shape: Shape) -> bool:
-    return not is_compressed(shape, rank, min_compression_rate)
+    errors = [
+        (output.double() - mean).abs() / tolerance.allowed(workload, step, index)
+        for index, (output, mean) in enumerate(zip(outputs[step][0], workload.mean(step), strict=True))
+    ]
+    return max(float(error.nan_to_num(math.inf).max()) for error in errors)
 
 
 def _our_errors(state: Any) -> dict[int, Tensor]:
@@ -419,7 +376,7 @@ def _our_errors(state: Any) -> dict[int, Tensor]:
     return {index: error for index, error in kept.items() if error is not None}
 
 
-def _torch_errors(state: Any) -> dict[int, Tensor]:
+def _torchs_errors(state: Any) -> dict[int, Tensor]:
     return dict(state.error_dict)
 
 

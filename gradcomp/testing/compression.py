@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
-from gradcomp.testing.oracle import matrix_shape
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import MakeState, run_hook
 from gradcomp.testing.workload import RecordedWorkload, Workload
@@ -216,7 +215,7 @@ class _Outcome:
             return None
         if gradient.ndim < 2 or not gradient.numel():
             return float(gradient.square().sum())
-        singular = torch.linalg.svdvals(gradient.reshape(matrix_shape(gradient.shape)))
+        singular = torch.linalg.svdvals(gradient.flatten(1))
         return float(singular[:rank].square().sum())
 
     def quality(self, best: float | None) -> Quality:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, from_torch, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
@@ -72,18 +72,6 @@ def test_the_scale_makes_no_difference_to_averages(run_ranks, name, interpret):
                 assert torch.equal(scaled, without_scale)
         difference = (not_followed - without_scale).abs().max()
         assert (difference > 0.1) == ("without" not in name)
-
-
-@pytest.mark.usefixtures("plain_torch")
-def test_errors_of_torchs_state_are_rescaled_before_a_bucket_takes_them():
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState as TorchsState
-
-    theirs = TorchsState(None)
-    theirs.error_dict = {0: torch.arange(6.0)}
-    state = from_torch(theirs)
-    state.rescale_errors(0.5)
-    assert torch.equal(state.state_dict()["from_torch"][0]["error"], torch.arange(6.0) / 2)
-    assert torch.equal(theirs.error_dict[0], torch.arange(6.0))
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), None, "2"])

@@ -1,4 +1,4 @@
-"""Apply gradcomp.testing's PowerSGD oracle to flat buckets, and make buckets to call hooks on."""
+"""Apply the PowerSGD oracle to flat buckets, and make buckets to call hooks on."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.testing.oracle import PowerSGDOracle, split
+from tests.oracle import PowerSGDOracle, split
 
 
 @dataclass

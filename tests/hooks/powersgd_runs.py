@@ -1,6 +1,5 @@
 """Run PowerSGD on fake buckets: hooks, states, steps, and the state's error and directions after them."""
 
-import copy
 import io
 import logging
 from contextlib import contextmanager
@@ -142,6 +141,26 @@ def steps_of_ours(rank, hook_name, options, shapes, num_steps, dtype):
     return results
 
 
+def continued_from(theirs, shapes, **options):
+    """Return a gradcomp state with the options, the error and the Q of torch's state.
+
+    theirs: has compressed one bucket, with tensors of these shapes.
+    options: options that torch doesn't have.
+    """
+    given = {name: getattr(theirs, name) for name in COMMON[:8]}
+    ours = powerSGD_hook.PowerSGDState(theirs.process_group, **given, **options)
+    for _ in range(ours.start_powerSGD_iter + 1):  # now the state has an error and a Q to replace
+        powerSGD_hook.powerSGD_hook(ours, Bucket(random_gradient(shapes, 0, 0), shapes)).wait()
+    saved = ours.state_dict()
+    bucket, flat = saved["buckets"][0], theirs.q_memory_dict[0]
+    for tensor in ours.options.tensors_of_matrices(shapes, torch.float32):
+        cols, rank = bucket["directions"][tensor].shape
+        bucket["directions"][tensor], flat = flat[: cols * rank].view(cols, rank).clone(), flat[cols * rank :]
+    bucket["error"] = theirs.error_dict[0].clone()
+    ours.load_state_dict(saved)
+    return ours
+
+
 def step_of_both(rank, options, shapes, steps_before):
     """Take compressed steps with torch's hook, then one step with both; return (gradient, ours, theirs).
 
@@ -153,7 +172,7 @@ def step_of_both(rank, options, shapes, steps_before):
     for step in range(START + steps_before):
         bucket = Bucket(random_gradient(shapes, rank, step), shapes)
         torch_powersgd.powerSGD_hook(theirs, bucket).wait()
-    ours = powerSGD_hook.from_torch(copy.deepcopy(theirs), wait_for_buckets=False)
+    ours = continued_from(theirs, shapes)
     gradient = random_gradient(shapes, rank, 99)
     their_error = theirs.error_dict.get(0)
     their_output = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient.clone(), shapes)).wait()

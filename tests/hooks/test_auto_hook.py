@@ -13,8 +13,7 @@ from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.recording.file import read
 from gradcomp.compress.trial import Gain, StepClock, Trial, choose
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
-from gradcomp.recordings.page import page
-from gradcomp.recordings.run import runs_of
+from gradcomp.report import report
 from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.powersgd_runs import reload
@@ -501,11 +500,11 @@ def test_the_recording_has_the_choice(tmp_path):
     assert [(each["step"], each["choice"]) for each in ours] == [(50, "int4")]
     recordings = read(path)
     assert [recording.choices for recording in recordings] == [ours]
-    assert "Choice before step 50" in page(runs_of(recordings), ["recording.jsonl"])
+    assert "choice before step 50  int4. A step with " in report(recordings[0])
     lines = path.read_text().splitlines()
     wrong = json.dumps(ours[0] | {"choice": "int3"})
     path.write_text("\n".join([lines[0], wrong]))
-    with pytest.raises(ValueError, match="line 2 is not a choice"):
+    with pytest.raises(ValueError, match="line 2 is not what"):
         read(path)
 
 

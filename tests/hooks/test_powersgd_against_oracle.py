@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from gradcomp.testing.oracle import projector
 from tests.hooks.powersgd_oracle import (
     compressed,
     positions,
@@ -16,6 +15,7 @@ from tests.hooks.powersgd_runs import (
     step_of_both,
     steps_of_ours,
 )
+from tests.oracle import projector
 from tests.tolerances import (
     EPSILON_STEP,
     ONE_STEP,

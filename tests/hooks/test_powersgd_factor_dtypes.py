@@ -1,19 +1,18 @@
 """Test PowerSGD with factors in fewer bits on the wire, and with quantized first steps."""
 
-import copy
 from functools import partial
 
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, from_torch, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.testing import check_hook, run_ranks
 from gradcomp.testing.run import run_hook
 from gradcomp.testing.workload import Workload
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
-from tests.hooks.powersgd_runs import HOOKS, START, error_of, new_state, reload
+from tests.hooks.powersgd_runs import HOOKS, START, continued_from, error_of, new_state, reload
 from tests.tolerances import FACTOR_ROUNDINGS, FACTOR_UNIT, MEAN_ERROR
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -76,8 +75,7 @@ def one_step(rank, group, dtype):
     theirs = torch_powersgd.PowerSGDState(group, 2, START)
     for step in range(START + 3):
         torch_powersgd.powerSGD_hook(theirs, Bucket(random_gradient(shapes, rank, step), shapes)).wait()
-    ours = from_torch(copy.copy(theirs), wait_for_buckets=False)
-    ours.factor_dtype = dtype
+    ours = continued_from(theirs, shapes, factor_dtype=dtype)
     gradient = random_gradient(shapes, rank, 99)
     expected = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient.clone(), shapes)).wait()
     return expected, powerSGD_hook(ours, Bucket(gradient.clone(), shapes)).wait()

@@ -153,10 +153,6 @@ MISFITS = {
     ),
     "an owner by name": (of_all(errors_of="rank 0"), "errors_of is a str, but must be a dict"),
     "buckets as a list": (of_all(buckets=[]), "buckets is a list, but must be a dict"),
-    "torch's error in 2-D": (
-        of_all(from_torch={0: {"error": torch.zeros(2, 2), "directions": None}}),
-        r"torch's bucket 0: the error is \[2, 2\] .* \['any length'\]",
-    ),
     "filled by DCP": (like_dcp, rf"should hold .* but holds .*{NOT_THROUGH_DCP}"),
     "filled by DCP with strings": (like_dcp_with_strings, rf"has the key '0'.*{NOT_THROUGH_DCP}"),
 }
@@ -215,7 +211,7 @@ def test_a_state_dict_loads_what_it_saves(saved):
     assert equal(state.state_dict(), saved)
     assert saved["version"] == 1
     assert saved["errors_of"] == {"rank": 0, "world_size": 1}
-    assert saved["contents"] == {"buckets": [0], "from_torch": []}
+    assert saved["contents"] == {"buckets": [0]}
 
 
 def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.kit_verdicts import OURS, TORCHS
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing import Claims, Tolerance, check_hook, claims_of
-from gradcomp.testing.__main__ import OURS, TORCHS
 from tests.testing import compressors
 from tests.testing.averaging import eight_bits, scaled_mean
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT, VERSION = "gradcomp recording", 1
-_HEADER_KEYS = {"format", "version", "algorithm", "options", "rank", "world_size"}
+FORMAT = "gradcomp recording"
 _COUNTS = ("step", "bucket", "rank", "numel", "gradient_bytes", "sent_bytes")
 _NUMBERS = (
     *("rate", "time_ms", "gradient_norm", "average_norm", "error_norm"),
@@ -37,7 +36,6 @@ def header(algorithm: str, options: Mapping[str, Any], rank: int, world_size: in
     shown = {name: _plain(value) for name, value in options.items()}
     return {
         "format": FORMAT,
-        "version": VERSION,
         "algorithm": algorithm,
         "options": shown,
         "rank": rank,
@@ -63,84 +61,50 @@ def read(path: Path) -> list[Recording]:
     Raises OSError if the file can't be read. Raises ValueError, naming the file and the line, for anything
     that `append` didn't write.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no recording: it isn't text ({error.reason})") from error
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if not lines:
+        raise ValueError(f"{path} is empty. Likely cause: Recorder.save was not called")
     found: list[Recording] = []
     for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
         try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where} is not JSON: {line[:60]!r}. {_cause(number, lines)}") from error
-        if isinstance(entry, dict) and entry.get("format") == FORMAT:
-            found.append(_recording(where, entry))
-        elif not found:
+            _add(found, json.loads(line))
+        except (ValueError, TypeError, LookupError) as error:
+            is_torn = 1 < number == len(lines) and isinstance(error, json.JSONDecodeError)
+            cause = "the program ended while it wrote; remove the line" if is_torn else "another file"
             raise ValueError(
-                f"{where} is not the header of a recording: {line[:60]!r}. Likely cause: another file than "
-                "Recorder.save wrote"
-            )
-        elif isinstance(entry, dict) and "choice" in entry:
-            found[-1].choices.append(_choice(where, entry))
-        else:
-            found[-1].rows.append(_row(where, entry))
-    if not found:
-        raise ValueError(f"{path} is empty. Likely cause: Recorder.save was not called")
+                f"{path}, line {number} is not what Recorder.save writes: {line[:60]!r}. "
+                f"Likely cause: {cause}"
+            ) from error
     return found
 
 
-def _cause(number: int, lines: Sequence[str]) -> str:
-    if 1 < number == len(lines):
-        return "Likely cause: the program ended while it wrote; remove the line"
-    return "Likely cause: another file than Recorder.save wrote"
+def _add(recordings: list[Recording], entry: dict[str, Any]) -> None:
+    """Add a line of a file: a header, a choice or a row.
+
+    Raises ValueError, TypeError, KeyError or IndexError for anything else.
+    """
+    if "format" in entry:
+        options, counts = dict(entry["options"]), (int(entry["rank"]), int(entry["world_size"]))
+        if entry["format"] != FORMAT:
+            raise ValueError(entry["format"])
+        recordings.append(Recording(str(entry["algorithm"]), options, *counts))
+    elif "choice" in entry:
+        candidates = [
+            {**each, "ms": _number(each["ms"]), "sent_bytes": _number(each["sent_bytes"])}
+            for each in entry["candidates"]
+        ]
+        if entry["choice"] not in [each["candidate"] for each in candidates]:
+            raise ValueError(entry["choice"])
+        recordings[-1].choices.append({**entry, "step": int(entry["step"]), "candidates": candidates})
+    else:
+        row: dict[str, Any] = {"compressed": entry["compressed"] is True}
+        row |= {name: int(entry[name]) for name in _COUNTS}
+        row |= {name: _number(entry[name]) for name in _NUMBERS}
+        recordings[-1].rows.append(row)
 
 
-def _recording(where: str, entry: dict[str, Any]) -> Recording:
-    if entry.get("version") != VERSION:
-        raise ValueError(
-            f"{where} has version {entry.get('version')!r}, but this gradcomp reads {VERSION}. Likely cause: "
-            "a newer gradcomp wrote it"
-        )
-    if set(entry) != _HEADER_KEYS or not isinstance(entry["options"], dict):
-        raise ValueError(f"{where} is not a header that Recorder.save writes: it has {sorted(entry)}")
-    rank, world_size = (_count(where, entry, name) for name in ("rank", "world_size"))
-    return Recording(str(entry["algorithm"]), entry["options"], rank, world_size)
-
-
-def _row(where: str, entry: Any) -> dict[str, Any]:
-    expected = {*_COUNTS, *_NUMBERS, "compressed"}
-    if not isinstance(entry, dict) or set(entry) != expected or not isinstance(entry["compressed"], bool):
-        raise ValueError(f"{where} is not a row that Recorder.save writes: {json.dumps(entry)[:60]}")
-    row: dict[str, Any] = {"compressed": entry["compressed"]}
-    row |= {name: _count(where, entry, name) for name in _COUNTS}
-    for name in _NUMBERS:
-        value = entry[name]
-        try:
-            row[name] = None if value is None else float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {name} is {value!r}, but must be a number") from error
-    return row
-
-
-def _choice(where: str, entry: dict[str, Any]) -> dict[str, Any]:
-    given = entry.get("candidates")
-    candidates = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
-    names = [each.get("candidate") for each in candidates]
-    if set(entry) != {"step", "choice", "candidates"} or entry["choice"] not in names:
-        raise ValueError(f"{where} is not a choice that Recorder.save writes: {json.dumps(entry)[:60]}")
-    for each in candidates:
-        for name in ("ms", "sent_bytes", "nats"):
-            if not isinstance(each.get(name), int | float | None):
-                raise ValueError(f"{where}: {name} is {each.get(name)!r}, but must be a number")
-    return {**entry, "step": _count(where, entry, "step")}
-
-
-def _count(where: str, entry: dict[str, Any], name: str) -> int:
-    value = entry[name]
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{where}: {name} is {value!r}, but must be a whole number of at least 0")
-    return value
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _written(value: Any) -> Any:

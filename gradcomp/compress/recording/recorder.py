@@ -209,12 +209,6 @@ class Recorder:
         """
         return [row.as_dict() for row in list(self._rows)]
 
-    def drain(self) -> list[dict[str, Any]]:
-        """Return rows(), and delete them."""
-        rows = self.rows()
-        self._forget(len(rows))
-        return rows
-
     def flush(self, log: Log) -> None:
         """Call log(step, {name: value}) for every recorded step, oldest first, and delete the rows.
 
@@ -229,7 +223,7 @@ class Recorder:
     def save(self, path: str | Path) -> None:
         """Append the rows and choices to a file of JSON lines, and delete them from the recorder.
 
-        `python -m gradcomp report` shows the file. Every rank that saves needs its own file.
+        `python -m gradcomp report` prints what the file says. Every rank that saves needs its own file.
 
         Raises OSError if the file can't be written; the rows are kept then.
         """

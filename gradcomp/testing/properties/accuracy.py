@@ -58,7 +58,7 @@ class Factor:
         self._allowed.append(allowed[chosen] / unit)
         self._roundings.append(tolerance.relative * means.abs() + tolerance.absolute / unit)
 
-    def require_one(self, name: str) -> None:
+    def require_one(self) -> None:
         """Raise PropertyFailure if the factor differs from 1 by more than roundings explain."""
         if not self._means:
             return
@@ -71,7 +71,7 @@ class Factor:
         limit = float(means.abs() @ roundings) + DEVIATIONS * deviation
         if abs(off) > limit:
             raise PropertyFailure(
-                f"{name}: every element is within its tolerance, but all {len(means)} averages together are "
+                f"every element is within its tolerance, but all {len(means)} averages together are "
                 f"{1 + off / square:.6g} × the mean; rounding explains {1 - limit / square:.6g} to "
                 f"{1 + limit / square:.6g}"
             )
@@ -88,17 +88,6 @@ ROUNDINGS_OF_FACTORS = {
 # The rounding errors of a step, in unit roundoffs: of M = gradient + error, of the output, of error =
 # M − output, and on the wire.
 ROUNDINGS_OF_A_STEP = 8
-
-
-def allowed_error(workload: Workload, step: int, index: int, tolerance: Tolerance) -> Tensor:
-    """Compute the error that a tolerance allows in each element; see Tolerance."""
-    stacked = workload.stacked(step)
-    magnitude = stacked[index].abs().amax(0)
-    if tolerance.of == "bucket":
-        indices = workload.buckets[workload.bucket_of(index)]
-        largest = max((float(stacked[n].abs().max()) for n in indices if stacked[n].numel()), default=0.0)
-        magnitude = torch.full_like(magnitude, largest)
-    return 2 * workload.world_size * (tolerance.relative * magnitude + tolerance.absolute)
 
 
 def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[tuple[int, int, int, Tensor]]:
@@ -119,7 +108,11 @@ def norm_of_bucket(workload: Workload, step: int, indices: tuple[int, ...]) -> f
     return math.hypot(*(norm_of(workload, step, index) for index in indices))
 
 
-@property_of
+def _unless_averages(claims: Claims) -> str:
+    return "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else ""
+
+
+@property_of(_unless_averages)
 def averages(subject: Subject, workload: Workload) -> float | None:
     """Every output is the float64 mean of the ranks' gradients, within rounding.
 
@@ -148,20 +141,20 @@ def averages(subject: Subject, workload: Workload) -> float | None:
         if tolerance.of == "element":
             tolerance = max(tolerance, claims.exact(workload.dtype), key=lambda each: each.relative)
         if worst is None:
-            require_finite("averages", workload, run)
+            require_finite(workload, run)
         where = place(workload, step, rank, index)
-        allowed = allowed_error(workload, step, index, tolerance)
+        allowed = tolerance.allowed(workload, step, index)
         mean = workload.mean(step)[index]
         with subject.naming_multiples(workload, mean, output):
-            ratio = require_close("averages", where, mean, output, allowed, "the float64 mean")
+            ratio = require_close(where, mean, output, allowed, "the float64 mean")
         worst = max(worst or 0.0, ratio)
         if rank == 0:
             factor.add(mean, output, allowed, tolerance)
-    factor.require_one("averages")
+    factor.require_one()
     return worst
 
 
-@property_of
+@property_of(lambda claims: "" if claims.keeps_zeros else "mixes elements")
 def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     """An element that has been 0 on every rank in every step so far is exactly 0 in the average.
 
@@ -169,11 +162,7 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     only rows and columns that have been 0 throughout are checked. In plain steps and in tensors of exact
     shapes, every element is checked.
     """
-    claims = subject.claims
-    if claims.keeps_zeros is None:
-        return
-    run = subject.run(workload)
-    require_finite("zero_stays_zero", workload, run)
+    claims, run = subject.claims, subject.finite_run(workload)
     zero = [torch.ones(shape, dtype=torch.bool) for shape in workload.shapes]
     for step in range(workload.num_steps):
         zero = [z & (t == 0).all(0) for z, t in zip(zero, workload.stacked(step), strict=True)]
@@ -184,7 +173,7 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
                 changed = kept & (outputs[index] != 0)
                 if changed.any():
                     raise PropertyFailure(
-                        f"zero_stays_zero: {place(workload, step, rank, index)}, element "
+                        f"{place(workload, step, rank, index)}, element "
                         f"{int(changed.flatten().nonzero()[0])}: expected 0, as its gradient has been 0 "
                         f"on every rank in every step so far; got {outputs[index][changed][0].item():.6g}; "
                         f"{int(changed.sum())} of {int(kept.sum())} such elements are not 0"
@@ -199,8 +188,12 @@ def _lines(zero: Tensor) -> Tensor:
     return (matrix.all(1, keepdim=True) | matrix.all(0)).view(zero.shape)
 
 
-@property_of
-def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
+def unless_lossy(claims: Claims) -> str:
+    return "" if claims.is_lossy else "averages"
+
+
+@property_of(lambda claims: unless_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"))
+def exact_up_to_rank(subject: Subject, workload: Workload) -> float:
     """Every compressed step averages a mean gradient of rank at most r exactly.
 
     ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F
@@ -209,11 +202,10 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
     PowerSGD, NeurIPS 2019, section 3). c allows for the condition number of P: 1024, in float16 256, in
     bfloat16 64. The workload's spectra are replaced by low_rank with rank r.
 
-    Returns the largest error / tolerance; None without claims.exact_rank.
+    Returns the largest error / tolerance.
     """
     claims = subject.claims
-    if claims.exact_rank is None:
-        return None
+    assert claims.exact_rank is not None
     workload = replace(
         workload,
         spectra=("low_rank",),
@@ -223,8 +215,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
         drift=min(workload.drift, 0.1),
         zero_steps=0,
     )
-    run = subject.run(workload)
-    require_finite("exact_up_to_rank", workload, run)
+    run = subject.finite_run(workload)
     coarser = max(workload.dtype, claims.precision, key=lambda dtype: torch.finfo(dtype).eps)
     roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
     worst = 0.0
@@ -233,7 +224,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float | None:
         allowed = roundings * norm_of(workload, step, index) + underflow(claims, workload, index)
         whose = f"the mean, of rank ≤ {claims.exact_rank},"
         with subject.naming_multiples(workload, mean, output):
-            ratio = require_close_in_norm("exact_up_to_rank", where, mean, output, allowed, whose)
+            ratio = require_close_in_norm(where, mean, output, allowed, whose)
         worst = max(worst, ratio)
     return worst
 
@@ -244,7 +235,11 @@ def underflow(claims: Claims, workload: Workload, index: int) -> float:
     return 2 * workload.world_size * absolute * math.sqrt(math.prod(workload.shapes[index]))
 
 
-@property_of
+def _unless_contraction(claims: Claims) -> str:
+    return unless_lossy(claims) or ("no contraction" if claims.contraction is None else "")
+
+
+@property_of(_unless_contraction)
 def contraction(subject: Subject, workload: Workload) -> float | None:
     """‖M − C(M)‖² ≤ (1 − δ) ‖M‖² for every bucket M, and C(0) = 0.
 
@@ -260,16 +255,14 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
     compressors fulfill that in every step, while a larger δ may be an expectation. The rounding allowed is
     the held-back error's plus 4 u ‖M‖.
 
-    Returns the smallest δ found; None without claims.contraction.
+    Returns the smallest δ found; None if all gradients are zero.
     """
     claims = subject.claims
-    if claims.contraction is None:
-        return None
+    assert claims.contraction is not None
     only_first = claims.error_feedback and not claims.rank_symmetric
     num_steps = claims.start + 1 if only_first else max(workload.steps, claims.start + 1)
     workload = replace(workload, noise=0.0, zero_steps=0, steps=num_steps)
-    run = subject.run(workload)
-    require_finite("contraction", workload, run)
+    run = subject.finite_run(workload)
     least, smallest = claims.contraction, None
     for bucket, indices in enumerate(workload.buckets):
         for rank in range(workload.world_size):
@@ -283,7 +276,7 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
                     found = 1 - (lost / size) ** 2 if size else -math.inf
                     summed = steps.means.sum(0), steps.outputs.sum(0)
                     raise PropertyFailure(
-                        f"contraction: step {step}, rank {rank}, bucket {bucket} with tensors "
+                        f"step {step}, rank {rank}, bucket {bucket} with tensors "
                         f"{list(indices)}: expected ‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², "
                         f"‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
                         f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}{subject.multiple(workload, *summed)}"
@@ -338,8 +331,8 @@ NUM_STEPS = 512
 FALSE_ALARM = 1e-6
 
 
-@property_of
-def unbiased(subject: Subject, workload: Workload) -> float | None:
+@property_of(lambda claims: "" if claims.unbiased else unless_lossy(claims) or "biased")
+def unbiased(subject: Subject, workload: Workload) -> float:
     """The expectation of the output is the mean.
 
     Two gradients take turns in 512 steps. So a hook that outputs the previous step's average deviates, too.
@@ -355,14 +348,11 @@ def unbiased(subject: Subject, workload: Workload) -> float | None:
     probability of about 1e-6, as the mean of n such sums is almost normal. A bias within rounding is allowed.
     The property doesn't apply to hooks with error feedback: their steps depend on each other.
 
-    Returns t; None unless claims.unbiased.
+    Returns t.
     """
     claims = subject.claims
-    if not claims.unbiased:
-        return None
     workload = replace(workload, drift=1.0, period=2, steps=claims.start + NUM_STEPS, zero_steps=0)
-    run = subject.run(workload)
-    require_finite("unbiased", workload, run)
+    run = subject.finite_run(workload)
     indices = tuple(range(len(workload.shapes)))
     steps = range(claims.start, workload.steps)
     means = [tensor for step in steps[:2] for tensor in workload.mean(step)]
@@ -389,7 +379,7 @@ def unbiased(subject: Subject, workload: Workload) -> float | None:
         step, index, element = _located(workload, worst)
         where = f"the {('first', 'second')[step]} one, {workload.where(index)}, element {element}"
         raise PropertyFailure(
-            f"unbiased: over {NUM_STEPS} steps with two gradients in turn, {where}: expected "
+            f"over {NUM_STEPS} steps with two gradients in turn, {where}: expected "
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
             f"{t:.3g}, allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
         )

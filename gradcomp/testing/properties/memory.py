@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from gradcomp.testing.claims import Claims
 from gradcomp.testing.properties.accuracy import (
     ROUNDINGS_OF_A_STEP,
     BucketSteps,
@@ -12,6 +13,7 @@ from gradcomp.testing.properties.accuracy import (
     norm_of,
     norm_of_bucket,
     underflow,
+    unless_lossy,
 )
 from gradcomp.testing.properties.subject import (
     PropertyFailure,
@@ -19,7 +21,6 @@ from gradcomp.testing.properties.subject import (
     place,
     property_of,
     require_close_in_norm,
-    require_finite,
     require_same,
 )
 from gradcomp.testing.ranks import RankError
@@ -29,21 +30,30 @@ from gradcomp.testing.workload import Workload
 SMALL_TENSORS = 4096
 
 
-@property_of
-def error_feedback_identity(subject: Subject, workload: Workload) -> float | None:
+def _unless_feedback(claims: Claims) -> str:
+    return "" if claims.error_feedback else unless_lossy(claims) or "no error feedback"
+
+
+def _unless_errors_can_be_read(claims: Claims) -> str:
+    return _unless_feedback(claims) or ("" if claims.errors_of else "errors can't be read")
+
+
+def _unless_some_shapes_are_exact(claims: Claims) -> str:
+    return _unless_feedback(claims) or ("" if claims.errors_of and claims.exact_shapes else "no exact shapes")
+
+
+@property_of(_unless_errors_can_be_read)
+def error_feedback_identity(subject: Subject, workload: Workload) -> float:
     """After every step, Σ outputs + mean of the ranks' errors = Σ mean gradients.
 
     The check is step by step: output + mean error after = mean gradient + mean error before. The difference
     may be 8 u times the norms of the largest gradient, the errors and the output. Summed over the steps, this
     is algorithm 2 of Karimireddy et al., ICML 2019; for PowerSGD, algorithm 2 of Vogels et al., NeurIPS 2019.
 
-    Returns the largest difference / allowed difference; None without claims.errors_of.
+    Returns the largest difference / allowed difference.
     """
     claims = subject.claims
-    if not (claims.error_feedback and claims.errors_of):
-        return None
-    run = subject.run(workload, errors_of=claims.errors_of)
-    require_finite("error_feedback_identity", workload, run)
+    run = subject.finite_run(workload, errors_of=claims.errors_of)
     roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
     worst = 0.0
     for step, rank, index, output in each_output(workload, run):
@@ -56,13 +66,11 @@ def error_feedback_identity(subject: Subject, workload: Workload) -> float | Non
         expected = workload.mean(step)[index] + before
         whose = "mean gradient + mean error before"
         got = output.double() + after
-        worst = max(
-            worst, require_close_in_norm("error_feedback_identity", where, expected, got, allowed, whose)
-        )
+        worst = max(worst, require_close_in_norm(where, expected, got, allowed, whose))
     return worst
 
 
-@property_of
+@property_of(_unless_feedback)
 def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
     """Held-back errors are output in later steps with zero gradients.
 
@@ -82,14 +90,12 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
 
     The rounding allowed is 8 u (max ‖gradient‖ + ‖held‖) in every step.
 
-    Returns ‖held‖ at the end / ‖held‖ before the zero steps. Returns None unless claims.error_feedback, for a
-    workload without zero steps, and if no error is held back.
+    Returns ‖held‖ at the end / ‖held‖ before the zero steps. Returns None for a workload
+    without zero steps, and if no error is held back.
     """
-    claims = subject.claims
-    if not claims.error_feedback or not workload.zero_steps:
+    if not workload.zero_steps:
         return None
-    run = subject.run(workload)
-    require_finite("held_back_comes_out", workload, run)
+    claims, run = subject.claims, subject.finite_run(workload)
     worst = None
     for bucket, indices in enumerate(workload.buckets):
         numel = sum(math.prod(workload.shapes[index]) for index in indices)
@@ -106,7 +112,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
                 allowed = claims.left_after(num_steps, numel) * start + rounding
                 if after > allowed:
                     raise PropertyFailure(
-                        f"held_back_comes_out: step {workload.num_steps - 1}, rank {rank}, bucket {bucket} "
+                        f"step {workload.num_steps - 1}, rank {rank}, bucket {bucket} "
                         f"with tensors {list(indices)}: before {num_steps} steps with zero gradients "
                         f"‖Σ mean gradients − Σ outputs‖ was {norms[-1 - num_steps]:.6g}; expected at most "
                         f"{allowed:.6g} after them, got {after:.6g}"
@@ -117,7 +123,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
     return worst
 
 
-@property_of
+@property_of(_unless_some_shapes_are_exact)
 def no_error_where_exact(subject: Subject, workload: Workload) -> None:
     """Tensors of claims.exact_shapes, which are averaged exactly, have no error on any rank.
 
@@ -125,58 +131,50 @@ def no_error_where_exact(subject: Subject, workload: Workload) -> None:
     the average, and each would grow as a random walk, to √steps times the difference between ranks.
     """
     claims = subject.claims
-    if claims.errors_of is None or claims.exact_shapes is None:
-        return
-    run = subject.run(workload, errors_of=claims.errors_of)
-    require_finite("no_error_where_exact", workload, run)
+    assert claims.exact_shapes is not None
+    run = subject.finite_run(workload, errors_of=claims.errors_of)
     for step, by_rank in enumerate(run.errors):
         for rank, errors in enumerate(by_rank):
             for index, error in enumerate(errors):
                 if claims.exact_shapes(workload.shapes[index]) and error.count_nonzero():
                     raise PropertyFailure(
-                        f"no_error_where_exact: {place(workload, step, rank, index)}: expected no error, as "
+                        f"{place(workload, step, rank, index)}: expected no error, as "
                         f"it isn't compressed; got one of norm {float(error.double().norm()):.3g}, the "
                         f"gradient's is {norm_of(workload, step, index):.3g}"
                     )
 
 
-@property_of
+@property_of(lambda claims: "" if claims.checkpoint else "no state that can be saved")
 def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
     """A run that saves and loads its state half way has the same bits as a run without the checkpoint.
 
     If claims.checkpoint is "safe", the state must survive torch.save and torch.load with its safe default
     (weights_only=True). If it is "any", any way of `reload` is enough.
     """
-    claims = subject.claims
-    if claims.checkpoint is None:
-        return
-    run = subject.run(workload)
+    claims, run = subject.claims, subject.run(workload)
     half = (claims.start + workload.num_steps) // 2
     try:
         is_safe = claims.checkpoint == "safe"
         resumed = subject.run(workload, checkpoint_at=half, safe_checkpoint=is_safe)
     except RankError as error:
-        raise PropertyFailure(
-            f"checkpoint_round_trip: saved and loaded before step {half}: {str(error).splitlines()[0]}"
-        ) from error
+        raise PropertyFailure(f"saved and loaded before step {half}: {str(error).splitlines()[0]}") from error
     for step, rank, index, output in each_output(workload, resumed):
         where = place(workload, step, rank, index)
         expected, whose = run.outputs[step][rank][index], f"without the checkpoint before step {half}"
-        require_same("checkpoint_round_trip", where, expected, output, whose)
+        require_same(where, expected, output, whose)
 
 
-@property_of
-def bounded_memory(subject: Subject, workload: Workload) -> float | None:
+@property_of(lambda claims: "" if claims.memory is not None else "no state, or one that may grow")
+def bounded_memory(subject: Subject, workload: Workload) -> float:
     """A state's tensors take at most claims.memory times the gradients' bytes, and don't grow in every step.
 
     Another 4096 bytes are allowed for each tensor and each bucket. All tensors reachable from the state
     count, one per storage. After the second compressed step their bytes must not grow.
 
-    Returns the state's bytes / the gradients' bytes; None without claims.memory.
+    Returns the state's bytes / the gradients' bytes.
     """
     claims = subject.claims
-    if claims.memory is None:
-        return None
+    assert claims.memory is not None
     workload = replace(workload, steps=max(workload.steps, claims.start + 5), zero_steps=0)
     run = subject.run(workload)
     settled = claims.start + 1
@@ -185,7 +183,7 @@ def bounded_memory(subject: Subject, workload: Workload) -> float | None:
     )
     for step, by_rank in enumerate(run.state_bytes):
         for rank, num_bytes in enumerate(by_rank):
-            where = f"bounded_memory: step {step}, rank {rank}: gradients of {workload.num_bytes} bytes"
+            where = f"step {step}, rank {rank}: gradients of {workload.num_bytes} bytes"
             if num_bytes > allowed:
                 raise PropertyFailure(
                     f"{where}: expected a state of at most {allowed:.0f} bytes, got {num_bytes}"

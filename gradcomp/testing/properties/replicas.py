@@ -21,7 +21,6 @@ from gradcomp.testing.properties.subject import (
     require_same,
 )
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Poison, Workload
 
 SCHEDULES = (0, 1, 2, 3)
@@ -29,7 +28,7 @@ SCHEDULES = (0, 1, 2, 3)
 AFTERWARDS = 2
 
 
-@property_of
+@property_of()
 def completes(subject: Subject, workload: Workload) -> None:
     """All ranks finish all steps, with all buckets in flight, whenever collectives complete.
 
@@ -41,12 +40,12 @@ def completes(subject: Subject, workload: Workload) -> None:
     schedules of simulated ranks, or once on gloo.
     """
     if refused := _refused_signature(subject.hook):
-        raise PropertyFailure(f"completes: DDP's register_comm_hook refuses the hook: {refused}")
+        raise PropertyFailure(f"DDP's register_comm_hook refuses the hook: {refused}")
     for schedule in SCHEDULES if subject.ranks == "simulated" else SCHEDULES[:1]:
         try:
             subject.run(workload, schedule=schedule)
         except RankError as error:
-            raise PropertyFailure(f"completes: schedule {schedule}: {error}") from error
+            raise PropertyFailure(f"schedule {schedule}: {error}") from error
 
 
 def _refused_signature(hook: Hook) -> str:
@@ -65,16 +64,16 @@ def _refused_signature(hook: Hook) -> str:
     return ""
 
 
-@property_of
+@property_of()
 def replicas_identical(subject: Subject, workload: Workload) -> None:
     """Every rank has rank 0's outputs, element by element; otherwise the model's replicas diverge."""
     run = subject.run(workload)
     for step, rank, index, output in each_output(workload, run):
         where = place(workload, step, rank, index)
-        require_same("replicas_identical", where, run.outputs[step][0][index], output, "as on rank 0")
+        require_same(where, run.outputs[step][0][index], output, "as on rank 0")
 
 
-@property_of
+@property_of()
 def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
     """Outputs of finite gradients are finite while the ranks' mean |gradient| ≤ claims.max_magnitude.
 
@@ -88,14 +87,14 @@ def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
     limit = claims.limit(workload.dtype)
     if _largest(workload) > limit:
         return None
-    require_finite("finite_in_finite_out", workload, subject.run(workload))
+    subject.finite_run(workload)
     edge = replace(workload, steps=min(claims.start + 2, workload.steps), zero_steps=0)
     headroom = min(limit / max(_largest(edge), 1e-300), 2.0**1000)
     edge = replace(edge, log2_factor=workload.log2_factor + math.frexp(headroom)[1] - 1)
     while not _is_finite(edge):  # a rank's gradient may be larger than the mean
         edge = replace(edge, log2_factor=edge.log2_factor - 1)
     try:
-        require_finite("finite_in_finite_out", edge, subject.run(edge))
+        subject.finite_run(edge)
     except NonFiniteFailure as error:
         raise NonFiniteFailure(
             f"{error}, with log2_factor={edge.log2_factor}: the ranks' mean |gradient| is at most "
@@ -114,7 +113,7 @@ def _largest(workload: Workload) -> float:
     return max((float(mean.max()) for mean in means if mean.numel()), default=0.0)
 
 
-@property_of
+@property_of()
 def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     """An inf or NaN on one rank leads to inf or NaN in its bucket's outputs on every rank, in that step only.
 
@@ -133,7 +132,7 @@ def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     except PropertyFailure:
         sound = replace(poisoned, poison=None)
         # If this raises, the poison is not the cause.
-        require_finite("nonfinite_seen_by_all", sound, subject.run(sound))
+        subject.finite_run(sound)
         raise
 
 
@@ -142,25 +141,17 @@ def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison)
     try:
         run = subject.run(workload, errors_of=subject.claims.errors_of)
     except RankError as error:
-        raise PropertyFailure(f"nonfinite_seen_by_all: with {value} in step {step}: {error}") from error
+        raise PropertyFailure(f"with {value} in step {step}: {error}") from error
     indices = workload.buckets[workload.bucket_of(index)]
     for rank, outputs in enumerate(run.outputs[step]):
         if all(bool(outputs[n].isfinite().all()) for n in indices):
             raise PropertyFailure(
-                f"nonfinite_seen_by_all: {place(workload, step, rank, index)}: expected inf or NaN somewhere "
+                f"{place(workload, step, rank, index)}: expected inf or NaN somewhere "
                 f"in its bucket, as rank {source} has {value} there; got finite averages"
             )
-    _require_sound("nonfinite_seen_by_all", workload, run, step + 1)
-
-
-def _require_sound(name: str, workload: Workload, run: Run, first_step: int) -> None:
-    try:
-        require_finite(name, workload, run, first_step)
-    except PropertyFailure as error:  # not a NonFiniteFailure, as the poisoned gradients aren't finite
-        raise PropertyFailure(f"{error} after {workload.poison}") from None
-    if run.errors:
-        errors = Run(run.errors, [], [], [], [])
+    # Not NonFiniteFailures, as the poisoned gradients aren't finite.
+    for what, tensors in (("", run.outputs), ("errors in the state: ", run.errors)):
         try:
-            require_finite(f"{name}: errors in the state", workload, errors, first_step)
+            require_finite(workload, replace(run, outputs=tensors), step + 1)
         except PropertyFailure as error:
-            raise PropertyFailure(f"{error} after {workload.poison}") from None
+            raise PropertyFailure(f"{what}{error} after {workload.poison}") from None

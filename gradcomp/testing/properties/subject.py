@@ -44,6 +44,12 @@ class Subject:
         """Run the hook on this workload; for options see run_hook."""
         return run_hook(self.hook, self.make_state, workload, ranks=self.ranks, **options)
 
+    def finite_run(self, workload: Workload, **options: Any) -> Run:
+        """Run the hook on this workload. Raises NonFiniteFailure if an output holds inf or NaN."""
+        run = self.run(workload, **options)
+        require_finite(workload, run)
+        return run
+
     def multiple(self, workload: Workload, mean: Tensor, output: Tensor) -> str:
         """Return the end of a failure's message: the factor, if the output is a multiple of the mean, or "".
 
@@ -111,6 +117,7 @@ class Property(Protocol[Measured]):
     """
 
     __name__: str
+    unclaimed: Callable[[Claims], str]
 
     def __call__(
         self,
@@ -120,25 +127,44 @@ class Property(Protocol[Measured]):
         *,
         claims: Claims | None = None,
         ranks: Ranks = "simulated",
-    ) -> Measured: ...
+    ) -> Measured | None: ...
 
 
-def property_of(check: Callable[[Subject, Workload], Measured]) -> Property[Measured]:
-    """Turn check(subject, workload) into a property of (hook, make_state, workload, options)."""
+def property_of(
+    unclaimed: Callable[[Claims], str] | None = None,
+) -> Callable[[Callable[[Subject, Workload], Measured]], Property[Measured]]:
+    """Turn check(subject, workload) into a property of (hook, make_state, workload, options).
 
-    @wraps(check)
-    def checked(
-        hook: Hook,
-        make_state: MakeState,
-        workload: Workload,
-        *,
-        claims: Claims | None = None,
-        ranks: Ranks = "simulated",
-    ) -> Measured:
-        return check(Subject(hook, make_state, claims, ranks, workload.device), workload)
+    unclaimed(claims): the reason why the property doesn't apply, and returns None; "" if it applies. Without
+        this function the property applies to every hook.
 
-    del checked.__wrapped__  # so that help() shows checked's arguments
-    return checked
+    A PropertyFailure gets the property's name before its message.
+    """
+
+    def decorated(check: Callable[[Subject, Workload], Measured]) -> Property[Measured]:
+        @wraps(check)
+        def checked(
+            hook: Hook,
+            make_state: MakeState,
+            workload: Workload,
+            *,
+            claims: Claims | None = None,
+            ranks: Ranks = "simulated",
+        ) -> Measured | None:
+            subject = Subject(hook, make_state, claims, ranks, workload.device)
+            if unclaimed is not None and unclaimed(subject.claims):
+                return None
+            try:
+                return check(subject, workload)
+            except PropertyFailure as failure:
+                failure.args = (f"{check.__name__}: {failure}",)
+                raise
+
+        checked.unclaimed = unclaimed or (lambda claims: "")  # type: ignore[attr-defined]
+        del checked.__wrapped__  # so that help() shows checked's arguments
+        return checked  # type: ignore[return-value]
+
+    return decorated
 
 
 class PropertyFailure(AssertionError):  # noqa: N818
@@ -154,7 +180,7 @@ def place(workload: Workload, step: int, rank: int, index: int) -> str:
     return f"step {step}, rank {rank}, {workload.where(index)}"
 
 
-def require_finite(name: str, workload: Workload, run: Run, first_step: int = 0) -> None:
+def require_finite(workload: Workload, run: Run, first_step: int = 0) -> None:
     """Raise NonFiniteFailure if an output from first_step on holds inf or NaN."""
     for step, by_rank in enumerate(run.outputs):
         for rank, tensors in enumerate(by_rank):
@@ -162,25 +188,23 @@ def require_finite(name: str, workload: Workload, run: Run, first_step: int = 0)
                 if step >= first_step and not tensor.isfinite().all():
                     bad = tensor[~tensor.isfinite()][0] if tensor.ndim else tensor
                     raise NonFiniteFailure(
-                        f"{name}: {place(workload, step, rank, index)}: expected finite averages, got "
+                        f"{place(workload, step, rank, index)}: expected finite averages, got "
                         f"{bad.item()} in {int((~tensor.isfinite()).sum())} of {tensor.numel()} elements"
                     )
 
 
-def require_same(name: str, where: str, expected: Tensor, got: Tensor, whose: str) -> None:
+def require_same(where: str, expected: Tensor, got: Tensor, whose: str) -> None:
     """Raise PropertyFailure unless all elements are equal; NaN equals NaN."""
     same = (expected == got) | (expected.isnan() & got.isnan())
     if not same.all():
         i = int((~same).flatten().nonzero()[0])
         raise PropertyFailure(
-            f"{name}: {where}, element {i}: expected {expected.flatten()[i].item()!r} ({whose}), got "
+            f"{where}, element {i}: expected {expected.flatten()[i].item()!r} ({whose}), got "
             f"{got.flatten()[i].item()!r}; {int((~same).sum())} of {got.numel()} elements differ"
         )
 
 
-def require_close(
-    name: str, where: str, expected: Tensor, got: Tensor, allowed: Tensor | float, whose: str
-) -> float:
+def require_close(where: str, expected: Tensor, got: Tensor, allowed: Tensor | float, whose: str) -> float:
     """Compute the largest |got − expected| / allowed. Raises PropertyFailure if it is above 1."""
     if not got.numel():
         return 0.0
@@ -190,20 +214,18 @@ def require_close(
     worst = int(ratio.argmax())
     if ratio[worst] > 1:
         raise PropertyFailure(
-            f"{name}: {where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), "
+            f"{where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), "
             f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}"
         )
     return float(ratio[worst])
 
 
-def require_close_in_norm(
-    name: str, where: str, expected: Tensor, got: Tensor, allowed: float, whose: str
-) -> float:
+def require_close_in_norm(where: str, expected: Tensor, got: Tensor, allowed: float, whose: str) -> float:
     """Compute ‖got − expected‖ / allowed. Raises PropertyFailure if it is above 1."""
     off = float((got.double() - expected.double()).norm())
     if not off <= allowed:
         raise PropertyFailure(
-            f"{name}: {where}: expected {whose} of norm {float(expected.double().norm()):.6g}, got norm "
+            f"{where}: expected {whose} of norm {float(expected.double().norm()):.6g}, got norm "
             f"{float(got.double().norm()):.6g}; ‖difference‖ {off:.3g}, allowed {allowed:.3g}"
         )
     return off / allowed if off else 0.0

@@ -201,7 +201,9 @@ def one_rank(*names, steps=5):
 def forgetting(rank):
     _, recording = one_rank()
     state, bounded = one_rank("max_rows")
-    found = {"dropped": bounded.num_dropped, "drained": len(recording.drain()), "left": recording.rows()}
+    flushed = []
+    recording.flush(lambda step, values: flushed.append(step))
+    found = {"dropped": bounded.num_dropped, "flushed": flushed, "left": recording.rows()}
     bounded.detach()
     found["detached"] = state.recorder
     Recorder(state)
@@ -210,7 +212,9 @@ def forgetting(rank):
 
 @pytest.mark.usefixtures("plain_torch")
 def test_rows_are_forgotten_and_recorders_detached():
-    assert simulate(forgetting, 1) == [{"dropped": 3, "drained": 5, "left": [], "detached": None}]
+    assert simulate(forgetting, 1) == [
+        {"dropped": 3, "flushed": [0, 1, 2, 3, 4], "left": [], "detached": None}
+    ]
 
 
 def not_finite(rank, name, value):

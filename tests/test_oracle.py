@@ -10,7 +10,9 @@ import torch
 import gradcomp.ops
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import default_hooks, powerSGD_hook
-from gradcomp.testing.oracle import (
+from gradcomp.testing.ranks import run_ranks
+from tests.hooks.powersgd_runs import directions_in
+from tests.oracle import (
     BatchedPowerSGDOracle,
     PowerSGDOracle,
     mean,
@@ -20,8 +22,6 @@ from gradcomp.testing.oracle import (
     sixteen_bit_mean,
     split,
 )
-from gradcomp.testing.ranks import run_ranks
-from tests.hooks.powersgd_runs import directions_in
 from tests.tolerances import ONE_STEP, ONE_STEP_SPAN, SIXTEEN_BIT_ROUNDINGS, UNIT_ROUNDOFF, average
 
 EXACT = 1e-14  # float64, a few operations

@@ -1,4 +1,4 @@
-"""Print the verdicts on gradcomp's hooks and torch's in Markdown: python -m gradcomp.testing --help"""
+"""Print the kit's verdicts on gradcomp's hooks and torch's in Markdown: python -m benchmarks.kit_verdicts"""
 
 import argparse
 from collections.abc import Sequence
@@ -93,54 +93,27 @@ def table(reports: dict[str, Report]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kit_verdicts",
+        description="Check gradcomp's hooks and torch's on simulated ranks; print the verdicts as Markdown.",
+    )
+    text = "workloads that are drawn for each property (default: 25)"
+    parser.add_argument("max_examples", nargs="?", type=int, default=25, help=text)
+    text = "check this property only; can be given several times"
+    parser.add_argument(
+        "--only", action="append", default=[], choices=[c.name for c in CASES], metavar="PROPERTY", help=text
+    )
+    parser.add_argument("--hooks", choices=("gradcomp", "torch"), help="check these hooks only")
+    options = parser.parse_args(arguments)
     for title, hooks in (("gradcomp", OURS), ("torch", TORCHS)):
         if options.hooks not in (None, title):
             continue
-        checked = {
-            "max_examples": options.max_examples,
-            "world_size": options.world_size,
-            "only": options.only,
-        }
+        checked = {"max_examples": options.max_examples, "only": options.only}
         reports = {name: check_hook(*hooks[name], **checked) for name in hooks}
         print(f"### {title}\n\n{table(reports)}\n")
         for name, report in reports.items():
             for failure in report.failures:
                 print(f"**{name}**: {failure}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gradcomp.testing",
-        description="Check gradcomp's hooks and torch's on simulated ranks; print the verdicts as Markdown.",
-    )
-    parser.add_argument(
-        "max_examples",
-        nargs="?",
-        type=_positive,
-        default=25,
-        help="workloads that are drawn for each property (default: 25)",
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        choices=[case.name for case in CASES],
-        metavar="PROPERTY",
-        help="check this property only; can be given several times: "
-        + ", ".join(case.name for case in CASES),
-    )
-    parser.add_argument("--hooks", choices=("gradcomp", "torch"), help="check these hooks only")
-    parser.add_argument(
-        "--world-size", type=_positive, default=2, metavar="N", help="number of ranks (default: 2)"
-    )
-    return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from docs.examples import simple
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradcomp.testing import run_ranks, simple
-from gradcomp.testing.oracle import PowerSGDOracle, split
+from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import directions_in
+from tests.oracle import PowerSGDOracle, split
 from tests.tolerances import SIMPLE_STEPS
 
 # Two matrices of one shape, a kernel, a vector, a matrix too small to compress, and a number. With 2 or 3

@@ -8,9 +8,9 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_hook,
     quantization_perchannel_hook,
 )
-from gradcomp.testing.oracle import QuantizedOracle, mean, quantized, split
 from gradcomp.testing.ranks import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
+from tests.oracle import QuantizedOracle, mean, quantized, split
 from tests.tolerances import QUANTIZED_LOSS, QUANTIZED_STEP, UNLIKE_BLOCKS
 
 # 84 blocks of 16: no rank of 2 or 3 has a block of zeros. Beside one, plain torch rounds scales twice.

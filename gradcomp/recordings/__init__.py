@@ -1,1 +1,0 @@
-"""Show recorders' files as one HTML page."""

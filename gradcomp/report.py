@@ -1,0 +1,141 @@
+"""The command `python -m gradcomp report`: print what a Recorder's files say about each run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from gradcomp.compress.announcement import shown_bytes
+from gradcomp.compress.recording.file import Recording, read
+from gradcomp.compress.recording.row import whole_step
+from gradcomp.plan.command import OneLineParser
+
+# The lines of a run's table at most: long runs have the medians of equally many steps in a line.
+MAX_LINES = 10
+COLUMNS = ("rate", "relative_error", "energy_kept", "time_ms")
+UNKNOWN = "not known: Recorder.complete() was not called on every rank before Recorder.save()"
+
+Step = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = OneLineParser(
+        prog="python -m gradcomp report",
+        description="Print the totals, and the values over the steps, of each run and rank in files that "
+        "Recorder.save wrote.",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="Files that Recorder.save wrote.")
+    files = parser.parse_args(arguments).files
+    try:
+        runs = runs_of(recording for file in files for recording in read(file))
+    except FileNotFoundError as error:
+        parser.error(f"there is no file {error.filename}")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not runs:
+        names = ", ".join(map(str, files))
+        parser.error(f"no rows in {names}. Likely cause: no step was recorded before Recorder.save")
+    print("\n\n".join(map(report, runs)))
+
+
+def runs_of(recordings: Iterable[Recording]) -> list[Recording]:
+    """Put together the recordings of one rank with equal algorithm, options and world size: they are one run.
+
+    If a step and bucket has two rows, as after a restart from an older checkpoint, the last one counts.
+    """
+    by_run: dict[str, list[Recording]] = {}
+    for each in recordings:
+        key = json.dumps([each.algorithm, each.options, each.rank, each.world_size], sort_keys=True)
+        by_run.setdefault(key, []).append(each)
+    runs = []
+    for parts in by_run.values():
+        rows = {(row["step"], row["bucket"]): row for part in parts for row in part.rows}
+        choices = {choice["step"]: choice for part in parts for choice in part.choices}
+        in_order = [rows[place] for place in sorted(rows)]
+        runs.append(replace(parts[0], rows=in_order, choices=[choices[step] for step in sorted(choices)]))
+    return [run for run in runs if run.rows]
+
+
+def report(run: Recording) -> str:
+    """Return the lines about a run: totals, choices of an AutoState, and a table over the steps."""
+    steps = [_step(number, list(rows)) for number, rows in groupby(run.rows, key=lambda row: row["step"])]
+    options = {name: value for name, value in run.options.items() if value is not None}
+    totals = {
+        "options": ", ".join(f"{name} = {value}" for name, value in options.items()) or "none",
+        **_totals(run, steps),
+        **{f"choice before step {each['step']:,}": _choice(each) for each in run.choices},
+    }
+    width = max(map(len, totals))
+    lines = [f"{run.algorithm}, rank {run.rank} of {run.world_size}"]
+    lines += [f"  {name:<{width}}  {value}" for name, value in totals.items()]
+    return "\n".join([*lines, "", *_table(steps)])
+
+
+def _step(number: int, rows: list[dict[str, Any]]) -> Step:
+    """Return the values of a whole step: those of whole_step, and the median time of its buckets."""
+    times = [row["time_ms"] for row in rows if row["time_ms"] is not None]
+    is_compressed = any(row["compressed"] for row in rows)
+    time_ms = median(times) if times else None
+    return {**whole_step(rows), "step": number, "compressed": is_compressed, "time_ms": time_ms}
+
+
+def _totals(run: Recording, steps: list[Step]) -> dict[str, str]:
+    compressed = [step for step in steps if step["compressed"]]
+    gradient_bytes, sent_bytes = (sum(s[name] for s in steps) for name in ("gradient_bytes", "sent_bytes"))
+    num_plain, num_buckets = len(steps) - len(compressed), len({row["bucket"] for row in run.rows})
+    times = [row["time_ms"] for row in run.rows if row["time_ms"] is not None]
+    totals = {
+        "steps": f"{len(steps):,}, from {steps[0]['step']:,} to {steps[-1]['step']:,}; "
+        f"{num_plain:,} of them without compression",
+        "buckets": f"{num_buckets:,}",
+        "bytes sent": f"{shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)}",
+    }
+    if compressed:
+        sent = sum(step["sent_bytes"] for step in compressed)
+        whole = sum(step["gradient_bytes"] for step in compressed)
+        totals["compression rate"] = f"{whole / sent:.2f}" if sent else "nothing was sent"
+        totals["relative error"] = _mean(compressed, "relative_error")
+        totals["energy kept"] = _mean(compressed, "energy_kept")
+        totals["time of a bucket"] = f"{median(times):.3g} ms" if times else "not known"
+    return totals
+
+
+def _mean(steps: list[Step], name: str) -> str:
+    """Return the mean of a value over the steps in which it is known and finite."""
+    known = [step[name] for step in steps if step[name] is not None]
+    finite = [value for value in known if math.isfinite(value)]
+    if not known:
+        return UNKNOWN
+    left_out = f"; {len(known) - len(finite):,} steps of inf or NaN are left out" if known != finite else ""
+    return (f"{fmean(finite):.4f}" if finite else "not finite") + left_out
+
+
+def _choice(choice: dict[str, Any]) -> str:
+    """Say what an AutoState has chosen, with the time of a step and its bytes for each candidate."""
+    times = []
+    for each in choice["candidates"]:
+        ms = "not known" if each["ms"] is None else f"{each['ms']:.3g} ms"
+        sent = "" if each["sent_bytes"] is None else f", {shown_bytes(int(each['sent_bytes']))}"
+        times.append(f"{each['candidate']} {ms}{sent}")
+    return f"{choice['choice']}. A step with {'; '.join(times)}"
+
+
+def _table(steps: list[Step]) -> list[str]:
+    """Return the lines of the table: medians over intervals of equally many recorded steps."""
+    size = -(-len(steps) // MAX_LINES)
+    rows = [["steps", *(name.replace("_", " ") for name in COLUMNS)]]
+    for start in range(0, len(steps), size):
+        some = steps[start : start + size]
+        first, last = some[0]["step"], some[-1]["step"]
+        rows.append([f"{first:,}" if first == last else f"{first:,} to {last:,}"])
+        for name in COLUMNS:
+            values = [step[name] for step in some if step[name] is not None and math.isfinite(step[name])]
+            rows[-1].append(f"{median(values):.4g}" if values else "–")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
