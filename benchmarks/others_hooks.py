@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe
-from benchmarks.hivemind_hook import compressed_all_gather
 from benchmarks.kit_verdicts import MARKS
 from benchmarks.records import RESULTS, Row
 from gradcomp.comm.bucket import Hook
@@ -83,21 +82,7 @@ def colossalais() -> list[Subject]:
     ]
 
 
-def hiveminds() -> list[Subject]:
-    from hivemind import compression  # type: ignore[import-not-found]
-
-    names = ("Float16Compression", "ScaledFloat16Compression", "Uniform8BitQuantization")
-    return [
-        Subject(name, compressed_all_gather(getattr(compression, name)()))
-        for name in (*names, "Quantile8BitQuantization")
-    ]
-
-
-PROJECTS: dict[str, Callable[[], list[Subject]]] = {
-    "torch": torchs,
-    "colossalai": colossalais,
-    "hivemind": hiveminds,
-}
+PROJECTS: dict[str, Callable[[], list[Subject]]] = {"torch": torchs, "colossalai": colossalais}
 
 
 def first_line(message: str) -> str:
@@ -191,8 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.others_hooks",
-        description="Check hooks of torch, and of colossalai and hivemind where they are installed, on "
-        "simulated ranks; print the verdicts as Markdown.",
+        description="Check hooks of torch, and of colossalai where it is installed, on simulated ranks; "
+        "print the verdicts as Markdown.",
     )
     parser.add_argument(
         "projects", nargs="*", type=_project, metavar="PROJECT", help=f"{', '.join(PROJECTS)} (default: all)"

@@ -11,7 +11,6 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from benchmarks.accuracy.hadamard import register_hadamard
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
@@ -29,8 +28,7 @@ FACTORS: dict[str, dict[str, torch.dtype]] = {
 }
 ALONE = "alone"  # every rank trains by itself
 LOCAL = "local"  # every rank trains by itself, but for an average every few dozen steps
-HADAMARD = {"int4:hadamard32": 32, "int4:hadamard64": 64}  # the transform's width
-OTHERS = ("none", "allreduce", "fp16", "bf16", "int8", "int4", "int4:64", *HADAMARD, ALONE)
+OTHERS = ("none", "allreduce", "fp16", "bf16", "int8", "int4", "int4:64", ALONE)
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
 
@@ -60,7 +58,7 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
 
     "powersgd:4" is PowerSGD of rank 4, "powersgd:4:int8" the same with factors in int8 and the uncompressed
     tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits. "int4:64" has blocks of
-    64 elements; "int4:hadamard64" transforms gradients first.
+    64 elements.
     """
     name, *given = hook.split(":")
     if name in POWERSGD:
@@ -70,8 +68,6 @@ def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
         demo.register_power_sgd(averager, POWERSGD[name], int(rank), start_iter, **options)
     elif hook == "int4:64":
         demo.register_quantization(averager, 4, start_iter, block_size=64)
-    elif hook in HADAMARD:
-        register_hadamard(averager, HADAMARD[hook], start_iter)
     else:
         demo.HOOKS[name](averager, 0, start_iter)
 
