@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks import environment, isolated, outcomes
+from benchmarks import environment, outcomes
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
@@ -40,9 +40,7 @@ def discover(device: torch.device, quick: bool) -> list[Case]:
     """
     folder = Path(__file__).parent / "kernels"
     names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
-    modules = [
-        f"benchmarks.{name}" for name in ("powersgd_hooks", "powersgd_stages", "quantized_hooks", "hooks")
-    ]
+    modules = [f"benchmarks.{name}" for name in ("powersgd_hooks", "powersgd_stages", "hooks")]
     modules += [f"benchmarks.kernels.{name}" for name in names] + ["benchmarks.reducer"]
     found = [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
     return sorted(found, key=lambda case: not case.comes_first)
@@ -101,16 +99,9 @@ def measure(
 
 def run_case(case: Case, clock: Clock) -> list[Row]:
     """Check the case, time it beside a copy of as many bytes, and return one row per provider."""
-    if case.isolated:
-        errors, timings, launches = isolated.measure(case, clock)
-    else:
-        setup = case.build()
-        errors = check(case, setup)
-        timings = clock.time(setup.providers | {COPY: clock.copy(case.num_bytes)}, case.seconds)
-        # The timing has warmed the providers up.
-        count = setup.num_launches
-        launches = {name: count(each) if count else None for name, each in setup.providers.items()}
-        errors, launches = errors | {COPY: None}, launches | {COPY: None}
+    setup = case.build()
+    errors = {**check(case, setup), COPY: None}
+    timings = clock.time(setup.providers | {COPY: clock.copy(case.num_bytes)}, case.seconds)
     baseline = timings[case.baseline]
     least_us = floor_us(clock.device, case.num_bytes, case.min_launches)
     rows = []
@@ -142,7 +133,6 @@ def run_case(case: Case, clock: Clock) -> list[Row]:
                 "floor_us": least_us,
                 "times_floor": timing.us.p50 / least_us if least_us else None,
                 "error": errors[name],
-                "num_launches": launches[name],
             }
         )
     return rows
@@ -154,6 +144,10 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
+    else:
+        # As under torchrun. torch's hooks compute on gloo's threads, which would start more threads, and more
+        # threads than cores slow down whatever computes in this process later.
+        torch.set_num_threads(1)
     if triton.knobs.runtime.interpret:
         print("benchmarks: unset TRITON_INTERPRET: the interpreter's times mean nothing")
         return 1

@@ -76,37 +76,26 @@ class Clock:
     def time(
         self, providers: Mapping[str, Callable[[], object]], seconds: float | None = None
     ) -> dict[str, Timing]:
-        """Time the providers' calls, interleaved."""
+        """Time the providers' calls, round after round, each round in a random order.
+
+        The call before a call changes its time. In a random order every call comes before every other one
+        equally often.
+        """
         host_us: dict[str, float | None] = {}
         for name, call in providers.items():
             for _ in range(WARM_UP_CALLS):
                 call()
             host_us[name] = self._host_us(call, self._seconds(seconds)) if self.on_cuda else None
-        samplers = {name: partial(self.sample_us, call, host_us[name]) for name, call in providers.items()}
-        samples_us = self.interleave(samplers, seconds)
-        return {name: Timing(samples, host_us[name]) for name, samples in samples_us.items()}
-
-    def interleave(
-        self,
-        samplers: Mapping[str, Callable[[], float]],
-        seconds: float | None,
-        factor: float = 1,
-    ) -> dict[str, list[float]]:
-        """Ask the samplers for samples, round after round, each in a random order.
-
-        It takes factor · seconds. The call before a call changes its time. In a random order every call comes
-        before every other one equally often.
-        """
-        samples: dict[str, list[float]] = {name: [] for name in samplers}
-        order, orders = list(samplers), random.Random(0)
-        deadline = time.perf_counter() + factor * self._seconds(seconds)
+        samples_us: dict[str, list[float]] = {name: [] for name in providers}
+        order, orders = list(providers), random.Random(0)
+        deadline = time.perf_counter() + self._seconds(seconds)
         for num_rounds in range(MAX_ROUNDS):
             if num_rounds >= MIN_ROUNDS and time.perf_counter() > deadline:
                 break
             orders.shuffle(order)
             for name in order:
-                samples[name].append(samplers[name]())
-        return samples
+                samples_us[name].append(self.sample_us(providers[name], host_us[name]))
+        return {name: Timing(samples, host_us[name]) for name, samples in samples_us.items()}
 
     def _seconds(self, seconds: float | None) -> float:
         return self.seconds_per_case if seconds is None else min(seconds, self.seconds_per_case)

@@ -21,14 +21,12 @@ class Setup:
     reference: yields the right results in float64, one per result tensor.
     outputs: tensors to fill with NaN before each provider is checked.
     restore: restores the inputs before each provider is checked, for providers that work in place.
-    num_launches: counts a provider's launches in a call; None if launches aren't counted.
     """
 
     providers: dict[str, Provider]
     reference: Callable[[], Iterable[torch.Tensor]]
     outputs: Sequence[torch.Tensor] = ()
     restore: Callable[[], object] = lambda: None
-    num_launches: Callable[[Provider], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Case:
     seconds: the time limit of its rounds, if the clock's is too long.
     num_buckets: the number of buckets in a call, for the host's time per bucket.
     num_elements: the number of gradient elements, for the bytes per element; None if that is meaningless.
-    isolated: the providers' names, if each is timed in a process of its own; see isolated.py.
     comes_first: whether it is timed before all cases that don't come first, as there may be no time for them.
     """
 
@@ -59,7 +56,6 @@ class Case:
     seconds: float | None = None
     num_buckets: int = 1
     num_elements: int | None = None
-    isolated: tuple[str, ...] = ()
     comes_first: bool = False
 
     def __str__(self) -> str:

@@ -1,32 +1,34 @@
-"""gradcomp's default hooks beside torch's, at world size 1: on a bucket directly and, on CPU, in training.
+"""gradcomp's hooks without PowerSGD beside torch's, on one bucket, at world size 1.
 
 There is one process, so nothing crosses a wire: the times are of a hook's own work on device and host. The
 backend is NCCL on CUDA and gloo on CPU. A call ends when the current stream waits for the hook's future (on a
 CPU, when the future is done).
-
-In training a call is forward and backward of a small model under torch's DDP, also without a hook ("none").
-On CPU a hook costs more there than its own time: see isolated.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Case, Setup, elementwise_error, frobenius_error, rounding_error
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import default_hooks
+from gradcomp.hooks.quantization_hooks import (
+    QuantizationState,
+    quantization_hook,
+    quantization_pertensor_hook,
+)
 
 # A 25 MiB bucket of a transformer with 1024 features.
 SHAPES = [(1024, 1024)] * 6 + [(256, 1024)]
+NUM_ELEMENTS = 25 * 2**20 // 4
 
 Hook = Callable[[object, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
@@ -42,82 +44,59 @@ class FakeBucket(GradBucket):
         super().__init__(index, buffer, parameters, is_last)
 
 
+# By case: the dtype on the wire, and the bytes per element that each of the hook's own passes moves.
+DEFAULT_HOOKS: dict[str, tuple[torch.dtype, list[int]]] = {
+    "allreduce_hook": (torch.float32, [4 + 4]),
+    "fp16_compress_hook": (torch.float16, [4 + 2, 2 + 4]),
+    "bf16_compress_hook": (torch.bfloat16, [4 + 2, 2 + 4]),
+}
+# The providers of the case quantization_hook: the hook, and what makes its state.
+QUANTIZED: dict[str, tuple[Hook, Callable[[], Any]]] = {
+    "int8": (quantization_hook, partial(QuantizationState, bits=8)),
+    "int4": (quantization_hook, partial(QuantizationState, bits=4)),
+    "pertensor": (quantization_pertensor_hook, lambda: None),
+    "fp16": (default_hooks.fp16_compress_hook, lambda: None),
+    "torch_fp16": (torch_hooks.fp16_compress_hook, lambda: None),
+}
+MAX_QUANTIZED_ERROR = 0.2  # of the norm of normal gradients: what two roundings to 4 bits leave
+
+
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    # The name, the dtype on the wire, and the bytes per element that each of the hook's own passes moves.
-    for name, dtype, passes in (
-        ("allreduce_hook", torch.float32, [4 + 4]),
-        ("fp16_compress_hook", torch.float16, [4 + 2, 2 + 4]),
-        ("bf16_compress_hook", torch.bfloat16, [4 + 2, 2 + 4]),
-    ):
-        yield Case(
+    case = partial(Case, label="25 MiB bucket, W=1", dtype="float32", comes_first=True)
+    for name, (dtype, passes) in DEFAULT_HOOKS.items():
+        hooks = {
+            "gradcomp": (getattr(default_hooks, name), lambda: None),
+            "torch": (getattr(torch_hooks, name), lambda: None),
+        }
+        yield case(
             name,
-            label="25 MiB bucket, W=1",
-            dtype="float32",
-            num_bytes=25 * 2**20 // 4 * sum(passes),
+            num_bytes=NUM_ELEMENTS * sum(passes),
             min_launches=len(passes),
             max_error=rounding_error(dtype),
             baseline="torch",
-            build=partial(_calling, name, device),
+            build=partial(_calling, hooks, device),
             error_of=partial(elementwise_error, dtype=dtype),
-            isolated=("gradcomp", "torch") if device.type == "cpu" else (),
-            comes_first=True,
         )
-
-    if device.type == "cpu":
-        yield Case(
-            "fp16_compress_hook in training",
-            label="6 × (Linear 512, LayerNorm, GELU), batch 64, W=1",
-            dtype="float32",
-            num_bytes=6 * (512 * 512 + 3 * 512) * (4 + 4),
-            max_error=rounding_error(torch.float16),
-            baseline="torch",
-            build=_training,
-            error_of=frobenius_error,
-            isolated=("gradcomp", "torch", "none"),
-        )
+    yield case(
+        "quantization_hook",
+        num_bytes=NUM_ELEMENTS * (4 + 4),
+        max_error=MAX_QUANTIZED_ERROR,
+        baseline="torch_fp16",
+        build=partial(_calling, QUANTIZED, device),
+        error_of=frobenius_error,
+        num_elements=NUM_ELEMENTS,
+    )
 
 
-def _calling(name: str, device: torch.device) -> Setup:
+def _calling(hooks: Mapping[str, tuple[Hook, Callable[[], Any]]], device: torch.device) -> Setup:
     join_group_of_one(device)
     bucket = FakeBucket(SHAPES, device)
     buffer = bucket.buffer()
     gradient = buffer.clone()
     return Setup(
-        providers={
-            "gradcomp": lambda: call(getattr(default_hooks, name), bucket),
-            "torch": lambda: call(getattr(torch_hooks, name), bucket),
-        },
+        {name: partial(call, hook, bucket, make_state()) for name, (hook, make_state) in hooks.items()},
         reference=lambda: [gradient.double()],
         restore=lambda: buffer.copy_(gradient),
-    )
-
-
-def _training() -> Setup:
-    join_group_of_one(torch.device("cpu"))
-    layers = [(torch.nn.Linear(512, 512), torch.nn.LayerNorm(512), torch.nn.GELU()) for _ in range(6)]
-    model = torch.nn.Sequential(*(each for layer in layers for each in layer))
-    data = torch.randn(64, 512)
-    hooks = {
-        "gradcomp": default_hooks.fp16_compress_hook,
-        "torch": torch_hooks.fp16_compress_hook,
-        "none": None,
-    }
-
-    def step(model: torch.nn.Module, data: torch.Tensor) -> list[torch.Tensor]:
-        model.zero_grad()
-        model(data).square().sum().backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    def in_ddp(hook: Hook | None) -> Callable[[], list[torch.Tensor]]:
-        # Buckets of two layers each.
-        wrapped = DistributedDataParallel(deepcopy(model), bucket_cap_mb=2)
-        if hook is not None:
-            wrapped.register_comm_hook(None, hook)
-        return partial(step, wrapped, data)
-
-    return Setup(
-        providers={name: in_ddp(hook) for name, hook in hooks.items()},
-        reference=lambda: step(deepcopy(model).double(), data.double()),
     )
 
 

@@ -63,7 +63,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             _hooks,
             max_error=MAX_ERROR[problem.dtype],
             baseline="torch",
-            isolated=PROVIDERS if device.type == "cpu" else (),
             comes_first=number < NUM_FIRST,
         )
         yield case

@@ -13,8 +13,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
 
 _COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "/bucket", "MB", "B/elem", "GB/s", "% copy"]
-_COLUMNS += ["x floor", "x base", "error", "launches"]
-_WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 8, 7, 9, 10]
+_COLUMNS += ["x floor", "x base", "error"]
+_WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 8, 7, 9]
 
 
 def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
@@ -48,7 +48,7 @@ def table(rows: Iterable[Row]) -> str:
 
 def _cells(row: Row) -> list[str]:
     per_bucket, per_element = row["host_us_per_bucket"], row["bytes_per_element"]
-    host_us, times_floor, num_launches = row["host_us"], row["times_floor"], row["num_launches"]
+    host_us, times_floor = row["host_us"], row["times_floor"]
     return [
         str(row["provider"]),
         f"{row['p50_us']:.1f}",
@@ -62,7 +62,6 @@ def _cells(row: Row) -> list[str]:
         "-" if times_floor is None else f"{times_floor:.2f}",
         f"{row['times_baseline']:.2f}",
         "-" if row["error"] is None else f"{row['error']:.1e}",
-        "-" if num_launches is None else str(num_launches),
     ]
 
 

@@ -5,9 +5,7 @@ The model's forward and backward do next to nothing: forward returns zero, and b
 gradient to a fixed tensor, without a copy. The backend is NCCL on CUDA and gloo on CPU. Gradients are None
 before each step. Every model is trained with the defaults, 25 MiB a bucket, and with gradient_as_bucket_view.
 
-A call is a whole step. It includes DDP's forward and setting the gradients to None, which are small. Launches
-are counted in a separate call: the operators that torch dispatches, without views and allocations, and
-Triton's kernels. One operator may stand for many copies: on the CPU torch._foreach_copy_ is a loop in C++.
+A call is a whole step. It includes DDP's forward and setting the gradients to None, which are small.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
 from benchmarks.harness import Case, Setup, rounding_error
@@ -47,7 +43,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             max_error=rounding_error(torch.float32),
             build=partial(_training, shapes, device, options),
             baseline="torch",
-            isolated=("gradcomp", "torch") if device.type == "cpu" else (),
         )
 
 
@@ -86,7 +81,6 @@ def _training(shapes: Sequence[models.Shape], device: torch.device, options: dic
         {"gradcomp": _with_gradcomp(gradients, options), "torch": _with_torch(gradients, options)},
         reference=lambda: (gradient.double() for gradient in right),
         restore=lambda: torch._foreach_copy_(gradients, right),
-        num_launches=num_launches,
     )
 
 
@@ -107,34 +101,3 @@ def _step(forward: torch.nn.Module, model: Model, _: Reducer | None) -> list[tor
         weight.grad = None
     forward().backward()
     return [weight.grad for weight in model.weights]
-
-
-class _Launches(TorchDispatchMode):
-    """A counter of the operators that torch dispatches, except those that only make views or allocate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_view = any(
-            each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
-        )
-        self.count += not is_view and "empty" not in func._schema.name
-        return func(*args, **(kwargs or {}))
-
-    def on_kernel(self, *_: Any) -> None:
-        self.count += 1
-
-
-def num_launches(call: Callable[[], object]) -> int:
-    """Count the operators and Triton kernels that a call launches."""
-    with _Launches() as launches:
-        triton.knobs.runtime.launch_enter_hook.add(launches.on_kernel)
-        try:
-            call()
-        finally:
-            triton.knobs.runtime.launch_enter_hook.remove(launches.on_kernel)
-    return launches.count
