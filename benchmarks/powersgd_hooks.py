@@ -13,10 +13,9 @@ torch's states have orthogonalization_epsilon=1e-8: torch's documentation advise
 Ours doesn't need it. torch's hook synchronizes the host once per bucket, so its first bucket uses up the head
 start that hides launch costs, and its time on CUDA is partly the host's.
 
-The check compares one step with float64. Both hooks start with one error and one Q: those of our hook after a
-compressed step.
-The timed calls restore nothing: each works on the gradient that the last one left. The numbers don't change:
-a step leaves the gradient P Qᵀ and the error M − P Qᵀ, so the next step's M is the same.
+Every matrix of a gradient has the compressor's rank, so that P Qᵀ is the gradient whatever Q a step starts
+with. The check compares the first compressed step with the gradient. The timed calls restore nothing: each
+works on the gradient that the last one left, which is the same one.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from benchmarks import models
 from benchmarks.harness import Case, Setup
 from benchmarks.hooks import call, join_group_of_one
-from benchmarks.powersgd_problem import HOOK_STAGES, NUM_FIRST, Problem, float64_steps, problems
+from benchmarks.powersgd_problem import HOOK_STAGES, NUM_FIRST, Problem, problems
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
-from gradcomp.layout.flat import FlatLayout
+from gradcomp.layout import PowerSGDLayout
 
-# The Frobenius norm of the error over the norm of the result. bf16's bound is wide: torch's hook, which
-# orthonormalizes in bf16, must pass too.
-MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
+# The Frobenius norm of the error over the norm of the gradient. MQ of a random Q may be ill-conditioned, and
+# torch's hook orthonormalizes in the bucket's dtype.
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 MAX_INT8_ERROR = 5e-2  # P and Q are each rounded to 8 bits; measured 1.1e-2
+START = 2  # plain steps, torch's minimum
 PROVIDERS = ("gradcomp", "torch", "torch_batched")
 # For a bucket with int8 factors: each of the two is quantized, averaged and dequantized.
 INT8_LAUNCHES = 11
@@ -78,87 +78,52 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
     join_group_of_one(problem.device)
-    gradients = problem.gradients()
+    gradients = [_of_low_rank(layout, problem) for layout in problem.layouts]
     buckets = {name: _buckets(problem, [gradient.clone() for gradient in gradients]) for name in PROVIDERS}
-    saved = _started(problem, buckets["gradcomp"], factor_dtype)
-    memories = _memories(problem, saved)
     states: dict[str, object] = {}
+    hooks: dict[str, Callable] = {
+        "gradcomp": power_sgd.powerSGD_hook,
+        "torch": torch_power_sgd.powerSGD_hook,
+        "torch_batched": torch_power_sgd.powerSGD_hook,
+    }
+
+    def step(name: str) -> list[torch.Tensor]:
+        return [result for bucket in buckets[name] for result in call(hooks[name], bucket, states[name])]
 
     def restore() -> None:
-        states["torch"] = _torch_state(problem, memories, batched=False)
-        states["torch_batched"] = _torch_state(problem, memories, batched=True)
-        ours = _our_state(problem, factor_dtype)
-        ours.load_state_dict(saved)
-        states["gradcomp"] = ours
+        """Begin a training: the next step is the first compressed one."""
+        options: dict[str, Any] = {"matrix_approximation_rank": problem.rank, "start_powerSGD_iter": START}
+        states["gradcomp"] = power_sgd.PowerSGDState(None, factor_dtype=factor_dtype, **options)
+        for name, batched in (("torch", False), ("torch_batched", True)):
+            states[name] = torch_power_sgd.PowerSGDState(
+                None, orthogonalization_epsilon=1e-8, batch_tensors_with_same_shape=batched, **options
+            )
         for name in PROVIDERS:
             for bucket, gradient in zip(buckets[name], gradients, strict=True):
                 bucket.buffer().copy_(gradient)
-
-    def step(name: str, hook: Callable) -> list[torch.Tensor]:
-        state = states[name]
-        return [result for bucket in buckets[name] for result in call(hook, bucket, state)]
-
-    def reference() -> Iterator[torch.Tensor]:
-        for layout, gradient, (error, qs) in zip(problem.layouts, gradients, memories, strict=True):
-            yield float64_steps(layout, gradient, gradient + error, qs, num_steps=1)
+            for _ in range(START):
+                step(name)
 
     restore()
     return Setup(
-        {
-            "gradcomp": partial(step, "gradcomp", power_sgd.powerSGD_hook),
-            "torch": partial(step, "torch", torch_power_sgd.powerSGD_hook),
-            "torch_batched": partial(step, "torch_batched", torch_power_sgd.powerSGD_hook),
-        },
-        reference,
+        {name: partial(step, name) for name in PROVIDERS},
+        reference=lambda: (gradient.double() for gradient in gradients),
         restore=restore,
     )
+
+
+def _of_low_rank(layout: PowerSGDLayout, problem: Problem) -> torch.Tensor:
+    """Return a bucket's gradients [numel]: matrices of the compressor's rank, and random other tensors."""
+    gradient = torch.randn(layout.numel, device=problem.device)
+    for matrix in layout.matrices:
+        left, right = (
+            torch.randn(size, matrix.rank, device=problem.device) for size in (matrix.rows, matrix.cols)
+        )
+        gradient[matrix.offset : matrix.offset + matrix.numel] = (left @ right.mT).view(-1)
+    return gradient.to(problem.dtype)
 
 
 def _buckets(problem: Problem, buffers: Sequence[torch.Tensor]) -> list[Bucket]:
     last = len(buffers) - 1
     pairs = zip(problem.buckets, buffers, strict=True)
     return [Bucket(shapes, buffer, index, index == last) for index, (shapes, buffer) in enumerate(pairs)]
-
-
-def _our_state(problem: Problem, factor_dtype: torch.dtype | None) -> power_sgd.PowerSGDState:
-    return power_sgd.PowerSGDState(None, problem.rank, start_powerSGD_iter=2, factor_dtype=factor_dtype)
-
-
-def _started(problem: Problem, buckets: Sequence[Bucket], factor_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return our state_dict in the middle of training: every matrix has an error, and a Q to project on."""
-    state = _our_state(problem, factor_dtype)
-    for _ in range(state.start_powerSGD_iter + 1):
-        for bucket in buckets:
-            bucket.buffer().normal_()
-            call(power_sgd.powerSGD_hook, bucket, state)
-    return state.state_dict()
-
-
-def _memories(problem: Problem, saved: dict[str, Any]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Return each bucket's error [numel], and the Q [cols, rank] of its matrices."""
-    found = []
-    for index, (layout, shapes) in enumerate(zip(problem.layouts, problem.buckets, strict=True)):
-        memory = saved["buckets"][index]
-        by_offset = dict(zip(FlatLayout(shapes).offsets, memory["directions"], strict=True))
-        qs = [by_offset[matrix.offset].to(problem.dtype) for matrix in layout.matrices]
-        found.append((memory["error"].to(problem.dtype), qs))
-    return found
-
-
-def _torch_state(
-    problem: Problem, memories: Sequence[tuple[torch.Tensor, list[torch.Tensor]]], batched: bool
-) -> torch_power_sgd.PowerSGDState:
-    """Make torch's state after its plain steps, with copies of these errors and Q."""
-    state = torch_power_sgd.PowerSGDState(
-        process_group=None,
-        matrix_approximation_rank=problem.rank,
-        start_powerSGD_iter=2,
-        orthogonalization_epsilon=1e-8,
-        batch_tensors_with_same_shape=batched,
-    )
-    state.iter = state.start_powerSGD_iter
-    for index, (layout, (error, qs)) in enumerate(zip(problem.layouts, memories, strict=True)):
-        state.error_dict[index] = error  # the hook replaces errors, but updates factors in place
-        state.p_memory_dict[index] = error.new_zeros(layout.p_numel)
-        state.q_memory_dict[index] = torch.cat([q.flatten() for q in qs])
-    return state

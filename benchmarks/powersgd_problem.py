@@ -108,27 +108,3 @@ def problems(device: torch.device, quick: bool) -> Iterator[tuple[str, Problem]]
         count = f"{len(buckets)} bucket{'s' * (len(buckets) > 1)}"
         problem = Problem(name, tuple(map(tuple, buckets)), dtype, rank, device)
         yield f"{name}, {count}, r={rank}", problem
-
-
-def float64_steps(
-    layout: PowerSGDLayout,
-    gradient: torch.Tensor,
-    memory: torch.Tensor,
-    directions: Sequence[torch.Tensor],
-    num_steps: int,
-) -> torch.Tensor:
-    """Compute in float64 the bucket after steps of PowerSGD with one M.
-
-    memory: a flat bucket with every matrix's M at its offset.
-    directions: each matrix's Q [cols, rank], in any basis.
-    """
-    result = gradient.double()
-    for matrix, direction in zip(layout.matrices, directions, strict=True):
-        part = slice(matrix.offset, matrix.offset + matrix.numel)
-        m = memory[part].double().view(matrix.rows, matrix.cols)
-        q = direction.double()
-        for _ in range(num_steps):
-            p = torch.linalg.qr(m @ q).Q
-            q = m.mT @ p
-        result[part] = (p @ q.mT).view(-1)
-    return result

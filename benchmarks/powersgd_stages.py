@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
 
 import torch
 
 from benchmarks.harness import Case, Setup
-from benchmarks.powersgd_problem import NUM_BY_STAGE, PASSES, Problem, float64_steps, problems
+from benchmarks.powersgd_problem import NUM_BY_STAGE, PASSES, Problem, problems
 from gradcomp import ops
+from gradcomp.layout import PowerSGDLayout
 
 # The Frobenius norm of the error over the norm of the result. The wire is bf16, the arithmetic fp32.
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -80,11 +81,30 @@ def _stage(problem: Problem, stage: str) -> Setup:
     return Setup({"gradcomp": provider}, reference, outputs=written[stage], restore=restore)
 
 
+def two_float64_steps(
+    layout: PowerSGDLayout, gradient: torch.Tensor, directions: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Compute in float64 the bucket after two steps of PowerSGD, both with the gradient as M.
+
+    directions: each matrix's Q [cols, rank], in any basis.
+    """
+    result = gradient.double()
+    for matrix, direction in zip(layout.matrices, directions, strict=True):
+        part = slice(matrix.offset, matrix.offset + matrix.numel)
+        m = result[part].view(matrix.rows, matrix.cols)
+        q = direction.double()
+        for _ in range(2):
+            p = torch.linalg.qr(m @ q).Q
+            q = m.mT @ p
+        result[part] = (p @ q.mT).view(-1)
+    return result
+
+
 # Cached for the stages of one problem, which are timed one after another.
 @lru_cache(maxsize=1)
 def _after_two_steps(problem: Problem) -> list[torch.Tensor]:
     return [
-        float64_steps(layout, gradient, gradient, directions, num_steps=2)
+        two_float64_steps(layout, gradient, directions)
         for layout, (_, gradient, _, directions) in zip(problem.layouts, _plans(problem), strict=True)
     ]
 
