@@ -18,7 +18,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -164,7 +163,12 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
     clock = Clock(device, args.quick)
     print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)\n{header()}")
     facts["failed_parts"] = args.failed_part
-    keep = partial(append, environment=facts, directory=args.results) if args.record else lambda rows: None
+    path = file_of(facts, args.results)
+
+    def keep(rows: list[Row]) -> None:
+        if args.record:
+            append(path, ({**facts, **row} for row in rows))
+
     rows, failed, skipped = measure(selected, clock, args.budget_s, keep, args.outcomes)
     print("\n" + summary(rows))
     for name in failed:
@@ -172,7 +176,7 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
     for name in skipped:
         print(f"benchmarks: not reached within {args.budget_s:g} s: {name}")
     if args.record:
-        print(f"benchmarks: {len(rows)} rows appended to {file_of(facts, args.results)}")
+        print(f"benchmarks: {len(rows)} rows appended to {path}")
     return 1 if failed else 0
 
 

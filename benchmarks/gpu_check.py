@@ -25,7 +25,6 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
-import json
 import os
 import shlex
 import signal
@@ -263,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     facts = describe(args.device)
     args.results.mkdir(parents=True, exist_ok=True)
-    from benchmarks.records import file_of
+    from benchmarks.records import append, file_of
 
     path = file_of(facts, args.results)
     rows: list[dict[str, Any]] = []
@@ -273,8 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"==== {part.name}: at most {part.limit_s:.0f} s", flush=True)
         row = run_part(part, args, [each["part"] for each in rows if each["verdict"] != PASSED])
         rows.append(row)
-        with path.with_name(f"{path.stem}-parts.jsonl").open("a") as file:
-            file.write(json.dumps({**facts, **row}) + "\n")
+        append(path.with_name(f"{path.stem}-parts.jsonl"), [{**facts, **row}])
         print(f"==== {part.name}: {row['verdict']}", flush=True)
         for name, error in row["failed"].items():
             print(f"{name}: {error}", flush=True)

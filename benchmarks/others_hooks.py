@@ -6,7 +6,6 @@ benchmarks/results/others_hooks.md has the tables, docs/others_hooks.md explains
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,7 @@ import torch
 
 from benchmarks.environment import describe
 from benchmarks.kit_verdicts import MARKS
-from benchmarks.records import RESULTS, Row
+from benchmarks.records import RESULTS, Row, append, read
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import Report, check_hook
 from gradcomp.testing.run import MakeState
@@ -121,10 +120,9 @@ def record(rows: Sequence[Row], path: Path) -> None:
         return row["project"], row["hook"], row["property"]
 
     new = {key(row): row for row in rows}
-    old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    kept = [row for row in old if key(row) not in new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in (*kept, *rows)))
+    kept = [row for row in read(path) if key(row) not in new] if path.exists() else []
+    path.unlink(missing_ok=True)
+    append(path, (*kept, *rows))
 
 
 def table(rows: Iterable[Row]) -> str:

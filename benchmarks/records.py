@@ -17,14 +17,16 @@ _COLUMNS += ["x floor", "x base", "error"]
 _WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 8, 7, 9]
 
 
-def append(rows: Sequence[Row], environment: Row, directory: Path) -> Path:
-    """Append one JSON line per row, with the environment's fields, to the device's file; return its path."""
-    path = file_of(environment, directory)
-    directory.mkdir(parents=True, exist_ok=True)
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Append one JSON line per row to a file, which need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({**environment, **row}) + "\n")
-    return path
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def file_of(environment: Row, directory: Path) -> Path:

@@ -25,7 +25,7 @@ from benchmarks.clock import Clock, gb_per_s
 from benchmarks.harness import Case
 from benchmarks.kernels import casting, flattening, quantizing
 from benchmarks.powersgd_problem import HOOK_STAGES, Problem
-from benchmarks.records import RESULTS, Row, append
+from benchmarks.records import RESULTS, Row, append, file_of
 
 NUM_SLOWEST = 5
 RANKS = (4, 32)
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = slowest(launched, found, clock, way) if launched else []
         print(f"The slowest kernels on a 25 MiB bucket, by {way}:")
         print("\n".join(map(show, rows)), flush=True)
-        append(rows, facts, args.results)
+        append(file_of(facts, args.results), ({**facts, **row} for row in rows))
         for row in rows:
             outcomes.note(args.outcomes, show(row), outcomes.PASSED)
         is_measured |= bool(rows)

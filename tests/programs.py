@@ -1,5 +1,6 @@
 """Start programs from tests."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -46,3 +47,20 @@ def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProc
     return run_python(
         "-m", *arguments, stderr=subprocess.STDOUT, **({"CUDA_VISIBLE_DEVICES": ""} | environment)
     )
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the process ids of all descendants of a process."""
+    found: set[int] = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found |= {child} | descendants(child)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

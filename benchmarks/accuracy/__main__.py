@@ -13,19 +13,16 @@ It writes accuracy.jsonl, a line per run, and a picture to --out.
 
 import argparse
 import importlib.util
-import json
-import signal
 import sys
-import tempfile
 from pathlib import Path
-
-import torch.multiprocessing
 
 from benchmarks.accuracy import comparison
 from benchmarks.accuracy.runs import check_hook_name, work
 from benchmarks.accuracy.tasks import TASKS
-from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import add_training_options, check_training_options, positive
+from benchmarks.pictures import write_picture
+from benchmarks.ranks import exit_on_signals, run_ranks
+from benchmarks.records import read
 
 HOOKS = (
     "none,alone,fp16,int8,int4,int4:64,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
@@ -79,21 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.results = options.out / "accuracy.jsonl"
     options.results.unlink(missing_ok=True)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
-    with tempfile.TemporaryDirectory() as folder:
-        store = (Path(folder) / "store").as_uri()
-        # daemon: whatever ends this process ends the ranks.
-        torch.multiprocessing.spawn(work, (store, options), nprocs=options.ranks, daemon=True)
-    rows = [json.loads(line) for line in options.results.read_text().splitlines()]
+    exit_on_signals()
+    run_ranks(work, options.ranks, options)
+    rows = read(options.results)
     print("\n" + comparison.tables(rows))
     print(f"\nEvery run: {options.results}")
-    picture = options.out / "accuracy.png"
-    try:
-        comparison.draw(rows, picture)
-        print(f"Validation loss against bytes sent: {picture}")
-    except ImportError:
-        print("No picture: it needs matplotlib (pip install 'gradcomp[accuracy]')")
+    write_picture(comparison.draw, rows, options.out / "accuracy.png")
     return 0
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo.chart import COLORS
+from benchmarks.pictures import COLORS, picture
 
 Row = dict[str, Any]  # the result of runs.train()
-FAILED = 2  # a hook whose loss exceeds the first hook's by this factor is off the picture's scale
+FAILED = 2  # a hook whose loss exceeds the first hook's by this factor isn't in the picture
 
 
 @dataclass(frozen=True)
@@ -113,67 +113,38 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     A line per family of hooks. Bars are standard deviations. Raises ImportError without matplotlib.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     tasks = summaries(rows)
-    size = (6.5 * len(tasks), 5)
-    figure, panels = pyplot.subplots(1, len(tasks), figsize=size, layout="constrained", squeeze=False)
-    for axes, (task, hooks) in zip(panels[0], tasks.items(), strict=True):
-        _draw_panel(axes, hooks)
-        axes.set_title(f"{task}, seeds: {len(hooks[0].losses)}", loc="left")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, len(tasks), (6.5, 5)) as panels:
+        for axes, (task, hooks) in zip(panels, tasks.items(), strict=True):
+            _draw_panel(axes, hooks)
+            axes.set_title(f"{task}, seeds: {len(hooks[0].losses)}", loc="left")
 
 
 def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    baseline = statistics.mean(hooks[0].losses)
     axes.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
-    for index, family in enumerate(FAMILIES):
-        drawn = sorted(
-            (hook for hook in hooks if family_of(hook.hook) == family), key=lambda hook: hook.bytes_per_step
-        )
-        shown = [hook for hook in drawn if statistics.mean(hook.losses) <= FAILED * baseline]
-        color = COLORS[index % len(COLORS)]
-        points = [(hook.bytes_per_step / 1e3, statistics.mean(hook.differences)) for hook in shown]
-        spreads = [statistics.stdev(hook.differences) if len(hook.losses) > 1 else 0 for hook in shown]
+    baseline = statistics.mean(hooks[0].losses)
+    for family, color in zip(FAMILIES, COLORS, strict=False):
+        drawn = [
+            hook
+            for hook in sorted(hooks, key=lambda hook: hook.bytes_per_step)
+            if family_of(hook.hook) == family and statistics.mean(hook.losses) <= FAILED * baseline
+        ]
+        points = [(hook.bytes_per_step / 1e3, statistics.mean(hook.differences)) for hook in drawn]
+        spreads = [statistics.stdev(hook.differences) if len(hook.losses) > 1 else 0 for hook in drawn]
         if points:
             axes.errorbar(
                 *zip(*points, strict=True), yerr=spreads, fmt="o-", color=color, capsize=3, label=family
             )
-        for position, (hook, point) in enumerate(zip(shown, points, strict=True)):
+        for position, (hook, point) in enumerate(zip(drawn, points, strict=True)):
             # Neighbors' labels alternate between below and above.
-            offset = (5, -13) if position % 2 == 0 and len(shown) > 1 else (5, 6)
+            offset = (5, -13) if position % 2 == 0 and len(drawn) > 1 else (5, 6)
             label = {"textcoords": "offset points", "xytext": offset, "color": color, "fontsize": 8}
             axes.annotate(hook.hook, point, **label)
-        for hook in (each for each in drawn if each not in shown):
-            # To scale it would squeeze the others into a line, so it is drawn at the upper edge.
-            edge, kilobytes = axes.get_xaxis_transform(), hook.bytes_per_step / 1e3
-            axes.plot(kilobytes, 0.97, "^", color=color, transform=edge, label=family)
-            axes.annotate(
-                f"{hook.hook}: +{statistics.mean(hook.differences):.2f}", (kilobytes, 0.93), xycoords=edge
-            )
     for hook in hooks:
         if hook.bytes_per_step == 0:
             gap = statistics.mean(hook.differences)
-            axes.axhline(gap, color="0.3", linewidth=0.8, linestyle="--")
-            axes.annotate(
-                f"{hook.hook}, no communication",
-                (0.99, gap),
-                xycoords=axes.get_yaxis_transform(),
-                ha="right",
-                va="bottom",
-            )
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda kilobytes, _: f"{kilobytes:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.margins(x=0.12, y=0.12)
-    axes.set_xlabel("kB that a rank hands to collectives per step, as of all-reduces")
+            axes.axhline(gap, color="0.3", linestyle="--", label=f"{hook.hook}, no communication")
+    axes.set(xscale="log", xlabel="kB that a rank hands to collectives per step, as of all-reduces")
     axes.set_ylabel(f"validation loss minus that of {hooks[0].hook}, nats")
+    axes.margins(x=0.12, y=0.12)
     axes.legend(fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -20,8 +20,6 @@ from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
 
-MOMENTS = ("keep", "average", "reset")
-
 
 @dataclass(frozen=True)
 class LocalOptions:
@@ -29,11 +27,7 @@ class LocalOptions:
 
     every: local steps between exchanges. sent_in: "none", or a hook's name with "-" instead of ":".
     lr, momentum: of the outer SGD, with Nesterov momentum if that isn't 0.
-    inner: the factor of the inner optimizer's learning rate. A rank's own gradients are noisier than their
-        mean, so that Adam's steps are shorter.
     fragments, delay: LocalSteps'.
-    grow: steps after which the number of local steps doubles, again and again; 0: never.
-    moments: one of MOMENTS, done to the inner optimizer's moments at an exchange.
     start: first steps; after each of them all weights are averaged, uncompressed. Their bytes don't count,
         like the bytes of other hooks' plain first steps.
     """
@@ -42,11 +36,8 @@ class LocalOptions:
     sent_in: str = "none"
     lr: float = 1.0
     momentum: float = 0.0
-    inner: float = 1.0
     fragments: int = 1
     delay: int = 0
-    grow: int = 0
-    moments: str = "keep"
     start: int = 0
 
     @classmethod
@@ -66,19 +57,14 @@ class LocalOptions:
                 found = replace(found, **{key: kinds[key](value)})
             else:
                 raise ValueError(f"there is no setting {key!r}; known are {', '.join(kinds)}")
-        if found.moments not in MOMENTS:
-            raise ValueError(f"moments is {found.moments!r}, but must be one of {', '.join(MOMENTS)}")
         return found
 
 
 class LocalTraining:
     """Exchanges of one model, and the bytes that this rank has handed to collectives in them."""
 
-    def __init__(self, model: nn.Module, inner: torch.optim.Optimizer, options: LocalOptions):
-        self._options, self._inner, self._num_steps = options, inner, 0
-        for group in inner.param_groups:  # before a schedule takes its rate
-            group["lr"] *= options.inner
-        self._names = [name for name, _ in model.named_parameters()]
+    def __init__(self, model: nn.Module, options: LocalOptions):
+        self._num_plain_steps, self._num_steps = options.start, 0
         outer = torch.optim.SGD(
             model.parameters(), lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
         )
@@ -87,17 +73,13 @@ class LocalTraining:
             model, outer, options.every, hook, state, options.fragments, delay=options.delay
         )
         self._weights = [each.detach() for each in model.parameters()]
+        self.every = options.every
         self.sent_bytes = self.num_counted = 0
-
-    @property
-    def every(self) -> int:
-        """Local steps between two exchanges of a weight."""
-        return self._local.every
 
     def step(self, *, is_last: bool) -> None:
         """Call it after every step of the inner optimizer."""
         self._num_steps += 1
-        if self._num_steps <= self._options.start:
+        if self._num_steps <= self._num_plain_steps:
             average_(self._weights)
             self._local.restart()
             return
@@ -107,27 +89,11 @@ class LocalTraining:
                 self._local.join()
             else:
                 self._local.step()
-            if self._num_steps % self._local.every == 0:
-                self._treat_moments()
         self.sent_bytes += meter.num_bytes
-        if self._options.grow and self._num_steps % self._options.grow == 0:
-            self._local.every *= 2
-
-    @torch.no_grad()
-    def _treat_moments(self) -> None:
-        if self._options.moments == "keep":
-            return
-        states = [self._inner.state[each] for group in self._inner.param_groups for each in group["params"]]
-        moments = [each[name] for each in states for name in ("exp_avg", "exp_avg_sq")]
-        if self._options.moments == "average":
-            average_(moments, default_hooks.bf16_compress_hook)
-        else:
-            torch._foreach_zero_(moments)
-            for each in states:
-                each["step"].zero_()
 
 
 def _hook(sent_in: str) -> tuple[Any, Any]:
+    """Return a hook and its state."""
     named = NamedHook.named(sent_in.replace("-", ":"))
     if named.rank is not None:
         options = named.powersgd_options

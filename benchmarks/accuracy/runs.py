@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
-from benchmarks.demo.measure import Progress, Recorder, check_replicas, mean_over_ranks
+from benchmarks.demo.measure import Recorder, check_replicas, mean_over_ranks
 from benchmarks.environment import describe
+from benchmarks.records import append
 from gradcomp.hooks import powerSGD_hook
 
 POWERSGD = {"powersgd": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
@@ -85,9 +85,8 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
     is_alone = kind in (ALONE, LOCAL)
     local = None
     if kind == LOCAL:
-        local = LocalTraining(task.net, task.optimizer, LocalOptions.named(":".join(given)))
+        local = LocalTraining(task.net, LocalOptions.named(":".join(given)))
     recorder = Recorder(options.steps, torch.device("cpu"), is_alone=is_alone)
-    progress = Progress(label, options.steps)
     start_iter = recorder.every  # a tenth of the run, and a step whose bytes are counted
     model = task.net
     if not is_alone:
@@ -116,7 +115,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         recorder.losses.append(loss.detach())
         if recorder.is_time_to_validate():
             accuracy = validate()
-        progress.show(recorder)
+        recorder.show(label)
 
     if kind != ALONE:
         check_replicas(list(task.net.parameters()))
@@ -153,7 +152,6 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
         label = f"[{number}/{len(todo)}] {task} {hook} seed {seed}"
         row = train(label, task, hook, seed, options)
         if rank == 0:
-            with options.results.open("a") as file:
-                file.write(json.dumps({**environment, **row}) + "\n")
+            append(options.results, [{**environment, **row}])
         gc.collect()  # DDP models are in reference cycles
     dist.destroy_process_group()

@@ -4,10 +4,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]  # what train.py writes with --record
+from benchmarks.pictures import COLORS, picture
 
-# Okabe and Ito's palette, which color-blind readers can distinguish too.
-COLORS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#7F7F7F"]
+Record = dict[str, Any]  # what train.py writes with --record
 
 
 def table(records: list[Record]) -> str:
@@ -30,35 +29,27 @@ def draw(records: list[Record], path: Path) -> None:
 
     Raises ImportError without matplotlib.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for index, record in enumerate(records):
-        color = COLORS[index % len(COLORS)]
-        style = "-" if index % 2 == 0 else (0, (2, 2))  # dashes let a line of the same course show through
-        sent_mb = [0.0, *(total / 1e6 for total in accumulate(record["step_bytes"]))]
-        axes.plot(sent_mb[1:], smoothed(record["losses"]), color=color, linewidth=0.8, alpha=0.5)
-        steps, losses = zip(*record["validation_losses"], strict=True)
-        axes.plot(
-            [sent_mb[step] for step in steps],
-            losses,
-            color=color,
-            linestyle=style,
-            linewidth=2,
-            label=record["hook"],
-        )
-        axes.plot(sent_mb[steps[-1]], losses[-1], "o", color=color)
-    ranks = f"{records[0]['options']['steps']} steps, seed {records[0]['options']['seed']}"
-    axes.set_title(f"A small GPT, {ranks}: loss against bytes", loc="left")
-    axes.set_xlabel("MB that each rank has handed to collectives")
-    axes.set_ylabel("loss, nats per byte")
-    axes.legend(title="validation loss (thin: training)", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, panel_size=(8, 4.5)) as [axes]:
+        for index, record in enumerate(records):
+            color = COLORS[index % len(COLORS)]
+            style = "-" if index % 2 == 0 else (0, (2, 2))  # dashes show a line of the same course
+            sent_mb = [0.0, *(total / 1e6 for total in accumulate(record["step_bytes"]))]
+            axes.plot(sent_mb[1:], smoothed(record["losses"]), color=color, linewidth=0.8, alpha=0.5)
+            steps, losses = zip(*record["validation_losses"], strict=True)
+            axes.plot(
+                [sent_mb[step] for step in steps],
+                losses,
+                color=color,
+                linestyle=style,
+                linewidth=2,
+                label=record["hook"],
+            )
+            axes.plot(sent_mb[steps[-1]], losses[-1], "o", color=color)
+        ranks = f"{records[0]['options']['steps']} steps, seed {records[0]['options']['seed']}"
+        axes.set_title(f"A small GPT, {ranks}: loss against bytes", loc="left")
+        axes.set_xlabel("MB that each rank has handed to collectives")
+        axes.set_ylabel("loss, nats per byte")
+        axes.legend(title="validation loss (thin: training)", frameon=False)
 
 
 def smoothed(values: list[float], window: int = 9) -> list[float]:

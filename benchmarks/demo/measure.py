@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from gradcomp.comm.consistency import require_same_on_all_ranks
 
 WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, and allocators and caches fill
+SHOW_EVERY_S = 2.0
 LAST_STEPS = 10  # the steps over which the reported training loss is averaged
 
 
@@ -69,6 +69,7 @@ class Recorder:
         self.step_bytes: list[int] = []
         self.timed_ms: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
+        self._shown_at = -math.inf
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -85,6 +86,18 @@ class Recorder:
                 torch.cuda.synchronize()
             self.timed_ms.append((time.perf_counter() - started) * 1e3)
             self.step_bytes.append(self.step_bytes[-1])
+
+    def show(self, label: str) -> None:
+        """Print rank 0's progress: after the last step, and at most every two seconds before."""
+        step, now = len(self.step_bytes), time.monotonic()
+        if dist.get_rank() != 0 or (now < self._shown_at + SHOW_EVERY_S and step < self.steps):
+            return
+        self._shown_at = now
+        print(
+            f"{label:12} step {step:>{len(str(self.steps))}}/{self.steps}   loss {self.losses[-1].item():.3f}"
+            f"   validation {self.validation_losses[-1][1]:.3f}   {self.step_bytes[-1]:,} B/step",
+            flush=True,
+        )
 
     def is_time_to_validate(self) -> bool:
         step = len(self.step_bytes)
@@ -111,34 +124,6 @@ class Recorder:
             "validation_losses": self.validation_losses,
             "step_bytes": self.step_bytes,
         }
-
-
-class Progress:
-    """Rank 0's progress: one line that is overwritten on a terminal, a line every two seconds in a log."""
-
-    def __init__(self, hook: str, steps: int) -> None:
-        self._hook, self._steps = hook, steps
-        self._terminal = sys.stdout.isatty()
-        self._interval_s = 0.2 if self._terminal else 2.0
-        self._shown_at = -math.inf
-
-    def show(self, recorder: Recorder) -> None:
-        """Print the progress of the run, unless the interval since the last line has not passed."""
-        step, now = len(recorder.step_bytes), time.monotonic()
-        if dist.get_rank() != 0 or (now < self._shown_at + self._interval_s and step < self._steps):
-            return
-        self._shown_at = now
-        line = (
-            f"{self._hook:12} step {step:>{len(str(self._steps))}}/{self._steps}"
-            f"   loss {recorder.losses[-1].item():.3f}"
-            f"   validation {recorder.validation_losses[-1][1]:.3f}"
-            f"   {recorder.step_bytes[-1]:,} B/step"
-        )
-        if recorder.timed_ms:
-            line += f"   {recorder.timed_ms[-1]:.0f} ms"
-        rewritten = self._terminal and step < self._steps
-        print(("\r" if self._terminal else "") + line, end="\x1b[K\r" if rewritten else "\n")
-        sys.stdout.flush()
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:

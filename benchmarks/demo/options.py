@@ -46,9 +46,3 @@ def check_training_options(parser: argparse.ArgumentParser, options: argparse.Na
         parser.error(f"--width must be a multiple of --heads: got {options.width} and {options.heads}")
     if options.seed < 0:
         parser.error(f"--seed must not be negative: got {options.seed}")
-
-
-def training_arguments(options: argparse.Namespace) -> list[str]:
-    """Format the training options as a command line for the training script."""
-    names = ("steps", "width", "layers", "heads", "batch", "sequence", "powersgd-rank", "seed", "reducer")
-    return [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in names]

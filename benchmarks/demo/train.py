@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.corpus import VOCABULARY, Windows
-from benchmarks.demo.measure import WARMUP_STEPS, Progress, Recorder, check_replicas
+from benchmarks.demo.measure import WARMUP_STEPS, Recorder, check_replicas
 from benchmarks.demo.options import add_training_options, check_training_options
 from gradcomp import Reducer
 from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
@@ -136,7 +136,7 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
     )
-    recorder, progress = Recorder(options.steps, device), Progress(options.hook, options.steps)
+    recorder = Recorder(options.steps, device)
     with torch.no_grad():
         recorder.add_validation(loss_of(net, validation))
 
@@ -151,14 +151,16 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
         if recorder.is_time_to_validate():
             with torch.no_grad():
                 recorder.add_validation(loss_of(net, validation))
-        progress.show(recorder)
+        recorder.show(options.hook)
 
     check_replicas(list(net.parameters()))
     return recorder
 
 
-def join_group() -> torch.device:
-    """Join torchrun's ranks, and return this rank's device.
+def join_group(store: str | None = None) -> torch.device:
+    """Join the ranks of torchrun, or those that join through a file, and return this rank's device.
+
+    store: the file's URL.
 
     The backend is NCCL where every rank has a GPU of its own, and gloo where ranks share GPUs and on the CPU.
     """
@@ -170,8 +172,33 @@ def join_group() -> torch.device:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    dist.init_process_group("nccl" if num_gpus >= ranks else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if num_gpus >= ranks else "gloo"
+    if store is None:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     return device
+
+
+def work(rank: int, store: str, options: argparse.Namespace) -> None:
+    """Train as one of options.ranks ranks on this machine, which join through a file."""
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(options.ranks)}
+    run(options, join_group(store))
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Train, write the record if there is to be one, and leave the process group."""
+    result = train(options, device).result()
+    if options.record and dist.get_rank() == 0:
+        facts = {"hook": options.hook, "reducer": options.reducer}
+        facts |= {"ranks": dist.get_world_size(), "device": device.type}
+        versions = {"torch": torch.__version__, "backend": dist.get_backend()}
+        with open(options.record, "w") as file:
+            json.dump({**facts, **versions, "options": vars(options), **result}, file, default=str)
+    # DDP models are freed by the garbage collector only. Until then they keep the process group and its
+    # threads alive, which abort if they free a tensor while Python shuts down.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -184,18 +211,7 @@ def main() -> None:
     check_training_options(parser, options)
     if "LOCAL_RANK" not in os.environ:
         parser.error("start me with torchrun: torchrun --nproc-per-node 2 -m benchmarks.demo.train")
-    device = join_group()
-    result = train(options, device).result()
-    if options.record and dist.get_rank() == 0:
-        facts = {"hook": options.hook, "reducer": options.reducer}
-        facts |= {"ranks": dist.get_world_size(), "device": device.type}
-        versions = {"torch": torch.__version__, "backend": dist.get_backend()}
-        with open(options.record, "w") as file:
-            json.dump({**facts, **versions, "options": vars(options), **result}, file)
-    # DDP models are freed by the garbage collector only. Until then they keep the process group and its
-    # threads alive, which abort if they free a tensor while Python shuts down.
-    gc.collect()
-    dist.destroy_process_group()
+    run(options, join_group())
 
 
 if __name__ == "__main__":

@@ -27,12 +27,14 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.accuracy import runs
-from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import positive
 from benchmarks.environment import describe
 from benchmarks.network import auto, predicted, report
 from benchmarks.network.delayed import DelayedNetwork
 from benchmarks.network.hosts import Network, NoPrivilegeError, burst_bytes, isolated
+from benchmarks.pictures import write_picture
+from benchmarks.ranks import exit_on_signals
+from benchmarks.records import append, read
 from gradcomp.hooks.auto_hook import CANDIDATES
 
 MODELS = ("mlp", "gpt")
@@ -348,8 +350,7 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                 if isinstance(network, DelayedNetwork):
                     result["dropped_packets"] = network.num_dropped()
                 row = {**environment, **places, **link._asdict(), **throttle, **job, **result}
-                with rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(rows, [row])
                 print(f"[{number}/{count}] {label}: {summary(row)}", flush=True)
             ranks.end()
     return late
@@ -383,26 +384,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(path: Path, picture: Path) -> None:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read(path)
     is_of_auto = bool(rows) and rows[0]["job"] in ("auto", "change")
     print("\n" + (f"{auto.table(rows)}\n\n{auto.ratios(rows)}" if is_of_auto else report.tables(rows)))
     compared = predicted.compare(rows)
     if compared:
         print("\n" + predicted.table(compared))
-    try:
-        (auto if is_of_auto else report).draw(rows, picture)
-        print(f"\nTime per step: {picture}")
-    except ImportError:
-        print("\nNo picture: it needs matplotlib (pip install 'gradcomp[demo]')")
-    except ValueError as error:
-        print(f"\nNo picture: {error}")
+    write_picture((auto if is_of_auto else report).draw, rows, picture)
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+    exit_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.inside:
         return run(options)

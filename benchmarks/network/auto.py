@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo.chart import COLORS
+from benchmarks.pictures import COLORS, picture
 from gradcomp.compress.named import BY_NODES
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 
@@ -204,30 +204,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     Raises ImportError without matplotlib, ValueError if there is no such panel.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     measured = _by_model_and_hosts([row for row in compared(rows) if row["mbit_per_s"]])
-    panels = {name: of_panel for name, of_panel in measured.items() if len(_links(of_panel)) > 1}
-    if not panels:
+    of_panels = {name: of_panel for name, of_panel in measured.items() if len(_links(of_panel)) > 1}
+    if not of_panels:
         raise ValueError("a picture needs two links")
-    figure, drawn = pyplot.subplots(
-        1, len(panels), figsize=(5.2 * len(panels), 4.2), layout="constrained", squeeze=False
-    )
-    for axes, (name, of_panel) in zip(drawn[0], panels.items(), strict=True):
-        links = _links(of_panel)
-        for hook, color in zip(
-            (*CANDIDATES, "auto"), (*COLORS[1 : len(CANDIDATES) + 1], "black"), strict=True
-        ):
-            times = [median_ms(of(of_panel, mbit_per_s=link), hook) for link in links]
-            is_auto = hook == "auto"
-            style = (
-                {"linewidth": 2.6, "linestyle": "--", "label": "auto_hook"} if is_auto else {"label": hook}
-            )
-            axes.plot(links, times, marker="o", markersize=4, color=color, **style)
-        label_axes(axes, name)
-    drawn[0][-1].legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, len(of_panels)) as panels:
+        for axes, (name, of_panel) in zip(panels, of_panels.items(), strict=True):
+            links = _links(of_panel)
+            for hook, color in zip(
+                (*CANDIDATES, "auto"), (*COLORS[1 : len(CANDIDATES) + 1], "black"), strict=True
+            ):
+                times = [median_ms(of(of_panel, mbit_per_s=link), hook) for link in links]
+                style = "--" if hook == "auto" else "-"
+                axes.plot(links, times, style, marker="o", markersize=4, color=color, label=hook)
+            label_axes(axes, name)
+        panels[-1].legend(frameon=False)

@@ -117,8 +117,7 @@ class Trainer:
         self.local: LocalTraining | None = None
         self.auto: AutoState | None = None
         if job["wrapper"] == LOCAL:
-            options = LocalOptions.named(job["hook"])
-            self.local = LocalTraining(self.workload.net, self.workload.optimizer, options)
+            self.local = LocalTraining(self.workload.net, LocalOptions.named(job["hook"]))
         elif job["wrapper"] == FSDP2:
             self.model = shard(self.workload.net, job["hooks"], job["hook"])
             self.workload.make_optimizer()

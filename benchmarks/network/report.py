@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo.chart import COLORS
+from benchmarks.pictures import COLORS, picture
 
 Row = dict[str, Any]
 Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, None without a router
@@ -190,36 +190,30 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     Raises ImportError without matplotlib.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     shown = [row for row in of(rows, job="steps", hosts=2, wrapper="torch") if "failed" not in row]
     titles = list(dict.fromkeys(map(_panel, shown))) or ["nothing measured on two hosts"]
-    figure, panels = pyplot.subplots(
-        1, len(titles), figsize=(5.2 * len(titles), 4.4), layout="constrained", squeeze=False
-    )
-    for axes, title in zip(panels[0], titles, strict=True):
-        in_panel = [row for row in shown if _panel(row) == title]
-        has_delays = any(row.get("delay_ms") is not None for row in in_panel)
-        colors = dict(zip(DRAWN, COLORS, strict=False))
-        for hook in (*DRAWN, *(f"{each}{FLAT}" for each in DRAWN)):
-            by_x: dict[float, list[Row]] = {}
-            for row in of(in_panel, hook=hook, hooks="gradcomp"):
-                by_x.setdefault(row["delay_ms" if has_delays else "mbit_per_s"], []).append(row)
-            if by_x:
-                where, times = zip(*((x, median_ms(by_x[x])) for x in sorted(by_x)), strict=True)
-                style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) else "-"
-                color = colors[hook.removesuffix(FLAT)]
-                axes.plot(where, times, style, marker="o", markersize=4, color=color, label=hook)
-        label_axes(axes, title)
-        if has_delays:
-            axes.set(xscale="linear", xlabel="one-way delay, ms")
-    if panels[0][-1].lines:
-        panels[0][-1].legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, len(titles)) as panels:
+        for axes, title in zip(panels, titles, strict=True):
+            _draw_panel(axes, title, [row for row in shown if _panel(row) == title])
+        if panels[-1].lines:
+            panels[-1].legend(frameon=False)
+
+
+def _draw_panel(axes: Any, title: str, rows: Sequence[Row]) -> None:
+    has_delays = any(row.get("delay_ms") is not None for row in rows)
+    colors = dict(zip(DRAWN, COLORS, strict=False))
+    for hook in (*DRAWN, *(f"{each}{FLAT}" for each in DRAWN)):
+        by_x: dict[float, list[Row]] = {}
+        for row in of(rows, hook=hook, hooks="gradcomp"):
+            by_x.setdefault(row["delay_ms" if has_delays else "mbit_per_s"], []).append(row)
+        if by_x:
+            where, times = zip(*((x, median_ms(by_x[x])) for x in sorted(by_x)), strict=True)
+            style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) else "-"
+            color = colors[hook.removesuffix(FLAT)]
+            axes.plot(where, times, style, marker="o", markersize=4, color=color, label=hook)
+    label_axes(axes, title)
+    if has_delays:
+        axes.set(xscale="linear", xlabel="one-way delay, ms")
 
 
 def label_axes(axes: Any, title: str) -> None:
@@ -227,7 +221,6 @@ def label_axes(axes: Any, title: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms per step")
     axes.set_title(title, loc="left")
     axes.grid(which="major", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _panel(row: Row) -> str:

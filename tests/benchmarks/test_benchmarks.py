@@ -1,7 +1,6 @@
 """Test the benchmarks' models, harness and records without a GPU."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from benchmarks.harness import (
     rounding_error,
 )
 from benchmarks.powersgd_problem import PASSES
-from benchmarks.records import RESULTS, summary
+from benchmarks.records import RESULTS, read, summary
 from gradcomp import ops
 from gradcomp.cpu.quantize_plan import QuantizedPlan
 from tests.programs import run_module
@@ -113,7 +112,7 @@ def test_a_wrong_result_is_not_recorded_and_the_others_are(broken, tmp_path, mon
     assert found == {"miscount to 4 float32": "failed", "count to 4 float32": "passed"}
     assert bench.main(arguments, [right]) == 0
     [path] = tmp_path.glob("*.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read(path)
     assert [row["case"] for row in rows] == ["count"] * 6  # appended: two providers and a copy in each run
     assert [row["failed_parts"] for row in rows] == [["kernels"]] * 3 + [[]] * 3
 
@@ -245,7 +244,7 @@ def test_a_run_records_rows_with_every_field(tmp_path):
     done = run_module(*command, "--results", str(tmp_path), GRADCOMP_COMMIT="0123abc")
     assert done.returncode == 0, done.stdout
     [path] = tmp_path.iterdir()
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read(path)
     assert len(rows) == 6  # two dtypes, two providers and a copy
     documented = (RESULTS / "README.md").read_text()
     for row in rows:
@@ -273,7 +272,7 @@ def test_hooks_are_timed_beside_torchs(tmp_path):
     done = run_module("benchmarks", *selection, GRADCOMP_COMMIT="0123abc")
     assert done.returncode == 0, done.stdout
     [path] = tmp_path.iterdir()
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read(path)
     assert [row["provider"] for row in rows] == ["gradcomp", "torch", "copy"]
     assert all(row["error"] < 1e-6 for row in rows[:2])
     assert all(row["p50_us"] > 0 and row["device"].endswith(", 1 threads") for row in rows)

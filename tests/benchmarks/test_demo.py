@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.demo.__main__ import descendants, is_running, parse
+from benchmarks.demo.__main__ import parse
 from benchmarks.demo.measure import WireMeter, check_replicas
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from gradcomp.comm.exchange import all_gather, all_to_all
 from tests.depth import everyday
-from tests.programs import ROOT, users_environment
+from tests.programs import ROOT, descendants, is_running, users_environment
 
 TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--batch", "2", "--sequence", "16"]
 TIMEOUT_S = 240  # 90 were not enough on a busy machine
@@ -65,7 +65,7 @@ def wait_until_gone(pids: set[int]) -> None:
 def ranks_of(demo: subprocess.Popen) -> list[int]:
     """Return the process ids of the training ranks, in the order of their start."""
     pids = sorted(descendants(demo.pid))
-    return [pid for pid in pids if b"LOCAL_RANK" in Path(f"/proc/{pid}/environ").read_bytes()]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_whole_demo(start, tmp_path):

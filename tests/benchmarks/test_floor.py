@@ -1,7 +1,5 @@
 """Test the floor in a GPU's rows: bytes over bandwidth, plus launches."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from benchmarks import environment
 from benchmarks.clock import Timing
 from benchmarks.floor import NAMES, floor_us
 from benchmarks.harness import Case, Setup
+from benchmarks.records import read
 from gradcomp.plan import GPUS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -72,7 +71,7 @@ def test_every_row_of_a_gpu_has_the_floor_and_how_many_floors_its_time_is(on, tm
     assert bench.main(["--device", "cuda", "--record", "--results", str(tmp_path)], [case]) == 0
     assert "gradcomp 1.00× (1.00–1.00) in 2.14 floors   torch in 2.14 floors" in capsys.readouterr().out
     [path] = tmp_path.iterdir()
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read(path)
     assert [row["provider"] for row in rows] == ["gradcomp", "torch", "copy"]
     for row in rows:
         assert (row["min_launches"], row["floor_us"]) == (2, pytest.approx(10 + 4))

@@ -1,6 +1,5 @@
 """Test gpu-check without a GPU."""
 
-import json
 import os
 import select
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 import triton
 
 from benchmarks import gpu_check
+from benchmarks.records import read
 from tests.programs import ROOT, run_python
 
 
@@ -31,7 +31,7 @@ def run_parts(folder, monkeypatch, parts, *arguments):
     monkeypatch.setattr(gpu_check, "PARTS", parts)
     status = gpu_check.main(["--device", "cpu", "--results", str(folder), *arguments])
     [path] = folder.glob("*-parts.jsonl")
-    return status, [json.loads(line) for line in path.read_text().splitlines()]
+    return status, read(path)
 
 
 # --- the parts ---

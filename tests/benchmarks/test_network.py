@@ -1,6 +1,5 @@
 """Test a short `make bench-network`, its tables, and its messages about privileges and arguments."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,16 +12,16 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.demo.__main__ import descendants, is_running
 from benchmarks.network import __main__ as network
 from benchmarks.network import auto, hosts, predicted, report
 from benchmarks.network.router import Timetable
 from benchmarks.network.workloads import WORKLOADS
+from benchmarks.records import read
 from gradcomp.hooks.auto_hook import CANDIDATES
 from gradcomp.plan.measurements import Measurements
 from tests.bench import two_hosts
 from tests.depth import everyday
-from tests.programs import ROOT, run_module, users_environment
+from tests.programs import ROOT, descendants, is_running, run_module, users_environment
 
 MLP_BYTES = 4 * 1_863_690
 PACKET_BYTES = 1_000
@@ -45,7 +44,7 @@ def command(out: Path, *arguments: str) -> list[str]:
 def test_steps_over_a_throttled_link(tmp_path):
     done = run_module(*command(tmp_path, "--hooks", "none,powersgd:8,bf16"), timeout_s=200)
     assert done.returncode == 0, done.stdout
-    rows = [json.loads(line) for line in (tmp_path / "network.jsonl").read_text().splitlines()]
+    rows = read(tmp_path / "network.jsonl")
     found = {(row["hooks"], row["hook"], row["wrapper"]): row for row in report.of(rows, job="steps")}
     for wrapper in ("torch", "gradcomp"):
         none, powersgd = (found["gradcomp", hook, wrapper] for hook in ("none", "powersgd:8:int8"))
@@ -71,7 +70,7 @@ def test_a_host_of_three_ranks_sends_what_one_rank_does(tmp_path):
     arguments = ["--hooks", ",".join(["none", *hooks]), "--ranks-per-host", "1,3"]
     done = run_module(*command(tmp_path, *arguments), timeout_s=200)
     assert done.returncode == 0, done.stdout
-    rows = [json.loads(line) for line in (tmp_path / "network.jsonl").read_text().splitlines()]
+    rows = read(tmp_path / "network.jsonl")
     sent = {
         (row["hook"], row["ranks_per_host"]): row["sent_bytes_per_step"]
         for row in report.of(rows, job="steps", hooks="gradcomp", wrapper="torch")
@@ -88,7 +87,7 @@ def test_steps_over_links_with_a_delay(tmp_path):
     arguments = ["--delay-ms", "5,0", "--only", "none,allreduce", "--runs", "2"]
     done = run_module(*command(tmp_path, *arguments), timeout_s=200)
     assert done.returncode == 0, done.stdout
-    rows = [json.loads(line) for line in (tmp_path / "network.jsonl").read_text().splitlines()]
+    rows = read(tmp_path / "network.jsonl")
     assert [row["dropped_packets"] for row in rows] == [0] * 10
     # A rank sends once it knows that another one waits, so that an exchange takes the delay there and back.
     links = {row["delay_ms"]: row["exchange_seconds"] for row in report.of(rows, job="link")}

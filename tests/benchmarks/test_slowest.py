@@ -1,14 +1,12 @@
 """Test the table of the slowest kernels without a GPU."""
 
-import json
-
 import pytest
 import torch
 
 from benchmarks import outcomes, slowest
 from benchmarks.clock import Clock
 from benchmarks.kernels import casting
-from benchmarks.records import RESULTS
+from benchmarks.records import RESULTS, read
 
 CPU = torch.device("cpu")
 NCU = """==PROF== Connected to process 7 (/usr/bin/python3)
@@ -40,7 +38,7 @@ def test_the_slowest_kernels_are_recorded(tmp_path, monkeypatch, capsys):
     assert slowest.main(arguments) == 0
     assert len(outcomes.read(tmp_path / "outcomes")) == len(cases) == 4
     [path] = tmp_path.glob("*.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read(path)
     assert [row["us"] for row in rows] == sorted((row["us"] for row in rows), reverse=True)
     documented = (RESULTS / "README.md").read_text()
     assert not [field for field in rows[0] if f"`{field}`" not in documented]

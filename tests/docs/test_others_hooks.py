@@ -1,20 +1,20 @@
 """The recorded verdicts have a page of tables, and docs/others_hooks.md shows every failure."""
 
 import importlib.util
-import json
 import re
 
 import pytest
 import torch
 
 from benchmarks.others_hooks import RECORDS, main, record, table
+from benchmarks.records import read
 from tests.programs import ROOT, TORCHRUN, run_python
 
 PAGE = (ROOT / "docs" / "others_hooks.md").read_text()
 TABLES = (ROOT / "benchmarks" / "results" / "others_hooks.md").read_text()
 PROGRAMS = ROOT / "docs" / "examples" / "upstream"
 LONGEST_PROGRAM = 25
-ROWS = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+ROWS = read(RECORDS)
 # Programs of two processes, which run under torchrun.
 OF_TWO = (
     *("torch_fp16_overflow", "torch_powersgd_uncompressed_error"),
@@ -94,7 +94,7 @@ def test_a_run_records_a_row_per_property(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     main(["torch", "--hook", "batched_powerSGD_hook, r = 1", "--max-examples", "2", "--record", str(path)])
     printed = capsys.readouterr().out
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read(path)
     outcomes = {row["property"]: row["outcome"] for row in rows}
     assert outcomes.pop("completes") == "fails"
     assert set(outcomes.values()) == {"not checked"}
@@ -103,5 +103,5 @@ def test_a_run_records_a_row_per_property(tmp_path, capsys):
     assert rows[0]["version"] == rows[0]["torch"]
     assert table(rows) in printed
     record([{**rows[1], "outcome": "holds"}], path)  # replaces this hook's row of this property
-    again = [json.loads(line) for line in path.read_text().splitlines()]
+    again = read(path)
     assert sorted(row["outcome"] for row in again) == ["fails", "holds", *["not checked"] * (len(rows) - 2)]
