@@ -27,7 +27,7 @@ from benchmarks import environment, outcomes
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
-from benchmarks.records import RESULTS, Row, append, file_of, header, summary, table
+from benchmarks.records import RESULTS, Row, append, file_of, header, table
 
 COPY = "copy"  # the provider that copies as many bytes as the operation moves
 
@@ -170,7 +170,6 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
             append(path, ({**facts, **row} for row in rows))
 
     rows, failed, skipped = measure(selected, clock, args.budget_s, keep, args.outcomes)
-    print("\n" + summary(rows))
     for name in failed:
         print(f"benchmarks: FAILED {name}")
     for name in skipped:

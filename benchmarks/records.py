@@ -13,8 +13,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
 
 _COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "/bucket", "MB", "B/elem", "GB/s", "% copy"]
-_COLUMNS += ["x floor", "x base", "error"]
-_WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 8, 7, 9]
+_COLUMNS += ["x floor", "error", "times the baseline"]
+_WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 8, 9, 23]
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
@@ -44,7 +44,10 @@ def header() -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Format one case's rows as lines of text that go under header()."""
+    """Format one case's rows as lines of text that go under header().
+
+    "times the baseline": how many times as fast, formed in every round: the median, and the middle 60 %.
+    """
     return "\n".join(_line(_cells(row)) for row in rows)
 
 
@@ -62,8 +65,8 @@ def _cells(row: Row) -> list[str]:
         f"{row['gb_per_s']:.1f}",
         f"{row['percent_of_copy']:.0f}",
         "-" if times_floor is None else f"{times_floor:.2f}",
-        f"{row['times_baseline']:.2f}",
         "-" if row["error"] is None else f"{row['error']:.1e}",
+        f"{row['times_baseline']:.2f} ({row['times_baseline_p20']:.2f}-{row['times_baseline_p80']:.2f})",
     ]
 
 
@@ -73,33 +76,3 @@ def _line(cells: Sequence[str]) -> str:
         for index, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
     )
     return "  " + first + "".join(others)
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Compare every provider with its case's baseline, and with the floor where there is one.
-
-    The ratio to the baseline is formed in every round. The range holds the middle 60 % of the rounds.
-    """
-    lines = ["How many times as fast as the baseline, round by round: median (range of the middle 60 %)"]
-    width = max((len(_case_of(row)) for row in rows), default=0)
-    for case in dict.fromkeys(map(_case_of, rows)):
-        of_case = [row for row in rows if _case_of(row) == case]
-        ratios = [f"{row['provider']} {ratio}" for row in of_case if (ratio := _ratio(row))]
-        if ratios:
-            lines.append(f"  {case:<{width}}  {'   '.join(ratios)}   [baseline {of_case[0]['baseline']}]")
-    return "\n".join(lines)
-
-
-def _case_of(row: Row) -> str:
-    return f"{row['case']} {row['label']} {row['dtype']}"
-
-
-def _ratio(row: Row) -> str:
-    """Format a row's ratios; empty for a baseline without a floor."""
-    ratios = []
-    if row["provider"] != row["baseline"]:
-        lowest, highest = row["times_baseline_p20"], row["times_baseline_p80"]
-        ratios.append(f"{row['times_baseline']:.2f}× ({lowest:.2f}–{highest:.2f})")
-    if row["times_floor"] is not None:
-        ratios.append(f"in {row['times_floor']:.2f} floors")
-    return " ".join(ratios)

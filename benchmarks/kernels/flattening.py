@@ -7,7 +7,6 @@ gradcomp        one launch per bucket.
 torch_ddp       what DDP's reducer does: one kernel per parameter. The reducer's loop is in C++, this
                 one in Python, so its host time is only an upper bound.
 torch_foreach   torch._foreach_copy_, then one multiplication of the buffer.
-torch_cat       torch.cat, then one multiplication (gathering only).
 """
 
 from __future__ import annotations
@@ -82,12 +81,6 @@ def _gathering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, devi
             bucket.buffer.mul_(SCALE)
         return buffers
 
-    def torch_cat() -> list[torch.Tensor]:
-        for bucket in buckets:
-            torch.cat(bucket.flat_gradients, out=bucket.buffer)
-            bucket.buffer.mul_(SCALE)
-        return buffers
-
     def reference() -> Iterator[torch.Tensor]:
         for bucket in buckets:
             yield torch.cat([gradient.double() for gradient in bucket.flat_gradients]) * SCALE
@@ -96,7 +89,6 @@ def _gathering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, devi
         "gradcomp": gradcomp,
         "torch_ddp": torch_ddp,
         "torch_foreach": torch_foreach,
-        "torch_cat": torch_cat,
     }
     return Setup(providers, reference, outputs=buffers)
 

@@ -211,9 +211,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     with picture(path, len(of_panels)) as panels:
         for axes, (name, of_panel) in zip(panels, of_panels.items(), strict=True):
             links = _links(of_panel)
-            for hook, color in zip(
-                (*CANDIDATES, "auto"), (*COLORS[1 : len(CANDIDATES) + 1], "black"), strict=True
-            ):
+            colors = dict(zip(CANDIDATES, COLORS[1:], strict=False)) | {"auto": COLORS[0]}
+            for hook, color in colors.items():
                 times = [median_ms(of(of_panel, mbit_per_s=link), hook) for link in links]
                 style = "--" if hook == "auto" else "-"
                 axes.plot(links, times, style, marker="o", markersize=4, color=color, label=hook)

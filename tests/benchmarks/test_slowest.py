@@ -9,25 +9,6 @@ from benchmarks.kernels import casting
 from benchmarks.records import RESULTS, read
 
 CPU = torch.device("cpu")
-NCU = """==PROF== Connected to process 7 (/usr/bin/python3)
-"ID","Process ID","Kernel Name","dram__bytes.sum","gpu__time_duration.sum"
-"","","","byte","ns"
-"0","7","void at::native::reduce_kernel<512, 1>(T1)","1","1"
-"1","7","_gram_kernel","1,000","2000"
-"2","7","_back_project_kernel","3000","9500"
-"3","7","void at::native::reduce_kernel<512, 1>(T1)","1","1"
-"4","7","void at::native::reduce_kernel<512, 1>(T1)","1","1"
-"5","7","_cast_kernel","64","1500"
-==PROF== Disconnected
-"""
-
-
-def test_ncus_table_is_divided_by_operation():
-    assert slowest.parse_ncu(NCU) == [
-        [("_gram_kernel", 2.0, 1000.0), ("_back_project_kernel", 9.5, 3000.0)],
-        [("_cast_kernel", 1.5, 64.0)],
-    ]
-    assert slowest.parse_ncu("==ERROR== no permission") == []
 
 
 @pytest.mark.usefixtures("plain_torch")
