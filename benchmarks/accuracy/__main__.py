@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.accuracy import comparison
-from benchmarks.accuracy.runs import check_hook_name, work
+from benchmarks.accuracy.runs import check_run_name, work
 from benchmarks.accuracy.tasks import TASKS
 from benchmarks.demo.options import add_training_options, check_training_options, positive
 from benchmarks.pictures import write_picture
@@ -60,7 +60,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--task: there is no {task!r}; known are {tasks}")
     for hook in options.hooks:
         try:
-            check_hook_name(hook)
+            check_run_name(hook)
         except ValueError as error:
             parser.error(f"--hook: {error}")
     if "digits" in options.tasks and importlib.util.find_spec("sklearn") is None:

@@ -7,17 +7,13 @@ settings. The others are LocalSteps' defaults.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.demo.measure import WireMeter
+from benchmarks.named_hooks import named_hook
 from gradcomp import average_
-from gradcomp.compress.named import NamedHook
-from gradcomp.hooks import default_hooks
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
 
 
@@ -51,7 +47,7 @@ class LocalOptions:
         for part in rest:
             key, _, value = part.partition("=")
             if not value:
-                NamedHook.named(part.replace("-", ":"))
+                named_hook(part.replace("-", ":"))
                 found = replace(found, sent_in=part)
             elif key in kinds:
                 found = replace(found, **{key: kinds[key](value)})
@@ -68,9 +64,9 @@ class LocalTraining:
         outer = torch.optim.SGD(
             model.parameters(), lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
         )
-        hook, state = _hook(options.sent_in)
+        hook, make_state = named_hook(options.sent_in.replace("-", ":"))
         self._local = LocalSteps(
-            model, outer, options.every, hook, state, options.fragments, delay=options.delay
+            model, outer, options.every, hook, make_state(2), options.fragments, delay=options.delay
         )
         self._weights = [each.detach() for each in model.parameters()]
         self.every = options.every
@@ -90,21 +86,3 @@ class LocalTraining:
             else:
                 self._local.step()
         self.sent_bytes += meter.num_bytes
-
-
-def _hook(sent_in: str) -> tuple[Any, Any]:
-    """Return a hook and its state."""
-    named = NamedHook.named(sent_in.replace("-", ":"))
-    if named.rank is not None:
-        options = named.powersgd_options
-        state = PowerSGDState(
-            None,
-            named.rank,
-            2,
-            factor_dtype=options.factor_dtype,
-            uncompressed_dtype=options.uncompressed_dtype,
-        )
-        return powerSGD_hook, state
-    if named.bits is not None:
-        return quantization_hook, QuantizationState(bits=named.bits)
-    return (default_hooks.bf16_compress_hook, None) if named.wire_dtype else (None, None)

@@ -15,61 +15,24 @@ from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Recorder, check_replicas, mean_over_ranks
 from benchmarks.environment import describe
+from benchmarks.named_hooks import named_hook, register
 from benchmarks.records import append
-from gradcomp.hooks import powerSGD_hook
 
-POWERSGD = {"powersgd": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
-# What factors, and whatever is not compressed, are sent in.
-FACTORS: dict[str, dict[str, torch.dtype]] = {
-    "": {},
-    "bf16": {"factor_dtype": torch.bfloat16},
-    "fp16": {"factor_dtype": torch.float16},
-    "int8": {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
-}
 ALONE = "alone"  # every rank trains by itself
 LOCAL = "local"  # every rank trains by itself, but for an average every few dozen steps
-OTHERS = ("none", "allreduce", "fp16", "bf16", "int8", "int4", "int4:64", ALONE)
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
 
-def check_hook_name(hook: str) -> None:
-    """Raise ValueError unless ``hook`` is a name that register() takes."""
-    name, *given = hook.split(":")
-    if name in POWERSGD:
-        rank, factors, start, *more = [*given, "", "", ""][: max(3, len(given))]
-        is_known = rank.isdecimal() and int(rank) > 0 and factors in FACTORS and not more
-        is_known = is_known and start in ("", "start4", "start8")
-    elif name == LOCAL:
+def check_run_name(name: str) -> None:
+    """Raise ValueError unless a run has this name: "alone", "local:STEPS...", or a hook's name."""
+    kind, _, rest = name.partition(":")
+    if kind == LOCAL:
         try:
-            LocalOptions.named(":".join(given))
+            LocalOptions.named(rest)
         except ValueError as error:
             raise ValueError(f"{LOCAL}: {error}") from error
-        is_known = True
-    else:
-        is_known = hook in OTHERS
-    if not is_known:
-        powersgd = (f"{name}:RANK[:{'|'.join(filter(None, FACTORS))}[:start4|start8]]" for name in POWERSGD)
-        known = [*OTHERS, f"{LOCAL}:STEPS[:HOOK][:lr=0.7][:momentum=0.9]", *powersgd]
-        raise ValueError(f"there is no {hook!r}; known are {', '.join(known)}")
-
-
-def register(hook: str, averager: demo.Averager, start_iter: int) -> None:
-    """Register a hook that compresses after ``start_iter`` steps.
-
-    "powersgd:4" is PowerSGD of rank 4, "powersgd:4:int8" the same with factors in int8 and the uncompressed
-    tensors in bf16, "powersgd:4:int8:start4" that with the first steps in 4 bits. "int4:64" has blocks of
-    64 elements.
-    """
-    name, *given = hook.split(":")
-    if name in POWERSGD:
-        rank, factors, start = [*given, "", ""][:3]
-        bits = int(start.removeprefix("start")) if start else None
-        options = {**FACTORS[factors], "start_bits": bits}
-        demo.register_power_sgd(averager, POWERSGD[name], int(rank), start_iter, **options)
-    elif hook == "int4:64":
-        demo.register_quantization(averager, 4, start_iter, block_size=64)
-    else:
-        demo.HOOKS[name](averager, 0, start_iter)
+    elif name != ALONE:
+        named_hook(name)
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
@@ -92,31 +55,25 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
     if not is_alone:
         model, averager = demo.with_reducer(task.net, options.reducer)
         register(hook, averager, start_iter)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        task.optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
-    )
+    accuracies: list[float] = []
 
-    def validate() -> float:
-        with torch.no_grad():
-            loss, accuracy = loss_and_accuracy(task.net, task.validation)
-        recorder.add_validation(loss)
-        return mean_over_ranks(accuracy).item()
+    def validate() -> torch.Tensor:
+        loss, accuracy = loss_and_accuracy(task.net, task.validation)
+        accuracies.append(mean_over_ranks(accuracy).item())
+        return loss
 
-    accuracy = validate()
-    for _ in range(options.steps):
-        with recorder.step():
-            loss, _ = loss_and_accuracy(model, task.draw())
-            task.optimizer.zero_grad()
-            loss.backward()
-            task.optimizer.step()
-        schedule.step()
+    def after_step() -> None:
         if local is not None:
             local.step(is_last=len(recorder.step_bytes) == options.steps)
-        recorder.losses.append(loss.detach())
-        if recorder.is_time_to_validate():
-            accuracy = validate()
-        recorder.show(label)
 
+    demo.train_steps(
+        label,
+        recorder,
+        task.optimizer,
+        lambda: loss_and_accuracy(model, task.draw())[0],
+        validate,
+        after_step,
+    )
     if kind != ALONE:
         check_replicas(list(task.net.parameters()))
     result = recorder.result()
@@ -134,7 +91,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         "sent_bytes": sent_bytes,
         "loss": result["loss"],
         "validation_loss": result["validation_loss"],
-        "validation_accuracy": accuracy,
+        "validation_accuracy": accuracies[-1],
         "validation_losses": result["validation_losses"],
     }
 

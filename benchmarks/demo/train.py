@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.demo.train --hook fp16
 
-Two of its lines use gradcomp: the import, and a registration in ``HOOKS`` (for PowerSGD with a state). All
-other lines are those of any DistributedDataParallel script. ``python -m benchmarks.demo`` runs it once per
-hook. With ``--reducer gradcomp`` gradcomp's Reducer replaces DistributedDataParallel.
+One of its lines registers the hook. All other lines are those of any DistributedDataParallel script.
+``python -m benchmarks.demo`` runs it once per hook. With ``--reducer gradcomp`` gradcomp's Reducer replaces
+DistributedDataParallel.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import os
 import sysconfig
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,40 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.demo.corpus import VOCABULARY, Windows
 from benchmarks.demo.measure import WARMUP_STEPS, Recorder, check_replicas
 from benchmarks.demo.options import add_training_options, check_training_options
+from benchmarks.named_hooks import register
 from gradcomp import Reducer
-from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
 
 Averager = DistributedDataParallel | Reducer
 
 
-def register_power_sgd(
-    model: Averager, hook: Callable[..., Any], rank: int, start_iter: int, **options: Any
-) -> None:
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start_iter, **options
-    )
-    model.register_comm_hook(state, hook)
-
-
-def register_quantization(model: Averager, bits: int, start_iter: int, **options: Any) -> None:
-    state = quantization_hooks.QuantizationState(bits=bits, start_iter=start_iter, **options)
-    model.register_comm_hook(state, quantization_hooks.quantization_hook)
-
-
-# The function that registers each hook, given PowerSGD's rank and the steps before it compresses. "none" is
-# the baseline: the reducer's own all-reduce.
-HOOKS: dict[str, Callable[[Averager, int, int], None]] = {
-    "none": lambda model, *_: None,
-    "allreduce": lambda model, *_: model.register_comm_hook(None, default_hooks.allreduce_hook),
-    "fp16": lambda model, *_: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
-    "bf16": lambda model, *_: model.register_comm_hook(None, default_hooks.bf16_compress_hook),
-    "int8": lambda model, _, start_iter: register_quantization(model, 8, start_iter),
-    "int4": lambda model, _, start_iter: register_quantization(model, 4, start_iter),
-    "powersgd": lambda model, *given: register_power_sgd(model, powerSGD_hook.powerSGD_hook, *given),
-    "powersgd_int8": lambda model, *given: register_power_sgd(
-        model, powerSGD_hook.powerSGD_hook, *given, factor_dtype=torch.int8, uncompressed_dtype=torch.bfloat16
-    ),
-    "batched": lambda model, *given: register_power_sgd(model, powerSGD_hook.batched_powerSGD_hook, *given),
+# By name, the hook in named_hooks.py, given PowerSGD's rank.
+HOOKS = {
+    **{name: name for name in ("none", "allreduce", "fp16", "bf16", "int8", "int4")},
+    "powersgd": "powersgd:{rank}",
+    "powersgd_int8": "powersgd:{rank}:int8",
+    "batched": "batched:{rank}",
 }
 
 LEARNING_RATE = 1e-3
@@ -115,15 +92,42 @@ def with_reducer(net: nn.Module, reducer: str) -> tuple[nn.Module, Averager]:
     return model, model
 
 
+def train_steps(
+    label: str,
+    recorder: Recorder,
+    optimizer: torch.optim.Optimizer,
+    next_loss: Callable[[], Tensor],
+    validate: Callable[[], Tensor],
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Train all of the recorder's steps. The learning rate rises for ten steps, and falls to 0.
+
+    next_loss: computes the loss of the next batch. validate: computes this rank's validation loss.
+    """
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / recorder.steps)
+    )
+    with torch.no_grad():
+        recorder.add_validation(validate())
+    for _ in range(recorder.steps):
+        with recorder.step():
+            loss = next_loss()
+            optimizer.zero_grad()
+            loss.backward()  # the hook runs in here, once per bucket
+            optimizer.step()
+        schedule.step()
+        after_step()
+        recorder.losses.append(loss.detach())
+        if recorder.is_time_to_validate():
+            with torch.no_grad():
+                recorder.add_validation(validate())
+        recorder.show(label)
+
+
 def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     """Train a GPT with ``options.hook`` on this rank's part of the data."""
-    data = Windows(
-        sysconfig.get_paths()["stdlib"],
-        sequence=options.sequence,
-        seed=options.seed,
-        rank=dist.get_rank(),
-        ranks=dist.get_world_size(),
-    )
+    folder = sysconfig.get_paths()["stdlib"]
+    data = Windows(folder, options.sequence, options.seed, dist.get_rank(), dist.get_world_size())
     validation = data.validation.to(device)
     torch.manual_seed(options.seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
@@ -131,28 +135,15 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets.
     # They are so few that the last step whose bytes are always counted is compressed; the rule for real runs
     # is a tenth.
-    HOOKS[options.hook](averager, options.powersgd_rank, WARMUP_STEPS - 1)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / options.steps)
-    )
+    register(HOOKS[options.hook].format(rank=options.powersgd_rank), averager, WARMUP_STEPS - 1)
     recorder = Recorder(options.steps, device)
-    with torch.no_grad():
-        recorder.add_validation(loss_of(net, validation))
-
-    for _ in range(options.steps):
-        with recorder.step():
-            loss = loss_of(model, data.draw(options.batch).to(device))
-            optimizer.zero_grad()
-            loss.backward()  # the hook runs in here, once per bucket
-            optimizer.step()
-        schedule.step()
-        recorder.losses.append(loss.detach())
-        if recorder.is_time_to_validate():
-            with torch.no_grad():
-                recorder.add_validation(loss_of(net, validation))
-        recorder.show(options.hook)
-
+    train_steps(
+        options.hook,
+        recorder,
+        torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE),
+        lambda: loss_of(model, data.draw(options.batch).to(device)),
+        lambda: loss_of(net, validation),
+    )
     check_replicas(list(net.parameters()))
     return recorder
 

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.accuracy import runs
 from benchmarks.demo.options import positive
 from benchmarks.environment import describe
+from benchmarks.named_hooks import named_hook
 from benchmarks.network import auto, predicted, report
 from benchmarks.network.delayed import DelayedNetwork
 from benchmarks.network.hosts import Network, NoPrivilegeError, burst_bytes, isolated
@@ -75,21 +75,23 @@ class Link(NamedTuple):
     delay_ms: float | None = None
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def delays(text: str) -> list[float]:
+    found = [float(part) for part in text.split(",")]
+    if not all(0 <= each < 1000 for each in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 up to 1000 ms")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.network",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-    def numbers(text: str) -> list[int]:
-        return [positive(part) for part in text.split(",")]
-
-    def delays(text: str) -> list[float]:
-        found = [float(part) for part in text.split(",")]
-        if not all(0 <= each < 1000 for each in found):
-            raise argparse.ArgumentTypeError(f"{text!r} is not from 0 up to 1000 ms")
-        return found
 
     text = "Mbit/s, comma-separated (default 200,50,1000,10000)"
     parser.add_argument("--links", type=numbers, default=[200, 50, 1000, 10_000], help=text)
@@ -136,6 +138,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/network"), help=text)
     parser.add_argument("--report", type=Path, metavar="FILE", help="only show the rows of this file")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
     options = parser.parse_args(arguments)
     options.models = options.models.split(",")
     for model in options.models:
@@ -148,7 +155,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.only = options.only.split(",") if options.only else []
     for hook in options.only:
         try:
-            check_hook_name(hook)
+            if hook not in ("noop", "auto"):
+                named_hook(hook.removesuffix(report.FLAT))
         except ValueError as error:
             parser.error(f"--only: {error}")
     if options.auto and options.delay_ms:
@@ -158,15 +166,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     else:
         options.loss_links = [] if options.loss_links == "0" else numbers(options.loss_links)
     return options
-
-
-def check_hook_name(hook: str) -> None:
-    """Raise ValueError unless a hook of this name can be timed on torch's wrapper."""
-    name = hook.removesuffix(report.FLAT)
-    if name in (runs.ALONE, runs.LOCAL) or name.startswith(f"{runs.LOCAL}:"):
-        raise ValueError(f"{hook!r} is not a hook")
-    if name not in ("noop", "auto"):
-        runs.check_hook_name(name)
 
 
 def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterator[tuple[Link, Job]]:
