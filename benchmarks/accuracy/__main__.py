@@ -7,7 +7,7 @@ ranks (gloo, CPU). From one seed every hook trains the same weights on the same 
 Compression starts after a tenth of the steps. PowerSGD is powersgd:RANK, powersgd:RANK:int8 with factors in
 int8 (or bf16, fp16), or batched:RANK for a bucket as one matrix. "alone" is every rank by itself, without
 communication: what a hook must beat. "local:20" averages the weights once in 20 local steps, "local:20:int4"
-does so in 4 bits; "local:20:lr=0.7:momentum=0.9" is DiLoCo (see local_steps.py here).
+does so in 4 bits.
 It writes accuracy.jsonl, a line per run, and a picture to --out.
 """
 
@@ -31,11 +31,8 @@ HOOKS = (
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     tasks = ",".join(TASKS)
     parser.add_argument("--task", default=tasks, help="comma-separated (default %(default)s)")
     parser.add_argument(

@@ -90,22 +90,9 @@ def mean_and_spread(values: Sequence[float], digits: int, sign: str = "") -> str
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
-FAMILIES = {
-    "16 bits": ("fp16", "bf16"),
-    "quantized": ("int8", "int4", "int4:64"),
-    "PowerSGD": ("powersgd:R",),
-    "PowerSGD, 16-bit factors": ("powersgd:R:bf16", "powersgd:R:fp16"),
-    "PowerSGD, int8 factors": ("powersgd:R:int8",),
-    "batched PowerSGD": ("batched:R",),
-    "local steps, 4 bits": ("local:R:int4",),
-    "local steps": ("local:R",),
-}
-
-
-def family_of(hook: str) -> str | None:
-    """Return the family of hooks that it is drawn with; None for "none", "alone" and the like."""
-    pattern = re.sub(r"^(powersgd|batched|local):\d+", r"\1:R", hook)
-    return next((name for name, hooks in FAMILIES.items() if pattern in hooks), None)
+def family_of(hook: str) -> str:
+    """Return the name of a hook's line: hooks that differ in their rank or number of steps share one."""
+    return re.sub(r"^(powersgd|batched|local):\d+", r"\1:R", hook)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -123,18 +110,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
     axes.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
     baseline = statistics.mean(hooks[0].losses)
-    for family, color in zip(FAMILIES, COLORS, strict=False):
-        drawn = [
-            hook
-            for hook in sorted(hooks, key=lambda hook: hook.bytes_per_step)
-            if family_of(hook.hook) == family and statistics.mean(hook.losses) <= FAILED * baseline
-        ]
+    shown = [
+        hook
+        for hook in sorted(hooks[1:], key=lambda hook: hook.bytes_per_step)
+        if hook.bytes_per_step and statistics.mean(hook.losses) <= FAILED * baseline
+    ]
+    for index, family in enumerate(dict.fromkeys(family_of(hook.hook) for hook in shown)):
+        color = COLORS[1 + index % (len(COLORS) - 1)]
+        drawn = [hook for hook in shown if family_of(hook.hook) == family]
         points = [(hook.bytes_per_step / 1e3, statistics.mean(hook.differences)) for hook in drawn]
         spreads = [statistics.stdev(hook.differences) if len(hook.losses) > 1 else 0 for hook in drawn]
-        if points:
-            axes.errorbar(
-                *zip(*points, strict=True), yerr=spreads, fmt="o-", color=color, capsize=3, label=family
-            )
+        axes.errorbar(
+            *zip(*points, strict=True), yerr=spreads, fmt="o-", color=color, capsize=3, label=family
+        )
         for position, (hook, point) in enumerate(zip(drawn, points, strict=True)):
             # Neighbors' labels alternate between below and above.
             offset = (5, -13) if position % 2 == 0 and len(drawn) > 1 else (5, 6)

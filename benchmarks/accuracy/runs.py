@@ -87,7 +87,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         "ranks": dist.get_world_size(),
         "reducer": options.reducer,
         "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
-        "bytes_per_step": result["bytes_per_step"] if local is None else sent_bytes // local.num_counted,
+        "bytes_per_step": result["bytes_per_step"] if local is None else sent_bytes // options.steps,
         "sent_bytes": sent_bytes,
         "loss": result["loss"],
         "validation_loss": result["validation_loss"],

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from torch.multiprocessing import ProcessException
+from torch.multiprocessing.spawn import ProcessException
 
 from benchmarks.demo import chart, train
 from benchmarks.demo.options import add_training_options, check_training_options, positive
@@ -23,11 +23,8 @@ FIRST_HOOKS = "none,bf16,int4,powersgd_int8"  # one of each kind, so that a firs
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.demo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     known = ",".join(HOOKS)
     parser.add_argument(
         "--hook", default=FIRST_HOOKS, help=f"some of {known}, in this order, or all (default %(default)s)"

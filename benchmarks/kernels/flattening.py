@@ -56,12 +56,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield describe("unflatten", build=partial(_scattering, bucket_shapes, dtype, device))
 
 
-def _make(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device) -> list[Bucket]:
-    return [Bucket(shapes, dtype, device) for shapes in bucket_shapes]
-
-
 def _gathering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device) -> Setup:
-    buckets = _make(bucket_shapes, dtype, device)
+    buckets = [Bucket(shapes, dtype, device) for shapes in bucket_shapes]
     buffers = [bucket.buffer for bucket in buckets]
 
     def gradcomp() -> list[torch.Tensor]:
@@ -94,7 +90,7 @@ def _gathering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, devi
 
 
 def _scattering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device) -> Setup:
-    buckets = _make(bucket_shapes, dtype, device)
+    buckets = [Bucket(shapes, dtype, device) for shapes in bucket_shapes]
     gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
 
     def gradcomp() -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from benchmarks.environment import describe
 from benchmarks.named_hooks import named_hook
 from benchmarks.network import auto, predicted, report
 from benchmarks.network.delayed import DelayedNetwork
-from benchmarks.network.hosts import Network, NoPrivilegeError, burst_bytes, isolated
+from benchmarks.network.hosts import Network, NoPrivilegeError, isolated
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals
 from benchmarks.records import append, read
@@ -87,12 +87,8 @@ def delays(text: str) -> list[float]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.network",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     text = "Mbit/s, comma-separated (default 200,50,1000,10000)"
     parser.add_argument("--links", type=numbers, default=[200, 50, 1000, 10_000], help=text)
     text = (
@@ -340,7 +336,9 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                     continue
                 if link.delay_ms != delay_ms:
                     ranks.end()  # a process group measures its delay once
-                delay_ms, throttle = link.delay_ms, throttled(network, link)
+                delay_ms = link.delay_ms
+                if link.mbit_per_s is not None:
+                    network.throttle(*(each for each in link if each is not None))
                 try:
                     result = ranks.do(job)
                 except RankFailedError as error:
@@ -348,24 +346,11 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                     failed.append(same)
                 if isinstance(network, DelayedNetwork):
                     result["dropped_packets"] = network.num_dropped()
-                row = {**environment, **places, **link._asdict(), **throttle, **job, **result}
+                row = {**environment, **places, **link._asdict(), **job, **result}
                 append(rows, [row])
                 print(f"[{number}/{count}] {label}: {summary(row)}", flush=True)
             ranks.end()
     return late
-
-
-def throttled(network: Network | DelayedNetwork, link: Link) -> Job:
-    """Set a network's links, and return what a row says about their throttles."""
-    burst = None
-    if isinstance(network, DelayedNetwork):
-        assert link.mbit_per_s is not None
-        assert link.delay_ms is not None
-        network.throttle(link.mbit_per_s, link.delay_ms)
-    elif link.mbit_per_s is not None:
-        network.throttle(link.mbit_per_s)
-        burst = burst_bytes(link.mbit_per_s)
-    return {"burst_bytes": burst}
 
 
 def run(options: argparse.Namespace) -> int:

@@ -62,7 +62,7 @@ class DelayedNetwork:
         for host in self.hosts:
             host.end()
 
-    def throttle(self, mbit_per_s: int, delay_ms: float) -> None:
+    def throttle(self, mbit_per_s: float, delay_ms: float) -> None:
         """Limit what each host sends, and what it receives, to this rate, and delay every packet."""
         self._ask(f"{mbit_per_s * 125_000} {delay_ms / 1e3}")
 

@@ -94,7 +94,7 @@ class Host(Namespace):
         self.run("ip", "addr", "add", f"10.0.0.{index + 1}/24", "dev", "eth0")
         self.run("ip", "link", "set", "eth0", "up")
 
-    def throttle(self, mbit_per_s: int) -> None:
+    def throttle(self, mbit_per_s: float) -> None:
         """Limit what the host sends, and what it receives, to this rate each."""
         burst = str(burst_bytes(mbit_per_s))
         rate = ("rate", f"{mbit_per_s}mbit", "burst", burst, "latency", f"{QUEUE_MS}ms")
@@ -118,12 +118,12 @@ class Network:
             host.end()
         run("ip", "link", "del", "switch")
 
-    def throttle(self, mbit_per_s: int) -> None:
+    def throttle(self, mbit_per_s: float) -> None:
         for host in self.hosts:
             host.throttle(mbit_per_s)
 
 
-def burst_bytes(mbit_per_s: int) -> int:
+def burst_bytes(mbit_per_s: float) -> int:
     """Return how much a link of this rate sends at once after a pause."""
     return max(MIN_BURST_BYTES, round(mbit_per_s * 125_000 * BURST_S))
 

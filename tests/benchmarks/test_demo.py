@@ -189,18 +189,11 @@ def test_messages_count_as_the_collectives_that_they_make(run_ranks, world_size)
     assert run_ranks(metered, world_size, world_size) == [120] * world_size
 
 
-def check_different_replicas(rank, capabilities):
-    """Return the message of the demo's check on parameters that differ in one element."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capabilities[rank])
-        check_replicas([torch.ones(3), torch.zeros(2)])
-        with pytest.raises(RuntimeError, match="1 of 5 parameters differ between the ranks") as raised:
-            check_replicas([torch.ones(3), torch.tensor([0.0, rank * 1e-8])])
-    return str(raised.value)
+def check_different_replicas(rank):
+    check_replicas([torch.ones(3), torch.zeros(2)])
+    with pytest.raises(RuntimeError, match="1 of 5 parameters differ between the ranks"):
+        check_replicas([torch.ones(3), torch.tensor([0.0, rank * 1e-8])])
 
 
-def test_replicas_that_differ_are_explained(run_ranks):
-    for message in run_ranks(check_different_replicas, 2, ["AVX2", "AVX2"]):
-        assert message.endswith("the hook has given the ranks different gradients")
-    for message in run_ranks(check_different_replicas, 2, ["AVX2", "AVX512"]):
-        assert 'unlike CPUs, whose sums differ in the last bit (CPU capability is "AVX2" on rank 0' in message
+def test_replicas_that_differ_are_found(run_ranks):
+    run_ranks(check_different_replicas, 2)
