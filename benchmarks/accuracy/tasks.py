@@ -57,8 +57,8 @@ def next_bytes(windows: Tensor) -> Batch:
     return windows[:, :-1], windows[:, 1:]
 
 
-def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
-    """Make three convolutions with SGD with momentum on 1,797 images of 8×8.
+def digits_images() -> tuple[Tensor, Tensor, int]:
+    """Return scikit-learn's images, 1,797 × 1 × 8 × 8, their classes, and how many come first for training.
 
     The last fifth of the images is for validation. The images stay in the data set's order: thirteen people
     wrote them, and a random split, which is easier, would hold out images of writers that are also trained
@@ -68,8 +68,16 @@ def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Tas
 
     data = load_digits()
     images = torch.from_numpy(data.images).float().unsqueeze(1) / 16
-    labels = torch.from_numpy(data.target).long()
-    num_training = len(labels) - round(VALIDATION_FRACTION * len(labels))
+    return (
+        images,
+        torch.from_numpy(data.target).long(),
+        len(images) - round(VALIDATION_FRACTION * len(images)),
+    )
+
+
+def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
+    """Make three convolutions with SGD with momentum. Raises ImportError without scikit-learn."""
+    images, labels, num_training = digits_images()
     generator = torch.Generator().manual_seed(seed * ranks + rank)
 
     def draw() -> Batch:

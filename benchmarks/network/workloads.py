@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.accuracy.tasks import Batch, digits_images, next_bytes
 from benchmarks.demo.corpus import Windows
 from benchmarks.demo.train import GPT, LEARNING_RATE
-
-Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
 
 MLP_BATCH, GPT_BATCH, SEQUENCE = 64, 8, 64  # per rank
 MAX_SHIFT = 3  # pixels
@@ -85,17 +84,10 @@ def mlp12(rank: int, ranks: int, seed: int = 0) -> Workload:
 def _digits(rank: int, ranks: int, seed: int) -> tuple[Callable[[], Batch], Batch]:
     """Return the function that draws a batch of digits, and the validation data.
 
-    The 1,797 images of 8×8 are enlarged, and moved by up to three pixels each time. The last fifth, of other
-    writers, is for validation.
+    The images are enlarged, and moved by up to three pixels each time.
     """
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = functional.interpolate(
-        torch.from_numpy(data.images).float().unsqueeze(1) / 16, size=28, mode="bilinear"
-    ).squeeze(1)
-    labels = torch.from_numpy(data.target).long()
-    num_training = len(labels) * 4 // 5
+    small, labels, num_training = digits_images()
+    images = functional.interpolate(small, size=28, mode="bilinear").squeeze(1)
     padded = functional.pad(images[:num_training], (MAX_SHIFT,) * 4)
     generator = torch.Generator().manual_seed(seed * ranks + rank)
     pixels = torch.arange(28)
@@ -115,13 +107,9 @@ def gpt(rank: int, ranks: int, seed: int = 0) -> Workload:
     data = Windows(folder, SEQUENCE, seed, rank, ranks)
     every = Windows(folder, SEQUENCE, seed, 0, 1).validation
 
-    def draw() -> Batch:
-        windows = data.draw(GPT_BATCH)
-        return windows[:, :-1], windows[:, 1:]
-
     torch.manual_seed(seed)
     net = GPT(width=128, layers=4, heads=4, sequence=SEQUENCE)
-    return Workload(net, draw, (every[:, :-1], every[:, 1:]), target_loss=2.5)
+    return Workload(net, lambda: next_bytes(data.draw(GPT_BATCH)), next_bytes(every), target_loss=2.5)
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {"mlp": mlp, "gpt": gpt, "mlp12": mlp12}
