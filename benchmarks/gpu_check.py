@@ -8,7 +8,6 @@ arrival     PowerSGD's arrival counters under contention
 hooks       streams and hooks, on NCCL and gloo
 reducer     the Reducer, the wrapper and FSDP2
 benchmarks  python -m benchmarks: beside torch's hooks and beside a copy of as many bytes
-slowest     python -m benchmarks.slowest: the slowest kernels' own times
 
 Each part has a time limit. A part that fails or is killed at its limit doesn't stop the next one. As soon as
 a part ends, the results folder has its output, PART.log, and its row in DEVICE-parts.jsonl: device, versions,
@@ -87,7 +86,7 @@ class Part:
     limit_s: the time after which it is killed.
     tests: files and folders whose tests on the device it runs.
     cores: the share of the cores that get a process each. Some are left to the ranks of tests.
-    module: the module of benchmarks that it runs instead of tests.
+    module: the program that it runs instead of tests, and its options.
     """
 
     name: str
@@ -101,9 +100,8 @@ class Part:
         noted = ["--outcomes", str(scratch / "outcomes"), "--device", args.device]
         if self.module:
             options = ["--results", str(args.results), *self.module[1:]]
-            if self.name == "benchmarks":
-                options += [option for part in failed for option in ("--failed-part", part)]
-                options += ["--quick"] * (args.device == "cpu")
+            options += [option for part in failed for option in ("--failed-part", part)]
+            options += ["--quick"] * (args.device == "cpu")
             return [["-m", self.module[0], *options, *noted]]
         command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.claimed", "--claims", str(scratch)]
         command += ["-m", "device", *self.tests, *shlex.split(args.tests), *noted]
@@ -126,7 +124,6 @@ PARTS = (
     Part("reducer", 45, REDUCER, cores=0.5),
     # It stops by itself, so that no case is cut off.
     Part("benchmarks", 150, module=("benchmarks", "--record", "--budget-s", "115")),
-    Part("slowest", 30, module=("benchmarks.slowest",)),
 )
 
 

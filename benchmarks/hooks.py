@@ -37,10 +37,15 @@ class FakeBucket(GradBucket):
     """A bucket with random gradients of these shapes."""
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], device: torch.device, index: int = 0, is_last: bool = True
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        device: torch.device,
+        index: int = 0,
+        is_last: bool = True,
+        dtype: torch.dtype = torch.float32,
     ):
-        parameters = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-        buffer = torch.randn(sum(p.numel() for p in parameters), device=device)
+        parameters = [torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype)) for shape in shapes]
+        buffer = torch.randn(sum(p.numel() for p in parameters), device=device, dtype=dtype)
         super().__init__(index, buffer, parameters, is_last)
 
 

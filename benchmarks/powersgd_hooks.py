@@ -20,7 +20,7 @@ works on the gradient that the last one left, which is the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,11 +28,9 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
 
-from benchmarks import models
 from benchmarks.harness import Case, Setup
-from benchmarks.hooks import call, join_group_of_one
+from benchmarks.hooks import FakeBucket, call, join_group_of_one
 from benchmarks.powersgd_problem import HOOK_STAGES, NUM_FIRST, Problem, problems
-from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook as power_sgd
 from gradcomp.layout import PowerSGDLayout
 
@@ -44,14 +42,6 @@ START = 2  # plain steps, torch's minimum
 PROVIDERS = ("gradcomp", "torch", "torch_batched")
 # For a bucket with int8 factors: each of the two is quantized, averaged and dequantized.
 INT8_LAUNCHES = 11
-
-
-class Bucket(GradBucket):
-    """A bucket on a given buffer. Its parameters are meta tensors."""
-
-    def __init__(self, shapes: Sequence[models.Shape], buffer: torch.Tensor, index: int, is_last: bool):
-        parameters = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-        super().__init__(index, buffer, parameters, is_last)
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -79,7 +69,14 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
     join_group_of_one(problem.device)
     gradients = [_of_low_rank(layout, problem) for layout in problem.layouts]
-    buckets = {name: _buckets(problem, [gradient.clone() for gradient in gradients]) for name in PROVIDERS}
+    last = len(gradients) - 1
+    buckets = {
+        name: [
+            FakeBucket(shapes, problem.device, index, index == last, problem.dtype)
+            for index, shapes in enumerate(problem.buckets)
+        ]
+        for name in PROVIDERS
+    }
     states: dict[str, object] = {}
     hooks: dict[str, Callable] = {
         "gradcomp": power_sgd.powerSGD_hook,
@@ -121,9 +118,3 @@ def _of_low_rank(layout: PowerSGDLayout, problem: Problem) -> torch.Tensor:
         )
         gradient[matrix.offset : matrix.offset + matrix.numel] = (left @ right.mT).view(-1)
     return gradient.to(problem.dtype)
-
-
-def _buckets(problem: Problem, buffers: Sequence[torch.Tensor]) -> list[Bucket]:
-    last = len(buffers) - 1
-    pairs = zip(problem.buckets, buffers, strict=True)
-    return [Bucket(shapes, buffer, index, index == last) for index, (shapes, buffer) in enumerate(pairs)]

@@ -21,18 +21,14 @@ SEED = 1
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for label, problem in islice(problems(device, quick), NUM_BY_STAGE):
         for stage in PASSES:
-            yield case_of(label, problem, stage)
-
-
-def case_of(label: str, problem: Problem, stage: str) -> Case:
-    return problem.case(
-        f"powerSGD {stage}",
-        label,
-        (stage,),
-        partial(_stage, stage=stage),
-        max_error=MAX_ERROR[problem.dtype],
-        baseline="gradcomp",
-    )
+            yield problem.case(
+                f"powerSGD {stage}",
+                label,
+                (stage,),
+                partial(_stage, stage=stage),
+                max_error=MAX_ERROR[problem.dtype],
+                baseline="gradcomp",
+            )
 
 
 def _stage(problem: Problem, stage: str) -> Setup:

@@ -11,7 +11,7 @@ A call is a whole step. It includes DDP's forward and setting the gradients to N
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,22 +77,17 @@ def _training(shapes: Sequence[models.Shape], device: torch.device, options: dic
     join_group_of_one(device)
     right = [torch.randn(shape, device=device) for shape in shapes]
     gradients = [gradient.clone() for gradient in right]
+    ours, theirs = Model(gradients), Model(gradients)
+    reducer = Reducer(ours.parameters(), **options)
+    wrapped = DistributedDataParallel(theirs, **options)
     return Setup(
-        {"gradcomp": _with_gradcomp(gradients, options), "torch": _with_torch(gradients, options)},
+        {
+            "gradcomp": partial(_step, ours, ours, reducer),
+            "torch": partial(_step, wrapped, theirs, None),
+        },
         reference=lambda: (gradient.double() for gradient in right),
         restore=lambda: torch._foreach_copy_(gradients, right),
     )
-
-
-def _with_gradcomp(gradients: Sequence[torch.Tensor], options: dict[str, bool]) -> Callable:
-    model = Model(gradients)
-    reducer = Reducer(model.parameters(), **options)
-    return partial(_step, model, model, reducer)
-
-
-def _with_torch(gradients: Sequence[torch.Tensor], options: dict[str, bool]) -> Callable:
-    model = Model(gradients)
-    return partial(_step, DistributedDataParallel(model, **options), model, None)
 
 
 def _step(forward: torch.nn.Module, model: Model, _: Reducer | None) -> list[torch.Tensor]:
