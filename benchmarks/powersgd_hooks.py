@@ -13,8 +13,9 @@ torch's states have orthogonalization_epsilon=1e-8: torch's documentation advise
 Ours doesn't need it. torch's hook synchronizes the host once per bucket, so its first bucket uses up the head
 start that hides launch costs, and its time on CUDA is partly the host's.
 
-Every matrix of a gradient has the compressor's rank, so that P Qᵀ is the gradient whatever Q a step starts
-with. The check compares the first compressed step with the gradient. The timed calls restore nothing: each
+Every matrix of a gradient has the compressor's rank, so that P Qᵀ is the gradient, whatever Q training starts
+with. The check compares the third compressed step with the gradient: a random Q may be ill-conditioned, but
+warm start mends it, and error feedback sends what the first steps lost. The timed calls restore nothing: each
 works on the gradient that the last one left, which is the same one.
 """
 
@@ -34,11 +35,12 @@ from benchmarks.powersgd_problem import HOOK_STAGES, NUM_FIRST, Problem, problem
 from gradcomp.hooks import powerSGD_hook as power_sgd
 from gradcomp.layout import PowerSGDLayout
 
-# The Frobenius norm of the error over the norm of the gradient. MQ of a random Q may be ill-conditioned, and
-# torch's hook orthonormalizes in the bucket's dtype.
-MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
-MAX_INT8_ERROR = 5e-2  # P and Q are each rounded to 8 bits; measured 1.1e-2
+# The Frobenius norm of the error over the norm of the gradient. bf16's bound is wide: torch's hook
+# orthonormalizes in bf16.
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
+MAX_INT8_ERROR = 5e-2  # P and Q are each rounded to 8 bits; measured 1.9e-2
 START = 2  # plain steps, torch's minimum
+NUM_COMPRESSED = 2  # steps before the one that is checked
 PROVIDERS = ("gradcomp", "torch", "torch_batched")
 # For a bucket with int8 factors: each of the two is quantized, averaged and dequantized.
 INT8_LAUNCHES = 11
@@ -87,8 +89,12 @@ def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
     def step(name: str) -> list[torch.Tensor]:
         return [result for bucket in buckets[name] for result in call(hooks[name], bucket, states[name])]
 
+    def refill(name: str) -> None:
+        for bucket, gradient in zip(buckets[name], gradients, strict=True):
+            bucket.buffer().copy_(gradient)
+
     def restore() -> None:
-        """Begin a training: the next step is the first compressed one."""
+        """Begin a training: the next step is the third compressed one."""
         options: dict[str, Any] = {"matrix_approximation_rank": problem.rank, "start_powerSGD_iter": START}
         states["gradcomp"] = power_sgd.PowerSGDState(None, factor_dtype=factor_dtype, **options)
         for name, batched in (("torch", False), ("torch_batched", True)):
@@ -96,10 +102,10 @@ def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
                 None, orthogonalization_epsilon=1e-8, batch_tensors_with_same_shape=batched, **options
             )
         for name in PROVIDERS:
-            for bucket, gradient in zip(buckets[name], gradients, strict=True):
-                bucket.buffer().copy_(gradient)
-            for _ in range(START):
+            for _ in range(START + NUM_COMPRESSED):
+                refill(name)
                 step(name)
+            refill(name)
 
     restore()
     return Setup(
