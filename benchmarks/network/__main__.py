@@ -30,7 +30,7 @@ from benchmarks.accuracy import runs
 from benchmarks.demo.__main__ import stop
 from benchmarks.demo.options import positive
 from benchmarks.environment import describe
-from benchmarks.network import auto, predicted, report
+from benchmarks.network import auto, report
 from benchmarks.network.delayed import DelayedNetwork
 from benchmarks.network.hosts import Network, NoPrivilegeError, burst_bytes, isolated
 from gradcomp.hooks.auto_hook import CANDIDATES
@@ -386,9 +386,6 @@ def show(path: Path, picture: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     is_of_auto = bool(rows) and rows[0]["job"] in ("auto", "change")
     print("\n" + (f"{auto.table(rows)}\n\n{auto.ratios(rows)}" if is_of_auto else report.tables(rows)))
-    compared = predicted.compare(rows)
-    if compared:
-        print("\n" + predicted.table(compared))
     try:
         (auto if is_of_auto else report).draw(rows, picture)
         print(f"\nTime per step: {picture}")

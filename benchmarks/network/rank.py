@@ -36,7 +36,6 @@ from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.demo.measure import WireMeter, check_replicas
 from benchmarks.network import auto
 from benchmarks.network.workloads import WORKLOADS, Workload
-from gradcomp.comm.nodes import nodes_of
 from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState
@@ -225,17 +224,8 @@ def loss(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def link(job: dict[str, Any]) -> dict[str, Any]:
-    """Time the smallest exchange of all ranks, and all-reduces: (bytes, median seconds).
-
-    With several ranks per host, also all-reduces within a host.
-    """
-    found: dict[str, Any] = {"exchange_seconds": exchange_seconds()}
-    found["all_reduce_seconds"] = all_reduce_seconds(None)
-    if int(RANKS_PER_HOST) > 1:
-        group = dist.group.WORLD
-        assert group is not None
-        found["within_seconds"] = all_reduce_seconds(nodes_of(group, int(RANKS_PER_HOST)).within)
-    return found
+    """Time the smallest exchange of all ranks, and all-reduces: (bytes, median seconds)."""
+    return {"exchange_seconds": exchange_seconds(), "all_reduce_seconds": all_reduce_seconds()}
 
 
 def exchange_seconds() -> float:
@@ -254,7 +244,7 @@ def exchange_seconds() -> float:
     return statistics.median(times[1:])  # before the first one, ranks wait for one another
 
 
-def all_reduce_seconds(group: dist.ProcessGroup | None) -> list[tuple[int, float]]:
+def all_reduce_seconds() -> list[tuple[int, float]]:
     """Time all-reduces: (bytes, median seconds) of each size."""
     found = []
     for num_bytes in LINK_BYTES:
@@ -262,7 +252,7 @@ def all_reduce_seconds(group: dist.ProcessGroup | None) -> list[tuple[int, float
         times = []
         for number in range(4 if num_bytes > 10**6 else 12):
             started = time.perf_counter()
-            dist.all_reduce(tensor, group=group)
+            dist.all_reduce(tensor)
             if number:
                 times.append(time.perf_counter() - started)
         found.append((num_bytes, statistics.median(times)))

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gradcomp.command_line import OneLineParser
+from gradcomp.compress.announcement import shown_bytes
 from gradcomp.compress.recording.file import read
-from gradcomp.plan.command import OneLineParser
 
 from .run import RecordedRun, runs_of
 
@@ -274,7 +275,7 @@ def _summary(run: RecordedRun) -> list[tuple[str, str]]:
         ("Compression rate of the compressed steps", compressed),
         (
             "Bytes saved in the recorded steps, per rank",
-            f"{_bytes(gradient_bytes - sent_bytes)} of {_bytes(gradient_bytes)}",
+            f"{shown_bytes(gradient_bytes - sent_bytes)} of {shown_bytes(gradient_bytes)}",
         ),
         ("Mean relative error of the compressed steps", UNKNOWN if error is None else f"{error:.4f}"),
         ("Mean energy kept", "not known" if energy is None else f"{energy:.4f}"),
@@ -288,7 +289,7 @@ def _choice(choice: dict[str, Any]) -> str:
     times = []
     for each in choice["candidates"]:
         ms = "not known" if each["ms"] is None else f"{each['ms']:.3g} ms"
-        sent = "" if each["sent_bytes"] is None else f", {_bytes(each['sent_bytes'])}"
+        sent = "" if each["sent_bytes"] is None else f", {shown_bytes(each['sent_bytes'])}"
         times.append(f"{each['candidate']} {ms}{sent}")
     return f"{choice['choice']}. A step with {'; '.join(times)}"
 
@@ -300,7 +301,7 @@ def _charts(run: RecordedRun) -> list[Chart]:
     without = Line("without compression", run.cumulated("gradient_bytes"), is_dashed=True)
     charts = [
         _chart(run, "Compression rate", [rate], _number),
-        _chart(run, "Bytes per rank, summed over the recorded steps", [sent, without], _bytes),
+        _chart(run, "Bytes per rank, summed over the recorded steps", [sent, without], shown_bytes),
         _spread(run, "Relative error of the average", "relative_error"),
         _spread(run, "Energy kept", "energy_kept", top=1.0),
         _spread(run, "Time of a bucket, ms", "time_ms"),
@@ -335,13 +336,6 @@ def _ratio(whole: int, part: int) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _bytes(value: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.4g} {unit}"
-    return f"{value:.0f} B"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.network import auto, predicted, report
+from benchmarks.network import auto, report
 from tests.programs import ROOT
 
 # README's names of hooks, and the names in the rows and in docs/accuracy.md.
@@ -67,13 +67,6 @@ def test_the_page_has_tables_of_links_with_a_delay():
     assert len(tables) == 6  # two models on two hosts, one on four, each with a title
     for block in tables:
         assert block in page
-
-
-def test_the_page_says_how_far_off_predictions_are(rows, rows_of_nodes):
-    page = (ROOT / "docs/network.md").read_text()
-    for each in (rows, rows_of_nodes):
-        *_, summary = predicted.table(predicted.compare(each)).splitlines()
-        assert summary in page
 
 
 def test_the_page_has_the_tables_of_auto_hook():

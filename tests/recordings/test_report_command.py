@@ -102,7 +102,7 @@ def test_the_table_is_arithmetic_on_the_rows(tmp_path, capsys):
         "Buckets": "2",
         "Compression rate of the compressed steps": "10.00",
         # 6 compressed steps of 12,000 bytes save nine tenths; ranks aren't added up.
-        "Bytes saved in the recorded steps, per rank": "64.8 kB of 120 kB",
+        "Bytes saved in the recorded steps, per rank": "64.80 kB of 120.00 kB",
         "Mean relative error of the compressed steps": f"{error:.4f}",
         "Mean energy kept": f"{1 - error**2:.4f}",
         # On the slowest rank, buckets take 2 and 3 ms.
@@ -115,7 +115,7 @@ def test_the_table_is_arithmetic_on_the_rows(tmp_path, capsys):
         "Energy kept",
         "Time of a bucket, ms",
     ]
-    assert "sent: 55.2 kB in step 9, without compression: 120 kB in step 9" in text
+    assert "sent: 55.20 kB in step 9, without compression: 120.00 kB in step 9" in text
 
 
 def test_the_page_is_whole_and_needs_nothing_else(tmp_path):
