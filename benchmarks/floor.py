@@ -13,28 +13,25 @@ from __future__ import annotations
 import torch
 
 from benchmarks import environment
-from gradcomp.plan import GPUS
-from gradcomp.plan.hardware import LAUNCH_S
 
-# By the driver's name of a GPU, the name in gradcomp.plan. Other variants, such as an H100 PCIe, have another
-# bandwidth.
-NAMES = {
-    "NVIDIA H200": "H200",
-    "NVIDIA H100 80GB HBM3": "H100",
-    "NVIDIA A100-SXM4-80GB": "A100",
-    "NVIDIA L40S": "L40S",
-    "NVIDIA GeForce RTX 4090": "RTX4090",
+LAUNCH_S = 2e-6
+# A GPU's memory bandwidth by the driver's name. Other variants, such as an H100 PCIe, have another one.
+BYTES_PER_S = {
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA L40S": 0.864e12,
+    "NVIDIA GeForce RTX 4090": 1.008e12,
 }
-BYTES_PER_S = {gpu.name: gpu.memory_bytes_per_s for gpu in GPUS}
 
 
 def floor_us(device: torch.device, num_bytes: int, num_launches: int) -> float | None:
-    """Return the least time of a call in µs; None on a CPU, and on a GPU that NAMES lacks.
+    """Return the least time of a call in µs; None on a CPU, and on a GPU that BYTES_PER_S lacks.
 
     num_bytes: the fewest bytes that the call reads and writes in device memory.
     num_launches: the fewest kernels that the call launches.
     """
-    name = NAMES.get(environment.device_name(device)) if device.type == "cuda" else None
-    if name is None:
+    bytes_per_s = BYTES_PER_S.get(environment.device_name(device)) if device.type == "cuda" else None
+    if bytes_per_s is None:
         return None
-    return (num_bytes / BYTES_PER_S[name] + num_launches * LAUNCH_S) * 1e6
+    return (num_bytes / bytes_per_s + num_launches * LAUNCH_S) * 1e6

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import torch
-
-from gradcomp.plan.candidates import CANDIDATES
-from gradcomp.plan.models import BUILT_IN_MODELS, Shape, built_in_model
+from benchmarks.models import LLAMA, MODELS, Shape, shapes_of
+from gradcomp.compress.named import NamedHook
+from gradcomp.plan import Network, traffic
 
 HOOKS = ("none", "bf16", "int8", "int4", "powersgd:16", "powersgd:16:int8", "powersgd:4", "powersgd:4:int8")
 
@@ -24,13 +23,13 @@ def shard_shapes(shapes: Sequence[Shape], num_shards: int) -> list[Shape]:
 
 def bytes_sent(hook: str, shapes: Sequence[Shape], num_shards: int, num_replicas: int) -> float:
     """Return the bytes that all ranks of a replica send to other replicas in a step, for fp32 gradients."""
-    payload = CANDIDATES[hook].payload(shard_shapes(shapes, num_shards), torch.float32, num_replicas)
-    return num_shards * payload.collective_bytes * 2 * (num_replicas - 1) / num_replicas
+    found = traffic([shard_shapes(shapes, num_shards)], NamedHook.named(hook), Network(num_replicas))
+    return num_shards * found.collective_bytes * 2 * (num_replicas - 1) / num_replicas
 
 
 def table(model: str, shards: Sequence[int], num_replicas: int) -> list[list[str]]:
     """Return the table's rows: a hook, then for each number of shards its bytes and the factor saved."""
-    shapes = built_in_model(model).shapes
+    shapes = shapes_of(model)
     rows = [["", *(f"{each} shards" if each > 1 else "1 shard" for each in shards)]]
     for hook in HOOKS:
         row = [hook]
@@ -43,7 +42,7 @@ def table(model: str, shards: Sequence[int], num_replicas: int) -> list[list[str
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=BUILT_IN_MODELS, default="llama-7b")
+    parser.add_argument("--model", choices=MODELS | LLAMA, default="llama-7b")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 8, 64], help="ranks of a replica")
     parser.add_argument("--replicas", type=int, default=2)
     options = parser.parse_args(arguments)

@@ -1,4 +1,7 @@
-"""The three real models of the benchmarks, as lists of shapes, and their DDP buckets."""
+"""Four real models as lists of shapes, in registration order, and their DDP buckets.
+
+The shapes are written out here: nothing is downloaded or installed.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,96 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from gradcomp.plan import models as known
-from gradcomp.plan.models import (
-    BUCKET_CAP_BYTES,
-    FIRST_BUCKET_BYTES,
-    Parameter,
-    Shape,
-    buckets_of,
-    num_elements,
-)
+from gradcomp.plan.models import BUCKET_CAP_BYTES, FIRST_BUCKET_BYTES, Shape, buckets_of, num_elements
 
 __all__ = [
     "BUCKET_CAP_BYTES",
     "FIRST_BUCKET_BYTES",
+    "LLAMA",
     "MODELS",
     "Shape",
     "bert_large",
     "buckets",
     "num_elements",
     "one_bucket",
+    "shapes_of",
 ]
 
 
-def _shapes(parameters: Callable[[], Iterator[Parameter]]) -> Callable[[], Iterator[Shape]]:
-    return lambda: (parameter.shape for parameter in parameters())
+def resnet50() -> Iterator[Shape]:
+    """Yield the shapes of torchvision's resnet50: 161 parameters, 25,557,032 elements."""
+    yield from ((64, 3, 7, 7), (64,), (64,))
+    channels = 64
+    for num_blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(num_blocks):
+            convolutions = [(width, channels, 1), (width, width, 3), (4 * width, width, 1)]
+            if block == 0:
+                convolutions.append((4 * width, channels, 1))  # the downsampling shortcut
+            for channels_out, channels_in, size in convolutions:
+                # The convolution, and its batch norm's weight and bias.
+                yield from ((channels_out, channels_in, size, size), (channels_out,), (channels_out,))
+            channels = 4 * width
+    yield from ((1000, 2048), (1000,))
 
 
-bert_large = _shapes(known.bert_large)
+def bert_large() -> Iterator[Shape]:
+    """Yield the shapes of Hugging Face's BertModel, bert-large-uncased, with its pooler, without a head.
+
+    391 parameters, 335,141,888 elements.
+    """
+    hidden, inner = 1024, 4096
+    projection, norm = ((hidden, hidden), (hidden,)), ((hidden,), (hidden,))
+    yield from ((30522, hidden), (512, hidden), (2, hidden), *norm)
+    for _ in range(24):
+        yield from (*projection * 4, *norm)  # query, key, value and the attention's output
+        yield from ((inner, hidden), (inner,), (hidden, inner), (hidden,), *norm)
+    yield from projection
+
+
+def gpt2_medium() -> Iterator[Shape]:
+    """Yield the shapes of Hugging Face's GPT2LMHeadModel, gpt2-medium, its head tied to the embedding.
+
+    292 parameters, 354,823,168 elements. Its linear layers store the transposed matrix.
+    """
+    hidden = 1024
+    norm = ((hidden,), (hidden,))
+    yield from ((50257, hidden), (1024, hidden))
+    for _ in range(24):
+        yield from (*norm, (hidden, 3 * hidden), (3 * hidden,), (hidden, hidden), (hidden,))
+        yield from (*norm, (hidden, 4 * hidden), (4 * hidden,), (4 * hidden, hidden), (hidden,))
+    yield from norm
+
+
+def llama_7b() -> Iterator[Shape]:
+    """Yield the shapes of the 7 B LLaMA (Touvron et al., "LLaMA", 2023), its head not tied.
+
+    291 parameters, 6,738,415,616 elements.
+    """
+    hidden, inner, vocabulary = 4096, 11008, 32000
+    yield (vocabulary, hidden)
+    for _ in range(32):
+        yield from ((hidden, hidden),) * 4
+        yield from ((inner, hidden), (inner, hidden), (hidden, inner), (hidden,), (hidden,))
+    yield from ((hidden,), (vocabulary, hidden))
+
+
 MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
-    "resnet50": _shapes(known.resnet50),
+    "resnet50": resnet50,
     "bert-large": bert_large,
-    "gpt2-medium": _shapes(known.gpt2_medium),
+    "gpt2-medium": gpt2_medium,
 }
+# Too large to run here: for arithmetic only.
+LLAMA: dict[str, Callable[[], Iterator[Shape]]] = {"llama-7b": llama_7b}
+
+
+def shapes_of(model: str) -> list[Shape]:
+    """Return the shapes of a model of MODELS or LLAMA."""
+    return list((MODELS | LLAMA)[model]())
 
 
 def buckets(model: str, dtype: torch.dtype = torch.float32) -> list[list[Shape]]:
     """Return the shapes of each bucket of a model, as DDP has them from its second iteration on."""
-    return [list(bucket.shapes) for bucket in buckets_of(list(MODELS[model]()), dtype.itemsize)]
+    return buckets_of(shapes_of(model), dtype.itemsize)
 
 
 def one_bucket(model: str, dtype: torch.dtype = torch.float32) -> list[Shape]:

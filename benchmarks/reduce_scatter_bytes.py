@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.fsdp_bytes import shard_shapes
+from benchmarks.models import LLAMA, MODELS, Shape, shapes_of
 from gradcomp.compress import BucketSpec
+from gradcomp.compress.named import NamedHook
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.compress.reduce_scatter import QuantizedReduceScatter
-from gradcomp.plan.candidates import CANDIDATES
-from gradcomp.plan.models import BUILT_IN_MODELS, Shape, built_in_model
+from gradcomp.plan import Network, traffic
 
 HOOKS = ("none", "bf16", "int8", "int4")
 BITS = {"int8": 8, "int4": 4}
@@ -81,9 +82,9 @@ def reduce_scatter_bytes(hook: str, shapes: Sequence[Shape], cluster: Cluster) -
 def all_reduce_bytes(hook: str, shapes: Sequence[Shape], cluster: Cluster) -> float:
     """Return the bytes that a node sends to other replicas, whose shards it averages with the same hook."""
     shards = shard_shapes(shapes, cluster.num_shards)
-    payload = CANDIDATES[hook].payload(shards, torch.float32, cluster.replicas)
+    found = traffic([shards], NamedHook.named(hook), Network(cluster.replicas))
     share = 2 * (cluster.replicas - 1) / cluster.replicas
-    return cluster.ranks_per_node * payload.collective_bytes * share
+    return cluster.ranks_per_node * found.collective_bytes * share
 
 
 def error_bytes(shapes: Sequence[Shape], cluster: Cluster) -> int:
@@ -99,7 +100,7 @@ def error_bytes(shapes: Sequence[Shape], cluster: Cluster) -> int:
 
 def table(model: str) -> list[list[str]]:
     """Return the table's rows: a cluster, its bytes with each hook and the factor saved, and its errors."""
-    shapes = built_in_model(model).shapes
+    shapes = shapes_of(model)
     rows = [["", *HOOKS, "errors"]]
     for cluster in CLUSTERS:
         sent = [
@@ -113,7 +114,7 @@ def table(model: str) -> list[list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=BUILT_IN_MODELS, default="llama-7b")
+    parser.add_argument("--model", choices=MODELS | LLAMA, default="llama-7b")
     model = parser.parse_args(arguments).model
     print(f"{model}, reduced in fp32: sent by a node per step; and a rank's errors with int8 and int4\n")
     for name, *cells, errors in table(model):

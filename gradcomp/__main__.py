@@ -1,7 +1,7 @@
 """Print versions, devices and backends, and whether kernels or plain torch compute on CPU and CUDA tensors.
 
 python -m gradcomp [info]    print the versions, the devices and the backends
-python -m gradcomp plan      predict which hook is fastest on a network, and when not to compress
+python -m gradcomp plan      what each hook sends for a model, and a network's time for it, by arithmetic
 python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
 python -m gradcomp report    print what a Recorder's files say
 """
@@ -17,8 +17,8 @@ import triton
 
 from . import __version__, ops
 from .bench import command as bench_command
+from .command_line import OneLineParser
 from .plan import command as plan_command
-from .plan.command import OneLineParser
 from .report import main as report_main
 
 

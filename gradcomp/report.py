@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from gradcomp.command_line import OneLineParser
 from gradcomp.compress.announcement import shown_bytes
 from gradcomp.compress.recording.file import Recording, read
 from gradcomp.compress.recording.row import whole_step
-from gradcomp.plan.command import OneLineParser
 
 # The lines of a run's table at most: long runs have the medians of equally many steps in a line.
 MAX_LINES = 10

@@ -29,7 +29,7 @@ import torch
 from benchmarks.demo.options import positive
 from benchmarks.environment import describe
 from benchmarks.named_hooks import named_hook
-from benchmarks.network import auto, predicted, report
+from benchmarks.network import auto, report
 from benchmarks.network.delayed import DelayedNetwork
 from benchmarks.network.hosts import Network, NoPrivilegeError, isolated
 from benchmarks.pictures import write_picture
@@ -371,9 +371,6 @@ def show(path: Path, picture: Path) -> None:
     rows = read(path)
     is_of_auto = bool(rows) and rows[0]["job"] in ("auto", "change")
     print("\n" + (f"{auto.table(rows)}\n\n{auto.ratios(rows)}" if is_of_auto else report.tables(rows)))
-    compared = predicted.compare(rows)
-    if compared:
-        print("\n" + predicted.table(compared))
     write_picture((auto if is_of_auto else report).draw, rows, picture)
 
 

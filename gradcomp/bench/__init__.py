@@ -1,1 +1,1 @@
-"""Measure a cluster: its links, a model's step with every hook, and what hooks take by themselves."""
+"""Measure a cluster: its links, and a model's step with every hook."""

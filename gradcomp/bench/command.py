@@ -16,12 +16,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from gradcomp.comm.nodes import AUTO
-from gradcomp.plan.candidates import candidate_named
-from gradcomp.plan.command import OneLineParser, not_negative, positive, positive_int
-from gradcomp.plan.measurements import NOOP
+from gradcomp.command_line import OneLineParser, hooks_named, not_negative, positive, positive_int
 
 from .group import STORE_VARIABLE, end_with_parent, is_first_rank, is_rank, join
-from .run import BenchOptions, dtype_name, measure, table
+from .run import BenchOptions, dtype_of, measure, table
 from .workloads import BUILT_IN_WORKLOADS, Workload, load_workload
 
 POLL_S = 0.05
@@ -110,7 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = bench_parser()
     options = parser.parse_args(given)
-    options.hooks = _hooks(parser, options.hook)
     if options.out is not None and not os.access(options.out.absolute().parent, os.W_OK):
         parser.error(
             f"argument --out: {options.out} can't be written: {options.out.parent} is no such folder"
@@ -140,8 +137,8 @@ def _end_interrupted() -> NoReturn:
 def bench_parser() -> BenchParser:
     parser = BenchParser(
         prog="python -m gradcomp bench",
-        description="Measure the links between ranks, a training step with every hook, and each hook's own "
-        "work. Print a table, and which hook to use.",
+        description="Measure the links between ranks, and a training step with every hook. Print a "
+        "table, and which hook to use.",
         epilog=f"{HOW_TO_START[0].upper()}{HOW_TO_START[1:]}.",
     )
     text = "Start N processes on this machine, without torchrun."
@@ -150,7 +147,7 @@ def bench_parser() -> BenchParser:
     text = f"The model: {', '.join(BUILT_IN_WORKLOADS)}, or {text}"
     parser.add_argument("--model", default="gpt", help=text)
     text = "The hooks to measure, separated by commas. Default: %(default)s."
-    parser.add_argument("--hook", default=DEFAULT_HOOKS, metavar="NAMES", help=text)
+    parser.add_argument("--hook", type=hooks_named, default=DEFAULT_HOOKS, metavar="NAMES", help=text)
     text = "The time of steps with each hook. Default: 5."
     parser.add_argument("--seconds", type=positive, default=5.0, metavar="S", help=text)
     text = "DDP's option of this name. Default: 25."
@@ -164,19 +161,9 @@ def bench_parser() -> BenchParser:
     parser.add_argument("--cpu", action="store_true", help=text)
     text = "What a recommended hook may cost in loss on docs/accuracy.md's GPT. Default: %(default)s."
     parser.add_argument("--max-loss", type=not_negative, default=0.02, metavar="NATS", help=text)
-    text = "Write JSON that `python -m gradcomp plan --from` reads."
+    text = "Write the measurements as JSON."
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
     return parser
-
-
-def _hooks(parser: BenchParser, names: str) -> tuple[str, ...]:
-    """Return the hooks to measure, "none" first. NOOP is always measured, so it is left out here."""
-    given = [name.strip() for name in names.split(",")]
-    try:
-        found = [candidate_named(name).name for name in given if name != NOOP]
-    except ValueError as error:
-        parser.error(f"argument --hook: {error}")
-    return tuple(dict.fromkeys(["none", *found]))
 
 
 def _run_rank(parser: BenchParser, options: Any) -> None:
@@ -187,7 +174,7 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
 
     def prepare(device: Any) -> None:
         workload = load_workload(options.model, device)
-        dtype_name(workload)
+        dtype_of(workload)
         workloads.append(workload)
 
     try:
@@ -197,13 +184,12 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
     try:
         if group.world_size < 2:
             parser.error("one rank has nobody to communicate with: start two at least")
-        chosen = BenchOptions(options.hooks, options.seconds, options.bucket_cap_mb)
+        chosen = BenchOptions(options.hook, options.seconds, options.bucket_cap_mb)
         found = measure(workloads[0], group, chosen)
         if group.rank == 0:
             print(table(found, options.max_loss))
             if options.out is not None:
                 found.write(options.out)
-                print(f"\nFor other networks: python -m gradcomp plan --from {options.out}")
     except KeyboardInterrupt:
         _end_interrupted()
     finally:

@@ -19,9 +19,10 @@ from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
 from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import resolve_group
-from gradcomp.plan.candidates import CollectiveKind
-from gradcomp.plan.candidates import Group as Place
-from gradcomp.plan.measurements import LinkSample
+from gradcomp.plan.network import CollectiveKind
+from gradcomp.plan.network import Group as Place
+
+from .measurements import LinkSample
 
 TIMEOUT = timedelta(seconds=120)
 # The path of the file through which processes started by bench find each other.

@@ -1,4 +1,4 @@
-"""Measure links, a model's step with every hook, and each hook's own work; format the results as a table."""
+"""Measure links and a model's step with every hook; format the results as a table."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ import platform
 import sys
 import textwrap
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
 
 from gradcomp import ops
-from gradcomp.comm.delay import MIN_DELAY_S
+from gradcomp.command_line import aligned, shown_seconds
 from gradcomp.compress.accuracy_cost import accuracy_cost
-from gradcomp.plan.candidates import candidate_named, form_named
-from gradcomp.plan.measurements import DTYPES, FORMAT, NOOP, Measurements
-from gradcomp.plan.models import Shape, buckets_of
-from gradcomp.plan.prediction import step_work
-from gradcomp.plan.recommendation import (
-    LEAST_HEADROOM,
-    SOURCE,
-    forms_of,
-    recommend,
-    sentences,
-)
-from gradcomp.plan.show import WIDTH, aligned, bandwidth, seconds
+from gradcomp.compress.announcement import shown_bytes
+from gradcomp.compress.named import NamedHook, forms_of
+from gradcomp.plan.collectives import traffic
+from gradcomp.plan.models import Shape, buckets_of, num_elements
+from gradcomp.plan.network import Network
 
 from .group import Group, link_samples
-from .local_work import median_s
-from .steps import NUM_ROUNDS, Trainer, hook_time, hook_times, step_parts
+from .measurements import NOOP, LinkSample, Measurements
+from .recommendation import LEAST_HEADROOM, SOURCE, recommendation
+from .steps import Trainer, hook_time, hook_times
 from .workloads import Workload
 
-# The link and each hook's own work are measured for this part of a hook's `seconds`.
-LINK_PART, LOCAL_PART = 2.0, 0.3
+# The links are measured for this many times a hook's `seconds`.
+LINK_PART = 2.0
+WIDTH = 120  # of sentences
+# Where a collective takes place, for behind its name.
+WHERE = {"all": " of all ranks", "within": " within a node", "between": " between nodes"}
 
 
 class Progress:
@@ -63,26 +61,23 @@ class Progress:
 class BenchOptions:
     """Options of a measurement.
 
-    hooks: by name, without NOOP. With nodes, hooks are measured flat and by nodes.
+    hooks: "none" among them, without NOOP. With nodes, hooks are measured flat and by nodes.
     seconds: the time of steps with each hook.
     bucket_cap_mb: DDP's option.
     """
 
-    hooks: tuple[str, ...]
+    hooks: tuple[NamedHook, ...]
     seconds: float
     bucket_cap_mb: float
 
 
-def dtype_name(workload: Workload) -> str:
-    """Return the name of the gradients' dtype. Raises ValueError for several, and for one not in DTYPES."""
+def dtype_of(workload: Workload) -> torch.dtype:
+    """Return the gradients' dtype. Raises ValueError for several."""
     dtypes = {each.dtype for each in workload.parameters}
-    names = [name for name, dtype in DTYPES.items() if dtype in dtypes]
-    if len(dtypes) > 1 or not names:
+    if len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(
-            f"model {workload.name!r} has parameters in {found}; they must be in one of {', '.join(DTYPES)}"
-        )
-    return names[0]
+        raise ValueError(f"model {workload.name!r} has parameters in {found}; they must be in one dtype")
+    return dtypes.pop()
 
 
 def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurements:
@@ -91,44 +86,29 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
     progress.show(f"{group.world_size} ranks, {group.backend}: links")
     round_trip_s, link = group.round_trip_s(), []
     for sample in link_samples(group, LINK_PART * options.seconds):
-        where = WHERE[sample.group] if group.nodes else ""
-        progress.show(
-            f"links: {sample.kind}{where} of {sample.num_bytes:,} bytes took {sample.seconds * 1e3:.3f} ms"
-        )
+        progress.show(f"links: {_shown(sample, has_nodes=group.nodes is not None)}")
         link.append(sample)
+    is_gloo = group.backend == "gloo"
+    forms = list(forms_of(options.hooks, has_nodes=group.nodes is not None, is_gloo=is_gloo))
     trainer = Trainer(workload, group, options.bucket_cap_mb)
-    progress.show("forward, backward and optimizer")
-    parts = step_parts(trainer, options.seconds / NUM_ROUNDS)
-    has_nodes, is_gloo = group.nodes is not None, group.backend == "gloo"
-    forms = forms_of(map(candidate_named, options.hooks), has_nodes=has_nodes, is_gloo=is_gloo)
-    names = [NOOP, *(form.name for form in forms)]
-    samples = hook_times(trainer, names, options.seconds, progress.show)
-    dtype = DTYPES[dtype_name(workload)]
-    shapes: list[Shape] = [tuple(each.shape) for each in workload.parameters]
-    buckets = buckets_of(shapes, dtype.itemsize, options.bucket_cap_mb * 2**20)
-    local_s: dict[str, float | None] = dict.fromkeys(names)
-    for name in options.hooks:
-        if not candidate_named(name).is_compressing:
-            continue
-        progress.show(f"own work of {name}")
-        own_s = median_s(
-            candidate_named(name),
-            [bucket.shapes for bucket in buckets],
-            dtype,
-            group.device,
-            group.world_size,
-            round_trip_s >= MIN_DELAY_S,
-            LOCAL_PART * options.seconds,
-        )
-        (local_s[name],) = group.slowest([own_s])
+    samples = hook_times(trainer, [NOOP, *(form.name for form in forms)], options.seconds, progress.show)
     progress.done()
+    shapes: list[Shape] = [tuple(each.shape) for each in workload.parameters]
+    dtype = dtype_of(workload)
+    buckets = buckets_of(shapes, dtype.itemsize, options.bucket_cap_mb * 2**20)
+    network = Network(
+        group.world_size,
+        round_trip_s=round_trip_s,
+        ranks_per_node=group.ranks_per_node,
+        backend="gloo" if is_gloo else "nccl",
+    )
+    handed = {form.name: traffic(buckets, form, network, dtype).collective_bytes for form in forms}
     return Measurements(
-        format=FORMAT,
         date_utc=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         device=device_name(group.device),
-        device_type=group.device.type,
         backend=group.backend,
         world_size=group.world_size,
+        ranks_per_node=group.ranks_per_node,
         num_threads=torch.get_num_threads(),
         versions={
             "torch": torch.__version__,
@@ -136,18 +116,12 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
             "python": platform.python_version(),
         },
         model=workload.name,
-        dtype=dtype_name(workload),
+        dtype=str(dtype).removeprefix("torch."),
         shapes=[list(shape) for shape in shapes],
         bucket_cap_mb=options.bucket_cap_mb,
-        # Gradients may be ready in another order than plan assumes: then DDP has other buckets.
-        ready_at=parts.ready_at if len(parts.ready_at) == len(buckets) else [],
-        forward_s=parts.forward_s,
-        backward_s=parts.backward_s,
-        optimizer_s=parts.optimizer_s,
         round_trip_s=round_trip_s,
         link=link,
-        hooks=[hook_time(name, each, local_s[name]) for name, each in samples.items()],
-        ranks_per_node=group.ranks_per_node,
+        hooks=[hook_time(name, each, handed.get(name, 0.0)) for name, each in samples.items()],
     )
 
 
@@ -158,82 +132,56 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
 
 
-def table(read: Measurements, max_loss: float) -> str:
-    """Format measurements: the link, the step and its parts, every hook beside none, and the hook to use."""
-    none_s, noop_s = read.step_s("none"), read.step_s(NOOP)
-    assert none_s is not None
-    assert noop_s is not None
-    rows = [["hook", "step", "p20", "p80", "steps", "× none", "own work", "loss, nats"]]
-    for hook in read.hooks:
-        cost = None if hook.name == NOOP else accuracy_cost(form_named(hook.name))
+def table(found: Measurements, max_loss: float) -> str:
+    """Format measurements: the links, the step with every hook beside none, and the hook to use."""
+    steps = {hook.name: hook for hook in found.hooks}
+    none_s, noop_s = steps["none"].step_p50_s, steps[NOOP].step_p50_s
+    rows = [["hook", "step", "p20", "p80", "steps", "× none", "loss, nats"]]
+    for hook in found.hooks:
+        cost = None if hook.name == NOOP else accuracy_cost(NamedHook.form_named(hook.name))
         without = "averages nothing: for timing only"
         rows.append(
             [
                 hook.name,
-                *map(seconds, (hook.step_p50_s, hook.step_p20_s, hook.step_p80_s)),
+                *map(shown_seconds, (hook.step_p50_s, hook.step_p20_s, hook.step_p80_s)),
                 str(hook.num_steps),
                 f"{none_s / hook.step_p50_s:.2f}",
-                "" if hook.local_s is None else seconds(hook.local_s),
                 without if hook.name == NOOP else "not measured" if cost is None else str(cost),
             ]
         )
+    per_node, numel = found.ranks_per_node, num_elements(map(tuple, found.shapes))
+    nodes = "" if per_node == 1 else f", {found.world_size // per_node} nodes of {per_node} ranks"
     return "\n".join(
         [
-            f"measured {read.date_utc}: {read.world_size} ranks on {read.device}, {read.backend}"
-            f"{_nodes(read)}, {read.num_threads} threads each",
-            f"model    {read.model}: {read.numel:,} parameters, gradients in {read.dtype}",
-            f"step     forward {seconds(read.forward_s)}, backward {seconds(read.backward_s)}, optimizer "
-            f"{seconds(read.optimizer_s)}, without communication",
-            *_links(read),
+            f"measured {found.date_utc}: {found.world_size} ranks on {found.device}, {found.backend}{nodes}, "
+            f"{found.num_threads} threads each",
+            f"model    {found.model}: {numel:,} parameters, gradients in {found.dtype}",
+            *_links(found),
             "",
             *aligned(rows),
             "",
-            f"step: median, the slowest rank's. own work: the hook's compression by itself. "
-            f"Headroom, 1 − noop / none: {1 - noop_s / none_s:.0%}; under {LEAST_HEADROOM:.0%} communication "
-            "is not your bottleneck.",
+            f"step: median, the slowest rank's. Headroom, 1 − noop / none: {1 - noop_s / none_s:.0%}; under "
+            f"{LEAST_HEADROOM:.0%} communication is not your bottleneck.",
             textwrap.fill(f"loss: {SOURCE}", WIDTH),
             "",
-            textwrap.fill(recommendation(read, max_loss), WIDTH),
+            textwrap.fill(recommendation(found.hooks, max_loss), WIDTH),
         ]
     )
 
 
-def _nodes(read: Measurements) -> str:
-    per_node = read.ranks_per_node
-    return "" if per_node == 1 else f", {read.world_size // per_node} nodes of {per_node} ranks"
-
-
-# Where a collective takes place, for behind its name.
-WHERE = {"all": " of all ranks", "within": " within a node", "between": " between nodes"}
-
-
-def _links(read: Measurements) -> list[str]:
-    """Return a line on the delay, and one per collective, with its bandwidth and latency."""
-    has_nodes, lines, link = read.ranks_per_node > 1, [], read.fitted_link()
-    if read.round_trip_s:
+def _links(found: Measurements) -> Iterator[str]:
+    """Yield a line on the delay, then one per collective, with its smallest and its largest size."""
+    has_nodes = found.ranks_per_node > 1
+    if found.round_trip_s:
         peers = "nodes" if has_nodes else "ranks"
-        lines.append(f"delay    a message and its answer take {seconds(read.round_trip_s)} between {peers}")
-    each = "round trip" if link.gathers_by_messages else "message"
-    for (kind, group), rate in link.measured.items():
-        name = kind + WHERE[group] if has_nodes else kind
-        whose = "node" if has_nodes and group != "within" else "rank"
-        rates = f"{bandwidth(rate.bytes_per_s)} per {whose}, {seconds(rate.latency_s)} per {each}"
-        lines.append(f"link     {name}: {rates}")
-    return lines
+        yield f"delay    a message and its answer take {shown_seconds(found.round_trip_s)} between {peers}"
+    for kind, group in dict.fromkeys((each.kind, each.group) for each in found.link):
+        samples = [each for each in found.link if (each.kind, each.group) == (kind, group)]
+        smallest, largest = samples[0], samples[-1]
+        size = f"{shown_bytes(largest.num_bytes)} in {shown_seconds(largest.seconds)}"
+        yield f"link     {_shown(smallest, has_nodes=has_nodes)}, {size}"
 
 
-def recommendation(read: Measurements, max_loss: float) -> str:
-    """Return the hook to use, by the measured steps, in words."""
-    noop_s = read.step_s(NOOP)
-    assert noop_s is not None
-    hooks = [form_named(each.name) for each in read.hooks if each.name != NOOP]
-    buckets, link = read.buckets(), read.fitted_link()
-    device, compute = read.measured_device(), read.compute()
-    steps = {}
-    for hook in hooks:
-        work = step_work(buckets, hook, link, read.world_size, device, read.torch_dtype)
-        measured_s = read.step_s(hook.name)
-        assert measured_s is not None
-        steps[hook.name] = replace(work.on(link, compute), step_s=measured_s)
-    found = recommend(steps, noop_s, hooks, max_loss)
-    return sentences(found, steps, hooks, max_loss, read.ranks_per_node)
+def _shown(sample: LinkSample, *, has_nodes: bool) -> str:
+    where = WHERE[sample.group] if has_nodes else ""
+    return f"{sample.kind}{where}: {shown_bytes(sample.num_bytes)} in {shown_seconds(sample.seconds)}"

@@ -1,9 +1,8 @@
-"""The model to train in a benchmark: one of plan's, or one that a user's function returns."""
+"""The model to train in a benchmark: a small one, or one that a user's function returns."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradcomp.plan.models import BUILT_IN_MODELS, Parameter, built_in_model, called, load_callable
+from gradcomp.command_line import load_callable
 
 VOCABULARY, SEQUENCE, BATCH = 256, 64, 4
 
@@ -60,7 +59,7 @@ class Block(nn.Module):
 
 
 def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Tensor]:
-    """Return a GPT of 3.3 million parameters, without positions, and tokens as its input."""
+    """Return a GPT, by default of 3.3 million parameters, without positions, and tokens as its input."""
     module = nn.Sequential(
         nn.Embedding(VOCABULARY, width),
         *(Block(width, num_heads=4) for _ in range(num_blocks)),
@@ -76,53 +75,9 @@ def mlp(width: int = 1024) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(64, 784)
 
 
-class MatrixProducts(nn.Module):
-    """A replacement for a model without code: the model's parameters, and one product for each matrix.
-
-    A step has the model's gradients, in the model's order. The forward has the model's operations. The
-    backward has half of the model's operations, because it computes no gradients of activations.
-
-    parameters: the model's.
-    num_items: the number of samples in a batch.
-    """
-
-    def __init__(self, parameters: Sequence[Parameter], num_items: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(each.shape) / 32 for each in parameters)
-        # The rows of each matrix's input.
-        self.num_rows = [num_items * (each.num_macs // each.numel) for each in parameters]
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return a scalar, [].
-
-        inputs: at least as many elements as any matrix's input has, of which each matrix takes the first.
-        """
-        total = inputs.new_zeros(())
-        for weight, num_rows in zip(self.weights, self.num_rows, strict=True):
-            if num_rows and weight.ndim > 1:
-                matrix = weight.flatten(1)
-                rows = inputs[: num_rows * matrix.shape[1]].view(num_rows, matrix.shape[1])
-                total = total + functional.linear(rows, matrix).mean()
-            else:
-                total = total + weight.mean()
-        return total
-
-    def num_inputs(self) -> int:
-        """Return the number of elements of the largest matrix's input."""
-        num_columns: list[int] = [math.prod(weight.shape[1:]) for weight in self.weights]
-        return max(rows * columns for rows, columns in zip(self.num_rows, num_columns, strict=True))
-
-
-def stand_in(name: str) -> tuple[nn.Module, Tensor]:
-    """Return MatrixProducts of one of plan's models, with the batch that plan assumes, and its input."""
-    model = built_in_model(name)
-    module = MatrixProducts(model.parameters, model.batch * model.samples_per_item)
-    return module, torch.randn(module.num_inputs())
-
-
 BUILT_IN_WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    **{name: partial(stand_in, name) for name in BUILT_IN_MODELS},
     "gpt": gpt,
+    "gpt-medium": partial(gpt, width=1024, num_blocks=24),  # 303 million parameters
     "mlp": mlp,
 }
 
@@ -145,7 +100,7 @@ def load_workload(name: str, device: torch.device) -> Workload:
             "for a function of yours"
         )
     else:
-        made = called(load_callable(name), name)
+        made = load_callable(name)()
     if isinstance(made, nn.Module):
         raise ValueError(
             f"model {name!r} returned a module alone; it must return (module, inputs) or (module, inputs, "

@@ -60,12 +60,12 @@ def _saved(gradient_bytes: int, sent_bytes: int, nodes: str | None) -> str:
     return f"{rate}, {sizes}"
 
 
-def shown_bytes(num_bytes: int) -> str:
+def shown_bytes(num_bytes: float) -> str:
     """Return a number of bytes with its unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes} B"
+    return f"{num_bytes:.0f} B"
 
 
 def say(text: str, group: dist.ProcessGroup | None) -> None:

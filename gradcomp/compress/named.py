@@ -5,6 +5,7 @@ docs/accuracy.md, `python -m gradcomp plan` and `bench`, and AutoState use these
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -125,3 +126,11 @@ class NamedHook:
         if self.bits is not None:
             return QuantizedCompressor, QuantizedOptions(self.bits)
         return AllReducedCompressor, AllReducedOptions(self.wire_dtype)
+
+
+def forms_of(hooks: Iterable[NamedHook], *, has_nodes: bool, is_gloo: bool) -> Iterator[NamedHook]:
+    """Yield hooks. If has_nodes, each is followed by its form by nodes, if it has one."""
+    for hook in hooks:
+        yield hook
+        if has_nodes and hook.has_form_by_nodes(is_gloo=is_gloo):
+            yield hook.by_nodes()

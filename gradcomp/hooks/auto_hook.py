@@ -1,10 +1,8 @@
 """The hook that measures compressions while training goes on, and uses the mildest that pays."""
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +32,6 @@ CANDIDATES = ("none", "bf16", "int8", "int4", "powersgd:16:int8", "powersgd:8:in
 # in a row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the
 # next check.
 SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
-# A candidate that a plan predicts to take longer than this many times the fastest is not tried.
-PREDICTED_WITHIN = 1.5
 
 _RETRIAL = Rule(
     "None or an int and at least 1", lambda value: value is None or (type(value) is int and value >= 1)
@@ -129,8 +125,6 @@ class AutoState(CompressorState):
         has no others, except the first candidate.
     retrial_every: steps from one trial to the next; None for no other trial on that ground. 50 steps in a row
         that are 25 % slower than in the trial begin another one, too.
-    plan: a file with the output of `python -m gradcomp plan --json`. Candidates predicted to take more than
-        1.5 times the fastest one's step are not tried. "none" always is.
     ranks_per_node: see QuantizationState.
     clock: a function that returns seconds, instead of the device's events or time.perf_counter; for tests.
 
@@ -167,7 +161,6 @@ class AutoState(CompressorState):
         steps_per_turn: int = 6,
         rounds: int = 3,
         retrial_every: int | None = 10_000,
-        plan: str | Path | None = None,
         ranks_per_node: int | str = AUTO,
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
@@ -180,8 +173,6 @@ class AutoState(CompressorState):
             if strongest not in names:
                 raise ValueError(f"strongest is {strongest!r}, which is not one of the candidates {names}")
             names = names[: names.index(strongest) + 1]
-        if plan is not None:
-            names = _promising(names, Path(plan))
         super().__init__(
             _AnyCandidate,
             AutoOptions(tuple(names), tolerance, steps_per_turn, rounds, retrial_every),
@@ -418,25 +409,6 @@ def _ms(seconds: float | None) -> float | None:
 
 def _shown_gain(row: dict[str, Any]) -> str:
     return f"{row['gain_ms']:.3g} ms ({row['gain_low_ms']:.3g} to {row['gain_high_ms']:.3g})"
-
-
-def _promising(names: list[str], path: Path) -> list[str]:
-    """Return the names without those that a plan predicts to be much slower than the fastest.
-
-    Raises OSError if the file can't be read, ValueError if it isn't a plan.
-    """
-    try:
-        predicted: dict[str, float] = {}
-        for each in json.loads(path.read_text())["hooks"]:
-            name, seconds = each["hook"].removesuffix(BY_NODES), float(each["step_s"])
-            predicted[name] = min(seconds, predicted.get(name, math.inf))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"plan is {str(path)!r}, which is not the output of `python -m gradcomp plan --json`: {error!r}"
-        ) from error
-    known = {name: predicted[name] for name in names if name in predicted}
-    limit = PREDICTED_WITHIN * min(known.values(), default=math.inf)
-    return [name for name in names if name == "none" or known.get(name, 0.0) <= limit]
 
 
 def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

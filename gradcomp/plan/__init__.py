@@ -1,28 +1,7 @@
-"""Predict from constants which hook is fastest for a model on a network, and when not to compress."""
+"""Arithmetic about bytes and wires: what each hook sends in a step, and how long a network takes for it."""
 
-from .candidates import CANDIDATES, Candidate, candidate_named
-from .hardware import CPU, GPUS, Gpu, Link, MeasuredDevice, Nodes, Rate, fitted_rate
-from .measurements import Measurements
-from .models import Bucket, buckets_of, built_in_model
-from .prediction import Compute, StepPrediction, predict_step
+from .collectives import Traffic, collectives_of, traffic
+from .models import buckets_of, load_shapes
+from .network import Collective, Network
 
-__all__ = [
-    "CANDIDATES",
-    "CPU",
-    "GPUS",
-    "Bucket",
-    "Candidate",
-    "Compute",
-    "Gpu",
-    "Link",
-    "MeasuredDevice",
-    "Measurements",
-    "Nodes",
-    "Rate",
-    "StepPrediction",
-    "buckets_of",
-    "built_in_model",
-    "candidate_named",
-    "fitted_rate",
-    "predict_step",
-]
+__all__ = ["Collective", "Network", "Traffic", "buckets_of", "collectives_of", "load_shapes", "traffic"]

@@ -60,8 +60,8 @@ def bad_loss() -> Any:
     return nn.Linear(3, 2), torch.ones(5, 3), 7
 
 
-def doubles() -> Any:
-    return nn.Linear(3, 2).double(), torch.ones(5, 3).double()
+def two_dtypes() -> Any:
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1).double()), torch.ones(5, 3)
 
 
 def fails_on_rank_1() -> Any:

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from gradcomp.__main__ import main
+from gradcomp.bench.measurements import HookTime, LinkSample, Measurements
 from gradcomp.bench.run import table
-from gradcomp.plan.measurements import Measurements
-from tests.plan.measured import as_written, as_written_with_nodes
 from tests.programs import ROOT, TORCHRUN, run_module, run_python, users_environment
 
 MODEL = "tests.bench.benchmarked"
@@ -30,7 +29,7 @@ def bench(*arguments):
     return run_module("gradcomp", "bench", "--cpu", "--ranks", "2", *arguments)
 
 
-def test_what_is_measured_is_what_plan_reads(tmp_path, capsys):
+def test_what_is_measured_is_printed_and_written(tmp_path):
     file = tmp_path / "measured.json"
     command = ["-m", "gradcomp", "bench", "--cpu", "--ranks", "2", *QUICK, "--out", file]
     done = run_python(*command, GRADCOMP_ROUND_TRIP_MS="52")
@@ -46,29 +45,23 @@ def test_what_is_measured_is_what_plan_reads(tmp_path, capsys):
     assert any(line.startswith(("Use ", "Don't compress: ")) for line in done.stdout.splitlines())
     assert "steps with int4" in done.stderr, "progress"
 
-    read = Measurements.read(file)
-    assert (read.world_size, read.backend, read.device_type) == (2, "gloo", "cpu")
-    assert read.round_trip_s == 0.052
-    assert read.fitted_link().has_delay
-    assert min(sample.num_bytes for sample in read.link if sample.num_bytes > 2**12) == 2**21
-    assert read.shapes == [[300, 40], [300], [50, 300], [50], [3, 50], [3]]
-    assert {sample.kind for sample in read.link} == {"all-reduce", "all-to-all", "all-gather"}
-    assert {sample.group for sample in read.link} == {"all"}
-    assert len(read.ready_at) == len(read.buckets()) > 1
-    assert min(read.forward_s, read.backward_s, read.optimizer_s) > 0
-    assert [hook.name for hook in read.hooks] == ["noop", "none", "fp16", "int4", "powersgd:2:int8"]
-    for hook in read.hooks:
-        assert 0 < hook.step_p20_s <= hook.step_p50_s <= hook.step_p80_s
-        assert hook.num_steps >= 9
-        assert (hook.local_s is None) is (hook.name in ("noop", "none"))
-
-    main(["plan", "--from", str(file), "--json"])
-    plan = json.loads(capsys.readouterr().out)
-    assert [hook["hook"] for hook in plan["hooks"]] == ["none", "fp16", "int4", "powersgd:2:int8"]
-    assert plan["compute"]["backward_s"] == read.backward_s
+    found = json.loads(file.read_text())
+    assert (found["world_size"], found["backend"], found["dtype"]) == (2, "gloo", "float32")
+    assert found["round_trip_s"] == 0.052
+    sizes = [sample["num_bytes"] for sample in found["link"]]
+    assert min(size for size in sizes if size > 2**12) == 2**21
+    assert {sample["kind"] for sample in found["link"]} == {"all-reduce", "all-to-all", "all-gather"}
+    assert {sample["group"] for sample in found["link"]} == {"all"}
+    assert found["shapes"] == [[300, 40], [300], [50, 300], [50], [3, 50], [3]]
+    hooks = {hook["name"]: hook for hook in found["hooks"]}
+    assert list(hooks) == ["noop", "none", "fp16", "int4", "powersgd:2:int8"]
+    for hook in hooks.values():
+        assert 0 < hook["step_p20_s"] <= hook["step_p50_s"] <= hook["step_p80_s"]
+        assert hook["num_steps"] >= 9
+    assert hooks["none"]["collective_bytes"] == 2 * hooks["fp16"]["collective_bytes"] == 4 * 27_503
 
 
-def test_within_and_between_nodes(tmp_path, capsys):
+def test_within_and_between_nodes(tmp_path):
     file = tmp_path / "measured.json"
     arguments = ["bench", "--cpu", "--ranks", "4", "--ranks-per-node", "2", *QUICK, "--out", file]
     done = run_python("-m", "gradcomp", *arguments)
@@ -77,29 +70,36 @@ def test_within_and_between_nodes(tmp_path, capsys):
     assert "gloo, 2 nodes of 2 ranks" in done.stdout
     for line in ("all-reduce of all ranks", "reduce-scatter within a node", "all-to-all between nodes"):
         assert f"link     {line}: " in done.stdout
-    read = Measurements.read(file)
-    assert read.ranks_per_node == 2
-    assert read.round_trip_s == 0
-    assert {sample.group for sample in read.link} == {"all", "within", "between"}
+    found = json.loads(file.read_text())
+    assert found["ranks_per_node"] == 2
+    assert found["round_trip_s"] == 0
+    assert {sample["group"] for sample in found["link"]} == {"all", "within", "between"}
     forms = ["int4", "int4 by nodes", "powersgd:2:int8", "powersgd:2:int8 by nodes"]
-    assert [hook.name for hook in read.hooks] == ["noop", "none", "fp16", *forms]
-
-    main(["plan", "--from", str(file), "--json"])
-    plan = json.loads(capsys.readouterr().out)
-    assert [hook["hook"] for hook in plan["hooks"]] == ["none", "fp16", *forms]
-    assert plan["nodes"]["ranks"] == 2
+    assert [hook["name"] for hook in found["hooks"]] == ["noop", "none", "fp16", *forms]
 
 
-def test_the_delay_is_of_ranks_or_nodes():
-    def lines(written, **changes):
-        return table(Measurements.checked(written | changes), 0.02).splitlines()
+def test_the_table_by_hand():
+    def lines(round_trip_s, ranks_per_node=1):
+        """Return the lines of the table of measurements that were made up."""
+        link = [LinkSample("all-reduce", 4096, 1e-4), LinkSample("all-reduce", 2**26, 0.6)]
+        steps = [("noop", 0.2, 0.0), ("none", 2.0, 4e6), ("int4", 0.5, 5e5)]
+        hooks = [HookTime(name, 0.9 * each, each, 1.1 * each, 9, sent) for name, each, sent in steps]
+        place = {"backend": "gloo", "world_size": 4, "ranks_per_node": ranks_per_node}
+        model = {"model": "m", "dtype": "float32", "shapes": [[1000, 1000]], "bucket_cap_mb": 25.0}
+        found = Measurements(
+            "today", "a CPU", **place, num_threads=1, versions={}, **model,
+            round_trip_s=round_trip_s, link=link, hooks=hooks,
+        )  # fmt: skip
+        return table(found, 0.02).splitlines()
 
-    assert "delay    a message and its answer take 100 µs between ranks" in lines(as_written())
-    between_nodes = lines(as_written_with_nodes(), round_trip_s=0.0123)
-    assert "delay    a message and its answer take 12.3 ms between nodes" in between_nodes
-    on_nccl = lines(as_written(), round_trip_s=0.0, backend="nccl")
-    assert not [line for line in on_nccl if line.startswith("delay")]
-    assert "link     all-gather: 1 Gbit/s per rank, 100 µs per round trip" in lines(as_written())
+    between_ranks = lines(1e-4)
+    assert "measured today: 4 ranks on a CPU, gloo, 1 threads each" in between_ranks
+    assert "delay    a message and its answer take 100 µs between ranks" in between_ranks
+    assert "link     all-reduce: 4.10 kB in 100 µs, 67.11 MB in 600 ms" in between_ranks
+    assert "int4   500 ms   450 ms   550 ms      9    4.00  +0.004 at 7.1×" in between_ranks
+    assert "delay    a message and its answer take 12.3 ms between nodes" in lines(0.0123, 2)
+    assert "link     all-reduce of all ranks: 4.10 kB in 100 µs, 67.11 MB in 600 ms" in lines(0.0123, 2)
+    assert not [line for line in lines(0.0) if line.startswith("delay")]
 
 
 def test_ranks_that_do_not_fill_nodes_are_refused():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.network import auto, predicted, report
+from benchmarks.network import auto, report
 from tests.programs import ROOT
 
 # README's names of hooks, and the names in the rows and in docs/accuracy.md.
@@ -81,13 +81,6 @@ def test_the_page_says_medians_of_more_hosts_and_of_more_buckets():
     of_four = f"a step takes {four[0]} ms without a hook, {four[1]} with PowerSGD and {four[2]} with int4"
     assert of_four in page
     assert f"12 buckets (3.5 million parameters, two hosts) {many[0]}, {many[1]} and {many[2]}." in page
-
-
-def test_the_page_says_how_far_off_predictions_are(rows, rows_of_nodes):
-    page = (ROOT / "docs/network.md").read_text()
-    for each in (rows, rows_of_nodes):
-        *_, summary = predicted.table(predicted.compare(each)).splitlines()
-        assert summary in page
 
 
 def test_the_page_has_the_table_of_auto_hook():

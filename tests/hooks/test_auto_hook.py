@@ -547,21 +547,6 @@ def test_another_state():
         auto_hook(None, Bucket(torch.zeros(3), [(3,)]))
 
 
-def plan_of(seconds):
-    return json.dumps({"hooks": [{"hook": name, "step_s": each} for name, each in seconds.items()]})
-
-
-def test_a_plan_shortens_the_list(tmp_path):
-    path = tmp_path / "plan.json"
-    path.write_text(plan_of({"none": 9.0, "bf16": 5.0, "int8": 1.6, "int4": 1.2, "int4 by nodes": 1.0}))
-    assert AutoState(plan=path).candidates == ("none", "int4", "powersgd:16:int8", "powersgd:8:int8")
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="is not the output of `python -m gradcomp plan --json`"):
-        AutoState(plan=path)
-    with pytest.raises(FileNotFoundError):
-        AutoState(plan=tmp_path / "none.json")
-
-
 def test_the_clock_forgets():
     clock = StepClock(iter(range(10)).__next__)
     for number in (0, None, 1):

@@ -1,67 +1,36 @@
-"""The built-in models' parameters and operations, DDP's buckets, and models that users name."""
+"""Test DDP's buckets, and models from users' functions and checkpoints."""
 
+import json
 import sys
 import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from gradcomp.plan.models import (
-    BUCKET_CAP_BYTES,
-    BUILT_IN_MODELS,
-    FIRST_BUCKET_BYTES,
-    Parameter,
-    buckets_of,
-    built_in_model,
-    ddp_assignment,
-    load_model,
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_parameters", "numel", "gflops"),
-    [
-        # Per image: 4.09 billion multiply-accumulates, according to torchvision's table of models.
-        ("resnet50", 161, 25_557_032, 2 * 4.09),
-        # Per token: two operations for every element of a layer's matrices, without the embeddings.
-        ("bert-large", 391, 335_141_888, 2 * 0.302),
-        ("gpt2-medium", 292, 354_823_168, 2 * 0.3534),
-        ("llama-7b", 291, 6_738_415_616, 2 * 6.607),
-        ("gpt", 52, 3_290_624, 2 * 0.003211),
-        ("mlp", 6, 1_863_690, 2 * 0.0018616),
-    ],
-)
-def test_models_have_the_known_sizes(name, num_parameters, numel, gflops):
-    model = built_in_model(name)
-    assert len(model.parameters) == num_parameters
-    assert model.numel == numel
-    assert model.forward_flops(3) == pytest.approx(3 * model.samples_per_item * gflops * 1e9, rel=2e-3)
+from benchmarks import models
+from gradcomp.plan.models import FIRST_BUCKET_BYTES, buckets_of, load_shapes
 
 
 @pytest.mark.parametrize("cap_mb", [0.5, 1, 25])
-@pytest.mark.parametrize("name", BUILT_IN_MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_buckets_are_those_of_ddp(name, cap_mb):
-    shapes = built_in_model(name).shapes[::-1]
-    cap_bytes = int(cap_mb * 2**20)
-    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    shapes, cap_bytes = models.shapes_of(name), int(cap_mb * 2**20)
+    tensors = [torch.empty(shape, device="meta") for shape in reversed(shapes)]
     expected, _ = dist._compute_bucket_assignment_by_size(
         tensors, [min(FIRST_BUCKET_BYTES, cap_bytes), cap_bytes], [False] * len(tensors)
     )
-    assert ddp_assignment([tensor.nbytes for tensor in tensors], cap_bytes) == expected
+    found = buckets_of(shapes, cap_bytes=cap_bytes)
+    assert found == [[tuple(tensors[index].shape) for index in indices] for indices in expected]
 
 
-def test_buckets_are_ready_when_their_part_of_backward_is_done():
-    """The last parameters come first. Shapes count by their elements, Parameters by their operations."""
-    mib = (2**18,)
-    by_elements = buckets_of([mib] * 4, cap_bytes=2 * 2**20)
-    assert [bucket.ready_at for bucket in by_elements] == [0.25, 0.75, 1.0]
-    by_work = buckets_of(
-        [Parameter(mib), Parameter(mib, 1), Parameter(mib, 0), Parameter(mib, 3)], cap_bytes=2 * 2**20
-    )
-    assert [bucket.ready_at for bucket in by_work] == [0.75, 1.0, 1.0]
+def test_small_buckets():
     assert buckets_of([]) == []
-    assert sum(bucket.numel for bucket in buckets_of([(3, 5), (7,)], cap_bytes=BUCKET_CAP_BYTES)) == 22
+    assert buckets_of([(3, 5), (7,)]) == [[(7,), (3, 5)]]
+    mib = (2**18,)
+    assert [len(bucket) for bucket in buckets_of([mib] * 4, cap_bytes=2 * 2**20)] == [1, 2, 1]
+    assert [len(bucket) for bucket in buckets_of([mib] * 4, itemsize=2, cap_bytes=2 * 2**20)] == [2, 2]
 
 
 # --- models of users ---
@@ -106,14 +75,14 @@ def test_a_users_model_is_loaded(users_module):
         ("on_cpu_only", [(4, 5), (4,)]),
         ("huge", [(2**20, 2**20), (2**20,)]),
     ):
-        assert load_model(f"{users_module}:{name}").shapes == shapes
+        assert load_shapes(f"{users_module}:{name}") == shapes
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet51", "there is no model 'resnet51'; known are resnet50, bert-large"),
-        ("users_plan_model:", "there is no model 'users_plan_model:'"),
+        ("resnet51", "model 'resnet51' is neither module:callable nor a file of .pt"),
+        ("users_plan_model:", "'' of module 'users_plan_model' is not there"),
         ("users_no_model:f", "module 'users_no_model' can't be imported: No module named"),
         ("users_broken_model:f", "module 'users_broken_model' fails: ZeroDivisionError"),
         ("users_plan_model:absent", "'absent' of module 'users_plan_model' is not there"),
@@ -127,4 +96,74 @@ def test_a_users_model_is_loaded(users_module):
 )
 def test_what_is_no_model_is_refused(users_module, name, message):
     with pytest.raises(ValueError, match=message):
-        load_model(name)
+        load_shapes(name)
+
+
+# --- checkpoints ---
+
+
+class Tied(nn.Module):
+    """A model with a buffer of integers, and a head that shares the embedding's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(7, 3), nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+TIED = [(7, 3), *[(3,)] * 4]  # batch norm's weight and bias, running mean and variance
+
+
+@pytest.mark.parametrize("wrapped", [None, "model", "state_dict", "model_state_dict"])
+def test_a_checkpoint_of_torch(tmp_path, wrapped):
+    path, state = tmp_path / "model.pt", Tied().state_dict()
+    torch.save(state if wrapped is None else {"step": 3, wrapped: state}, path)
+    assert load_shapes(str(path)) == TIED
+
+
+def test_a_safetensors_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        "b": {"dtype": "F32", "shape": [7, 3], "data_offsets": [8, 92]},
+        "a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]},
+        "ids": {"dtype": "I64", "shape": [1], "data_offsets": [92, 100]},
+        "__metadata__": {"format": "pt"},
+    }
+    header = json.dumps(tensors).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
+    assert load_shapes(str(path)) == [(4,), (7, 3)]
+
+
+class Unsafe:
+    """An object that torch.load's safe default refuses."""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.pt", None, "can't be read: FileNotFoundError"),
+        ("text.pt", b"hello", "can't be read: "),
+        ("text.safetensors", b"\x05\0\0\0\0\0\0\0hello", "can't be read: JSONDecodeError"),
+        ("short.safetensors", b"hell", "can't be read: JSONDecodeError"),
+        (
+            "long.safetensors",
+            b"hello" * 100,
+            "can't be read: JSONDecodeError",
+        ),
+        ("list.safetensors", b"\x03\0\0\0\0\0\0\0[1]", "can't be read: IndexError"),
+        ("other.safetensors", b'\x08\0\0\0\0\0\0\0{"a":{}}', "can't be read: KeyError"),
+        ("empty.pt", b"", "can't be read: "),
+        ("unsafe.pt", Unsafe(), "can't be read: UnpicklingError"),
+        ("number.pt", 7, "has no floating-point tensor"),
+        ("integers.pt", {"a": torch.arange(3)}, "has no floating-point tensor"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path, name, content, message):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=message):
+        load_shapes(str(path))

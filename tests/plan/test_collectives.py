@@ -1,7 +1,6 @@
-"""Compare predictions of the bytes that hooks send and move with the hooks and with docs/accuracy.md."""
+"""Compare the arithmetic about messages and bytes with the hooks themselves."""
 
 import os
-import re
 from itertools import pairwise
 
 import pytest
@@ -11,19 +10,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import models
 from gradcomp.bench.steps import register
-from gradcomp.compress.accuracy_cost import MEASURED, accuracy_cost
-from gradcomp.plan.candidates import CANDIDATES, Candidate, candidate_named
-from gradcomp.plan.hardware import sent_bytes
-from gradcomp.plan.models import buckets_of, built_in_model
-from tests.programs import ROOT
+from gradcomp.compress.named import NAMES, NamedHook
+from gradcomp.plan import Network, collectives_of, traffic
+from gradcomp.plan.models import buckets_of
 
 FP32 = torch.float32
 SHAPES = ((300, 200), (200,), (64, 3, 7, 7), (5, 4), ())
 
 
 def sent(name, shapes, world_size=2, dtype=FP32):
-    return CANDIDATES[name].payload(shapes, dtype, world_size).collective_bytes
+    return traffic([shapes], NamedHook.named(name), Network(world_size), dtype).collective_bytes
 
 
 def test_powersgds_rate_for_one_matrix():
@@ -71,10 +69,10 @@ WITH_STATE = ("int8", "int4", "powersgd:4", "powersgd:16:int8")
 
 
 def count_sent(rank, names, per_node, round_trip_ms):
-    """Return by hook what a rank sends in a DDP step, and what is predicted: messages, all-reduces, bytes."""
+    """Return by hook what a rank sends in a DDP step, and what plan says: messages, all-reduces, bytes."""
     os.environ["GRADCOMP_ROUND_TRIP_MS"] = str(round_trip_ms)
-    counted, predicted, size = {}, {}, dist.get_world_size()
-    on_link = {"by_messages": True, "has_delay": round_trip_ms >= 5}
+    counted, expected, size = {}, {}, dist.get_world_size()
+    network = Network(size, round_trip_s=round_trip_ms / 1e3, ranks_per_node=per_node, backend="gloo")
     for name in names:
         # The last layers' tensors are sent exactly by PowerSGD: 280 kB each.
         widths = (300, 200, 700, 130, 1, 70_000)
@@ -88,25 +86,28 @@ def count_sent(rank, names, per_node, round_trip_ms):
         counted[name] = (meter.num_messages, meter.num_all_reduces, meter.num_bytes)
         buckets = buckets_of([tuple(each.shape) for each in model.parameters()], cap_bytes=0.3 * 2**20)
         assert len(buckets) > 1
-        hook = Candidate.form_named(name)
-        payloads = [hook.payload(each.shapes, FP32, size, per_node, **on_link) for each in buckets]
-        collectives = [each for payload in payloads for each in payload.collectives]
+        hook = NamedHook.form_named(name)
+        collectives = [
+            each for bucket in buckets for each in collectives_of(hook, tuple(bucket), FP32, network)
+        ]
         sizes = {"all": size, "within": per_node, "between": size // per_node}
         all_reduces = [each for each in collectives if each.kind == "all-reduce"]
-        predicted[name] = (
-            sum(sizes[each.group] - 1 for each in collectives if each not in all_reduces),
-            len(all_reduces),
-            sum(sent_bytes(each, size, per_node) for each in collectives),
-        )
-    return counted, predicted
+        num_bytes = 0.0
+        for each in collectives:
+            own = each.num_bytes / (per_node if each.group == "between" else 1)
+            passes = 2 if each.kind == "all-reduce" else 1
+            num_bytes += passes * (1 - 1 / sizes[each.group]) * own
+        messages = sum(sizes[each.group] - 1 for each in collectives if each not in all_reduces)
+        expected[name] = (messages, len(all_reduces), num_bytes)
+    return counted, expected
 
 
 @pytest.mark.parametrize(
     ("world_size", "per_node", "round_trip_ms"),
     [(2, 1, 0), (2, 1, 20), (4, 1, 0), (4, 1, 20), (4, 2, 0), (4, 2, 20)],
 )
-def test_hooks_send_the_predicted_messages_and_bytes(run_ranks, world_size, per_node, round_trip_ms):
-    names = tuple(CANDIDATES) if world_size == 2 else ("none", "fp16", *WITH_STATE)
+def test_hooks_send_these_messages_and_bytes(run_ranks, world_size, per_node, round_trip_ms):
+    names = NAMES if world_size == 2 else ("none", "fp16", *WITH_STATE)
     if per_node > 1:
         names = [f"{name} by nodes" for name in WITH_STATE]
     ranks = run_ranks(count_sent, world_size, names, per_node, round_trip_ms)
@@ -119,67 +120,19 @@ def test_hooks_send_the_predicted_messages_and_bytes(run_ranks, world_size, per_
         assert sent == pytest.approx(expected[2], rel=1e-9 if per_node == 1 else 1e-5), name
 
 
-def test_memory_traffic_is_the_documented_one():
-    """docs/internals: 12 B per element in 16 bits, 18.5 at 4 bits on 8 ranks; 20 B for PowerSGD."""
-    matrix = [(8192, 8192)]
-
-    def per_element(name, world_size=8):
-        return CANDIDATES[name].payload(matrix, FP32, world_size).moved_bytes / 8192**2
-
-    assert per_element("none") == 0
-    assert per_element("fp16") == 12
-    assert per_element("int4") == pytest.approx(18.5, abs=0.05)
-    assert per_element("powersgd:1") == pytest.approx(20, rel=0.01)
-    assert per_element("powersgd:16") > per_element("powersgd:1")
-    assert per_element("powersgd:1:int8") > per_element("powersgd:1")
-
-
-@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("name", NAMES)
 def test_awkward_buckets(name):
-    candidate = CANDIDATES[name]
     for shapes in ([], [(1,)], [(1, 1)], [()], SHAPES):
         for world_size in (1, 2, 7):
-            payload = candidate.payload(shapes, FP32, world_size)
-            assert payload.moved_bytes >= 0
-            assert all(each.num_bytes >= 0 for each in payload.collectives)
-
-
-def test_names():
-    for name in CANDIDATES:
-        assert candidate_named(name) == CANDIDATES[name]
-    assert candidate_named("powersgd:32:int8") == Candidate(
-        "powersgd:32:int8", rank=32, wire_dtype=torch.int8
-    )
-    for wrong in ("", "int2", "powersgd", "powersgd:0", "powersgd:-1", "powersgd:4:int4", "int4:256"):
-        with pytest.raises(ValueError, match=r"there is no hook .* known are none"):
-            candidate_named(wrong)
-
-
-def test_costs_are_those_of_the_page():
-    page = (ROOT / "docs" / "accuracy.md").read_text()
-    gpt = page[page.index("\ngpt: ") :].partition("\n\n")[0]
-    row = re.compile(r"^(\S+) +[\d,]+ +([\d.]+)× .*? ([+-]\d\.\d{3}) ±", re.MULTILINE)
-    on_page = {name: (float(nats), float(rate)) for name, rate, nats in row.findall(gpt)}
-    costs = {name: (cost.nats, cost.rate) for name, cost in MEASURED.items() if name != "none"}
-    assert costs == {name: on_page[name] for name in costs}
-    assert costs.keys() >= on_page.keys() - {"int4:64"}
-
-
-def test_costs_of_hooks_that_were_not_measured():
-    assert accuracy_cost(CANDIDATES["powersgd:16:bf16"]).nats == MEASURED["powersgd:16:int8"].nats
-    assert "int8" in accuracy_cost(CANDIDATES["powersgd:16:bf16"]).note
-    assert accuracy_cost(CANDIDATES["powersgd:1:int8"]).note == "2 ranks, fp32 factors"
-    assert accuracy_cost(candidate_named("powersgd:32")) is None
-    assert all(accuracy_cost(candidate) is not None for candidate in CANDIDATES.values())
+            found = traffic([shapes], NamedHook.named(name), Network(world_size))
+            assert (found.collective_bytes > 0) is (shapes != [])
+            assert (found.sent_bytes > 0) is (shapes != [] and world_size > 1)
 
 
 def test_bert_is_compressed_as_documented():
     """docs/choosing.md: 16 bits half, int4 7.8 times fewer at most, PowerSGD hundreds of times."""
-    buckets = buckets_of(built_in_model("bert-large").parameters)
-    total = {
-        name: sum(candidate.payload(bucket.shapes, FP32, 64).collective_bytes for bucket in buckets)
-        for name, candidate in CANDIDATES.items()
-    }
+    buckets = models.buckets("bert-large")
+    total = {name: traffic(buckets, NamedHook.named(name), Network(64)).collective_bytes for name in NAMES}
     assert total["none"] == 2 * total["bf16"] == 4 * 335_141_888
     assert 7.5 < total["none"] / total["int4"] < 7.8
     assert total["none"] / total["powersgd:1:int8"] > 500

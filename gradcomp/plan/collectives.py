@@ -1,0 +1,176 @@
+"""A hook's collectives in a step, from the library's own layouts; their bytes, and the network's time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+
+from gradcomp.comm.exchange import takes_one_exchange
+from gradcomp.compress.compressor import BucketSpec
+from gradcomp.compress.named import NamedHook
+from gradcomp.compress.powersgd import LEAST_BYTES_BY_NODES, PowerSGDOptions
+from gradcomp.compress.quantized import QuantizedOptions
+from gradcomp.compress.quantized_all_reduce import Form, LayoutFor
+from gradcomp.layout import BlockLayout
+
+from .models import Shape, num_elements
+from .network import Collective, Group, Network
+
+SUM_BYTES = 4  # an element of the exact sum within a node
+GLOO_THREADS = 2  # gloo's own collectives that run at the same time
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a hook sends in a step that compresses, and the network's time for it.
+
+    collective_bytes: what a rank hands to collectives, as docs/accuracy.md counts it; see collective_bytes.
+    sent_bytes: what leaves a node.
+    transfer_s: sent_bytes over the node's bandwidth.
+    wait_s: the round trips that follow one another.
+
+    Backward hides a part of both times, and compressing takes time of its own.
+    """
+
+    hook: str
+    collective_bytes: float
+    sent_bytes: float
+    transfer_s: float
+    wait_s: float
+
+
+def traffic(
+    buckets: Sequence[Sequence[Shape]], hook: NamedHook, network: Network, dtype: torch.dtype = torch.float32
+) -> Traffic:
+    """Return a hook's traffic in a step of DDP.
+
+    buckets: the shapes of each bucket's gradients, in this dtype; see buckets_of.
+    """
+    by_bucket = [collectives_of(hook, tuple(shapes), dtype, network) for shapes in buckets]
+    collectives = [each for bucket in by_bucket for each in bucket]
+    sent_bytes = sum(map(network.sent_bytes, collectives))
+    transfer_s = sent_bytes / network.bytes_per_s
+    wait_s = _num_round_trips(by_bucket, network) * network.round_trip_s
+    return Traffic(hook.name, collective_bytes(collectives), sent_bytes, transfer_s, wait_s)
+
+
+def _num_round_trips(by_bucket: Sequence[Sequence[Collective]], network: Network) -> float:
+    """Return how many round trips of a step follow one another.
+
+    On NCCL one bucket follows another. On gloo the exchanges of all buckets are under way together, but of
+    gloo's own all-reduces only GLOO_THREADS are.
+    """
+    trips = [sum(map(network.num_round_trips, bucket)) for bucket in by_bucket]
+    has_all_reduces = any(each.kind == "all-reduce" for bucket in by_bucket for each in bucket)
+    num_together = GLOO_THREADS if has_all_reduces else len(trips)
+    return max([sum(trips) / num_together, *trips]) if network.by_messages else sum(trips)
+
+
+def collective_bytes(collectives: Iterable[Collective]) -> float:
+    """Return the bytes handed to collectives, as docs/accuracy.md counts them.
+
+    An all-to-all or all-gather counts half: it sends half of an all-reduce's bytes. Collectives within a node
+    don't count, so flat and by nodes have equal bytes.
+    """
+    counted = (each for each in collectives if each.group != "within")
+    return sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in counted)
+
+
+@cache
+def collectives_of(
+    hook: NamedHook, shapes: tuple[Shape, ...], dtype: torch.dtype, network: Network
+) -> tuple[Collective, ...]:
+    """Return a hook's collectives on a bucket of gradients with these shapes, in a step that compresses."""
+    if not hook.is_by_nodes:
+        network = replace(network, ranks_per_node=1)
+    if hook.rank is not None:
+        return _powersgd(hook.powersgd_options, shapes, dtype, network)
+    if hook.bits is not None:
+        layout_for = partial(BlockLayout, shapes, QuantizedOptions(hook.bits).block_size)
+        return _quantized(layout_for, hook.bits, dtype, None, network)
+    numel = num_elements(shapes)
+    if hook.wire_dtype is None:  # DDP's own all-reduce, whatever the delay
+        return (Collective("all-reduce", numel * dtype.itemsize),)
+    return _sum(numel * hook.wire_dtype.itemsize, "all", network.world_size, network.has_delay)
+
+
+def _quantized(
+    layout_for: LayoutFor, bits: int, dtype: torch.dtype, exact_dtype: torch.dtype | None, network: Network
+) -> tuple[Collective, ...]:
+    """Return a quantized all-reduce's collectives: flat if network.ranks_per_node is 1, else by nodes."""
+    per_node = network.ranks_per_node
+    exact = exact_dtype or (dtype if per_node == 1 else torch.promote_types(dtype, torch.float32))
+    bucket = BucketSpec((), dtype, torch.device("cpu"), network.world_size, 0, per_node, network.has_delay)
+    form = Form.of(layout_for, bucket, bits, exact.itemsize)
+    layout = form.layout
+    _, shard_bytes = layout.sections(bits, exact.itemsize)
+    num_bytes = layout.world_size * shard_bytes * (form.num_senders or 1)
+    if not num_bytes:
+        return ()
+    group: Group = "all" if per_node == 1 else "between"
+    in_one = (Collective("all-gather", num_bytes, group),)
+    exchanged = in_one if form.num_senders else _two_exchanges(num_bytes, group)
+    if per_node == 1:
+        return exchanged
+    numel = layout.world_size * (layout.shard_numel + layout.exact_numel)
+    summed = Collective("reduce-scatter", numel * SUM_BYTES, "within")
+    return (summed, *exchanged, Collective("all-gather", num_bytes, "within"))
+
+
+def _powersgd(
+    options: PowerSGDOptions, shapes: tuple[Shape, ...], dtype: torch.dtype, network: Network
+) -> tuple[Collective, ...]:
+    """Return PowerSGD's collectives: P with the uncompressed tensors, then Q."""
+    layout = options.layout(shapes, dtype)
+    if options.is_quantized:
+        uncompressed = layout.numel - sum(matrix.numel for matrix in layout.matrices)
+        wide, exact = torch.promote_types(dtype, torch.float32), options.uncompressed_dtype or dtype
+        layouts = options.wire_layouts((layout.p_numel, uncompressed, layout.q_numel))
+        wires = [_quantized(layout_for, 8, wide, exact, network) for layout_for in layouts]
+    else:
+        itemsize = (options.factor_dtype or dtype).itemsize
+        sizes = (layout.wire_numel * itemsize, layout.q_numel * itemsize)
+        wires = [_factors(size, network) for size in sizes if size]
+    first, *later = wires or ((),)
+    # Both wires' receives are posted with the first. Only a wire in one flat exchange begins with a gather.
+    for each in later:
+        is_gather = [collective.kind for collective in each] == ["all-gather"]
+        first += (replace(each[0], is_posted=True),) if is_gather else each
+    return first
+
+
+def _factors(num_bytes: int, network: Network) -> tuple[Collective, ...]:
+    """Return the collectives that sum one of PowerSGD's wires; see PowerSGDCompressor._sum."""
+    is_small = num_bytes < LEAST_BYTES_BY_NODES
+    if network.ranks_per_node == 1 or is_small:
+        is_pair = network.by_messages and network.world_size == 2 and is_small
+        return _sum(num_bytes, "all", network.world_size, network.has_delay or is_pair)
+    return (
+        Collective("reduce-scatter", num_bytes, "within"),
+        *_sum(num_bytes, "between", network.num_nodes, network.has_delay, network.ranks_per_node),
+        Collective("all-gather", num_bytes, "within"),
+    )
+
+
+def _sum(
+    num_bytes: int, group: Group, size: int, has_delay: bool, ranks_per_node: int = 1
+) -> tuple[Collective, ...]:
+    """Return the collectives of exchange.all_reduce, for Collective's num_bytes and group.
+
+    size: the number of ranks that sum.
+    """
+    if not has_delay or size == 1:
+        return (Collective("all-reduce", num_bytes, group),)
+    if takes_one_exchange(-(-num_bytes // ranks_per_node), size, has_delay=True):
+        return (Collective("all-gather", size * num_bytes, group),)
+    return _two_exchanges(num_bytes, group)
+
+
+def _two_exchanges(num_bytes: int, group: Group) -> tuple[Collective, ...]:
+    return (
+        Collective("all-to-all", num_bytes, group),
+        Collective("all-gather", num_bytes, group, is_posted=True),
+    )
