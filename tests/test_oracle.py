@@ -11,7 +11,7 @@ import gradcomp.ops
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing.ranks import run_ranks
-from tests.hooks.powersgd_runs import directions_in
+from tests.kept import directions_in, error_in
 from tests.oracle import (
     BatchedPowerSGDOracle,
     PowerSGDOracle,
@@ -147,10 +147,9 @@ def flat(tensors_):
 
 
 def bucket_of(state):
-    """Return the bucket in a state's checkpoint, with directions in the oracles' order."""
-    bucket = state.state_dict()["buckets"][0]
-    directions = directions_in(bucket) if "error" in bucket else None
-    return {**bucket, "directions": directions}
+    """Return the bucket's error, and its directions in the oracles' order."""
+    error = error_in(state)
+    return {} if error is None else {"error": error, "directions": directions_in(state)}
 
 
 @dataclass

@@ -10,6 +10,7 @@ from gradcomp.hooks.quantization_hooks import (
 )
 from gradcomp.testing.ranks import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
+from tests.kept import error_in
 from tests.oracle import QuantizedOracle, mean, quantized, split
 from tests.tolerances import QUANTIZED_LOSS, QUANTIZED_STEP, UNLIKE_BLOCKS
 
@@ -71,10 +72,10 @@ def steps_of_hook(rank, group, bits, dtype):
     bucket = Bucket(torch.zeros(0, dtype=dtype), SHAPES)
     for step in range(STEPS):
         gradient = random_gradient(SHAPES, rank, step, dtype)
-        saved = state.state_dict()["buckets"].get(0, {})
+        before = error_in(state)
         bucket.set_buffer(gradient.clone())
         output = quantization_hook(state, bucket).wait()
-        history.append((gradient, output, saved.get("error")))
+        history.append((gradient, output, before))
     return history
 
 

@@ -5,7 +5,6 @@ version, or from a container that has changed it. For example, torch.distributed
 into strings, and fills only entries that the target already has.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -16,8 +15,8 @@ import torch.distributed as dist
 
 from ..comm.process_group import joined_group
 from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule, check_fields, checked_field
-from .compressor import Compressor, errors_in
-from .memories import BucketMemories, Memory
+from .compressor import Compressor
+from .parameter_states import Entries, Entry
 
 
 def owner_of(process_group: Any) -> dict[str, Any] | None:
@@ -83,10 +82,8 @@ class Settings:
 _SETTINGS = [each.name for each in fields(Settings)]
 _KEYS = (
     *("version", "algorithm", "options", *_SETTINGS, *PROGRESS),
-    *("errors_of", "parameters", "contents", "buckets"),
+    *("errors_of", "num_parameters", "parameters"),
 )
-# "kind" holds a bucket's dtype and its compressor's options.
-_BUCKET_KEYS = ("kind", "shapes", "parameters")
 
 
 def progress_of(state: Any) -> dict[str, int]:
@@ -95,24 +92,24 @@ def progress_of(state: Any) -> dict[str, int]:
 
 
 def to_state_dict(
-    algorithm: str, options: Any, settings: Settings, progress: Mapping[str, int], memories: BucketMemories
+    algorithm: str, options: Any, settings: Settings, progress: Mapping[str, int], entries: Entries
 ) -> dict[str, Any]:
     """Return a state_dict without the entry "errors_of".
 
     progress: see progress_of.
     """
-    parameters, saved = memories.saved()
-    buckets = {index: _bucket_entry(memory) for index, memory in enumerate(saved)}
+    for entry in entries.values():
+        if "error" in entry:  # the next step treats values that aren't finite as zeros
+            entry["error"] = entry["error"].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return {
         "version": VERSION,
         "algorithm": algorithm,
         "options": as_dict(options),
         **asdict(settings),
         **progress,
-        "parameters": parameters,
-        # Shows missing buckets: a container that fills only the target's entries leaves "buckets" empty.
-        "contents": {"buckets": list(buckets)},
-        "buckets": buckets,
+        # Shows missing entries: a container that fills only the target's entries leaves "parameters" empty.
+        "num_parameters": len(entries),
+        "parameters": entries,
     }
 
 
@@ -176,43 +173,9 @@ def options_from(what: str, given: Any, options_class: type) -> Any:
         raise ValueError(f"{what}: {error}" if what else str(error)) from error
 
 
-def _bucket_entry(memory: Memory) -> dict[str, Any]:
-    """Return a memory's entry in "buckets"."""
-    return {
-        "kind": {"dtype": memory.dtype, **as_dict(memory.options)},
-        "shapes": list(memory.shapes),
-        "parameters": list(memory.parameter_indices),
-        **finite(memory.saved or {}),
-    }
-
-
-def finite(saved: dict[str, Any]) -> dict[str, Any]:
-    """Replace errors that aren't finite by zeros, in place, because the next step treats them as zeros."""
-    for error in errors_in(saved).values():
-        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    return saved
-
-
-def memories_of(state_dict: dict[str, Any], options_class: type) -> list[Memory]:
-    """Return the memories in a checked state_dict."""
-    memories = []
-    for index, saved in state_dict["buckets"].items():
-        options = dict(saved["kind"])
-        dtype = options.pop("dtype")
-        options = options_from(f"bucket {index}", options, options_class)
-        memory = Memory(options, dtype, index, list(saved["shapes"]), list(saved["parameters"]))
-        memory.saved = {name: value for name, value in saved.items() if name not in _BUCKET_KEYS} or None
-        memories.append(memory)
-    return memories
-
-
 def has_errors(state_dict: dict[str, Any]) -> bool:
-    """Return whether any memory in the state_dict has an error."""
-    return any(
-        memory.get("error") is not None
-        for part in state_dict["contents"]
-        for memory in state_dict[part].values()
-    )
+    """Return whether any parameter in the state_dict has an error."""
+    return any("error" in entry for entry in state_dict["parameters"].values())
 
 
 def checked(
@@ -234,15 +197,6 @@ def checked(
             "into a state of the hook that saved it"
         )
     require_keys("the state_dict", state_dict, _KEYS)
-    buckets = {
-        index: _bucket(f"bucket {index}", memory, compressor, options_class)
-        for index, memory in indexed("buckets", state_dict["buckets"])
-    }
-    parameters = [i for memory in buckets.values() for i in memory["parameters"]]
-    if len(parameters) != len(set(parameters)):
-        raise ValueError(
-            f"the state_dict has parameters in several places of its buckets: {sorted(parameters)}"
-        )
     return {
         **state_dict,
         "algorithm": algorithm,
@@ -250,9 +204,7 @@ def checked(
         **asdict(settings_of(state_dict)),
         **{name: rule(name, state_dict[name]) for name, rule in PROGRESS.items()},
         "errors_of": checked_owner(state_dict["errors_of"]),
-        "parameters": checked_identity(state_dict["parameters"], buckets),
-        "contents": checked_contents(state_dict["contents"], "buckets", buckets),
-        "buckets": buckets,
+        "parameters": _checked_entries(state_dict["parameters"], state_dict["num_parameters"], compressor),
     }
 
 
@@ -268,78 +220,47 @@ def require_version(state_dict: Any) -> None:
         )
 
 
-def checked_contents(contents: Any, name: str, memories: dict[int, Any]) -> dict[str, list[int]]:
-    """Check "contents" for one dict of memories. Raises ValueError if it lists other indices.
+def _checked_entries(entries: Any, expected: Any, compressor: type[Compressor]) -> Entries:
+    """Check "parameters", and return it with copied tensors.
 
-    name: the dict's key in the state_dict.
+    expected: "num_parameters".
     """
-    found = {name: list(memories)}
-    if not isinstance(contents, dict) or contents.get(name) != found[name]:
+    if not isinstance(entries, dict):
+        raise ValueError(f"parameters is a {type(entries).__name__}, but must be a dict")
+    if type(expected) is not int or len(entries) != expected:
         raise ValueError(
-            f"the state_dict should hold {contents}, but holds {found}. Likely cause: {NOT_THROUGH_DCP}"
+            f"the state_dict should hold {expected!r} parameters, but holds {len(entries)}. Likely cause: "
+            f"{NOT_THROUGH_DCP}"
         )
-    return found
+    return {key: _checked_entry(key, entry, compressor) for key, entry in entries.items()}
 
 
-def _bucket(what: str, memory: Any, compressor: type[Compressor], options_class: type) -> dict[str, Any]:
-    """Check one bucket's entry, and return it in plain types and copied tensors."""
-    if not isinstance(memory, dict):
-        raise ValueError(f"{what} is a {type(memory).__name__}, but must be a dict")
-    state = {name: value for name, value in memory.items() if name not in _BUCKET_KEYS}
-    require_keys(what, {name: memory[name] for name in memory if name in _BUCKET_KEYS}, _BUCKET_KEYS)
-    kind, (shapes, parameters) = memory["kind"], checked_outline(what, memory)
-    if not isinstance(kind, dict) or "dtype" not in kind:
-        raise ValueError(f"{what}: kind is {kind!r}, but must be a dict with a dtype")
-    dtype = DTYPE(f"{what}: dtype", kind["dtype"])
-    options = {name: value for name, value in kind.items() if name != "dtype"}
-    options = options_from(f"{what}: kind", options, options_class)
-    if (error := state.pop("error", None)) is not None:
-        error = checked_error(f"{what}: the error", error, shapes, dtype)
-    for name, value in state.items():
-        if isinstance(value, list) and len(value) != len(shapes):
-            raise ValueError(f"{what}: {name} has {len(value)} entries for {len(shapes)} tensors")
-        entries = [
-            _entry(f"{what}: {name}", each) for each in (value if isinstance(value, list) else [value])
-        ]
-        state[name] = entries if isinstance(value, list) else entries[0]
-    state |= {} if error is None else {"error": error}
+def _checked_entry(key: Any, entry: Any, compressor: type[Compressor]) -> Entry:
+    """Check what is kept of one parameter, or of a bucket's parameters: dense tensors, finite if floats."""
+    is_key = isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(each, str) for each in key))
+    if not is_key:
+        raise ValueError(f"parameters has the key {key!r}, but its keys must be names. {NOT_THROUGH_DCP}")
+    what = f"the parameter {key}"
+    if not isinstance(entry, dict):
+        raise ValueError(f"{what} has a {type(entry).__name__}, but must have a dict")
+    tensors: Entry = {}
+    for name, given in entry.items():
+        is_error = name == "error"
+        tensors[name] = checked_tensor(f"{what}: {name}", given, is_float=True if is_error else None)
     try:
-        compressor.check_state(state, shapes, dtype, options)
+        compressor.check_entry(tensors)
     except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
-    kind = {"dtype": dtype, **as_dict(options)}
-    return {"kind": kind, "shapes": shapes, "parameters": parameters, **state}
+        raise ValueError(f"{what} {error}") from error
+    return tensors
 
 
-def _entry(what: str, given: Any) -> torch.Tensor | None:
-    """Check and copy a tensor of a compressor's state: any shape and dtype, but floats must be finite."""
-    if given is None:
-        return None
-    if isinstance(given, torch.Tensor) and not given.is_floating_point():
-        return given.detach().clone()
-    return checked_tensor(what, given, getattr(given, "shape", None), None)
+def require_names(entry: Entry, known: Sequence[str]) -> None:
+    """Raise ValueError for an entry with unknown names.
 
-
-def require_error(state: dict[str, Any], known: Sequence[str]) -> None:
-    """Raise ValueError for a compressor's state with unknown entries, or with entries but no "error".
-
-    known: the names of the known entries.
+    known: the known names.
     """
-    if unknown := [name for name in state if name not in known]:
+    if unknown := [name for name in entry if name not in known]:
         raise ValueError(f"has the unknown {', '.join(map(repr, unknown))}")
-    if state and "error" not in state:
-        raise ValueError(f"has {' and '.join(state)} but no error")
-
-
-def checked_outline(what: str, memory: dict[str, Any]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Check a bucket's shapes and parameters. Returns (shapes, parameters)."""
-    shapes = [
-        tuple(counts(f"{what}: a shape", shape)) for shape in as_list(f"{what}: shapes", memory["shapes"])
-    ]
-    parameters = counts(f"{what}: parameters", memory["parameters"])
-    if len(parameters) != len(shapes):
-        raise ValueError(f"{what} has {len(shapes)} shapes for {len(parameters)} parameters")
-    return shapes, parameters
 
 
 def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
@@ -354,21 +275,6 @@ def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
         raise KeyError(f"{what} {' and '.join(found)}")
 
 
-def indexed(name: str, part: Any) -> list[tuple[int, Any]]:
-    """Return the (bucket index, memory) pairs of one dict of memories. Raises ValueError for other keys.
-
-    name: the dict's key in the state_dict.
-    """
-    if not isinstance(part, dict):
-        raise ValueError(f"{name} is a {type(part).__name__}, but must be a dict")
-    for index in part:
-        if type(index) is not int or index < 0:
-            raise ValueError(
-                f"{name} has the key {index!r}, but its keys must be ints. Likely cause: {NOT_THROUGH_DCP}"
-            )
-    return list(part.items())
-
-
 def checked_owner(errors_of: Any) -> dict[str, Any] | None:
     """Check "errors_of", and return it in plain types. Raises ValueError for a rank ≥ the world size."""
     if errors_of is None:
@@ -380,65 +286,24 @@ def checked_owner(errors_of: Any) -> dict[str, Any] | None:
     return {"rank": rank, "world_size": world_size}
 
 
-def checked_identity(parameters: Any, buckets: Mapping[int, Any]) -> dict[str, Any]:
-    """Check "parameters", and return it in plain types. It must identify every parameter of the buckets."""
-    require_keys("parameters", parameters, ("names", "first_buckets"))
-    names = dict(indexed("names", parameters["names"]))
-    if not all(isinstance(name, str) for name in names.values()) or len(set(names.values())) < len(names):
-        raise ValueError(f"names has {list(names.values())}, but must have a different str for every index")
-    first_buckets: list[dict[str, Any]] = []
-    for bucket in as_list("first_buckets", parameters["first_buckets"]):
-        require_keys("a first bucket", bucket, ("parameters", "shapes"))
-        shapes, indices = checked_outline("a first bucket", bucket)
-        first_buckets.append({"parameters": indices, "shapes": shapes})
-    known = [*names, *(i for each in first_buckets for i in each["parameters"])]
-    used = [i for memory in buckets.values() for i in memory["parameters"]]
-    if len(set(known)) < len(known) or not set(used) <= set(known):
-        raise ValueError(
-            f"the buckets have the parameters {sorted(used)}, but names and first_buckets identify "
-            f"{sorted(known)}: each must be there once"
-        )
-    return {"names": names, "first_buckets": tuple(first_buckets)}
+def checked_tensor(what: str, given: Any, *, is_float: bool | None) -> torch.Tensor:
+    """Check a tensor, and return a copy. Raises ValueError unless it is dense, and finite if it has floats.
 
-
-def as_list(what: str, given: Any) -> list[Any]:
-    """Return a list or tuple as a list. Raises ValueError for anything else."""
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{what} is a {type(given).__name__}, but must be a list")
-    return list(given)
-
-
-def counts(what: str, given: Any) -> list[int]:
-    """Return a list of whole numbers of at least 0. Raises ValueError for anything else."""
-    return [COUNT(what, each) for each in as_list(what, given)]
-
-
-def checked_error(what: str, given: Any, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of a bucket's error, [numel], in the bucket's dtype or a wider one."""
-    error = checked_tensor(what, given, (sum(map(math.prod, shapes)),), None)
-    if torch.promote_types(error.dtype, dtype) != error.dtype:
-        raise ValueError(f"{what} is of {error.dtype}, but must be of {dtype} or a wider dtype")
-    return error
-
-
-def checked_tensor(
-    what: str, given: Any, shape: tuple[int, ...] | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """Check a tensor, and return a copy. Raises ValueError unless it is dense, finite and fits.
-
-    shape: the expected shape; None: any 1-D shape.
-    dtype: the expected dtype; None: any floating-point dtype.
+    is_float: whether it must be of a floating-point dtype.
     """
     if not isinstance(given, torch.Tensor):
         raise ValueError(f"{what} is a {type(given).__name__}, but must be a tensor")
     if given.layout != torch.strided or given.is_meta:
         raise ValueError(f"{what} is {given.layout} on {given.device}, but must be dense and have values")
-    dtype_fits = given.dtype == dtype if dtype else given.is_floating_point()
-    if given.shape != (given.shape[:1] if shape is None else shape) or not dtype_fits:
-        raise ValueError(
-            f"{what} is {list(given.shape)} of {given.dtype}, but must be {list(shape or ['any length'])} of "
-            f"{dtype or 'a floating-point dtype'}"
-        )
-    if not given.isfinite().all():
+    if is_float and not given.is_floating_point():
+        raise ValueError(f"{what} is of {given.dtype}, but must be of a floating-point dtype")
+    if given.is_floating_point() and not given.isfinite().all():
         raise ValueError(f"{what} has values that aren't finite")
     return given.detach().clone()
+
+
+def counts(what: str, given: Any) -> list[int]:
+    """Return a list of whole numbers of at least 0. Raises ValueError for anything else."""
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{what} is a {type(given).__name__}, but must be a list")
+    return [COUNT(what, each) for each in given]

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from ..comm.exchange import Works
 
 # A compressor's state by name. There are three kinds of values:
-#   a 1-D tensor with one element per element of the bucket: each rank has its own; moves with its parameters
-#       to other buckets
+#   "error", a 1-D tensor with one element per element of the bucket: each rank has its own, in the unit of
+#       gradients; moves with its parameters to other buckets
 #   a list with a tensor or None per tensor of the bucket: the same on all ranks; moves with its parameters
-#   any other tensor: the same on all ranks; lost when buckets change
-# The entry "error" has the scale of gradients.
+#   any other tensor: the same on all ranks; kept for a bucket of the same parameters
 State = dict[str, Any]
 
 
@@ -120,22 +119,16 @@ class Compressor(ABC):
         """Continue from another compressor's state(). After a change of buckets, entries may be missing."""
 
     @classmethod  # noqa: B027 may stay empty
-    def check_state(
-        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: Any
-    ) -> None:
-        """Raise ValueError for a checkpoint's state that `load` can't load.
+    def check_entry(cls, entry: dict[str, torch.Tensor]) -> None:
+        """Raise ValueError for a checkpoint's entry of one parameter that `load` can't load.
 
-        shapes: the shapes of the tensors in the bucket that the state was saved for.
-        dtype: that bucket's dtype.
-
-        The caller has checked that "error" has one element per element of the bucket, that lists have one
-        entry per tensor, and that floating-point values are finite.
+        The caller has checked that tensors are dense, and that floating-point values are finite.
         """
 
     def leave_out(self, unused: Sequence[int]) -> None:  # noqa: B027 may stay empty
         """Set the positions of the tensors that this rank's backward has not used. Called before `average`.
 
-        The list may be incomplete, because a hook can't always tell; see BucketPart.unused.
+        The list may be incomplete, because a hook can't always tell; see Bucket.unused.
         """
 
     def current_error(self) -> torch.Tensor | None:

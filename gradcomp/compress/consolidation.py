@@ -30,7 +30,7 @@ def average_errors(
         when the next one is loaded.
     checked: the method CompressorState.checked of a state, which checks a state_dict.
 
-    Raises ValueError for an empty list and for state_dicts of different steps or buckets. For any other
+    Raises ValueError for an empty list and for state_dicts of different steps or parameters. For any other
     invalid state_dict it raises the errors of load_state_dict.
     """
     merged: dict[str, Any] = {}
@@ -44,12 +44,12 @@ def average_errors(
                 f"average_errors takes what all ranks saved in one step, but number 0 has {expected} and "
                 f"number {rank} has {found}"
             )
-        for memory, error in zip(_with_errors(merged), _errors(state_dict), strict=True):
-            memory["error"] = error.double() + (memory["error"] if rank else 0)
+        for entry, error in zip(_with_errors(merged), _errors(state_dict), strict=True):
+            entry["error"] = error.double() + (entry["error"] if rank else 0)
     if not merged:
         raise ValueError("average_errors takes the state_dicts of all ranks, got none")
-    for memory, dtype in zip(_with_errors(merged), dtypes, strict=True):
-        memory["error"] = (memory["error"] / num_ranks).to(dtype)
+    for entry, dtype in zip(_with_errors(merged), dtypes, strict=True):
+        entry["error"] = (entry["error"] / num_ranks).to(dtype)
     return merged | {"errors_of": {"rank": None, "world_size": num_ranks}}
 
 
@@ -57,10 +57,10 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
     """Return a state_dict with the mean of all ranks' errors, on the CPU. A run of any size can load it.
 
     A collective: every rank of the state's process group must call it, after the same step. All ranks get the
-    same result. It averages one bucket after another, in float64. average_errors explains the mean.
+    same result. It averages one parameter after another, in float64. average_errors explains the mean.
 
     Raises RuntimeError if there is no process group. Raises RuntimeError on every rank if the ranks' steps or
-    buckets differ.
+    parameters differ.
 
     Example::
 
@@ -78,11 +78,11 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
     device = device_for(group, _errors(mine))
     advice = "Call consolidated_state_dict on every rank, after the same step."
     require_same_on_all_ranks(f"{state.algorithm}'s state", _outline(merged), group, device, advice)
-    for memory in _with_errors(merged):
-        total = memory["error"].to(device, torch.float64, copy=True)
+    for entry in _with_errors(merged):
+        total = entry["error"].to(device, torch.float64, copy=True)
         with operation:
             dist.all_reduce(total, group=group)
-        memory["error"] = (total / group.size()).to("cpu", memory["error"].dtype)
+        entry["error"] = (total / group.size()).to("cpu", entry["error"].dtype)
     return merged | {"errors_of": {"rank": None, "world_size": group.size()}}
 
 
@@ -162,24 +162,23 @@ def _group(function: Any, state: Any) -> dist.ProcessGroup:
 
 
 def _with_errors(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the memories that have an error, in the same order on all ranks."""
-    memories = (memory for _, memory in sorted(state_dict["buckets"].items()))
-    return [memory for memory in memories if memory.get("error") is not None]
+    """Return the entries that have an error, in the same order on all ranks."""
+    entries = sorted(state_dict["parameters"].items(), key=lambda pair: str(pair[0]))
+    return [entry for _, entry in entries if "error" in entry]
 
 
 def _errors(state_dict: dict[str, Any]) -> list[torch.Tensor]:
-    return [memory["error"] for memory in _with_errors(state_dict)]
+    return [entry["error"] for entry in _with_errors(state_dict)]
 
 
 def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the values that must be equal on all ranks before their errors are averaged."""
     return {
         "step": state_dict["iter"],
-        "parameters": state_dict["parameters"],
-        "buckets": [
-            [index, memory["shapes"], memory["parameters"], memory.get("error") is not None]
-            for index, memory in sorted(state_dict["buckets"].items())
-        ],
+        "parameters": {
+            str(key): {name: list(value.shape) for name, value in sorted(entry.items())}
+            for key, entry in state_dict["parameters"].items()
+        },
     }
 
 

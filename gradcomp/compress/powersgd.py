@@ -27,7 +27,7 @@ from ..rules import (
     check_fields,
     checked_field,
 )
-from .checkpoint import as_list, checked_tensor, require_error
+from .checkpoint import require_names
 from .compressor import BucketSpec, Compressor, State
 from .pending_errors import PendingErrors
 from .quantized import QuantizedCompressor, QuantizedOptions
@@ -126,7 +126,8 @@ class PowerSGDCompressor(Compressor):
     The state's entries:
 
     "error": [numel], this rank's error.
-    "directions": by tensor, the Q [cols, rank] that the next step projects on; one Q for a square view.
+    "direction": by tensor, the Q [cols, rank] that the next step projects on.
+    "square_direction": instead, the Q of a square view of the bucket.
 
     Errors that another compressor has left of the tensors that PowerSGD sends exactly, as a quantized start
     does, are sent once. Directions for another rank are not used.
@@ -171,23 +172,15 @@ class PowerSGDCompressor(Compressor):
         self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
 
     @classmethod
-    def check_state(
-        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: PowerSGDOptions
-    ) -> None:
-        require_error(state, ("error", "directions"))
-        given = state.get("directions")
-        if given is None:
-            return
-        matrices = options.layout(shapes, dtype).matrices
-        if options.square:
-            given, tensors = [given], [0] * len(matrices)
-        else:
-            tensors = options.tensors_of_matrices(shapes, dtype)
-            given = as_list("directions", given)
-        for position, matrix in zip(tensors, matrices, strict=True):
-            if given[position] is not None:
-                wide = torch.promote_types(dtype, torch.float32)
-                checked_tensor("a direction", given[position], (matrix.cols, matrix.rank), wide)
+    def check_entry(cls, entry: dict[str, torch.Tensor]) -> None:
+        require_names(entry, ("error", "direction", "square_direction"))
+        for name, direction in entry.items():
+            if name == "error" or (direction.is_floating_point() and direction.dim() == 2):
+                continue
+            raise ValueError(
+                f"has a {name} {list(direction.shape)} of {direction.dtype}, but must have [cols, rank] of a "
+                "floating-point dtype"
+            )
 
     @classmethod
     def claims(cls, options: PowerSGDOptions) -> dict[str, Any]:
@@ -290,11 +283,11 @@ class PowerSGDCompressor(Compressor):
     def state(self) -> State:
         directions = self.plan.directions()
         if self._is_square:
-            return {"error": self._error(), **({"directions": directions[0]} if directions else {})}
+            return {"error": self._error(), **({"square_direction": directions[0]} if directions else {})}
         by_tensor: list[torch.Tensor | None] = [None] * self._num_tensors
         for tensor, direction in zip(self._tensors, directions, strict=True):
             by_tensor[tensor] = direction
-        return {"error": self._error(), "directions": by_tensor}
+        return {"error": self._error(), "direction": by_tensor}
 
     def _error(self) -> torch.Tensor:
         """Return a copy of this rank's error, [numel]."""
@@ -303,13 +296,14 @@ class PowerSGDCompressor(Compressor):
         return error
 
     def load(self, state: State) -> None:
-        given, directions = state.get("directions"), self.plan.directions()
-        if given is not None:
-            by_matrix = [given] if self._is_square else [given[tensor] for tensor in self._tensors]
-            pairs = zip(by_matrix, directions, strict=True)
-            directions = [
-                own if loaded is None or loaded.shape != own.shape else loaded for loaded, own in pairs
-            ]
+        directions = self.plan.directions()
+        if self._is_square:
+            given = [state.get("square_direction")] * len(directions)
+        else:
+            by_tensor = state.get("direction", [None] * self._num_tensors)
+            given = [by_tensor[tensor] for tensor in self._tensors]
+        pairs = zip(given, directions, strict=True)
+        directions = [own if q is None or q.shape != own.shape else q for q, own in pairs]
         self.plan.load(state["error"], directions)
         self._pending.load(state["error"])
 

@@ -30,7 +30,7 @@ from gradcomp.layout.blocks import BlockLayout
 from ..comm.exchange import Works
 from ..comm.pipeline import run_through
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
-from .checkpoint import require_error
+from .checkpoint import require_names
 from .compressor import BucketSpec, Compressor, State
 from .pending_errors import PendingErrors
 from .quantized_all_reduce import all_reduce_for, compile_all_reduce
@@ -123,10 +123,8 @@ class QuantizedCompressor(Compressor):
         self.sent_numel = -(-self._all_reduce.num_bytes // bucket.dtype.itemsize)
 
     @classmethod
-    def check_state(
-        cls, state: State, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: QuantizedOptions
-    ) -> None:
-        require_error(state, ("error",))
+    def check_entry(cls, entry: dict[str, torch.Tensor]) -> None:
+        require_names(entry, ("error",))
 
     @classmethod
     def claims(cls, options: QuantizedOptions) -> dict[str, Any]:

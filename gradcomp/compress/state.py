@@ -2,7 +2,7 @@
 
     hook(state, bucket) ──▶ state.average
         phase       how this step's buckets are averaged: plainly, or by a class of compressors
-        memories    the Memory of the bucket's parameters, and its live compressor
+        states      what is kept of the bucket's parameters, and the bucket's compressor
         stages      the compressor's kernels and collectives, on a side stream (CUDA) or in the Pipeline (CPU)
 
 A bucket's index() and is_last() are hints only. In a static graph's first step, torch gives every bucket the
@@ -43,7 +43,8 @@ from . import checkpoint
 from .announcement import announce_start, say
 from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
 from .compressor import Compressor, MakesCompressors, ShardCompressor, errors_in
-from .memories import BucketMemories, BucketPart, Memory
+from .parameter_keys import is_name
+from .parameter_states import Bucket, Entries, ParameterStates
 
 # A state with more exact steps than this before compression says so in its first step.
 LONG_START = 10
@@ -178,7 +179,7 @@ class CompressorState:
         self._step = _StepBuckets()
         self._phase: Phase | None = None
         self._announced: set[str] = set()
-        self._memories = BucketMemories()
+        self._states = ParameterStates()
         self._pipeline = Pipeline()
         self._is_compared = self._was_loaded = self._discards_step = self._is_resumed = False
         # The rank that saved the loaded errors, until this process's own rank is known.
@@ -289,7 +290,7 @@ class CompressorState:
     @property
     def has_model(self) -> bool:
         """True if buckets have brought a model's parameters, or number_parameters has named them."""
-        return self._memories.have_parameters
+        return self._states.have_parameters
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (compression rate, elements before compression, elements after), summed over all steps."""
@@ -304,9 +305,9 @@ class CompressorState:
         Call it before the first step if you use torch's DDP, which tells a hook no names. gradcomp's wrapper
         and Reducer, CommHook, compress_replicas and compress_reduce_scatter call it for you.
 
-        Without names, a checkpoint identifies parameters by the first step's buckets. If the first step of a
-        resumed run has other buckets (another bucket_cap_mb, say), the saved errors can't be used, and a
-        warning is logged.
+        Without names, parameters are known by the first step's buckets. If the first step of a resumed run
+        has other buckets (another bucket_cap_mb, say), the saved errors can't be used, and a warning is
+        logged.
 
         Raises TypeError for anything but pairs of a name and a tensor; ValueError if a checkpoint has these
         names, but buckets have brought the parameters already.
@@ -316,7 +317,7 @@ class CompressorState:
             state.number_parameters(model.named_parameters())
             ddp_model.register_comm_hook(state, hook)
         """
-        self._memories.identity.name(named_parameters)
+        self._states.name(named_parameters)
 
     @contextmanager
     def discard_step(self) -> Iterator[None]:
@@ -349,10 +350,10 @@ class CompressorState:
         """End and count the step. Call this after the last bucket yourself if no bucket reports is_last()."""
         gradient_bytes, sent_bytes = self._step.gradient_bytes, self._step.sent_bytes
         self._step.end()
-        self._memories.end_step()
+        self._states.end_step()
         if self._was_loaded:
             self._was_loaded = False
-            self._warn_of_unclaimed_memories()
+            self._warn_of_unclaimed()
         phase = self.phase(self._options)
         if phase.compressor is not None and self.iter >= self.next_stats_report:
             self._report_stats()
@@ -408,11 +409,9 @@ class CompressorState:
         """
         if self._discards_step:
             return
-        found = self._memories.memory_of(parameter)
-        compressor, offset = (found[0].compressor, found[1]) if found else (None, 0)
-        if compressor is not None:
-            real = torch.view_as_real(average) if average.is_complex() else average
-            compressor.add_to_error(offset, real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+        real = torch.view_as_real(average) if average.is_complex() else average
+        values = real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        self._states.add_to_error(parameter, values)
 
     def rescale_errors(self, factor: float) -> None:
         """Multiply this rank's errors by factor, after the scale of the gradients has changed.
@@ -437,7 +436,7 @@ class CompressorState:
                 f"{factor!r}"
             )
         if factor != 1:
-            self._memories.scale_errors(factor)
+            self._states.scale_errors(factor)
 
     def average(self, hook_name: str, bucket: dist.GradBucket, options: Any = None) -> Future:
         """Average a hook's bucket: plainly in the first steps, with compressors in later steps.
@@ -445,8 +444,8 @@ class CompressorState:
         A ShardBucket is reduce-scattered instead: its shard gets the sum, and its buffer is of no use.
 
         hook_name: the hook's name in messages.
-        options: the bucket's options, comparable by ==; None for the state's options. If a bucket's options
-            have changed, its error starts at zero.
+        options: the bucket's options, comparable by ==; None for the state's options. If they change, the
+            errors stay.
 
         Raises TypeError if the bucket is not a dense floating-point bucket. In the state's first step, raises
         RuntimeError on every rank if the ranks differ.
@@ -462,15 +461,14 @@ class CompressorState:
         phase = self._phase
         if isinstance(bucket, ShardBucket):
             phase = _of_shards(phase)
-        parts = self._parts_of(bucket, options)
+        own = self._states.bucket_of(bucket, options)
         if phase.compressor is None:
             future = self._average_plainly(hook_name, bucket, group)
         else:
             self._warn_of_another_ranks_errors(group)
-            future = self._average_compressed(hook_name, bucket, group, phase.compressor, parts)
+            future = self._average_compressed(hook_name, bucket, group, phase.compressor, own)
         if phase.warms_up:  # warm-up runs while this step's collectives are in progress
-            for part in parts:
-                part.memory.warm_up(phase.warms_up, buffer.device, **self._ranks(group))
+            own.warm_up(phase.warms_up, buffer.device, **self._ranks(group))
         self.maybe_increase_iter(bucket)
         return future
 
@@ -488,20 +486,22 @@ class CompressorState:
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
         make: MakesCompressors,
-        parts: list[BucketPart],
+        own: Bucket,
     ) -> Future:
-        """Average a bucket part by part, with a compressor made by `make` for each part."""
+        """Average a bucket with a compressor made by `make`."""
         buffer = bucket.buffer()
-        compressors = [self._compressor_of(part.memory, make, buffer.device, group) for part in parts]
-        if parts[0].slices is None and compressors[0].is_plain:
+        seed = self._seed(own.index, self.iter)
+        compressor, lost = self._states.compressor_of(own, make, buffer.device, seed, **self._ranks(group))
+        if lost:
+            self._warn_of("the checkpoint has other shapes of %s, whose errors start at zero", lost)
+        if compressor.is_plain:
             future = self._average_plainly(hook_name, bucket, group)
         else:
-            future = self._average_in_stages(hook_name, bucket, group, parts, compressors)
-        sent_numel = sum(compressor.sent_numel for compressor in compressors)
+            future = self._average_in_stages(hook_name, bucket, group, own, compressor)
         self.total_numel_before_compression += buffer.numel()
-        self.total_numel_after_compression += sent_numel
+        self.total_numel_after_compression += compressor.sent_numel
         self._step.gradient_bytes += buffer.nbytes
-        self._step.sent_bytes += sent_numel * buffer.itemsize
+        self._step.sent_bytes += compressor.sent_numel * buffer.itemsize
         return future
 
     def _average_in_stages(
@@ -509,35 +509,30 @@ class CompressorState:
         hook_name: str,
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
-        parts: list[BucketPart],
-        compressors: list[Compressor],
+        own: Bucket,
+        compressor: Compressor,
     ) -> Future:
-        """Begin the stages of the compressors of a bucket's parts, one part after another."""
+        """Begin a compressor's stages."""
         buffer = bucket.buffer()
         # A compressor ends a step by choosing the next step's random projections: hence the next step's seed.
-        seeds = [self._seed(part.memory.index, self.iter + 1) for part in parts]
-        unused = [part.unused(bucket) for part in parts]
+        seed, unused = self._seed(own.index, self.iter + 1), own.unused(bucket)
         keeps_errors = self._discards_step
 
         def stages() -> Stages:
-            for part, compressor, seed, left_out in zip(parts, compressors, seeds, unused, strict=True):
-                flat = part.gather(buffer)
-                compressor.leave_out(left_out)
-                errors = errors_in(compressor.state()) if keeps_errors else {}
-                if isinstance(bucket, ShardBucket):
-                    assert isinstance(compressor, ShardCompressor)
-                    yield from compressor.reduce_scatter(flat, bucket.shard, group)
-                else:
-                    yield from compressor.stages(flat, group, seed)
-                if errors:
-                    compressor.load({**compressor.state(), **errors})
-                part.scatter(flat, buffer)
+            compressor.leave_out(unused)
+            errors = errors_in(compressor.state()) if keeps_errors else {}
+            if isinstance(bucket, ShardBucket):
+                assert isinstance(compressor, ShardCompressor)
+                yield from compressor.reduce_scatter(buffer, bucket.shard, group)
+            else:
+                yield from compressor.stages(buffer, group, seed)
+            if errors:
+                compressor.load({**compressor.state(), **errors})
             return buffer
 
         running = explained(stages(), Operation.averaging(bucket.index(), hook_name, group))
         if self.recorder is not None:
-            named = (self.iter, bucket.index(), buffer)
-            running = self.recorder.recorded(running, *named, parts, compressors, group)
+            running = self.recorder.recorded(running, self.iter, bucket.index(), buffer, compressor, group)
         is_first = self._step.num_buckets == 1
         is_last = bucket.is_last() or is_waited_for_at_once(bucket)
         return self._pipeline.add(running, buffer.device, is_first=is_first, is_last=is_last)
@@ -549,7 +544,7 @@ class CompressorState:
             self.end_step()
         if self._group is not None and self._group() is not group:
             # Compressors depend on the number of ranks, and on this rank's number.
-            self._memories.save_and_drop_compressors()
+            self._states.give_all_back()
             self._is_compared = False
         self._group = weakref.ref(group)
         self._step.add(parameters)
@@ -561,7 +556,7 @@ class CompressorState:
         """In the first step, raise RuntimeError on every rank if options or buckets differ between ranks."""
         if self._is_compared:
             return
-        names = map(self._memories.identity.name_of, bucket.parameters())
+        names = map(self._states.keys.get, bucket.parameters())
         values = self.compared_options() | {
             "iter": self.iter,
             "hook": hook_name,
@@ -571,7 +566,7 @@ class CompressorState:
             "whether the bucket is the last (bucket_cap_mb tells how many there are)": bucket.is_last(),
             "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
             "names of parameters (number_parameters gives them)": list(names),
-            "directions": self._memories.common_digest(),
+            "directions": self._states.common_digest(),
         }
         if is_first:
             require_same_group(f"{hook_name}'s state", group)
@@ -592,7 +587,7 @@ class CompressorState:
         nodes = (found.ranks_per_node, str(found)) if found else None
         round_trip = round_trip_s(bucket.buffer(), group, found.between if found else None)
         if (nodes, round_trip) != (self._nodes, self._round_trip_s):
-            self._memories.save_and_drop_compressors()
+            self._states.give_all_back()
             self._nodes, self._round_trip_s = nodes, round_trip
         if processors := [text for name, text in unlike.items() if name in processor]:
             _logger_of(self).warning(
@@ -602,47 +597,28 @@ class CompressorState:
                 "; ".join(processors),
             )
 
-    def _parts_of(self, bucket: dist.GradBucket, options: Any) -> list[BucketPart]:
-        """Return the bucket's parts. Logs the memories that were dropped."""
-        parts, lost, unidentified = self._memories.parts_of(bucket, options)
-        if unidentified:
-            _logger_of(self).warning(
-                "%s: the checkpoint knows its parameters by the first step's buckets, and this run's first "
-                "step has other buckets: the memory of %s parameters starts at zero. Likely cause: another "
-                "bucket_cap_mb, find_unused_parameters or model. Call state.number_parameters("
-                "model.named_parameters()) in both runs, and checkpoints know parameters by name.",
-                self.algorithm,
-                unidentified,
+    def _warn_of_unclaimed(self) -> None:
+        """Warn if a checkpoint has entries of parameters that the first step has not brought."""
+        unclaimed = self._states.unclaimed()
+        if names := list(filter(is_name, unclaimed)):
+            self._warn_of(
+                "the checkpoint has errors of parameters that the first step has not brought: %s. They wait "
+                "for them. Likely cause: another model, or this run has no names of parameters: call "
+                "state.number_parameters(model.named_parameters())",
+                names,
             )
-        for memory in lost:
-            is_alike = (memory.options, memory.dtype) == (options, bucket.buffer().dtype)
-            _logger_of(self).warning(
-                "%s: bucket %s has %s %s: its memory starts at zero.",
-                self.algorithm,
-                memory.index,
-                "another layout" if is_alike else "other options",
-                "than its checkpoint" if memory.compressor is None else "now",
-            )
-        return parts
-
-    def _warn_of_unclaimed_memories(self) -> None:
-        """Warn if a loaded memory belongs to parameters that the first step has not brought."""
-        if names := self._memories.unclaimed():
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            _logger_of(self).warning(
-                "%s: the checkpoint has a memory of parameters that the first step has not brought: %s. It "
-                "waits for them; parameters without a memory start at zero. Likely cause: another model, or "
-                "one run has names of parameters and the other run has none: call "
-                "state.number_parameters(model.named_parameters()) in both runs.",
-                self.algorithm,
-                shown,
+        if places := [key for key in unclaimed if not is_name(key)]:
+            self._warn_of(
+                "the checkpoint knows parameters by the first step's buckets, and this run's first step has "
+                "others, or names: the errors of %s start at zero. Likely cause: another bucket_cap_mb, "
+                "find_unused_parameters or model. Call state.number_parameters(model.named_parameters()) in "
+                "both runs, and checkpoints know parameters by name",
+                places,
             )
 
-    def _compressor_of(
-        self, memory: Memory, make: MakesCompressors, device: torch.device, group: dist.ProcessGroup
-    ) -> Compressor:
-        seed = self._seed(memory.index, self.iter)
-        return memory.live_compressor(make, device, seed, **self._ranks(group))
+    def _warn_of(self, text: str, keys: list[str]) -> None:
+        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+        _logger_of(self).warning(f"%s: {text}.", self.algorithm, shown)
 
     @property
     def _has_delay(self) -> bool:
@@ -679,16 +655,28 @@ class CompressorState:
         "algorithm": the compressor's name.
         "options": the compressor's options by name.
         Settings and progress: one entry each, by name.
-        "parameters": "names" by index; "first_buckets", the indices and shapes of parameters without a name.
         "errors_of": the rank that the errors belong to, {"rank", "world_size"}.
-        "contents": the indices in "buckets".
-        "buckets": by index, a bucket's "kind" (dtype and options), "shapes" and "parameters" (indices), and
-            the entries of the compressor's state().
+        "parameters": what is kept of each parameter, as in `state`.
+        "num_parameters": the number of entries in "parameters".
         """
         saved = checkpoint.to_state_dict(
-            self.algorithm, self._options, self._settings, progress_of(self), self._memories
+            self.algorithm, self._options, self._settings, progress_of(self), self._states.entries()
         )
         return {**saved, "errors_of": self._errors_of or owner_of(self.process_group)}
+
+    @property
+    def state(self) -> Entries:
+        """What is kept of each parameter, copied: {name: {"error": [as the parameter], ...}}.
+
+        The keys are the parameters' names, see number_parameters; without names, the place where a bucket
+        first brought them. What belongs to a whole bucket has a tuple of all its parameters' keys as its key.
+        Errors are in the gradients' unit; those of a complex parameter have a last dimension of 2.
+        """
+        return self._states.entries()
+
+    def errors_of_buckets(self) -> dict[int, torch.Tensor]:
+        """Return copies of this rank's errors by the index of their bucket, [numel]."""
+        return self._states.errors_of_buckets()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict, including its options. The process group stays.
@@ -723,7 +711,7 @@ class CompressorState:
         """Continue from a checked state_dict. The next step compares the ranks again."""
         self._options = self._options_class(**checked["options"])
         self._settings = checkpoint.settings_of(checked)
-        self._memories.load(checked["parameters"], checkpoint.memories_of(checked, self._options_class))
+        self._states.load(checked["parameters"])
         for name in PROGRESS:
             setattr(self, name, checked[name])
         self._is_compared, self._was_loaded, self._is_resumed = False, True, True
@@ -767,10 +755,10 @@ class CompressorState:
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the state with its memories, for the same process group, but without its recorder."""
+        """Copy the state with all errors, for the same process group, but without its recorder."""
         copied = memo[id(self)] = object.__new__(type(self))
         copied._restore(self._contents(), self.process_group)
-        copied._memories.identity.share_names(self._memories.identity)
+        copied._states.keys.inherit(self._states.keys)
         return copied
 
     def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:

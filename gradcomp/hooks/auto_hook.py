@@ -16,10 +16,11 @@ from gradcomp.comm.streams import Future
 from gradcomp.compress import checkpoint
 from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.compress.announcement import say, shown_bytes
-from gradcomp.compress.checkpoint import Settings, require_error
-from gradcomp.compress.compressor import Choice, Compressor, MakesCompressors, State
-from gradcomp.compress.memories import BucketPart
+from gradcomp.compress.checkpoint import Settings
+from gradcomp.compress.compressor import Choice, MakesCompressors
 from gradcomp.compress.named import BY_NODES, NamedHook
+from gradcomp.compress.parameter_states import Bucket
+from gradcomp.compress.powersgd import PowerSGDCompressor
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
 from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
@@ -66,20 +67,11 @@ class AutoOptions:
         object.__setattr__(self, "candidates", names)
 
 
-class _AnyCandidate(Compressor):
-    """Stands for the candidates' compressors where a checkpoint is checked. None is made."""
-
-    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        raise NotImplementedError
-
-    def state(self) -> State:
-        raise NotImplementedError
-
-    def load(self, state: State) -> None:
-        raise NotImplementedError
+class _AnyCandidate(PowerSGDCompressor):
+    """Stands for all candidates: what they claim, and the entries that they keep. None is made."""
 
     @classmethod
-    def claims(cls, options: AutoOptions) -> dict[str, Any]:
+    def claims(cls, options: Any) -> dict[str, Any]:
         """Return the claims that all candidates have."""
         hooks = [NamedHook.named(name) for name in options.candidates]
         # With int8 factors, uncompressed tensors are sent in bfloat16.
@@ -99,10 +91,6 @@ class _AnyCandidate(Compressor):
             "checkpoint": "safe",
             "memory": None,  # the candidates of a trial need more or less
         }
-
-    @classmethod
-    def check_state(cls, state: State, shapes: Any, dtype: torch.dtype, options: Any) -> None:
-        require_error(state, ("error", "directions"))
 
 
 class AutoState(CompressorState):
@@ -360,10 +348,10 @@ class AutoState(CompressorState):
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
         make: MakesCompressors,
-        parts: list[BucketPart],
+        own: Bucket,
     ) -> Future:
         self._clock.begin_bucket(self._device)
-        future = super()._average_compressed(hook_name, bucket, group, make, parts)
+        future = super()._average_compressed(hook_name, bucket, group, make, own)
         if (trial := self._trial) is not None and trial.is_waiting_timed:
             self._clock.add_wait(trial.step, future, self._device)
         return future

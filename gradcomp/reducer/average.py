@@ -158,10 +158,13 @@ class _Slots:
         self._without: list[_Slot] = []
         self._num_made = 0
 
-    def of(self, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Slot]:
-        """Return each tensor's slot."""
+    def of(self, state: Any, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Slot]:
+        """Return each tensor's slot. The state knows a slot with a key by that name, in checkpoints too."""
         if keys is not None:
-            return [self._of_key(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
+            slots = [self._of_key(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
+            if hasattr(state, "number_parameters"):
+                state.number_parameters((slot.order[1], slot.parameter) for slot in slots)
+            return slots
         # The memory goes with its tensor.
         self._without = [slot for slot in self._without if not slot.is_owned or slot.tensor() is not None]
         owned = {id(slot.tensor()): slot for slot in self._without if slot.tensor() is not None}
@@ -200,6 +203,6 @@ def _with_parameters(
     """Pair each tensor with the parameter that hooks see, in an order independent of the list's."""
     if state is None or isinstance(state, dist.ProcessGroup):
         return [(tensor, tensor) for tensor in tensors]
-    slots = _slots_of.setdefault(state, _Slots()).of(tensors, keys)
+    slots = _slots_of.setdefault(state, _Slots()).of(state, tensors, keys)
     pairs = sorted(zip(slots, tensors, strict=True), key=lambda pair: pair[0].order)
     return [(slot.parameter, tensor) for slot, tensor in pairs]

@@ -269,7 +269,7 @@ def _declared(hook: Hook, state: Any) -> dict[str, Any]:
 def _errors_of(state: Any) -> Callable[[Any], Mapping[int, Tensor]] | None:
     """Return the function that reads gradcomp's or torch's errors from a state; None for other states."""
     if isinstance(state, CompressorState):
-        return _our_errors
+        return CompressorState.errors_of_buckets
     return _torchs_errors if hasattr(state, "error_dict") else None
 
 
@@ -369,11 +369,6 @@ def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tol
         for index, (output, mean) in enumerate(zip(outputs[step][0], workload.mean(step), strict=True))
     ]
     return max(float(error.nan_to_num(math.inf).max()) for error in errors)
-
-
-def _our_errors(state: Any) -> dict[int, Tensor]:
-    kept = {index: each.get("error") for index, each in state.state_dict()["buckets"].items()}
-    return {index: error for index, error in kept.items() if error is not None}
 
 
 def _torchs_errors(state: Any) -> dict[int, Tensor]:

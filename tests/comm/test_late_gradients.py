@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.hooks import SHAPES, FakeBucket, join_group_of_one
 from tests.hooks.checked import HOOKS
+from tests.kept import error_in
 
 SLEEP_CYCLES = 1_000_000_000  # about half a second; a step's hooks need a few milliseconds
 SHORT_SLEEP_CYCLES = 20_000_000  # between two buckets, so that each is later than the bucket before it
@@ -91,8 +92,8 @@ def errors_in(state, buckets):
         return [torch.zeros_like(bucket.gradient) for bucket in buckets]
     if buckets[0].gradient.is_cuda:
         torch.cuda.synchronize()
-    kept = state.state_dict()["buckets"]
-    return [kept[bucket.index()]["error"].to(bucket.gradient.device) for bucket in buckets]
+    parts = error_in(state).split([bucket.gradient.numel() for bucket in buckets])
+    return [part.to(bucket.gradient.device) for part, bucket in zip(parts, buckets, strict=True)]
 
 
 @pytest.mark.parametrize("step", STEPS_ON_CPU)

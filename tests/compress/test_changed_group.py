@@ -17,6 +17,7 @@ from gradcomp.hooks.quantization_hooks import (
 )
 from tests.depth import mixed
 from tests.hooks.powersgd_runs import Messages
+from tests.kept import entry_of
 
 SIZE, BEFORE, AFTER = 32, 4, 40
 
@@ -57,8 +58,7 @@ def average(ddp, rank, step):
 
 
 def error_in(state):
-    found = state._memories.memory_of
-    return lambda weight: found(weight)[0].state["error"].view(SIZE, SIZE).double()
+    return lambda weight: entry_of(state, weight)["error"].double()
 
 
 def shrink(rank, library, store_path):

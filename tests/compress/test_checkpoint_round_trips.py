@@ -23,6 +23,7 @@ from tests.compress.test_new_compressor import TopK, TopKOptions
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import random_gradient
 from tests.hooks.powersgd_runs import reload
+from tests.kept import error_in
 
 SHAPES = [(24, 40), (7,), (16, 3, 3, 3), (30, 20)]
 START = 2
@@ -92,8 +93,7 @@ def average(hook, state, parameters, gradient):
 
 
 def error_of(state):
-    (memory,) = state.state_dict()["buckets"].values()
-    error = memory.get("error")
+    error = error_in(state)
     return None if error is None else error.double()
 
 

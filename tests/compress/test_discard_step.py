@@ -10,6 +10,7 @@ from gradcomp.hooks.default_hooks import bf16_compress_wrapper
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.depth import everyday
+from tests.kept import entry_of
 
 SIZE, STEPS, START = 32, everyday(12, 40), 2
 
@@ -65,8 +66,7 @@ def train(rank, library):
             ddp.zero_grad()
         owed = []
         for weight in model.weights:
-            memory, offset = state._memories.memory_of(weight)
-            owed.append(memory.state["error"][offset : offset + SIZE * SIZE].view(SIZE, SIZE).double())
+            owed.append(entry_of(state, weight)["error"].double())
         lost = given - out - torch.stack(owed)
         dist.all_reduce(lost)
         found[name] = (float(lost.norm() / given.norm()), state.iter)

@@ -16,6 +16,7 @@ from gradcomp.testing import check_hook
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, starts
 from tests.hooks.powersgd_runs import equal, simulate
+from tests.kept import entry_of
 from tests.ranks import RankError
 
 PAGE = Path(__file__).parents[2] / "docs" / "new_compressor.md"
@@ -112,8 +113,7 @@ def rearranged(rank):
                 parts = (output - flat).split([parameters[i].numel() for i in chosen])
                 for i, part in zip(chosen, parts, strict=True):
                     total[starts(SHAPES)[i] : starts(SHAPES)[i + 1]] += part
-    (bucket,) = state.state_dict()["buckets"].values()
-    return total, bucket["error"]
+    return total, torch.cat([entry_of(state, parameter)["error"].flatten() for parameter in parameters])
 
 
 def test_errors_follow_their_parameters_into_other_buckets():
@@ -194,13 +194,9 @@ MISFITS = {
     "a density of 2": (lambda d: d["options"].update(density=2), "density is 2, but must be"),
     "another option": (lambda d: d["options"].update(levels=2), "options has the unknown 'levels'"),
     "a version": (lambda d: d.update(version=2), "version is 2"),
-    "no buckets": (lambda d: d.update(buckets={}), "should hold .* but holds"),
-    "an error too short": (
-        lambda d: d["buckets"][0].update(error=d["buckets"][0]["error"][1:]),
-        r"the error is \[65\] .* \[66\]",
-    ),
+    "no parameters": (lambda d: d.update(parameters={}), "should hold .* but holds"),
     "an error of NaN": (
-        lambda d: d["buckets"][0].update(error=d["buckets"][0]["error"] / 0),
+        lambda d: next(iter(d["parameters"].values())).update(error=torch.ones(2) / 0),
         "error has values that aren't finite",
     ),
     "a start of 1.5": (lambda d: d.update(start_iter=1.5), "start_iter is 1.5, but must be a whole number"),
@@ -227,7 +223,8 @@ def test_what_was_loaded_is_the_states_own():
     state.load_state_dict(saved)
     expected = copy.deepcopy(state.state_dict())
     for state_dict in (saved, state.state_dict()):
-        state_dict["buckets"][0]["error"].fill_(7)
+        for entry in state_dict["parameters"].values():
+            entry["error"].fill_(7)
         assert equal(state.state_dict(), expected)
 
 

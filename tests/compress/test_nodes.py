@@ -23,6 +23,7 @@ from tests.depth import everyday, mixed
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
 from tests.hooks.test_quantization_hook import train
+from tests.kept import error_in
 from tests.tolerances import QUANTIZED_IDENTITY
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2), (7, 9)]
@@ -91,7 +92,7 @@ def test_the_mean_of_sums_in_16_bits(bits, nodes, dtype, within):
         assert torch.equal(output, results[0][0][0][1])
         assert relative(output, mean) < LOSS[bits] + LOSS_WITHIN[within]
         if bits != 16:
-            assert saved["buckets"][0]["error"].dtype == torch.promote_types(dtype, torch.float32)
+            assert error_in(saved).dtype == torch.promote_types(dtype, torch.float32)
             for part in EXACT:
                 assert relative(output[part], mean[part]) < LOSS_WITHIN[within]
 
@@ -102,10 +103,6 @@ def test_without_nodes_the_dtype_within_has_no_effect():
         for within in (None, torch.bfloat16)
     ]
     assert torch.equal(*outputs)
-
-
-def error_in(state_dict):
-    return state_dict["buckets"][0]["error"].double()
 
 
 def continued(rank, group, bits, ranks_per_node, saved, num_steps=6):
@@ -120,7 +117,8 @@ def continued(rank, group, bits, ranks_per_node, saved, num_steps=6):
 
 def means(runs):
     inputs, errors = (
-        torch.stack(each).mean(0) for each in zip(*[(run[0], error_in(run[2])) for run in runs], strict=True)
+        torch.stack(each).double().mean(0)
+        for each in zip(*[(run[0], error_in(run[2])) for run in runs], strict=True)
     )
     return inputs, errors
 
@@ -160,12 +158,7 @@ def broken_off(rank, group, bits, ranks_per_node, dtype, within):
     second = state_of(bits, ranks_per_node)
     second.load_state_dict(reload(first.state_dict()))
     assert second.options.within_dtype == within
-    saved_again = second.state_dict()["buckets"][0]
-    assert all(
-        torch.equal(value, first.state_dict()["buckets"][0][name])
-        for name, value in saved_again.items()
-        if "error" in name
-    )
+    assert torch.equal(error_in(second), error_in(first))
     return expected[3:], [take_step(second, rank, step, dtype)[1] for step in range(3, 6)]
 
 
@@ -183,7 +176,7 @@ def test_a_resumed_run_has_the_same_bits(bits, world_size, ranks_per_node, dtype
 
 def test_checkpoints_from_before_the_dtype_within_are_loaded():
     (_, saved), *_ = testing.run_ranks(steps_of, 2, 4, 2, torch.float32)
-    del saved["options"]["within_dtype"], saved["buckets"][0]["kind"]["within_dtype"]
+    del saved["options"]["within_dtype"]
     state = state_of(8, 2, within_dtype=torch.bfloat16)
     state.load_state_dict(reload(saved))
     assert state.options == QuantizedOptions(4, 16)
@@ -389,7 +382,7 @@ def test_kernels_by_nodes(run_ranks, bits, within):
     for steps, _ in ranks:
         assert torch.equal(torch.stack([step[1] for step in steps]).double(), outputs)
     assert relative(outputs[0], inputs[0]) < LOSS[bits]
-    error = torch.stack([error_in(saved) for _, saved in ranks]).mean(0)
+    error = torch.stack([error_in(saved) for _, saved in ranks]).double().mean(0)
     lost = LOSS_WITHIN.get(within, QUANTIZED_IDENTITY[torch.float32])
     assert relative(outputs.sum(0) + error, inputs.sum(0)) < lost
 

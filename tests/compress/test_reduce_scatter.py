@@ -11,6 +11,7 @@ from gradcomp.comm.bucket import ShardBucket
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.layout import ShardLayout
 from gradcomp.testing import run_ranks
+from tests.kept import error_in
 from tests.reducer.models import on_device, run_cases
 from tests.tolerances import QUANTIZED_IDENTITY, UNIT_ROUNDOFF
 
@@ -95,7 +96,7 @@ def assert_nothing_is_lost(ranks, dtype):
         of_step = sums_of(ranks, step, layout)
         sums, expected = sums + of_step, expected + exact_sum(world_size, step, layout, dtype)
         rounding += UNIT_ROUNDOFF[dtype] * of_step.norm()
-    errors = sum(state_dict["buckets"][0]["error"].double() for _, state_dict in ranks)
+    errors = sum(error_in(state_dict).double() for _, state_dict in ranks)
     # One rank sends nothing, so it loses nothing.
     assert (errors.norm() > 0.001 * expected.norm()) == (world_size > 1)
     bound = QUANTIZED_IDENTITY[dtype] * expected.norm() + rounding
@@ -113,7 +114,7 @@ def test_without_errors(plain_torch, world_size, ranks_per_node, options):
         expected = exact_sum(world_size, step, layout, torch.float32)
         found = sums_of(ranks, step, layout)
         assert 0 < (found - expected).norm() <= relative * expected.norm()
-    assert not any("error" in bucket for _, each in ranks for bucket in each["buckets"].values())
+    assert all(error_in(each) is None for _, each in ranks)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -137,13 +138,13 @@ def discard(rank, group):
         bucket = ShardBucket(0, buffer, parameters, torch.empty(layout.row_numel))
         state.average("compress_reduce_scatter", bucket).wait()
         state.end_step()
-        errors.append(state.state_dict()["buckets"][0]["error"])
+        errors.append(error_in(state))
 
     step(0)
     with state.discard_step():
         step(1)
     state.rescale_errors(2.0)
-    errors.append(state.state_dict()["buckets"][0]["error"])
+    errors.append(error_in(state))
     return errors
 
 
@@ -167,7 +168,7 @@ def two_nodes_then_none(rank, group):
         bucket = ShardBucket(0, in_rows(whole, layout), parameters, shard)
         state.average("compress_reduce_scatter", bucket).wait()
         state.end_step()
-        results.append((shard, state.state_dict()["buckets"][0]["error"].double()))
+        results.append((shard, error_in(state).double()))
     return results
 
 

@@ -70,11 +70,11 @@ LOGGED = (
 
 
 def test_the_example_that_records(tmp_path):
-    path, page = tmp_path / "recording.jsonl", tmp_path / "report.html"
+    path = tmp_path / "recording.jsonl"
     run(EXAMPLES / "record.py", path, tmp_path=tmp_path)
-    printed = run("-m", "gradcomp", "report", path, "--out", page, tmp_path=tmp_path)
-    assert "300 steps of 1 run(s)" in printed
-    assert "not known" not in page.read_text()
+    printed = run("-m", "gradcomp", "report", path, tmp_path=tmp_path)
+    assert "300, from" in printed
+    assert "not known" not in printed
 
 
 def test_the_example_that_logs_to_tensorboard(tmp_path):

@@ -12,7 +12,7 @@ from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
-from tests.hooks.powersgd_runs import directions_in
+from tests.kept import directions_in, error_in
 from tests.oracle import PowerSGDOracle, split
 from tests.tolerances import SIMPLE_STEPS
 
@@ -46,9 +46,9 @@ def power_sgd_steps(rank, group):
     state = PowerSGDState(group, RANK, start_powerSGD_iter=2)
     steps_of_hook(powerSGD_hook, state, rank, range(3))
     # The hook's first Q has other random numbers, so the short form continues after the hook's third step.
-    kept, memories = state.state_dict()["buckets"][0], [{} for _ in SHAPES]
-    errors = split(kept["error"].clone(), SHAPES)
-    for index, q in zip(PowerSGDOracle(SHAPES, RANK).compressed, directions_in(kept), strict=True):
+    memories = [{} for _ in SHAPES]
+    errors = split(error_in(state), SHAPES)
+    for index, q in zip(PowerSGDOracle(SHAPES, RANK).compressed, directions_in(state), strict=True):
         memories[index].update(Q=q, E=errors[index].flatten(1))
     steps = range(3, 3 + STEPS)
     expected = steps_of_hook(powerSGD_hook, state, rank, steps)

@@ -11,6 +11,7 @@ from gradcomp.frameworks import CommHook
 from gradcomp.hooks.default_hooks import bf16_compress_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.kept import error_in
 
 
 class Wrapped(nn.Module):
@@ -95,9 +96,9 @@ def resumed(rank):
 
 def test_the_state_is_saved_once_for_all_ranks_and_restored(run_ranks):
     (saved, whole, again), (other, *_) = run_ranks(resumed, 2)
-    error = saved["buckets"][0]["error"]
+    error = error_in(saved)
     assert error.any()
-    assert torch.equal(error, other["buckets"][0]["error"])
+    assert torch.equal(error, error_in(other))
     # Every rank has loaded the mean of the ranks' errors, so the mean over ranks is unchanged.
     torch.testing.assert_close(again, whole, rtol=1e-4, atol=1e-4)
 
@@ -156,7 +157,7 @@ class Run:
     def lost(self):
         """Return the norm of the gradients missing in averages and errors, relative to a step's gradient."""
         self.comm_hook.follow(self.scaler)
-        error = self.comm_hook.state_dict()["buckets"][0]["error"].view(SIZE, SIZE).double()
+        error = error_in(self.comm_hook.state_dict()).view(SIZE, SIZE).double()
         return ((self.owed - error / self.scaler.get_scale()).norm() / SIZE).item()
 
 

@@ -172,11 +172,4 @@ def given_gradients(rank, number):
 
 def by_parameter(state):
     """Return the state's errors by the name of the parameter."""
-    errors, saved = {}, state.state_dict()
-    names = saved["parameters"]["names"]
-    for memory in saved["buckets"].values():
-        if "error" in memory:
-            numels = [torch.Size(shape).numel() for shape in memory["shapes"]]
-            pairs = zip(memory["parameters"], memory["error"].split(numels), strict=True)
-            errors |= {names[index]: error for index, error in pairs}
-    return errors
+    return {name: entry["error"] for name, entry in state.state.items() if "error" in entry}

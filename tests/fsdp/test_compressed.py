@@ -90,7 +90,7 @@ def test_errors_follow_parameters_that_only_some_steps_use(run_ranks):
             (ours, exact, errors), (again, _, more_errors) = ranks[one][index], ranks[other][index]
             for total, same, expected, *held in zip(ours, again, exact, errors, more_errors, strict=True):
                 assert torch.equal(total, same), name
-                mean = (held[0] + held[1])[: total.numel()].view_as(total) / 2
+                mean = sum(held).flatten()[: total.numel()].view_as(total) / 2
                 assert (mean.norm() > 0.01 * expected.norm()) == (total.ndim == 2), name
                 assert (total + mean - expected).abs().max() <= 1e-5, name
 

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 from contextlib import contextmanager
 from unittest import mock
 
@@ -12,12 +13,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from gradcomp import ops, testing
 from gradcomp.comm import exchange
-from gradcomp.compress.powersgd import PowerSGDOptions
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from tests.hooks.powersgd_oracle import (
     Bucket,
     random_gradient,
 )
+from tests.kept import directions_in, error_in
 
 START = 2
 MODULES = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}
@@ -47,25 +48,6 @@ COMMON = (
     *("batch_tensors_with_same_shape", "iter", "next_stats_report"),
     *("total_numel_before_compression", "total_numel_after_compression"),
 )
-
-
-def error_of(state, bucket_index=0):
-    return state.state_dict()["buckets"][bucket_index].get("error")
-
-
-def directions_of(state, bucket_index=0):
-    return directions_in(state.state_dict()["buckets"][bucket_index])
-
-
-def directions_in(bucket):
-    """Return the directions in a checkpoint's bucket, in the order of the layout's matrices."""
-    if "directions" not in bucket:
-        return None
-    kind = dict(bucket["kind"])
-    dtype, options = kind.pop("dtype"), PowerSGDOptions(**kind)
-    if options.square:
-        return [bucket["directions"]]
-    return [bucket["directions"][tensor] for tensor in options.tensors_of_matrices(bucket["shapes"], dtype)]
 
 
 class Messages(logging.Handler):
@@ -135,7 +117,7 @@ def steps_of_ours(rank, hook_name, options, shapes, num_steps, dtype):
     for step in range(num_steps):
         gradient = random_gradient(shapes, rank, START + step, dtype)
         output = HOOKS[hook_name](state, Bucket(gradient.clone(), shapes)).wait()
-        after = (error_of(state), directions_of(state))
+        after = (error_in(state), directions_in(state))
         results.append((gradient, before, output, after))
         before = after
     return results
@@ -151,12 +133,15 @@ def continued_from(theirs, shapes, **options):
     ours = powerSGD_hook.PowerSGDState(theirs.process_group, **given, **options)
     for _ in range(ours.start_powerSGD_iter + 1):  # now the state has an error and a Q to replace
         powerSGD_hook.powerSGD_hook(ours, Bucket(random_gradient(shapes, 0, 0), shapes)).wait()
-    saved = ours.state_dict()
-    bucket, flat = saved["buckets"][0], theirs.q_memory_dict[0]
+    saved, flat = ours.state_dict(), theirs.q_memory_dict[0]
+    entries = list(saved["parameters"].values())
+    errors = theirs.error_dict[0].split([math.prod(shape) for shape in shapes])
+    for entry, error in zip(entries, errors, strict=True):
+        entry["error"] = error.clone().view_as(entry["error"])
     for tensor in ours.options.tensors_of_matrices(shapes, torch.float32):
-        cols, rank = bucket["directions"][tensor].shape
-        bucket["directions"][tensor], flat = flat[: cols * rank].view(cols, rank).clone(), flat[cols * rank :]
-    bucket["error"] = theirs.error_dict[0].clone()
+        direction = entries[tensor]["direction"]
+        entries[tensor]["direction"] = flat[: direction.numel()].view_as(direction).clone()
+        flat = flat[direction.numel() :]
     ours.load_state_dict(saved)
     return ours
 
@@ -179,7 +164,7 @@ def step_of_both(rank, options, shapes, steps_before):
     our_output = powerSGD_hook.powerSGD_hook(ours, Bucket(gradient.clone(), shapes)).wait()
     return (
         gradient,
-        (our_output, error_of(ours), directions_of(ours)),
+        (our_output, error_in(ours), directions_in(ours)),
         (their_output, their_error, theirs.error_dict.get(0)),
     )
 

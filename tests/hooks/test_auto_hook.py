@@ -17,6 +17,7 @@ from gradcomp.report import report
 from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.powersgd_runs import reload
+from tests.kept import error_in
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -345,7 +346,7 @@ def test_other_candidates_begin_another_trial():
         state.candidates = ["none", "int8"]
         for step in range(60, 100):
             step_of(state, rank, step)
-        return state.choice, state.state_dict()["buckets"][0]["error"].abs().max() > 0
+        return state.choice, error_in(state).abs().max() > 0
 
     assert run_ranks(run, 2) == [("int8", True)] * 2
 
@@ -359,7 +360,7 @@ def totals(rank, group, num_steps, options):
     for step in range(num_steps):
         gradient, averaged = step_of(state, rank, step)
         inputs, outputs = inputs + gradient.double(), outputs + averaged.double()
-        error = state.state_dict()["buckets"][0].get("error")
+        error = error_in(state)
         left.append((inputs, outputs, torch.zeros_like(gradient) if error is None else error.double()))
     return left, state.state_dict()
 

@@ -63,7 +63,7 @@ def steps_of(rank, group, name, gradients):
     for gradient in gradients[rank]:
         bucket.set_buffer(gradient.clone())
         output = hook(state, bucket).wait().clone()
-        kept = state.state_dict()["buckets"].values() if hasattr(state, "state_dict") else []
+        kept = state.state.values() if hasattr(state, "state_dict") else []
         results.append((output, all(_is_finite(each) for each in kept)))
     return results
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.reducer import Reducer
 from tests.devices import device_of_rank
 from tests.hooks.checked import HOOKS, NUM_STEPS_WITH_ERROR, HookCheck
+from tests.kept import entry_of
 
 NUM_STEPS = 4
 NUM_PARTS = 3  # which may run at once: on a GPU each compiles its hooks' kernels
@@ -58,9 +59,8 @@ def train(rank, check, averager_of):
         steps.append([[p.grad.clone() for p in each.parameters()] for each in (local, model)])
     assert hook is None or len(buckets) > 1, "one bucket is never in flight beside others"
     errors = {id(param): torch.zeros_like(param) for param in model.parameters()}
-    for index, memory in state.state_dict()["buckets"].items() if state else ():
-        parts = memory["error"].split([param.numel() for param in buckets[index]])
-        errors |= {id(param): part for param, part in zip(buckets[index], parts, strict=True)}
+    for param in model.parameters() if state else ():
+        errors[id(param)] = entry_of(state, param)["error"]
     return steps, [errors[id(param)].view_as(param) for param in model.parameters()]
 
 

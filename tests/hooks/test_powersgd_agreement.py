@@ -98,7 +98,7 @@ def checkpoints_of_different_steps(rank):
         ).wait()
         saved.append(state.state_dict())
     said = []
-    for mine in (saved[3 + rank], saved[4] | {"buckets": saved[3 + rank]["buckets"]}):
+    for mine in (saved[3 + rank], saved[4] | {"parameters": saved[3 + rank]["parameters"]}):
         loaded = powerSGD_hook.PowerSGDState(None)
         loaded.load_state_dict(mine)
         try:

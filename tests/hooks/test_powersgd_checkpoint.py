@@ -25,6 +25,7 @@ from tests.hooks.powersgd_runs import (
     reload,
     run_steps,
 )
+from tests.kept import directions_in, error_in
 from tests.programs import run_python
 from tests.tolerances import (
     MEAN_ERROR,
@@ -227,17 +228,17 @@ def continue_with(rank, state_dict):
     gradient = random_gradient(FEW_SHAPES, rank, 99)
     with Messages() as said:
         output = powerSGD_hook.powerSGD_hook(state, Bucket(gradient.clone(), FEW_SHAPES)).wait()
-    return gradient, output, state.state_dict()["buckets"][0]["error"], said
+    return gradient, output, error_in(state), said
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1)])
 def test_another_world_size(run_ranks, before, after):
     """The change keeps the mean of the errors."""
     state_dicts = run_ranks(collect_state_dicts, before)[0]
-    owed = torch.stack([each["buckets"][0]["error"].double() for each in state_dicts]).mean(0)
+    owed = torch.stack([error_in(each).double() for each in state_dicts]).mean(0)
     merged = powerSGD_hook.average_errors(state_dicts)
-    assert relative(merged["buckets"][0]["error"], owed) <= MEAN_ERROR
-    assert equal(merged["buckets"][0]["directions"], state_dicts[0]["buckets"][0]["directions"])
+    assert relative(error_in(merged), owed) <= MEAN_ERROR
+    assert equal(directions_in(merged), directions_in(state_dicts[0]))
     assert merged.keys() == state_dicts[0].keys()
     ranks = run_ranks(continue_with, after, reload(merged))
     mean = torch.stack([gradient.double() for gradient, *_ in ranks]).mean(0)

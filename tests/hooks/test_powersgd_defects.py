@@ -19,6 +19,7 @@ from tests.hooks.powersgd_oracle import (
     relative,
 )
 from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, counted_sums, new_state, run_step
+from tests.kept import error_in
 from tests.programs import ROOT
 from tests.ranks import RankError
 from tests.tolerances import ONE_STEP, WANDERED, average
@@ -76,7 +77,7 @@ def batched_steps(rank, name):
             run_step(torch_powersgd, state, gradient, FEW_SHAPES, "batched_powerSGD_hook")
         return None
     output = run_step(powerSGD_hook, state, gradient, FEW_SHAPES, "batched_powerSGD_hook")
-    return gradient, output, state.state_dict()["buckets"][0]["error"]
+    return gradient, output, error_in(state)
 
 
 def test_the_batched_hook(run_ranks):
@@ -166,7 +167,7 @@ def errors_of_a_vector(rank, name):
     for step in range(START + 200):
         gradient = random_gradient(shapes, rank, step)
         outputs.append((gradient[:500].clone(), run_step(module, state, gradient, shapes)[:500].clone()))
-    error = state.error_dict[0] if name == "torch" else state.state_dict()["buckets"][0]["error"]
+    error = state.error_dict[0] if name == "torch" else error_in(state)
     return error[:500].square().mean().sqrt().item(), outputs
 
 

@@ -15,15 +15,8 @@ from tests.hooks.powersgd_oracle import (
     relative,
     starts,
 )
-from tests.hooks.powersgd_runs import (
-    HOOKS,
-    MATRICES,
-    SHAPES,
-    START,
-    error_of,
-    simulate,
-    steps_of_ours,
-)
+from tests.hooks.powersgd_runs import HOOKS, MATRICES, SHAPES, START, simulate, steps_of_ours
+from tests.kept import error_in
 from tests.tolerances import (
     ONE_STEP,
     RECOVERY,
@@ -181,7 +174,7 @@ def near_the_end_of_fp16(rank, hook, distribution, factor_rank):
             }[distribution]
         gradient = gradient.half()
         output = HOOKS[hook](state, Bucket(gradient.clone(), [(64, 64)])).wait()
-        after = error_of(state) if step >= START else None
+        after = error_in(state) if step >= START else None
         results.append((gradient, before, output, after))
         before = after
     return results[START + 3 :]

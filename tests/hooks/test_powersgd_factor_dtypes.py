@@ -12,7 +12,8 @@ from gradcomp.testing.run import run_hook
 from gradcomp.testing.workload import Workload
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
-from tests.hooks.powersgd_runs import HOOKS, START, continued_from, error_of, new_state, reload
+from tests.hooks.powersgd_runs import HOOKS, START, continued_from, new_state, reload
+from tests.kept import error_in
 from tests.tolerances import FACTOR_ROUNDINGS, FACTOR_UNIT, MEAN_ERROR
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -51,7 +52,7 @@ def test_every_property_of_the_kit(name, options):
 
 
 def errors_of(state):
-    error = error_of(state)
+    error = error_in(state)
     return {} if error is None else {0: error}
 
 
@@ -123,7 +124,7 @@ def compressed_numel(rank, group, dtype):
     state = PowerSGDState(group, 4, 2, min_compression_rate=2, factor_dtype=dtype)
     for step in range(3):
         powerSGD_hook(state, Bucket(random_gradient(((12, 12),), rank, step), ((12, 12),))).wait()
-    return int((error_of(state) != 0).sum())
+    return int((error_in(state) != 0).sum())
 
 
 def test_min_compression_rate_counts_bytes():
@@ -159,7 +160,7 @@ def through_the_start(rank, group, bits, shapes, dtype, num_steps):
         bucket = Bucket(random_gradient(shapes, rank, step, dtype), shapes)
         bucket.parameters = partial(_kept, state, bucket.parameters())
         total = total + powerSGD_hook(state, bucket).wait().double()
-    return total, error_of(state)
+    return total, error_in(state)
 
 
 def _kept(state, parameters):

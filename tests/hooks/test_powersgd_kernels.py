@@ -12,15 +12,15 @@ from gradcomp.kernels.powersgd import plan as powersgd_plan
 from tests.depth import everyday
 from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, compressed, powersgd_step, random_gradient, relative
-from tests.hooks.powersgd_runs import FEW_SHAPES, HOOKS, START, directions_in, equal, new_state, reload
+from tests.hooks.powersgd_runs import FEW_SHAPES, HOOKS, START, equal, new_state, reload
 from tests.hooks.test_default_hooks import flat_grads
+from tests.kept import directions_in, error_in
 from tests.tolerances import ONE_STEP
 
 
 def memory_of(state):
     """Return a bucket's error and directions from a checkpoint."""
-    bucket = state.state_dict()["buckets"][0]
-    return bucket["error"].cpu(), [direction.cpu() for direction in directions_in(bucket)]
+    return error_in(state).cpu(), [direction.cpu() for direction in directions_in(state)]
 
 
 def steps_on_kernels(rank, num_steps):
@@ -32,8 +32,8 @@ def steps_on_kernels(rank, num_steps):
         output = powerSGD_hook.powerSGD_hook(state, bucket).wait()
         if step >= START:
             results.append((gradient, output.cpu(), memory_of(state)))
-    (memory, _) = state._memories.memory_of(bucket.parameters()[0])
-    return results, isinstance(memory.compressor.plan, powersgd_plan.PowerSGDPlan)
+    (known,) = state._states._buckets
+    return results, isinstance(known.compressor.plan, powersgd_plan.PowerSGDPlan)
 
 
 def test_steps_as_the_oracles(run_ranks):

@@ -15,7 +15,8 @@ from tests.hooks.powersgd_oracle import (
     random_gradient,
     relative,
 )
-from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, directions_in, new_state, run_step
+from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, new_state, run_step
+from tests.kept import directions_in, error_in
 from tests.tolerances import ONE_STEP
 
 # Zero gradients.
@@ -65,8 +66,7 @@ def one_bad_step(rank, name, options, value, tensor, bad_ranks):
         output = run_step(module, state, gradient, FEW_SHAPES)
         memory = None
         if name == "gradcomp" and step >= START:
-            saved = state.state_dict()["buckets"][0]
-            memory = (saved["error"], directions_in(saved))
+            memory = (error_in(state), directions_in(state))
         results.append((gradient, output, memory))
     return results[START:]
 

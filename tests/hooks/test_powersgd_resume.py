@@ -25,11 +25,11 @@ from tests.hooks.powersgd_runs import (
     START,
     Messages,
     counted_sums,
-    error_of,
     new_state,
     run_steps,
 )
 from tests.hooks.test_default_hooks import Net, backward
+from tests.kept import error_in
 from tests.reducer.models import run_cases
 
 
@@ -125,14 +125,15 @@ def assert_resumed(ranks, case):
         assert afresh == [], case
         assert torch.equal(uninterrupted, ranks[0][2]), case
         assert torch.equal(resumed, ranks[0][3]), case
-        if torch.cuda.is_available():  # the last bits of a saved error differ from the kernels' error
-            assert torch.allclose(resumed, uninterrupted, atol=1e-5), case
-        else:
-            assert torch.equal(resumed, uninterrupted), case
+        # A new model's first step has one bucket: its sums have another order than several buckets' sums,
+        # which 16 bits make larger; its square, and matrices that have no direction yet, get other ones.
+        has_same_directions = case[0] == "powerSGD" and not {1, START}.intersection(case[4:5])
+        is_near = UNUSED in case or has_same_directions
+        assert torch.allclose(resumed, uninterrupted, atol=1e-5 if is_near else 5e-3), case
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, CASES), (3, CASES[: len(RESUMED)])])
-def test_resuming_is_bitwise(run_ranks, world_size, cases):
+def test_a_resumed_run_goes_on_where_it_was(run_ranks, world_size, cases):
     ranks = run_ranks(run_cases, world_size, interrupt, cases)
     for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
         assert_resumed(results, case)
@@ -160,18 +161,15 @@ def change_layouts(rank):
                         if phase == 1 and index == 0:
                             outputs.setdefault(each, []).append((gradient.clone(), output))
         said[each] = [line for line in lines if "layout" in line]
-    saved = state.state_dict()["buckets"]
-    return said[state], said[fresh], outputs[state], [saved[0]["error"], saved[1]["error"]]
+    return said[state], said[fresh], outputs[state], error_in(state)
 
 
 def test_a_changed_layout_starts_that_bucket_afresh(run_ranks):
     ranks = run_ranks(change_layouts, 2)
-    for said, not_said, outputs, errors in ranks:
-        assert said == ["WARNING PowerSGD: bucket 0 has another layout now: its memory starts at zero."]
-        assert not_said == []
+    for said, not_said, outputs, error in ranks:
+        assert said == not_said == []
         assert all(output.isfinite().all() for _, output in outputs)
-        assert errors[0].numel() == outputs[0][1].numel()
-        assert errors[1].any()
+        assert error.any()
 
 
 def load_another_layout(rank, is_named):
@@ -190,22 +188,24 @@ def load_another_layout(rank, is_named):
     other.load_state_dict(state.state_dict())
     with Messages() as said:
         outputs = average(other, OTHER_SHAPES, [50, 51])
-    return said, outputs, error_of(other)
+    return said, outputs, error_in(other)
 
 
 @pytest.mark.parametrize(
-    ("is_named", "message"),
+    ("is_named", "messages"),
     [
-        (True, "bucket 0 has another layout than its checkpoint: its memory starts at zero."),
-        (False, "this run's first step has other buckets: the memory of 5 parameters starts at zero"),
+        (
+            True,
+            ["has other shapes of parameter 1, parameter 2, whose", "not brought: parameter 3, parameter 4."],
+        ),
+        (False, ["the checkpoint knows parameters by the first step's buckets"]),
     ],
 )
-def test_a_checkpoint_of_another_layout_starts_afresh(run_ranks, is_named, message):
+def test_a_checkpoint_of_another_layout_starts_afresh(run_ranks, is_named, messages):
     for said, outputs, error in run_ranks(load_another_layout, 2, is_named):
-        (line,) = said
-        assert message in line
+        assert all(message in line for message, line in zip(messages, said, strict=True)), said
         assert all(output.any() and output.isfinite().all() for output in outputs)
-        assert error.numel() == outputs[0].numel()
+        assert error.numel() > outputs[0].numel(), "the errors without a parameter wait"
 
 
 def resume_with_larger_buckets(rank, hook):
@@ -233,10 +233,9 @@ def resume_with_larger_buckets(rank, hook):
     return counts, list(said), parameters_of(model), parameters_of(larger)
 
 
-def test_resuming_with_larger_buckets_joins_their_memories(run_ranks):
+def test_resuming_with_larger_buckets(run_ranks):
     for counts, said, expected, found in run_ranks(resume_with_larger_buckets, 2, "powerSGD"):
-        assert counts[0] > 2
-        assert counts[1:] == [2, 2, 2]
+        assert counts == [2, 2, 2, 2]
         assert said == []
         assert torch.allclose(found, expected, atol=1e-5)
 
@@ -256,12 +255,10 @@ def change_rank(rank):
     state.matrix_approximation_rank = 4
     with Messages() as said:
         (output,) = run_steps(state, rank, [50])
-    return [line for line in said if "other options now" in line], torch.linalg.matrix_rank(
-        output[: 64 * 48].view(64, 48)
-    )
+    return list(said), torch.linalg.matrix_rank(output[: 64 * 48].view(64, 48))
 
 
-def test_a_changed_rank_starts_afresh(run_ranks):
+def test_a_changed_rank_has_new_directions(run_ranks):
     for said, found in run_ranks(change_rank, 1):
-        assert len(said) == 1
+        assert not any("zero" in line for line in said)
         assert found == 4

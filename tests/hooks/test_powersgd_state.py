@@ -21,14 +21,12 @@ from tests.hooks.powersgd_runs import (
     HOOKS,
     MATRICES,
     START,
-    directions_in,
-    directions_of,
     equal,
-    error_of,
     new_state,
     run_steps,
     simulate,
 )
+from tests.kept import directions_in, error_in
 from tests.tolerances import (
     ONE_STEP,
 )
@@ -90,7 +88,7 @@ def draw(rank, seed, disturb):
         Bucket(random_gradient([(64, 48)], rank, 0), [(64, 48)], index, index == 1) for index in (0, 1)
     ]
     same = [powerSGD_hook.powerSGD_hook(state, bucket).wait() for bucket in buckets]
-    return directions_of(state), same
+    return directions_in(state), same
 
 
 def test_random_projections(run_ranks):
@@ -182,7 +180,7 @@ def odd_buckets(rank, hook_name):
         for step in range(START + 3):
             gradient = random_gradient(shapes, rank, step)
             output = HOOKS[hook_name](state, Bucket(gradient.clone(), shapes)).wait()
-        results.append((gradient, output, error_of(state)))
+        results.append((gradient, output, error_in(state)))
     return results
 
 
@@ -240,16 +238,16 @@ def test_memory_is_the_error_and_small_factors(run_ranks, error_feedback, hook, 
 def memory_of_tensors_not_compressed(rank):
     state = new_state()
     run_steps(state, rank, range(START + 3))
-    return state.state_dict()["buckets"][0]
+    return error_in(state), directions_in(state)
 
 
 def test_what_a_state_dict_holds(run_ranks):
     """It holds errors of compressed tensors alone, and one Q [cols, rank] per matrix, by shape."""
     first, second = run_ranks(memory_of_tensors_not_compressed, 2)
     mask = positions(FEW_SHAPES, compressed(FEW_SHAPES, 2))
-    for bucket in (first, second):
-        assert bucket["error"][mask].any()
-        assert not bucket["error"][~mask].any()
-        assert [tuple(each.shape) for each in directions_in(bucket)] == [(48, 2), (48, 2), (90, 2)]
-    assert equal(first["directions"], second["directions"])
-    assert not torch.equal(first["error"], second["error"])
+    for error, directions in (first, second):
+        assert error[mask].any()
+        assert not error[~mask].any()
+        assert [tuple(each.shape) for each in directions] == [(48, 2), (48, 2), (90, 2)]
+    assert equal(first[1], second[1])
+    assert not torch.equal(first[0], second[0])

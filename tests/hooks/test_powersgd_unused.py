@@ -11,6 +11,7 @@ from torch import nn
 import gradcomp
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.hooks.default_hooks import fp16_compress_wrapper
+from tests.kept import entry_of
 
 HOOKS = {
     "powerSGD": powerSGD_hook.powerSGD_hook,
@@ -62,8 +63,7 @@ def sums(rank, library, hook, every, set_to_none, as_view):
         if step >= START:
             given += torch.stack(local)
             out += torch.stack([torch.zeros(SIZE, SIZE) if w.grad is None else w.grad for w in weights])
-    found = [state._memories.memory_of(weight) for weight in weights]
-    errors = [memory.state["error"][start : start + SIZE * SIZE].view(SIZE, SIZE) for memory, start in found]
+    errors = [entry_of(state, weight)["error"] for weight in weights]
     return given, out, torch.stack(errors)
 
 
@@ -118,7 +118,7 @@ def two_models(rank, is_wrapped):
             if step >= 2:
                 given[i] += x.flip(0).mT @ x
                 out[i] += model.weight.grad
-    errors = [state._memories.memory_of(model.weight)[0].state["error"] for model in models]
+    errors = [entry_of(state, model.weight)["error"] for model in models]
     return given, out, torch.stack(errors).view(2, SIZE, SIZE)
 
 
@@ -157,8 +157,7 @@ def owed_with(rank, library, factor_dtype, skips):
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def error():
-        memory, offset = state._memories.memory_of(model.narrow)
-        return memory.state["error"][offset : offset + 128].view(64, 2).double()
+        return entry_of(state, model.narrow)["error"].double()
 
     missing, debt = torch.zeros(64, 2, dtype=torch.float64), None
     for step in range(START + 8):

@@ -15,6 +15,7 @@ from gradcomp.testing import check_hook
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
+from tests.kept import error_in
 from tests.ranks import RankError
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2)]
@@ -71,23 +72,19 @@ def accumulate(rank, bits, saved):
     return inputs, outputs, saved
 
 
-def error_in(state_dict):
-    return state_dict["buckets"][0]["error"].double()
-
-
 @BITS
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_what_is_lost_comes_back(run_ranks, bits, world_size):
     """Σ outputs + mean error = Σ mean inputs, also on another number of ranks."""
     runs = run_ranks(accumulate, world_size, bits, None)
     inputs = torch.stack([run[0] for run in runs]).mean(0)
-    errors = torch.stack([error_in(run[2]) for run in runs]).mean(0)
+    errors = torch.stack([error_in(run[2]).double() for run in runs]).mean(0)
     assert relative(runs[0][1] + errors, inputs) < 1e-6
     assert errors.norm() > 0
     merged = average_errors([run[2] for run in runs], state_of(bits).checked)
     resumed = run_ranks(accumulate, 2, bits, merged)
     inputs = torch.stack([run[0] for run in resumed]).mean(0)
-    after = torch.stack([error_in(run[2]) for run in resumed]).mean(0)
+    after = torch.stack([error_in(run[2]).double() for run in resumed]).mean(0)
     assert relative(resumed[0][1] + after, inputs + errors) < 1e-6
 
 
@@ -137,7 +134,7 @@ def test_a_layer_that_every_rank_skips_keeps_its_error(run_ranks, bits):
 @BITS
 def test_without_feedback_nothing_is_kept(run_ranks, bits):
     state_dicts = [run[2] for run in run_ranks(without_feedback, 2, bits)]
-    assert all("error" not in each["buckets"][0] for each in state_dicts)
+    assert all(error_in(each) is None for each in state_dicts)
 
 
 def without_feedback(rank, bits):

@@ -11,6 +11,7 @@ from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import equal, reload
 from tests.hooks.test_quantization_hook import LOSS, SHAPES
+from tests.kept import error_in
 from tests.tolerances import QUANTIZED_IDENTITY
 
 BITS = pytest.mark.parametrize("bits", [4, 8])
@@ -30,10 +31,10 @@ def steps_on_kernels(rank, bits):
     for step in range(3):
         gradient, output, bucket = take_step(state, rank, step)
         results.append((gradient, output))
-        (memory, _) = state._memories.memory_of(bucket.parameters()[0])
+        (known,) = state._states._buckets
         del bucket  # the state then takes the next buckets for a new model's
-    error = state.state_dict()["buckets"][0]["error"].cpu()
-    return results, error, isinstance(memory.compressor._plan, quantize_plan.QuantizedPlan)
+    error = error_in(state).cpu()
+    return results, error, isinstance(known.compressor._plan, quantize_plan.QuantizedPlan)
 
 
 @BITS

@@ -181,8 +181,8 @@ HOSTILE = [
     *[{"__class__": "x"}, {"process_group": "gloo"}, {"load_state_dict": None}],
     *[{**good_state_dict(), name: []} for name in good_state_dict()],
     {**good_state_dict(), "process_group": None},
-    {**good_state_dict(), "_memories": {}},
-    {**good_state_dict(), "buckets": {0: {}}},
+    {**good_state_dict(), "_states": {}},
+    {**good_state_dict(), "parameters": {0: {}}},
 ]
 
 
@@ -214,7 +214,7 @@ HOSTILE_QUANTIZATION = [
     *[None, [], {}, "state", {"state_dict": None}, {"state_dict": {}}, {"compressor": print}],
     {"state_dict": QuantizationState().state_dict() | {"options": {"bits": 3}}},
     {"state_dict": QuantizationState().state_dict() | {"algorithm": "print"}},
-    {"state_dict": QuantizationState().state_dict() | {"buckets": {0: {}}}},
+    {"state_dict": QuantizationState().state_dict() | {"parameters": {0: {}}}},
 ]
 
 

@@ -7,6 +7,7 @@ import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_runs import Messages
+from tests.kept import error_in
 from tests.reducer.models import on_device, run_cases
 from tests.tolerances import average
 
@@ -88,7 +89,7 @@ def sums_of_steps(rank, compression):
         given += tensors[0]
         gradcomp.average_(tensors, hook, state)
         out += tensors[0]
-    return given, out, state.state_dict()["buckets"][0]["error"][:1200].view(30, 40)
+    return given, out, error_in(state)[:1200].view(30, 40)
 
 
 def test_states_remember_what_is_not_sent(run_group):
@@ -150,8 +151,7 @@ def alternate(rank, keyed):
         if step >= 2:
             given += values
             out += torch.stack(averages)
-    (bucket,) = state.state_dict()["buckets"].values()
-    owed = bucket["error"].view(2, 40, 30)
+    owed = error_in(state).view(2, 40, 30)
     return given, out, owed.flip(0) if keyed else owed  # with keys, errors are in the order of the keys
 
 
@@ -171,7 +171,7 @@ def keys_of_two_lists(rank):
         name = ("first", "second")[step % 2]
         tensor = torch.full((40, 30), 1.0) if name == "first" else torch.randn(40, 30)
         gradcomp.average_([tensor], powerSGD_hook.powerSGD_hook, state, keys=[name])
-        errors[name] = state.state_dict()["buckets"][step % 2].get("error")
+        errors[name] = state.state.get(repr(name), {}).get("error")
     for wrong in ["one"], ["one", "one"]:
         with pytest.raises(ValueError, match="one key per tensor"):
             gradcomp.average_([torch.ones(2), torch.ones(2)], powerSGD_hook.powerSGD_hook, state, keys=wrong)

@@ -17,7 +17,6 @@ from ...comm.pipeline import Stages
 from ...comm.process_group import device_for, resolve_group
 from ...rules import RANK
 from ..compressor import Compressor
-from ..memories import BucketPart
 from ..state import CompressorState
 from . import file as recording_file
 from .row import NUM_VALUES, RecordedBucket, Stopwatch, measure, relative_errors, step_values
@@ -93,8 +92,7 @@ class Recorder:
         step: int,
         index: int,
         buffer: torch.Tensor,
-        parts: Sequence[BucketPart],
-        compressors: Sequence[Compressor],
+        compressor: Compressor,
         group: dist.ProcessGroup,
     ) -> Stages:
         """Run a compressed bucket's stages, and record the bucket. Yields and returns what the stages do.
@@ -109,20 +107,20 @@ class Recorder:
             group.rank(),
             buffer.numel(),
             buffer.nbytes,
-            sum(compressor.sent_numel for compressor in compressors) * buffer.itemsize,
+            compressor.sent_numel * buffer.itemsize,
             is_compressed=True,
         )
         shift = step * 8191 + index * 131
         row.values = self._next_values(buffer.device)
-        measure(_gathered(parts, buffer), shift, out=row.values[0])
+        measure(buffer, shift, out=row.values[0])
         row.stopwatch = Stopwatch(buffer.device)
         result = yield from stages
         row.stopwatch.stop()
-        measure(_gathered(parts, buffer), shift, out=row.values[1])
-        errors = [error for error in (each.current_error() for each in compressors) if error is not None]
-        row.has_error = len(errors) == len(compressors)
-        if row.has_error:
-            measure(errors[0] if len(errors) == 1 else torch.cat(errors), shift, out=row.values[2])
+        measure(buffer, shift, out=row.values[1])
+        error = compressor.current_error()
+        row.has_error = error is not None
+        if error is not None:
+            measure(error, shift, out=row.values[2])
         row.stopwatch.end_of_measuring()
         self._append(row)
         return result
@@ -242,9 +240,3 @@ class Recorder:
     def _forget(self, num_rows: int) -> None:
         for _ in range(min(num_rows, len(self._rows))):
             self._rows.popleft()
-
-
-def _gathered(parts: Sequence[BucketPart], buffer: torch.Tensor) -> torch.Tensor:
-    """Return the parts' elements one after another. For one part that is the whole bucket: the buffer."""
-    gathered = [part.gather(buffer) for part in parts]
-    return gathered[0] if len(gathered) == 1 else torch.cat(gathered)

@@ -16,6 +16,7 @@ from gradcomp.testing import RankError, compression_report
 from tests.compress.test_new_compressor import TopK, TopKOptions
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, starts
 from tests.hooks.powersgd_runs import equal, simulate
+from tests.kept import error_in
 from tests.tolerances import RECORDED_NORM, SKETCHED_MEAN, SKETCHED_RATIO
 
 START, STEPS = 2, 12
@@ -53,10 +54,9 @@ def gradient_of(rank, step, index, dtype=torch.float32):
 
 def errors_of(state):
     """Return this rank's error of every bucket; zeros if the state keeps no error."""
-    buckets = state.state_dict()["buckets"].values()
     numels = [starts(shapes)[-1] for shapes in SHAPES]
-    found = [bucket.get("error") for bucket in buckets] or [None, None]
-    return [torch.zeros(n) if each is None else each for n, each in zip(numels, found, strict=True)]
+    error = error_in(state)
+    return (torch.zeros(sum(numels)) if error is None else error).split(numels)
 
 
 def train(rank, name, every=None, complete=True, num_steps=STEPS, max_rows=4096):

@@ -1,0 +1,127 @@
+"""The keys by which a state knows parameters, within a run and in checkpoints.
+
+A parameter's key is its name if number_parameters has been called. Otherwise it is the place where a bucket
+first brought it, "#3 of first bucket 1 (9f86d081)": the fourth parameter of the second bucket that brought
+new parameters. The digest is of the shapes in this bucket and in those before it: if another run's first
+buckets differ, its keys differ, too, and no parameter gets another one's errors.
+"""
+
+import gc
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+Shape = tuple[int, ...]
+# Wrappers add these parts to a parameter's name: the first two anywhere, DDP's part at the beginning.
+_WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")
+_DDP = "module."
+_UNNAMED = "#"
+
+
+def is_name(key: str) -> bool:
+    """Return whether a parameter's key is its name."""
+    return not key.startswith(_UNNAMED)
+
+
+class ParameterKeys:
+    """The keys of a state's parameters. No two living parameters have the same key."""
+
+    def __init__(self) -> None:
+        self._key_of: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        # The keys in the state that this one's state is a copy of. A key is a parameter's here, too, unless
+        # another parameter, such as its copy, has taken it.
+        self._inherited: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+        self._first_buckets: list[str] = []  # their digests
+
+    def inherit(self, other: "ParameterKeys") -> None:
+        """Take over the keys of living parameters from the state that this one's state is a copy of."""
+        self._inherited.update(other._inherited.items())
+        self._inherited.update(other._key_of.items())
+
+    @property
+    def knows_any(self) -> bool:
+        """True if a living parameter has a key."""
+        return bool(self._key_of) or bool(self._inherited)
+
+    def get(self, parameter: torch.Tensor) -> str | None:
+        """Return a parameter's key; None without one."""
+        return self._key_of.get(parameter)
+
+    def name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str]]:
+        """Give parameters their names as keys, without the parts that wrappers add.
+
+        A name is not given twice: if another living tensor has it, that tensor's model shares the state.
+
+        Returns the changed keys: pairs of (a parameter's key so far, its name).
+
+        Raises TypeError for anything but pairs of a name and a tensor.
+        """
+        pairs = [_pair(each) for each in named_parameters]
+        names = [_WRAPPERS.sub("", name) for name, _ in pairs]
+        while names and all(name.startswith(_DDP) for name in names):
+            names = [_WRAPPERS.sub("", name.removeprefix(_DDP)) for name in names]
+        taken = self._taken_of(names)
+        changed = []
+        for name, (_, parameter) in zip(names, pairs, strict=True):
+            before = self._key_of.get(parameter)
+            if name in taken or (before is not None and is_name(before)):
+                continue
+            if before is not None:
+                changed.append((before, name))
+            self._key_of[parameter] = name
+            taken.add(name)
+        return changed
+
+    def keys_of(self, parameters: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[str]:
+        """Return the keys of a bucket's parameters. New ones get theirs.
+
+        shapes: the parameters' shapes in hooks.
+        """
+        new = [pair for pair in zip(parameters, shapes, strict=True) if pair[0] not in self._key_of]
+        if new:
+            taken = set(self._key_of.values())
+            inherited = [self._inherited.get(parameter) for parameter, _ in new]
+            for (parameter, _), key in zip(new, inherited, strict=True):
+                if key is not None and key not in taken:
+                    self._key_of[parameter] = key
+            unnamed = [pair for pair in new if pair[0] not in self._key_of]
+            if unnamed:
+                keys = self._of_first_bucket([shape for _, shape in unnamed])
+                self._key_of.update(zip((parameter for parameter, _ in unnamed), keys, strict=True))
+        return [self._key_of[parameter] for parameter in parameters]
+
+    def _of_first_bucket(self, shapes: list[Shape]) -> list[str]:
+        """Return the keys of new parameters: of deleted ones, if the program has rebuilt its model."""
+        digest = ""
+        for number in itertools.count():
+            own = hashlib.sha256(f"{digest} {list(map(tuple, shapes))}".encode()).hexdigest()[:8]
+            if number == len(self._first_buckets):
+                self._first_buckets.append(own)
+            digest = self._first_buckets[number]
+            keys = [f"{_UNNAMED}{i} of first bucket {number} ({own})" for i in range(len(shapes))]
+            if digest == own and not self._taken_of(keys):
+                return keys
+        raise AssertionError
+
+    def _taken_of(self, keys: Sequence[str]) -> set[str]:
+        """Return those of the keys that living parameters have."""
+        if not set(keys).isdisjoint(self._key_of.values()):
+            gc.collect()  # frees a deleted model that still has these keys, perhaps on some ranks only
+        return set(keys).intersection(self._key_of.values())
+
+
+def _pair(given: Any) -> tuple[str, torch.Tensor]:
+    """Return a name and its tensor. Raises TypeError for anything else."""
+    if isinstance(given, tuple) and len(given) == 2:
+        name, parameter = given
+        if isinstance(name, str) and isinstance(parameter, torch.Tensor):
+            return name, parameter
+    raise TypeError(
+        f"number_parameters takes model.named_parameters(), pairs of a name and a tensor, got "
+        f"{type(given).__name__}"
+    )

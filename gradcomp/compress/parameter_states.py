@@ -1,0 +1,318 @@
+"""What a state keeps of its parameters from step to step, by parameter, and the compressors of its buckets.
+
+    {"layer.weight": {"error": [8, 4], "direction": [4, 2]}, "layer.bias": {"error": [8]}, ...}
+
+A compressor works on a bucket, as one contiguous memory. It is made when a bucket with new parameters or
+options comes, takes over the entries of the bucket's parameters, and gives them back when its parameters come
+in other buckets, or when someone reads them:
+
+    first step of a run      bucket 0: 0 1 2 3 4 5 6 7
+    later steps              bucket 0: 7 6 5     bucket 1: 4 3 2     bucket 2: 1 0
+
+So an error follows its parameter to any bucket, run or copy of a state. What a compressor keeps of a whole
+bucket has the keys of all the bucket's parameters as its key, a tuple.
+"""
+
+import ctypes
+import hashlib
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm.bucket import real_shape
+from .compressor import BucketSpec, Compressor, MakesCompressors, State
+from .parameter_keys import ParameterKeys, Shape
+
+# What is kept of one parameter, by name. "error" has the parameter's shape.
+Entry = dict[str, torch.Tensor]
+Entries = dict[str | tuple[str, ...], Entry]
+
+
+@dataclass
+class Bucket:
+    """A bucket's parameters, and its compressor.
+
+    index: the bucket's index; random choices depend on it.
+    dtype: the buffer's.
+    options: the compressor's.
+    shapes, keys, parameters: one per parameter, in the bucket's order.
+    compressor, made_by, device: the compressor, what has made it, and for which device; None before.
+    """
+
+    index: int
+    dtype: torch.dtype
+    options: Any
+    shapes: list[Shape]
+    keys: list[str]
+    parameters: list[weakref.ref[torch.Tensor]]
+    compressor: Compressor | None = None
+    made_by: MakesCompressors | None = None
+    device: torch.device | None = None
+    _is_warmed_up: bool = False
+
+    @property
+    def numels(self) -> list[int]:
+        """The number of elements of each parameter."""
+        return list(map(math.prod, self.shapes))
+
+    @property
+    def is_dead(self) -> bool:
+        """True if all its parameters have been deleted."""
+        return all(ref() is None for ref in self.parameters)
+
+    def is_unchanged_for(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
+        """Return whether the parameters are these, in this order, and dtype, options and shapes are equal."""
+        if self.dtype != dtype or len(self.parameters) != len(parameters):
+            return False
+        if any(ref() is not each for ref, each in zip(self.parameters, parameters, strict=True)):
+            return False
+        # A real parameter has its gradient's shape. real_shape also handles complex ones, but takes longer.
+        shapes: list[Shape] = [parameter.shape for parameter in parameters]
+        is_same_shape = shapes == self.shapes or list(map(real_shape, parameters)) == self.shapes
+        return is_same_shape and self.options == options
+
+    def unused(self, bucket: dist.GradBucket) -> list[int]:
+        """Return the positions of the tensors that this rank's backward has not used, as far as known.
+
+        torch's DDP calls a hook before it writes averages, so a parameter without a gradient was not used.
+        gradcomp's buckets don't tell: the list is empty, and the Reducer calls CompressorState.take_back for
+        each parameter that no rank has used.
+        """
+        if not isinstance(bucket, dist.GradBucket):
+            return []
+        return [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
+
+    def warm_up(self, later: Iterable[MakesCompressors], device: torch.device, **ranks: Any) -> None:
+        """Warm up what will make this bucket's compressors. Does nothing after the first call."""
+        if not self._is_warmed_up:
+            self._is_warmed_up = True
+            for each in later:
+                each.warm_up(self.spec(device, 0, **ranks), self.options)
+
+    def spec(self, device: torch.device, seed: int, **ranks: Any) -> BucketSpec:
+        """Return what a compressor is made for. ranks: world_size, ranks_per_node and has_delay."""
+        return BucketSpec(tuple(self.shapes), self.dtype, device, seed=seed, **ranks)
+
+    def split(self, state: State) -> Entries:
+        """Divide a compressor's state among the bucket's parameters."""
+        entries: Entries = {}
+        for name, value in state.items():
+            if name == "error":
+                parts = value.split(self.numels)
+                shaped = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+            elif isinstance(value, list):
+                shaped = value
+            else:
+                entries.setdefault(tuple(self.keys), {})[name] = value
+                continue
+            for key, each in zip(self.keys, shaped, strict=True):
+                if each is not None:
+                    entries.setdefault(key, {})[name] = each
+        return entries
+
+    def merged(self, entries: Mapping[Any, Entry], device: torch.device) -> State:
+        """Return the compressor's state of these entries, of this bucket's parameters: the reverse of split.
+
+        Errors that are missing are zeros; an empty state if there are no entries.
+        """
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        own = [entries.get(key, {}) for key in self.keys]
+        state: State = {**entries.get(tuple(self.keys), {})}
+        for name in dict.fromkeys(name for entry in own for name in entry):
+            values = [entry.get(name) for entry in own]
+            if name == "error":
+                pairs = zip(values, self.numels, strict=True)
+                parts = [torch.zeros(n) if value is None else value.reshape(-1) for value, n in pairs]
+                state[name] = torch.cat([part.to(device, dtype) for part in parts])
+            else:
+                state[name] = values
+        return state
+
+
+class ParameterStates:
+    """The entries of all parameters of a state, and the compressors that have taken them over."""
+
+    def __init__(self) -> None:
+        self.keys = ParameterKeys()
+        self._entries: Entries = {}  # those that no compressor has taken over
+        self._buckets: list[Bucket] = []
+        # By index, which is a hint only: torch gives 0 to all buckets of a static graph's first step.
+        self._of_step: dict[int, Bucket] = {}
+        self._of_last_step: dict[int, Bucket] = {}
+
+    # --- buckets ---
+
+    @property
+    def have_parameters(self) -> bool:
+        """True if buckets have brought parameters, or number_parameters has named some that still exist."""
+        return self.keys.knows_any or bool(self._buckets)
+
+    def bucket_of(self, bucket: dist.GradBucket, options: Any) -> Bucket:
+        """Return what is known of a bucket: as before, if its parameters and options are unchanged."""
+        index, parameters, dtype = bucket.index(), bucket.parameters(), bucket.buffer().dtype
+        found = self._of_last_step.get(index)
+        if found is None or not found.is_unchanged_for(parameters, dtype, options):
+            found = self._changed(index, parameters, dtype, options)
+        self._of_step[index] = found
+        return found
+
+    def _changed(
+        self, index: int, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any
+    ) -> Bucket:
+        shapes = list(map(real_shape, parameters))
+        keys = self.keys.keys_of(parameters, shapes)
+        new = Bucket(index, dtype, options, shapes, keys, list(map(weakref.ref, parameters)))
+        for each in self._buckets:
+            if each.keys == keys and (each.dtype, each.options, each.shapes) == (dtype, options, shapes):
+                each.index, each.parameters = index, new.parameters
+                return each
+        for each in self._buckets:
+            if not set(keys).isdisjoint(each.keys):
+                self._give_back(each)
+        self._buckets = [each for each in self._buckets if set(keys).isdisjoint(each.keys)]
+        self._buckets.append(new)
+        return new
+
+    def compressor_of(
+        self, bucket: Bucket, make: MakesCompressors, device: torch.device, seed: int, **ranks: Any
+    ) -> tuple[Compressor, list[str]]:
+        """Return a bucket's compressor: the one that it has, or a new one that takes over the entries.
+
+        seed: the seed for a new compressor's random choices.
+        ranks: world_size, ranks_per_node and has_delay; see BucketSpec.
+
+        Returns (the compressor, the keys of parameters whose entries were dropped, as their shapes differ).
+        """
+        if bucket.compressor is not None and bucket.made_by is make and bucket.device == device:
+            return bucket.compressor, []
+        self._give_back(bucket)
+        bucket.compressor = _made(make, bucket.spec(device, seed, **ranks), bucket.options)
+        bucket.made_by, bucket.device = make, device
+        own: list[str | tuple[str, ...]] = [*bucket.keys, tuple(bucket.keys)]
+        taken: Entries = {key: self._entries.pop(key) for key in own if key in self._entries}
+        lost = [
+            key
+            for key, shape in zip(bucket.keys, bucket.shapes, strict=True)
+            if "error" in taken.get(key, {}) and taken[key]["error"].shape != shape
+        ]
+        for key in lost:
+            del taken[key]
+        if state := bucket.merged(taken, device):
+            bucket.compressor.load(state)
+        return bucket.compressor, lost
+
+    def _give_back(self, bucket: Bucket) -> None:
+        """Take over the entries of a bucket's parameters from its compressor, and drop the compressor."""
+        if bucket.compressor is not None:
+            for key, entry in bucket.split(bucket.compressor.state()).items():
+                self._entries.setdefault(key, {}).update(entry)
+            bucket.compressor = None
+
+    def give_all_back(self) -> None:
+        """Drop all compressors, because the group or the nodes have changed."""
+        for bucket in self._buckets:
+            self._give_back(bucket)
+
+    def end_step(self) -> None:
+        """Forget the buckets of deleted parameters, except those that the ending step has used."""
+        self._of_last_step, self._of_step = self._of_step, {}
+        of_step = list(map(id, self._of_last_step.values()))
+        self._buckets = [each for each in self._buckets if id(each) in of_step or not each.is_dead]
+
+    # --- entries ---
+
+    def entries(self) -> Entries:
+        """Return copies of all entries: those of buckets first, in the order of buckets."""
+        copies: Entries = {}
+        for bucket in sorted(self._buckets, key=lambda bucket: bucket.index):
+            if bucket.compressor is not None:
+                for key, entry in bucket.split(bucket.compressor.state()).items():
+                    copies.setdefault(key, {}).update(entry)
+        for key, entry in self._entries.items():
+            copies.setdefault(key, {}).update({name: value.clone() for name, value in entry.items()})
+        return copies
+
+    def errors_of_buckets(self) -> dict[int, torch.Tensor]:
+        """Return copies of the errors of buckets with compressors, [numel], by index."""
+        made = {each.index: each.compressor for each in self._buckets if each.compressor is not None}
+        states = {index: compressor.state() for index, compressor in made.items()}
+        return {index: state["error"] for index, state in states.items() if "error" in state}
+
+    def load(self, entries: Entries) -> None:
+        """Replace all entries."""
+        self._entries, self._buckets, self._of_step, self._of_last_step = dict(entries), [], {}, {}
+
+    def unclaimed(self) -> list[str]:
+        """Return the keys whose entries wait for a bucket that brings their parameters."""
+        brought = {key for bucket in self._buckets for key in bucket.keys}
+        return [key for key in self._entries if isinstance(key, str) and key not in brought]
+
+    def name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Give parameters their names as keys; see ParameterKeys.name.
+
+        Raises TypeError for anything but pairs of a name and a tensor; ValueError if a bucket has brought a
+        parameter without its name, and an entry has that name.
+        """
+        for before, name in self.keys.name(named_parameters):
+            for bucket in [each for each in self._buckets if before in each.keys]:
+                self._give_back(bucket)
+                self._buckets.remove(bucket)
+                self._of_last_step = {i: each for i, each in self._of_last_step.items() if each is not bucket}
+            if name in self._entries:
+                raise ValueError(
+                    f"a bucket has brought {name} already, without its name, and the checkpoint has a memory "
+                    "of that name: call number_parameters before the first step"
+                )
+            if before in self._entries:
+                self._entries[name] = self._entries.pop(before)
+
+    def scale_errors(self, factor: float) -> None:
+        """Multiply all errors by factor."""
+        for bucket in self._buckets:
+            if bucket.compressor is not None:
+                bucket.compressor.scale_errors(factor)
+        for entry in self._entries.values():
+            if "error" in entry:
+                entry["error"] = entry["error"] * factor
+
+    def add_to_error(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Add values, flat, to a parameter's error, if its bucket has a compressor."""
+        key = self.keys.get(parameter)
+        for bucket in self._buckets:
+            if key in bucket.keys and bucket.compressor is not None:
+                starts = dict(zip(bucket.keys, accumulate(bucket.numels, initial=0), strict=False))
+                bucket.compressor.add_to_error(starts[str(key)], values)
+
+    def common_digest(self) -> str:
+        """Return a digest of the waiting entries that must be the same on every rank: all but errors."""
+        digest = hashlib.sha256()
+        for key in sorted(self._entries, key=str):
+            for name, value in sorted(self._entries[key].items()):
+                if name != "error":
+                    on_cpu = value.detach().cpu().contiguous()
+                    digest.update(f"{key} {name}".encode())
+                    digest.update(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes))
+        return digest.hexdigest()[:16]
+
+
+def _made(make: MakesCompressors, bucket: BucketSpec, options: Any) -> Compressor:
+    """Make a compressor. Raises TypeError if it lacks options, or counts no whole elements."""
+    name = getattr(make, "__name__", type(make).__name__)
+    try:
+        made = make(bucket, options)
+    except AttributeError as error:
+        if options is None and "NoneType" in str(error):
+            raise TypeError(f"{name} takes options, but CompressorState got none: {error}") from error
+        raise
+    if not isinstance(made.sent_numel, int):
+        raise TypeError(
+            f"{name}.sent_numel is {made.sent_numel!r}, but must be an int: the number of elements of an "
+            "all-reduce that sends as many bytes"
+        )
+    return made
