@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.demo.train --hook fp16
 
-One of its lines registers the hook. All other lines are those of any DistributedDataParallel script.
+One line registers the hook. The rest is an ordinary DistributedDataParallel script.
 ``python -m benchmarks.demo`` runs it once per hook. With ``--reducer gradcomp`` gradcomp's Reducer replaces
 DistributedDataParallel.
 """

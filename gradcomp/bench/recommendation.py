@@ -11,8 +11,8 @@ from .measurements import NOOP, HookTime
 
 SOURCE = (
     "docs/accuracy.md: validation loss above no compression, in nats per byte, of one small GPT (137,000 "
-    "parameters, 4 ranks, 3 seeds; seeds differ by up to 0.011), at so many times fewer bytes there. Larger "
-    "models have not been measured."
+    "parameters, 4 ranks, 3 seeds; seeds differ by up to 0.011), and how many times fewer bytes it sent. No "
+    "larger model was measured."
 )
 
 # Below this part of a step, communication isn't the bottleneck; see docs/choosing.md.

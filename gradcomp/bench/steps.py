@@ -105,7 +105,7 @@ class Trainer:
     def timed_steps(self, model: DistributedDataParallel, limit_s: float) -> list[float]:
         """Run WARM_UP_STEPS, then as many steps as fit in limit_s. A collective.
 
-        Returns the times of the latter, each on its slowest rank.
+        Returns each step's time on its slowest rank, without the warm-up.
         """
         for _ in range(WARM_UP_STEPS - 1):
             self.step(model)

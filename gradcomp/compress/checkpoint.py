@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.process_group import joined_group
-from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, Rule, check_fields, checked_field
+from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, check_fields, checked_field
 from .compressor import Compressor
 from .parameter_states import Entries, Entry
 
@@ -50,9 +50,6 @@ def another_ranks_errors(
 VERSION = 1
 PROGRESS = dict.fromkeys(
     ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report"), COUNT
-)
-DTYPE = Rule(
-    "a floating-point dtype", lambda value: isinstance(value, torch.dtype) and value.is_floating_point
 )
 NOT_THROUGH_DCP = (
     "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict(state), and load "
@@ -243,12 +240,15 @@ def _checked_entry(key: Any, entry: Any, compressor: type[Compressor]) -> Entry:
     what = f"the parameter {key}"
     if not isinstance(entry, dict):
         raise ValueError(f"{what} has a {type(entry).__name__}, but must have a dict")
+    of_bucket = isinstance(key, tuple)
+    if of_bucket and "error" in entry:
+        raise ValueError(f"{what} has an error, but errors belong to one parameter each")
     tensors: Entry = {}
     for name, given in entry.items():
         is_error = name == "error"
         tensors[name] = checked_tensor(f"{what}: {name}", given, is_float=True if is_error else None)
     try:
-        compressor.check_entry(tensors)
+        compressor.check_entry(tensors, of_bucket=of_bucket)
     except ValueError as error:
         raise ValueError(f"{what} {error}") from error
     return tensors
@@ -300,10 +300,3 @@ def checked_tensor(what: str, given: Any, *, is_float: bool | None) -> torch.Ten
     if given.is_floating_point() and not given.isfinite().all():
         raise ValueError(f"{what} has values that aren't finite")
     return given.detach().clone()
-
-
-def counts(what: str, given: Any) -> list[int]:
-    """Return a list of whole numbers of at least 0. Raises ValueError for anything else."""
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{what} is a {type(given).__name__}, but must be a list")
-    return [COUNT(what, each) for each in given]

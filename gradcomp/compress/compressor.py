@@ -119,8 +119,10 @@ class Compressor(ABC):
         """Continue from another compressor's state(). After a change of buckets, entries may be missing."""
 
     @classmethod  # noqa: B027 may stay empty
-    def check_entry(cls, entry: dict[str, torch.Tensor]) -> None:
-        """Raise ValueError for a checkpoint's entry of one parameter that `load` can't load.
+    def check_entry(cls, entry: dict[str, torch.Tensor], *, of_bucket: bool) -> None:
+        """Raise ValueError for a checkpoint's entry that `load` can't load.
+
+        of_bucket: whether it belongs to all parameters of a bucket together, not to one parameter.
 
         The caller has checked that tensors are dense, and that floating-point values are finite.
         """

@@ -8,7 +8,6 @@ buckets differ, its keys differ, too, and no parameter gets another one's errors
 
 import gc
 import hashlib
-import itertools
 import re
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
@@ -97,8 +96,8 @@ class ParameterKeys:
 
     def _of_first_bucket(self, shapes: list[Shape]) -> list[str]:
         """Return the keys of new parameters: of deleted ones, if the program has rebuilt its model."""
-        digest = ""
-        for number in itertools.count():
+        digest, number = "", 0
+        while True:
             own = hashlib.sha256(f"{digest} {list(map(tuple, shapes))}".encode()).hexdigest()[:8]
             if number == len(self._first_buckets):
                 self._first_buckets.append(own)
@@ -106,7 +105,7 @@ class ParameterKeys:
             keys = [f"{_UNNAMED}{i} of first bucket {number} ({own})" for i in range(len(shapes))]
             if digest == own and not self._taken_of(keys):
                 return keys
-        raise AssertionError
+            number += 1
 
     def _taken_of(self, keys: Sequence[str]) -> set[str]:
         """Return those of the keys that living parameters have."""

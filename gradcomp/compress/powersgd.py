@@ -172,14 +172,20 @@ class PowerSGDCompressor(Compressor):
         self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
 
     @classmethod
-    def check_entry(cls, entry: dict[str, torch.Tensor]) -> None:
-        require_names(entry, ("error", "direction", "square_direction"))
-        for name, direction in entry.items():
-            if name == "error" or (direction.is_floating_point() and direction.dim() == 2):
-                continue
+    def check_entry(cls, entry: dict[str, torch.Tensor], *, of_bucket: bool) -> None:
+        name = "square_direction" if of_bucket else "direction"
+        require_names(entry, [name] if of_bucket else ["error", name])
+        direction, error = entry.get(name), entry.get("error")
+        if direction is None:
+            return
+        if error is None and not of_bucket:
+            raise ValueError(f"has a {name} but no error")
+        cols = None if error is None else math.prod(error.shape[1:])
+        is_wide = direction.dtype in (torch.float32, torch.float64)
+        if not is_wide or direction.dim() != 2 or cols not in (None, direction.shape[0]):
             raise ValueError(
-                f"has a {name} {list(direction.shape)} of {direction.dtype}, but must have [cols, rank] of a "
-                "floating-point dtype"
+                f"has a {name} {list(direction.shape)} of {direction.dtype}, but must have "
+                f"[{cols or 'cols'}, rank] of float32 or float64"
             )
 
     @classmethod

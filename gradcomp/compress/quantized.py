@@ -123,7 +123,7 @@ class QuantizedCompressor(Compressor):
         self.sent_numel = -(-self._all_reduce.num_bytes // bucket.dtype.itemsize)
 
     @classmethod
-    def check_entry(cls, entry: dict[str, torch.Tensor]) -> None:
+    def check_entry(cls, entry: dict[str, torch.Tensor], *, of_bucket: bool) -> None:
         require_names(entry, ("error",))
 
     @classmethod

@@ -23,7 +23,7 @@ from gradcomp import ops
 
 from ..comm.streams import Future
 from ..rules import COUNT, RANK, Rule
-from .checkpoint import counts, require_keys
+from .checkpoint import require_keys
 
 WARM_UP_STEPS = 2  # of each turn
 # A candidate that took this many times the fastest one's time in a round gets no turns in later rounds. The
@@ -266,7 +266,7 @@ class Trial:
         for name in ("choice", "before"):
             if given[name] not in (None, *names):
                 raise ValueError(f"trial: {name} is {given[name]!r}, but must be one of {names}")
-        place, sent_bytes = counts("trial: place", given["place"]), given["sent_bytes"]
+        place, sent_bytes = _counts("trial: place", given["place"]), given["sent_bytes"]
         if len(place) != 2 or not isinstance(sent_bytes, dict):
             raise ValueError(
                 f"trial: place is {place} and sent_bytes {sent_bytes!r}, but must be two numbers and a dict"
@@ -380,3 +380,10 @@ def _seconds_between(first: Any, last: Any) -> float:
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
     return float(last - first)
+
+
+def _counts(what: str, given: Any) -> list[int]:
+    """Return a list of whole numbers of at least 0. Raises ValueError for anything else."""
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{what} is a {type(given).__name__}, but must be a list")
+    return [COUNT(what, each) for each in given]

@@ -73,6 +73,17 @@ MISFITS = {
     ),
     "direction of NaN": (of_first("direction", lambda d: d / 0), "direction has values that aren't finite"),
     "direction in 1-D": (of_first("direction", lambda d: d[0]), r"a direction \[2\] of torch.float32, but"),
+    "direction of one row": (of_first("direction", lambda d: d[:1]), r"a direction \[1, 2\] .* \[48, rank\]"),
+    "direction in fp16": (
+        of_first("direction", lambda d: d.half()),
+        r"of torch.float16, but .* float32 or float64",
+    ),
+    "no error": (lambda d: next(iter(d["parameters"].values())).pop("error"), "has a direction but no error"),
+    "an error of a bucket": (renamed(("a", "b")), "has an error, but errors belong to one parameter each"),
+    "a square of one parameter": (
+        lambda d: next(iter(d["parameters"].values())).update(square_direction=torch.ones(48, 2)),
+        "has the unknown 'square_direction'",
+    ),
     "direction of ints": (of_first("direction", lambda d: d.int()), r"a direction \[48, 2\] of torch.int32"),
     "an entry that nobody knows": (
         lambda d: d["parameters"].update({next(iter(d["parameters"])): {"momentum": torch.ones(3)}}),
