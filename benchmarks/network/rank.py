@@ -172,10 +172,13 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(every - 1):  # to the end of a period
             trainer.step()
         num_steps = 2 * every
+    # A rank ends a step when it has received all messages. Its own may still wait to be sent, until all ranks
+    # have come to a barrier. noop's ranks wait for one another there only.
+    dist.barrier()
     sent = sent_bytes()
     taken = [trainer.step() for _ in range(num_steps)]
+    dist.barrier()
     sent = sent_bytes() - sent
-    dist.barrier()  # noop's ranks don't wait for one another
     totals = sorted(map(sum, taken))
     middle = statistics.mean if every else statistics.median
     forward, backward, rest = (middle(column) * 1e3 for column in zip(*taken, strict=True))
