@@ -19,8 +19,7 @@ from benchmarks.fsdp_bytes import shard_shapes
 from benchmarks.models import LLAMA, MODELS, Shape, shapes_of
 from gradcomp.compress import BucketSpec
 from gradcomp.compress.named import NamedHook
-from gradcomp.compress.quantized import QuantizedOptions
-from gradcomp.compress.reduce_scatter import QuantizedReduceScatter
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.plan import Network, traffic
 
 HOOKS = ("none", "bf16", "int8", "int4")
@@ -59,11 +58,12 @@ CLUSTERS = (
 )
 
 
-def compressor(hook: str, shapes: Sequence[Shape], cluster: Cluster) -> QuantizedReduceScatter:
+def compressor(hook: str, shapes: Sequence[Shape], cluster: Cluster) -> QuantizedCompressor:
     """Return the reduce-scatter of the whole model on the meta device."""
     ranks_per_node = cluster.ranks_per_node if cluster.by_nodes else 1
     of_model = (tuple(map(tuple, shapes)), torch.float32, torch.device("meta"), cluster.num_shards, 0)
-    return QuantizedReduceScatter(BucketSpec(*of_model, ranks_per_node), QuantizedOptions(BITS[hook]))
+    spec = BucketSpec(*of_model, ranks_per_node, is_shard=True)
+    return QuantizedCompressor(spec, QuantizedOptions(BITS[hook]))
 
 
 def reduce_scatter_bytes(hook: str, shapes: Sequence[Shape], cluster: Cluster) -> float:
@@ -93,7 +93,7 @@ def error_bytes(shapes: Sequence[Shape], cluster: Cluster) -> int:
     of_replicas = shard if cluster.replicas > 1 else 0
     if cluster.nodes_per_replica == 1:  # only compress_replicas compresses
         return of_replicas
-    error = compressor("int4", shapes, cluster)._error
+    error = compressor("int4", shapes, cluster)._sum.error
     assert error is not None
     return error.nbytes + of_replicas
 

@@ -19,11 +19,13 @@ others, the oldest bucket first: A₀ A₁ … B₀ B₁ …. With any number of
 """
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ import torch.distributed as dist
 from gradcomp import ops
 
 from .process_group import Operation
-from .streams import Future, devices_of_future, on_side_stream, wait_for_current_stream
+from .streams import Future, on_side_stream, wait_for_current_stream
 
 # Yields each collective under way, or None for one that needs no waiting. Returns the averaged bucket.
 Stages = Generator[dist.Work | None, None, torch.Tensor]
@@ -49,12 +51,6 @@ def run_through(stages: Generator[dist.Work | None, None, T]) -> T:
             return result
 
 
-def explained(stages: Stages, operation: Operation) -> Stages:
-    """Run stages, and explain errors of their collectives, issued here or waited for elsewhere."""
-    with operation:
-        return (yield from stages)
-
-
 def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) -> dist.Work | None:
     """Wait for a collective and run the next stage. The stages get the collective's error."""
     try:
@@ -69,7 +65,7 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
     """A future that runs the stages left when it is waited for: no hook of a later bucket may come."""
 
     def __init__(self, complete: Callable[[], None], device: torch.device):
-        super().__init__(devices=devices_of_future(device))
+        super().__init__(devices=[device] if ops.has_streams(device) else None)
         self._complete, self._device = complete, device
 
     def wait(self) -> Any:
@@ -90,18 +86,42 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
         return chained
 
 
-class _Running(NamedTuple):
+@dataclass(eq=False)
+class _Running:
     """A bucket under way.
 
-    work: the collective that its next stage waits for.
+    operation: explains errors of its collectives.
     backward: the number of the backward that has brought the bucket; -1 outside of one.
+    work: the collective that its next stage waits for.
     """
 
     stages: Stages
-    work: dist.Work | None
+    operation: Operation
     future: PipelinedFuture
     device: torch.device
     backward: int
+    work: dist.Work | None = None
+
+    def advance(self) -> bool:
+        """Wait for the collective and run the next stage. Returns whether it was the last one.
+
+        The last stage completes the future. Raises the error of a stage, explained.
+        """
+        try:
+            self.work = _next(self.stages, self.work)
+        except StopIteration as end:
+            self.future.set_result(end.value)
+            return True
+        except Exception as error:
+            if (explained := self.operation.explained(error)) is error:
+                raise
+            raise explained from error
+        return False
+
+    def fail(self, error: Exception) -> None:
+        """Give up the bucket: its future holds the error."""
+        if not self.future.done():
+            self.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
 
 
 class Pipeline:
@@ -109,25 +129,30 @@ class Pipeline:
 
     def __init__(self) -> None:
         self._running: list[_Running] = []
-        self._unfinished: dict[PipelinedFuture, _Running] = {}
+        self._unfinished: set[_Running] = set()
 
-    def add(self, stages: Stages, device: torch.device, *, is_first: bool, is_last: bool) -> PipelinedFuture:
+    def add(
+        self, stages: Stages, operation: Operation, device: torch.device, *, is_first: bool, is_last: bool
+    ) -> PipelinedFuture:
         """Begin a bucket's stages. On CUDA, take every bucket before it one stage further, the newest first.
 
+        operation: explains errors of the collectives, issued here or waited for elsewhere.
         device: the bucket's. The first stage comes after the current stream's work so far.
 
         Raises the error of any bucket, on the thread that calls the hooks.
         """
         backward = torch._C._current_graph_task_id()
-        if is_first:
+        if is_first and self._running:
             self._drop_of_other_backwards(backward)
             self.finish()
-        wait_for_current_stream(device)
+        if ops.has_streams(device):
+            wait_for_current_stream(device)
         future, earlier, self._running = PipelinedFuture(self.finish, device), self._running, []
         on_host = [each for each in earlier if not ops.has_streams(each.device)]
         on_streams = [each for each in earlier if ops.has_streams(each.device)]
-        begun = self._advance([_Running(stages, None, future, device, backward), *on_streams])
-        self._running = [*begun, *on_host]
+        new = _Running(stages, operation, future, device, backward)
+        self._unfinished.add(new)
+        self._running = [*self._advance([new, *on_streams]), *on_host]
         if is_last:
             self.finish()
         elif self._running and not earlier and backward != -1:
@@ -150,56 +175,49 @@ class Pipeline:
         """
         left = [each for each in self._running if each.backward not in (-1, backward)]
         self._running = [each for each in self._running if each not in left]
-        error = RuntimeError("an error ended the step before this bucket was averaged")
         for each in left:
             if each.work is not None:
                 with suppress(RuntimeError):
                     on_side_stream(each.device, each.work.wait)
             each.stages.close()
-            self._unfinished.pop(each.future, None)
-            each.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
+            self._unfinished.discard(each)
+            each.fail(RuntimeError("an error ended the step before this bucket was averaged"))
 
-    def _advance(self, buckets: list[_Running]) -> list[_Running]:
+    def _advance(self, buckets: Sequence[_Running]) -> list[_Running]:
         """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""
-        found: list[_Running | None] = []
-        for device, of_device in groupby(buckets, lambda each: each.device):
-            found += on_side_stream(device, partial(self._step_each, list(of_device)))
-        return [each for each in found if each]
+        found: list[_Running] = []
+        for device, each in groupby(buckets, attrgetter("device")):
+            of_device = list(each)
+            if ops.has_streams(device):
+                found += on_side_stream(device, partial(self._step, of_device))
+            else:
+                found += self._step(of_device)
+        return found
 
-    def _step_each(self, buckets: list[_Running]) -> list[_Running | None]:
-        return [self._step(each) for each in buckets]
-
-    def _step(self, bucket: _Running) -> _Running | None:
-        """Run a bucket's next stage. Returns None after the last stage.
+    def _step(self, buckets: Sequence[_Running]) -> list[_Running]:
+        """Run the next stage of each bucket. Returns those that have more stages.
 
         After an error no bucket under way is averaged, and their futures hold the error.
         """
-        self._unfinished[bucket.future] = bucket
-        try:
-            advanced = _advanced(bucket)
-        except Exception as error:
-            for each in self._unfinished.values():
-                if not each.future.done():
-                    each.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
-                if each.work is not None and ops.has_streams(each.device) and each is not bucket:
-                    # The memory of its buffers is used again, after the collective.
-                    on_side_stream(each.device, each.work.wait)
-            self._unfinished.clear()
-            raise
-        if advanced is None:
-            del self._unfinished[bucket.future]
-        else:
-            self._unfinished[bucket.future] = advanced
-        return advanced
+        left = []
+        for bucket in buckets:
+            try:
+                if bucket.advance():
+                    self._unfinished.discard(bucket)
+                else:
+                    left.append(bucket)
+            except Exception as error:
+                self._fail(bucket, error)
+                raise
+        return left
 
-
-def _advanced(bucket: _Running) -> _Running | None:
-    """Wait for a bucket's collective and run its next stage. The last stage completes the future."""
-    try:
-        return bucket._replace(work=_next(bucket.stages, bucket.work))
-    except StopIteration as end:
-        bucket.future.set_result(end.value)
-        return None
+    def _fail(self, failed: _Running, error: Exception) -> None:
+        for each in self._unfinished:
+            each.fail(error)
+            if each.work is not None and ops.has_streams(each.device) and each is not failed:
+                # The memory of its buffers is used again, after the collective.
+                on_side_stream(each.device, each.work.wait)
+        self._unfinished.clear()
 
 
 class _Pipelines(threading.local):
@@ -213,19 +231,23 @@ _of_thread = _Pipelines()
 
 
 def average_in_stages(
-    bucket: dist.GradBucket, stages: Stages, operation: Operation, pipeline: Pipeline | None = None
+    bucket: dist.GradBucket,
+    stages: Stages,
+    operation: Operation,
+    pipeline: Pipeline | None = None,
+    *,
+    is_first: bool | None = None,
 ) -> Future:
     """Return a future of the bucket's average, while its stages run.
 
     operation: explains errors of the collectives.
     pipeline: by default the thread's one.
+    is_first: whether the bucket is the step's first; None to go by its index.
     """
-    return (pipeline or _of_thread.shared).add(
-        explained(stages, operation),
-        bucket.buffer().device,
-        is_first=bucket.index() == 0,
-        is_last=bucket.is_last() or is_waited_for_at_once(bucket),
-    )
+    device, pipeline = bucket.buffer().device, pipeline or _of_thread.shared
+    is_first = bucket.index() == 0 if is_first is None else is_first
+    is_last = bucket.is_last() or is_waited_for_at_once(bucket)
+    return pipeline.add(stages, operation, device, is_first=is_first, is_last=is_last)
 
 
 def is_waited_for_at_once(bucket: dist.GradBucket) -> bool:

@@ -3,10 +3,12 @@
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
+
+from .parameter_keys import is_name
 
 LOGGER = "gradcomp"
 QUIET = "GRADCOMP_QUIET"
@@ -84,3 +86,27 @@ def say(text: str, group: dist.ProcessGroup | None) -> None:
     elif not dist.is_initialized() or dist.get_rank() == 0:
         # Each group of some of the ranks, such as FSDP2's replicas, has its own rank 0: only one may print.
         print(f"{LOGGER}: {text}", file=sys.stderr, flush=True)
+
+
+def unclaimed_entries(keys: Sequence[str]) -> Iterator[str]:
+    """Yield warnings of a checkpoint's entries for parameters that the first step has not brought."""
+    if names := list(filter(is_name, keys)):
+        yield with_keys(
+            "the checkpoint has errors of parameters that the first step has not brought: %s. They wait "
+            "for them. Likely cause: another model, or this run has no names of parameters: call "
+            "state.number_parameters(model.named_parameters())",
+            names,
+        )
+    if places := [key for key in keys if not is_name(key)]:
+        yield with_keys(
+            "the checkpoint knows parameters by the first step's buckets, and this run's first step has "
+            "others, or names: the errors of %s start at zero. Likely cause: another bucket_cap_mb, "
+            "find_unused_parameters or model. Call state.number_parameters(model.named_parameters()) in "
+            "both runs, and checkpoints know parameters by name",
+            places,
+        )
+
+
+def with_keys(text: str, keys: Sequence[str]) -> str:
+    """Return a text with the first of these keys in the place of %s."""
+    return text % (", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else ""))

@@ -59,8 +59,9 @@ NOT_THROUGH_DCP = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that every state has, whatever its compressor.
+    """A state's options, and the settings that every state has, whatever its compressor.
 
+    options: the compressor's options, a frozen dataclass; None for a compressor without options.
     start_iter: steps of plain all-reduce before compression starts.
     random_seed: the seed for random choices, the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with statistics.
@@ -68,6 +69,7 @@ class Settings:
     Raises ValueError for an invalid value.
     """
 
+    options: Any = None
     start_iter: int = checked_field(2, WHOLE)
     random_seed: int = checked_field(0, SEED)
     compression_stats_logging_frequency: int = checked_field(10_000, FREQUENCY)
@@ -75,8 +77,16 @@ class Settings:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def common(self) -> dict[str, Any]:
+        """Return the settings that every state has, by name."""
+        return {name: getattr(self, name) for name in _SETTINGS}
 
-_SETTINGS = [each.name for each in fields(Settings)]
+    def by_name(self) -> dict[str, Any]:
+        """Return the options and settings by name."""
+        return {**as_dict(self.options), **self.common()}
+
+
+_SETTINGS = [each.name for each in fields(Settings) if each.name != "options"]
 _KEYS = (
     *("version", "algorithm", "options", *_SETTINGS, *PROGRESS),
     *("errors_of", "num_parameters", "parameters"),
@@ -89,7 +99,7 @@ def progress_of(state: Any) -> dict[str, int]:
 
 
 def to_state_dict(
-    algorithm: str, options: Any, settings: Settings, progress: Mapping[str, int], entries: Entries
+    algorithm: str, settings: Settings, progress: Mapping[str, int], entries: Entries
 ) -> dict[str, Any]:
     """Return a state_dict without the entry "errors_of".
 
@@ -101,8 +111,8 @@ def to_state_dict(
     return {
         "version": VERSION,
         "algorithm": algorithm,
-        "options": as_dict(options),
-        **asdict(settings),
+        "options": as_dict(settings.options),
+        **settings.common(),
         **progress,
         # Shows missing entries: a container that fills only the target's entries leaves "parameters" empty.
         "num_parameters": len(entries),
@@ -131,24 +141,26 @@ def _fields(options_class: type) -> tuple[Any, ...]:
     return fields(options_class) if is_dataclass(options_class) else ()
 
 
-def replaced(options: Any, settings: Settings, checked_dict: dict[str, Any], default: Settings) -> list[str]:
-    """Name the options and settings of a state that a checked state_dict changes, except from their defaults.
+def replaced(own: Settings, loaded: Settings, default: Settings) -> list[str]:
+    """Name the settings and options of a state that loading changes, except from their defaults.
 
-    default: a new state's settings.
+    own, loaded: the state's, and those to load.
+    default: a new state's.
 
     Returns the texts of `changes`.
     """
-    defaults = asdict(default)
+    defaults = default.common()
     with suppress(TypeError, ValueError):  # options may have no default
-        defaults |= as_dict(type(options)())
-    own = {**as_dict(options), **asdict(settings)}
-    given = {name: value for name, value in own.items() if name not in defaults or defaults[name] != value}
-    return changes(given, {**checked_dict["options"], **asdict(settings_of(checked_dict))})
+        defaults |= as_dict(type(own.options)())
+    before = own.by_name()
+    given = {name: each for name, each in before.items() if name not in defaults or defaults[name] != each}
+    return changes(given, loaded.by_name())
 
 
-def settings_of(state_dict: dict[str, Any]) -> Settings:
-    """Return a state_dict's settings."""
-    return Settings(**{name: state_dict[name] for name in _SETTINGS})
+def settings_of(state_dict: dict[str, Any], options_class: type) -> Settings:
+    """Return a checked state_dict's settings. options_class: see options_from."""
+    common = {name: state_dict[name] for name in _SETTINGS}
+    return Settings(options_class(**state_dict["options"]), **common)
 
 
 def options_from(what: str, given: Any, options_class: type) -> Any:
@@ -194,11 +206,13 @@ def checked(
             "into a state of the hook that saved it"
         )
     require_keys("the state_dict", state_dict, _KEYS)
+    options = options_from("", state_dict["options"], options_class)
+    settings = Settings(options, **{name: state_dict[name] for name in _SETTINGS})
     return {
         **state_dict,
         "algorithm": algorithm,
-        "options": as_dict(options_from("", state_dict["options"], options_class)),
-        **asdict(settings_of(state_dict)),
+        "options": as_dict(options),
+        **settings.common(),
         **{name: rule(name, state_dict[name]) for name, rule in PROGRESS.items()},
         "errors_of": checked_owner(state_dict["errors_of"]),
         "parameters": _checked_entries(state_dict["parameters"], state_dict["num_parameters"], compressor),

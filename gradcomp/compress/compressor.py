@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.exchange import Works
+from ..comm.pipeline import run_through
 
 # A compressor's state by name. There are three kinds of values:
 #   "error", a 1-D tensor with one element per element of the bucket: each rank has its own, in the unit of
@@ -30,6 +31,8 @@ class BucketSpec:
     ranks_per_node: the number of ranks on each node, for compressors that average by nodes; 1 if the group is
         averaged without nodes. comm.nodes.nodes_of returns the groups.
     has_delay: whether a round trip between ranks (nodes) takes long; see comm/delay.py.
+    is_shard: whether a rank gets the sum of its own shard only, not the average of all: the flat buffer then
+        has a row of padded gradients for each rank. Shapes and errors are those of whole tensors.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -39,6 +42,7 @@ class BucketSpec:
     seed: int
     ranks_per_node: int = 1
     has_delay: bool = False
+    is_shard: bool = False
 
     @property
     def numels(self) -> list[int]:
@@ -50,29 +54,27 @@ class Compressor(ABC):
     """Averages one bucket, and keeps the bucket's error from step to step.
 
     A subclass is constructed as subclass(bucket: BucketSpec, options), with its own frozen dataclass of
-    options.
+    options. It implements `average` or `reduce`.
 
     sent_numel: the number of elements that a rank sends per step, for statistics; by nodes, that a node sends
         to other nodes.
+    sent_exactly: the positions of the tensors of whose errors it keeps none, because it sends them exactly.
+        If another compressor has left an error of such a tensor, the state adds it to the tensor's gradient
+        before the next `reduce`.
+    is_plain: whether an average is a plain all-reduce of the gradients, which the state then does itself.
     is_same_on_all_processors: True if ranks on different processors get bit-identical averages. Then no sum
         or product after the last collective depends on the processor's rounding.
-    of_shards: the class that reduce-scatters with the same options and the same state; None without one.
+    sums_shards: whether the class takes a BucketSpec with is_shard.
     """
 
     sent_numel: int = 0
+    sent_exactly: Collection[int] = ()
+    is_plain: bool = False
     is_same_on_all_processors: bool = False
-    of_shards: ClassVar["type[ShardCompressor] | None"] = None
+    sums_shards: ClassVar[bool] = False
 
     def __init__(self, bucket: BucketSpec, options: Any):  # noqa: B027 a subclass has its own
         pass
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the next average is a plain all-reduce of the gradients. The state then does it itself.
-
-        Ranks may disagree, so `stages` must issue the same all-reduce, and no other collective.
-        """
-        return False
 
     @classmethod  # noqa: B027 may stay empty
     def warm_up(cls, bucket: BucketSpec, options: Any) -> None:
@@ -90,7 +92,6 @@ class Compressor(ABC):
         """
         return {}
 
-    @abstractmethod
     def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the gradients by their (approximate) mean over the ranks, in place. A collective.
 
@@ -98,15 +99,30 @@ class Compressor(ABC):
         seed: the seed for this step's random choices, the same on all ranks.
 
         On CUDA it runs on a side stream and must not synchronize with the host. On a CPU it runs to its end
-        before the hook returns, unless the compressor implements `stages`.
+        before the hook returns, unless the compressor implements `reduce`.
         """
+        run_through(self.reduce(flat, flat, group, seed))
 
-    def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
+    def reduce(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        group: dist.ProcessGroup,
+        seed: int,
+        unused: Collection[int] = (),
+    ) -> Works:
         """Average in stages: yield every collective issued with async_op instead of waiting for it.
 
-        Optional. On a CPU the hook returns while the collective is in progress, and a later bucket's hook
-        resumes the generator. Yield None for a collective that needs no waiting. Arguments as in `average`.
+        On a CPU the hook returns while the collective is in progress, and a later bucket's hook resumes the
+        generator. Yield None for a collective that needs no waiting.
+
+        flat, group, seed: as in `average`.
+        out: flat itself, which gets the mean. If the bucket's is_shard is true, this rank's shard, which gets
+            the (approximate) sum of this rank's row of flat; flat may be changed.
+        unused: the positions of tensors that this rank's backward has not used, as far as a hook can tell.
         """
+        if type(self).average is Compressor.average:
+            raise NotImplementedError(f"{type(self).__name__} implements neither average nor reduce")
         self.average(flat, group, seed)
         yield from ()
 
@@ -127,12 +143,6 @@ class Compressor(ABC):
         The caller has checked that tensors are dense, and that floating-point values are finite.
         """
 
-    def leave_out(self, unused: Sequence[int]) -> None:  # noqa: B027 may stay empty
-        """Set the positions of the tensors that this rank's backward has not used. Called before `average`.
-
-        The list may be incomplete, because a hook can't always tell; see Bucket.unused.
-        """
-
     def current_error(self) -> torch.Tensor | None:
         """Return this rank's error, [numel], for reading only; None without one. Recorders call this."""
         error: torch.Tensor | None = self.state().get("error")
@@ -148,16 +158,9 @@ class Compressor(ABC):
             state["error"][offset : offset + len(values)] += values
             self.load(state)
 
-    def scale_errors(self, factor: float) -> None:
-        """Multiply this rank's errors by factor, because the next steps' gradients are scaled by it, too."""
-        self.load(with_scaled_errors(self.state(), factor))
-
 
 class MakesCompressors(Protocol):
     """Makes the compressors of a state's buckets: a subclass of Compressor, or a Choice."""
-
-    @property
-    def of_shards(self) -> "type[ShardCompressor] | None": ...
 
     def __call__(self, bucket: BucketSpec, options: Any) -> Compressor: ...
 
@@ -174,7 +177,6 @@ class Choice:
     compressor: type[Compressor]
     options: Any
     is_by_nodes: bool
-    of_shards: ClassVar["type[ShardCompressor] | None"] = None
 
     def __call__(self, bucket: BucketSpec, options: Any) -> Compressor:
         return self.compressor(self._spec(bucket), self.options)
@@ -185,36 +187,3 @@ class Choice:
 
     def _spec(self, bucket: BucketSpec) -> BucketSpec:
         return bucket if self.is_by_nodes else replace(bucket, ranks_per_node=1)
-
-
-class ShardCompressor(Compressor):
-    """Sums this rank's shard of one bucket. The bucket's shapes are those of whole tensors.
-
-    Elements in its state are in the order of whole tensors, without padding, so that they fit any number of
-    ranks.
-    """
-
-    @abstractmethod
-    def reduce_scatter(self, flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Works:
-        """Write the (approximate) sum over the ranks of this rank's row to shard. A collective, in stages.
-
-        flat: [world size · n], a ShardBucket's buffer. It may be changed.
-        shard: [n], in flat's dtype.
-        """
-
-    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Raise TypeError: no rank gets the averages of other shards."""
-        raise TypeError(
-            f"{type(self).__name__} sums a shard, and averages nothing. Likely cause: it was made for "
-            "compress_reduce_scatter, but called by a hook that averages"
-        )
-
-
-def errors_in(state: State) -> State:
-    """Return the entries of a state that are errors."""
-    return {name: value for name, value in state.items() if name == "error"}
-
-
-def with_scaled_errors(state: State, factor: float) -> State:
-    """Return a state with its errors multiplied by factor."""
-    return {name: value * factor if name == "error" else value for name, value in state.items()}

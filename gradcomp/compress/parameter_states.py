@@ -18,14 +18,15 @@ import hashlib
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..comm.bucket import real_shape
+from ..comm.bucket import ShardBucket, real_shape
+from ..comm.pipeline import Stages
 from .compressor import BucketSpec, Compressor, MakesCompressors, State
 from .parameter_keys import ParameterKeys, Shape
 
@@ -43,6 +44,10 @@ class Bucket:
     options: the compressor's.
     shapes, keys, parameters: one per parameter, in the bucket's order.
     compressor, made_by, device: the compressor, what has made it, and for which device; None before.
+    pending: by position, errors that another compressor has left of tensors that this one sends exactly. Each
+        is added to its tensor's next gradient, and so sent once: then None. That of an unused tensor waits.
+    sent: the pending errors that are part of this step's average. On CUDA the side stream may read one until
+        the step ends, so it is freed in the next step.
     """
 
     index: int
@@ -54,12 +59,32 @@ class Bucket:
     compressor: Compressor | None = None
     made_by: MakesCompressors | None = None
     device: torch.device | None = None
+    pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    sent: dict[int, torch.Tensor] = field(default_factory=dict)
     _is_warmed_up: bool = False
 
     @property
     def numels(self) -> list[int]:
         """The number of elements of each parameter."""
         return list(map(math.prod, self.shapes))
+
+    @property
+    def slices(self) -> list[slice]:
+        """The elements of each parameter in the bucket."""
+        ends = list(accumulate(self.numels, initial=0))
+        return list(map(slice, ends, ends[1:]))
+
+    @property
+    def waits(self) -> bool:
+        """True if errors are pending, or were a step ago.
+
+        Ranks may disagree. So a plain compressor issues the same all-reduce as the state.
+        """
+        return bool(self.sent) or any(error is not None for error in self.pending.values())
+
+    def is_made_by(self, make: MakesCompressors, device: torch.device) -> bool:
+        """Return whether the bucket has a compressor that was made by this, for this device."""
+        return self.compressor is not None and self.made_by is make and self.device == device
 
     @property
     def is_dead(self) -> bool:
@@ -96,13 +121,81 @@ class Bucket:
                 each.warm_up(self.spec(device, 0, **ranks), self.options)
 
     def spec(self, device: torch.device, seed: int, **ranks: Any) -> BucketSpec:
-        """Return what a compressor is made for. ranks: world_size, ranks_per_node and has_delay."""
+        """Return what a compressor is made for. ranks: see BucketSpec."""
         return BucketSpec(tuple(self.shapes), self.dtype, device, seed=seed, **ranks)
 
-    def split(self, state: State) -> Entries:
-        """Divide a compressor's state among the bucket's parameters."""
+    # --- the compressor ---
+
+    def stages(
+        self, bucket: dist.GradBucket, group: dist.ProcessGroup, seed: int, *, discards: bool
+    ) -> Stages:
+        """Reduce a bucket with the compressor. Yields each collective under way, and returns the buffer.
+
+        seed: the seed for random choices.
+        discards: whether errors stay as they are, because nobody gets the averages.
+        """
+        compressor, flat, unused = self.compressor, bucket.buffer(), self.unused(bucket)
+        assert compressor is not None
+        before = (compressor.state().get("error"), dict(self.pending)) if discards else None
+        if self.pending:
+            self._send_pending(flat, unused)
+        out = bucket.shard if isinstance(bucket, ShardBucket) else flat
+        yield from compressor.reduce(flat, out, group, seed, unused)
+        if before is not None:
+            error, self.pending = before
+            if error is not None:
+                compressor.load({**compressor.state(), "error": error})
+        return flat
+
+    def _send_pending(self, flat: torch.Tensor, unused: Sequence[int]) -> None:
+        """Add the pending errors of used tensors to their gradients."""
+        self.sent = {i: error for i, error in self.pending.items() if error is not None and i not in unused}
+        slices = self.slices
+        for position, error in self.sent.items():
+            flat[slices[position]] += error
+            self.pending[position] = None
+
+    def current_error(self) -> torch.Tensor | None:
+        """Return this rank's error, [numel], for reading only; None without one."""
+        assert self.compressor is not None
+        error = self.compressor.current_error()
+        waiting = {i: each for i, each in self.pending.items() if each is not None}
+        if not waiting:
+            return error
+        slices = self.slices
+        zeros = torch.zeros(slices[-1].stop, dtype=self._wide, device=self.device)
+        error = zeros if error is None else error.clone()
+        for position, each in waiting.items():
+            error[slices[position]] = each
+        return error
+
+    def scale_errors(self, factor: float) -> None:
+        """Multiply all errors by factor."""
+        if self.compressor is None:
+            return
+        state = self.compressor.state()
+        if "error" in state:
+            self.compressor.load({**state, "error": state["error"] * factor})
+        self.pending = {i: error if error is None else error * factor for i, error in self.pending.items()}
+
+    def add_to_error(self, key: str, values: torch.Tensor) -> None:
+        """Add an unused average, flat, to its parameter's error."""
+        position = self.keys.index(key)
+        if self.compressor is None:
+            return
+        if position not in self.compressor.sent_exactly:
+            self.compressor.add_to_error(self.slices[position].start, values)
+        elif position in self.sent:
+            self.pending[position] = values.clone()  # which has the error that was sent
+
+    # --- entries ---
+
+    def entries(self) -> Entries:
+        """Return copies of what is kept of the parameters; empty without a compressor."""
         entries: Entries = {}
-        for name, value in state.items():
+        if self.compressor is None:
+            return entries
+        for name, value in self.compressor.state().items():
             if name == "error":
                 parts = value.split(self.numels)
                 shaped = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
@@ -114,14 +207,19 @@ class Bucket:
             for key, each in zip(self.keys, shaped, strict=True):
                 if each is not None:
                     entries.setdefault(key, {})[name] = each
+        for position, error in self.pending.items():
+            # Zeros where it has been sent: the ranks have entries of the same names.
+            like = torch.zeros(self.numels[position], dtype=self._wide, device=self.device)
+            copied = like if error is None else error.clone()
+            entries.setdefault(self.keys[position], {})["error"] = copied.view(self.shapes[position])
         return entries
 
-    def merged(self, entries: Mapping[Any, Entry], device: torch.device) -> State:
-        """Return the compressor's state of these entries, of this bucket's parameters: the reverse of split.
+    def take_over(self, entries: Mapping[Any, Entry]) -> None:
+        """Continue from entries of the bucket's parameters: the reverse of `entries`.
 
-        Errors that are missing are zeros; an empty state if there are no entries.
+        Errors that are missing are zeros.
         """
-        dtype = torch.promote_types(self.dtype, torch.float32)
+        assert self.compressor is not None
         own = [entries.get(key, {}) for key in self.keys]
         state: State = {**entries.get(tuple(self.keys), {})}
         for name in dict.fromkeys(name for entry in own for name in entry):
@@ -129,10 +227,22 @@ class Bucket:
             if name == "error":
                 pairs = zip(values, self.numels, strict=True)
                 parts = [torch.zeros(n) if value is None else value.reshape(-1) for value, n in pairs]
-                state[name] = torch.cat([part.to(device, dtype) for part in parts])
+                state[name] = torch.cat([part.to(self.device, self._wide) for part in parts])
             else:
                 state[name] = values
-        return state
+        slices = self.slices
+        for position in self.compressor.sent_exactly:
+            if "error" in own[position]:
+                error = state["error"][slices[position]]
+                self.pending[position] = error.clone()
+                error.zero_()
+        if state:
+            self.compressor.load(state)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of errors."""
+        return torch.promote_types(self.dtype, torch.float32)
 
 
 class ParameterStates:
@@ -179,21 +289,20 @@ class ParameterStates:
         self._buckets.append(new)
         return new
 
-    def compressor_of(
+    def make_compressor(
         self, bucket: Bucket, make: MakesCompressors, device: torch.device, seed: int, **ranks: Any
-    ) -> tuple[Compressor, list[str]]:
-        """Return a bucket's compressor: the one that it has, or a new one that takes over the entries.
+    ) -> list[str]:
+        """Give a bucket another compressor, which takes over the entries.
 
         seed: the seed for a new compressor's random choices.
-        ranks: world_size, ranks_per_node and has_delay; see BucketSpec.
+        ranks: world_size, ranks_per_node, has_delay and is_shard; see BucketSpec.
 
-        Returns (the compressor, the keys of parameters whose entries were dropped, as their shapes differ).
+        Returns the keys of parameters whose entries were dropped, as their shapes differ.
         """
-        if bucket.compressor is not None and bucket.made_by is make and bucket.device == device:
-            return bucket.compressor, []
         self._give_back(bucket)
         bucket.compressor = _made(make, bucket.spec(device, seed, **ranks), bucket.options)
         bucket.made_by, bucket.device = make, device
+        bucket.pending, bucket.sent = {}, {}
         own: list[str | tuple[str, ...]] = [*bucket.keys, tuple(bucket.keys)]
         taken: Entries = {key: self._entries.pop(key) for key in own if key in self._entries}
         lost = [
@@ -203,16 +312,14 @@ class ParameterStates:
         ]
         for key in lost:
             del taken[key]
-        if state := bucket.merged(taken, device):
-            bucket.compressor.load(state)
-        return bucket.compressor, lost
+        bucket.take_over(taken)
+        return lost
 
     def _give_back(self, bucket: Bucket) -> None:
         """Take over the entries of a bucket's parameters from its compressor, and drop the compressor."""
-        if bucket.compressor is not None:
-            for key, entry in bucket.split(bucket.compressor.state()).items():
-                self._entries.setdefault(key, {}).update(entry)
-            bucket.compressor = None
+        for key, entry in bucket.entries().items():
+            self._entries.setdefault(key, {}).update(entry)
+        bucket.compressor, bucket.pending, bucket.sent = None, {}, {}
 
     def give_all_back(self) -> None:
         """Drop all compressors, because the group or the nodes have changed."""
@@ -231,18 +338,17 @@ class ParameterStates:
         """Return copies of all entries: those of buckets first, in the order of buckets."""
         copies: Entries = {}
         for bucket in sorted(self._buckets, key=lambda bucket: bucket.index):
-            if bucket.compressor is not None:
-                for key, entry in bucket.split(bucket.compressor.state()).items():
-                    copies.setdefault(key, {}).update(entry)
+            for key, entry in bucket.entries().items():
+                copies.setdefault(key, {}).update(entry)
         for key, entry in self._entries.items():
             copies.setdefault(key, {}).update({name: value.clone() for name, value in entry.items()})
         return copies
 
     def errors_of_buckets(self) -> dict[int, torch.Tensor]:
         """Return copies of the errors of buckets with compressors, [numel], by index."""
-        made = {each.index: each.compressor for each in self._buckets if each.compressor is not None}
-        states = {index: compressor.state() for index, compressor in made.items()}
-        return {index: state["error"] for index, state in states.items() if "error" in state}
+        made = [each for each in self._buckets if each.compressor is not None]
+        errors = {each.index: each.current_error() for each in made}
+        return {index: error.clone() for index, error in errors.items() if error is not None}
 
     def load(self, entries: Entries) -> None:
         """Replace all entries."""
@@ -275,8 +381,7 @@ class ParameterStates:
     def scale_errors(self, factor: float) -> None:
         """Multiply all errors by factor."""
         for bucket in self._buckets:
-            if bucket.compressor is not None:
-                bucket.compressor.scale_errors(factor)
+            bucket.scale_errors(factor)
         for entry in self._entries.values():
             if "error" in entry:
                 entry["error"] = entry["error"] * factor
@@ -285,9 +390,8 @@ class ParameterStates:
         """Add values, flat, to a parameter's error, if its bucket has a compressor."""
         key = self.keys.get(parameter)
         for bucket in self._buckets:
-            if key in bucket.keys and bucket.compressor is not None:
-                starts = dict(zip(bucket.keys, accumulate(bucket.numels, initial=0), strict=False))
-                bucket.compressor.add_to_error(starts[str(key)], values)
+            if key is not None and key in bucket.keys:
+                bucket.add_to_error(key, values)
 
     def common_digest(self) -> str:
         """Return a digest of the waiting entries that must be the same on every rank: all but errors."""

@@ -1,7 +1,7 @@
 """PowerSGD as a compressor: two all-reduces of thin factors instead of one all-reduce of the bucket."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from gradcomp.layout.blocks import SCALE_BYTES
 
 from ..comm.exchange import Works, all_reduce, reduce_by_nodes
 from ..comm.nodes import nodes_of
-from ..comm.pipeline import Stages, run_through
+from ..comm.pipeline import Stages
 from ..rules import (
     EPSILON,
     FACTOR_DTYPE,
@@ -29,7 +29,6 @@ from ..rules import (
 )
 from .checkpoint import require_names
 from .compressor import BucketSpec, Compressor, State
-from .pending_errors import PendingErrors
 from .quantized import QuantizedCompressor, QuantizedOptions
 from .quantized_all_reduce import LayoutFor, all_reduce_for, compile_all_reduce
 
@@ -129,8 +128,7 @@ class PowerSGDCompressor(Compressor):
     "direction": by tensor, the Q [cols, rank] that the next step projects on.
     "square_direction": instead, the Q of a square view of the bucket.
 
-    Errors that another compressor has left of the tensors that PowerSGD sends exactly, as a quantized start
-    does, are sent once. Directions for another rank are not used.
+    Directions for another rank are not used.
     """
 
     def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
@@ -138,8 +136,6 @@ class PowerSGDCompressor(Compressor):
         self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
         self._ranks_per_node, self._has_delay = bucket.ranks_per_node, bucket.has_delay
-        self._left_out: list[int] = []
-        self._unused: Sequence[int] = ()
         self.plan = ops.powersgd_plan(
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
@@ -159,10 +155,8 @@ class PowerSGDCompressor(Compressor):
             )
             for layout_for in (options.wire_layouts(self.plan.wire_numels) if options.is_quantized else ())
         ]
-        exact: set[int] = set()
         if options.use_error_feedback and not options.square:
-            exact = set(range(self._num_tensors)) - set(self._tensors)
-        self._pending = PendingErrors(bucket.shapes, exact)
+            self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)
         if self._of_wires:
             sent_bytes = sum(each.num_bytes for each in self._of_wires)
         else:
@@ -231,29 +225,23 @@ class PowerSGDCompressor(Compressor):
             dtype = torch.promote_types(bucket.dtype, torch.float32)
             compile_all_reduce(layout_for, dtype, bucket, **options.wire_plan(bucket.dtype))
 
-    def leave_out(self, unused: Sequence[int]) -> None:
-        """Send zeros as P of these tensors' matrices. If all ranks do so, the matrices' errors stay."""
-        self._unused = unused
-        if self._is_square:
-            is_unused = len(unused) == self._num_tensors
-            self._left_out = list(range(len(self.plan.layout.matrices))) if is_unused else []
-        else:
-            self._left_out = [index for index, tensor in enumerate(self._tensors) if tensor in unused]
-
-    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Average a flat bucket in place; powerSGD_hook lists the steps.
+    def reduce(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        group: dist.ProcessGroup,
+        seed: int,
+        unused: Collection[int] = (),
+    ) -> Works:
+        """Average in a stage before, between and after collectives; powerSGD_hook lists the steps.
 
         seed: the seed for the next step's random directions.
+        unused: zeros are sent as P of these tensors' matrices. If all ranks do so, their errors stay.
         """
-        run_through(self.stages(flat, group, seed))
-
-    def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in a stage before, between and after collectives. Yields each collective in progress."""
         plan = self.plan
         # The quantized all-reduce already divides by the world size.
         scale = 1.0 if self._of_wires else 1 / group.size()
-        self._pending.add_to(flat, self._unused)
-        plan.project(flat, scale, self._left_out)
+        plan.project(flat, scale, self._left_out(unused) if unused else [])
         wires = [plan.p_wire, plan.q_wire] if plan.q_wire.numel() else [plan.p_wire]
         # Both post what they will receive now.
         averages = [self._average(index, wire, group) for index, wire in enumerate(wires)]
@@ -263,10 +251,17 @@ class PowerSGDCompressor(Compressor):
             yield from average
         plan.reconstruct(flat, seed)
 
+    def _left_out(self, unused: Collection[int]) -> list[int]:
+        """Return the indices of the matrices of unused tensors."""
+        if self._is_square:
+            is_unused = len(unused) == self._num_tensors
+            return list(range(len(self.plan.layout.matrices))) if is_unused else []
+        return [index for index, tensor in enumerate(self._tensors) if tensor in unused]
+
     def _average(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
         """Average p_wire (index 0) or q_wire (1). Yields each collective in progress."""
         if self._of_wires:
-            return self._of_wires[index].average(wire, group)
+            return self._of_wires[index].reduce(wire, wire, group)
         return self._sum(wire, group)
 
     def _sum(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
@@ -289,17 +284,11 @@ class PowerSGDCompressor(Compressor):
     def state(self) -> State:
         directions = self.plan.directions()
         if self._is_square:
-            return {"error": self._error(), **({"square_direction": directions[0]} if directions else {})}
+            return {"error": self.plan.error(), **({"square_direction": directions[0]} if directions else {})}
         by_tensor: list[torch.Tensor | None] = [None] * self._num_tensors
         for tensor, direction in zip(self._tensors, directions, strict=True):
             by_tensor[tensor] = direction
-        return {"error": self._error(), "direction": by_tensor}
-
-    def _error(self) -> torch.Tensor:
-        """Return a copy of this rank's error, [numel]."""
-        error = self.plan.error()
-        self._pending.write_to(error)
-        return error
+        return {"error": self.plan.error(), "direction": by_tensor}
 
     def load(self, state: State) -> None:
         directions = self.plan.directions()
@@ -311,14 +300,12 @@ class PowerSGDCompressor(Compressor):
         pairs = zip(given, directions, strict=True)
         directions = [own if q is None or q.shape != own.shape else q for q, own in pairs]
         self.plan.load(state["error"], directions)
-        self._pending.load(state["error"])
 
     def current_error(self) -> torch.Tensor | None:
-        return self._error() if self._keeps_error else None
+        return self.plan.error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)
-        self._pending.take_back(offset, values)
 
 
 def _is_uncompressed(options: PowerSGDOptions, shape: tuple[int, ...]) -> bool:

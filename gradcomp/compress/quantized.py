@@ -17,7 +17,7 @@ In one, between two ranks or where a round trip takes longer than the bytes:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,13 +28,11 @@ import torch.distributed as dist
 from gradcomp.layout.blocks import BlockLayout
 
 from ..comm.exchange import Works
-from ..comm.pipeline import run_through
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
 from .checkpoint import require_names
 from .compressor import BucketSpec, Compressor, State
-from .pending_errors import PendingErrors
-from .quantized_all_reduce import all_reduce_for, compile_all_reduce
-from .reduce_scatter import QuantizedReduceScatter
+from .quantized_all_reduce import FlatAllReduce, NodesAllReduce, all_reduce_for, compile_all_reduce
+from .reduce_scatter import ReduceScatter, compile_reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -88,39 +86,39 @@ class QuantizedOptions:
             "exact_dtype": self.uncompressed_dtype,
         }
 
-    def all_reduce_options(self) -> dict[str, Any]:
-        """Return the options of all_reduce_for."""
+    def sum_options(self) -> dict[str, Any]:
+        """Return the options of all_reduce_for and ReduceScatter."""
         return {**self.plan_options(), "within_dtype": self.within_dtype}
 
 
 class QuantizedCompressor(Compressor):
-    """The quantized all-reduce of one bucket, with error feedback. The state's entry:
+    """The quantized all-reduce, or reduce-scatter, of one bucket, with error feedback. The state's entry:
 
-    "error": [numel], the values that the averages still lack from this rank: what rounding has lost of its
-        gradients, and with two exchanges, in this rank's own shard, what it has lost of the mean, times the
-        number of ranks.
-
-    If another compressor has left errors of exact tensors, they are sent.
+    "error": [numel], the values that the averages (sums) still lack from this rank: what rounding has lost of
+        its gradients, and with two exchanges, in this rank's own shard, what it has lost of the mean, times
+        the number of ranks.
     """
 
     is_same_on_all_processors = True
-    of_shards = QuantizedReduceScatter
+    sums_shards = True
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
-        layout_for = partial(options.layout, bucket.shapes)
-        self._all_reduce = all_reduce_for(layout_for, bucket.dtype, bucket, **options.all_reduce_options())
-        self._plan, self._layout = self._all_reduce.plan, self._all_reduce.layout
-        self._ranks_per_node, self._unit = bucket.ranks_per_node, self._all_reduce.unit
-        quantized = {part.position for part in self._layout.quantized}
-        self._pending = PendingErrors(bucket.shapes, set(range(len(bucket.shapes))) - quantized)
-        self._unused: Sequence[int] = ()
-        # The blocks that the plan has errors of, known from the first step on.
-        self._kept: slice | None = None
+        self._sum: FlatAllReduce | NodesAllReduce | ReduceScatter
+        if bucket.is_shard:
+            self._sum = ReduceScatter(options.layout, bucket, **options.sum_options())
+        else:
+            layout_for = partial(options.layout, bucket.shapes)
+            self._sum = all_reduce_for(layout_for, bucket.dtype, bucket, **options.sum_options())
+            if self._sum.error is not None:
+                quantized = {part.position for part in self._sum.layout.quantized}
+                self.sent_exactly = set(range(len(bucket.shapes))) - quantized
+        self._numel = sum(bucket.numels)
+        self._place: int | None = None  # in the node, known from the first step on
         self._loaded: torch.Tensor | None = None  # the bucket's errors, until the next step
         # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
         self._just_loaded: torch.Tensor | None = None
         # The number of elements in an all-reduce that sends as many bytes.
-        self.sent_numel = -(-self._all_reduce.num_bytes // bucket.dtype.itemsize)
+        self.sent_numel = -(-self._sum.num_bytes // bucket.dtype.itemsize)
 
     @classmethod
     def check_entry(cls, entry: dict[str, torch.Tensor], *, of_bucket: bool) -> None:
@@ -134,95 +132,60 @@ class QuantizedCompressor(Compressor):
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
-        layout_for = partial(options.layout, bucket.shapes)
-        compile_all_reduce(layout_for, bucket.dtype, bucket, **options.all_reduce_options())
+        if bucket.is_shard:
+            compile_reduce_scatter(options.layout, bucket, **options.sum_options())
+        else:
+            layout_for = partial(options.layout, bucket.shapes)
+            compile_all_reduce(layout_for, bucket.dtype, bucket, **options.sum_options())
 
-    def leave_out(self, unused: Sequence[int]) -> None:
-        """Send zeros for these tensors, and keep their errors."""
-        self._unused = unused
-
-    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
-        """Replace the bucket by its mean over the ranks: blocks quantized, everything else exact."""
-        run_through(self.stages(flat, group, seed))
-
-    def stages(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> Works:
-        """Average in stages. Yields each collective in progress."""
-        self._pending.add_to(flat, self._unused)
-        unused = [part for part in self._layout.quantized if part.position in self._unused]
-        rest = self._take_place(self._all_reduce.kept(group))
-        yield from self._all_reduce.average(flat, group, unused, rest)
+    def reduce(
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        group: dist.ProcessGroup,
+        seed: int,
+        unused: Collection[int] = (),
+    ) -> Works:
+        """Average blocks quantized, everything else exactly. Zeros are sent for unused tensors."""
+        place = self._sum.place(group)
+        rest = self._just_loaded = None
+        if self._loaded is not None or place != self._place:
+            rest = self._just_loaded = self._take_place(place)
+        yield from self._sum.reduce(flat, out, group, unused, rest)
 
     # --- errors ---
 
-    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        error = self._plan.error
-        if error is None:
-            return
-        self._pending.take_back(offset, values)
-        if self._kept is None and self._loaded is None:
-            self._loaded = self._error(error)
-        for part in self._layout.quantized:
-            if not part.in_bucket.start <= offset < part.in_bucket.stop:
-                continue
-            if self._loaded is not None:
-                self._loaded[offset : offset + len(values)] += values
-                continue
-            assert self._kept is not None
-            first = part.stored.start + offset - part.in_bucket.start - self._kept.start
-            start, stop = max(first, 0), min(first + len(values), len(error))
-            if start < stop:
-                # By nodes, one of a node's ranks_per_node ranks has the element's error for all of them.
-                factor = self._unit * self._ranks_per_node
-                error[start:stop] += values[start - first : stop - first] * factor
-
     def current_error(self) -> torch.Tensor | None:
-        error = self._plan.error
+        error = self._sum.error
         if self._loaded is not None or error is None:
             return self._loaded
-        return self._error(error)
+        flat = error.new_zeros(self._numel)
+        if self._place is not None:
+            for in_bucket, kept in self._sum.kept(self._place):
+                flat[in_bucket] = error[kept] / self._sum.unit
+        return flat
 
     def state(self) -> State:
         error = self.current_error()
         return {} if error is None else {"error": error.clone()}
 
     def load(self, state: State) -> None:
-        if self._plan.error is not None and "error" in state:
-            self._loaded = state["error"].clone()
-            self._pending.load(state["error"])
+        if self._sum.error is not None and "error" in state:
+            like = {"device": self._sum.error.device, "dtype": self._sum.error.dtype}
+            self._loaded = state["error"].to(**like, copy=True)
 
-    def _error(self, error: torch.Tensor) -> torch.Tensor:
-        """Return this rank's error in the bucket's order. error: the plan's."""
-        blocks = self._no_errors(error)
-        if self._kept is not None:
-            blocks[self._kept] = error / self._unit
-        flat = error.new_zeros(self._layout.numel)
-        for run in self._layout.runs:
-            flat[run.in_bucket] = blocks[run.stored]
-        self._pending.write_to(flat)
-        return flat
+    def _take_place(self, place: int) -> torch.Tensor | None:
+        """Take this rank's place in its node, and continue from the loaded errors.
 
-    def _take_place(self, kept: slice) -> torch.Tensor | None:
-        """Take this rank's place in the layout, and continue from the loaded errors.
-
-        kept: the blocks whose errors this rank keeps.
-
-        Returns the loaded errors of other blocks, to be added to the gradients; None if nothing was loaded.
+        Returns the loaded errors that this place doesn't keep, to be added to the gradients; None if nothing
+        was loaded.
         """
-        error = self._plan.error
-        if self._kept not in (None, kept) and self._loaded is None and error is not None:
-            self._loaded = self._error(error)  # the nodes have changed
-        self._kept = kept
-        loaded = self._just_loaded = self._loaded
-        self._loaded = None
-        if loaded is None or error is None:
+        loaded = self._loaded if self._place is None else self.current_error()  # the nodes may have changed
+        self._place, self._loaded = place, None
+        if loaded is None or self._sum.error is None:
             return None
-        rest = self._no_errors(error)
-        for run in self._layout.runs:
-            rest[run.stored] = loaded[run.in_bucket]
-        error.copy_(rest[kept] * self._unit)
-        rest[kept] = 0.0
-        return rest
-
-    def _no_errors(self, like: torch.Tensor) -> torch.Tensor:
-        """Return zeros in the order of the padded blocks."""
-        return like.new_zeros(self._layout.world_size * self._layout.shard_numel)
+        self._sum.error.zero_()
+        for in_bucket, kept in self._sum.kept(place):
+            self._sum.error[kept] = loaded[in_bucket] * self._sum.unit
+            loaded[in_bucket] = 0.0
+        return loaded

@@ -17,7 +17,7 @@ codes of a piece go round within the node, and every rank sums them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,11 +71,10 @@ class FlatAllReduce:
     bits, error_feedback, exact_dtype: see ops.quantized_plan.
 
     layout, num_bytes: see Form.
-    plan: the plan of what this rank quantizes. It keeps the errors of that, times unit.
-    kept: the slice of the layout's padded blocks whose errors plan keeps.
+    plan: the plan of what this rank quantizes.
     """
 
-    unit = 1.0
+    unit = 1.0  # the plan's errors are multiplied by it
 
     def __init__(self, layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any):
         form, options = _flat(layout_for, dtype, spec, **options)
@@ -83,41 +82,64 @@ class FlatAllReduce:
         self.plan = ops.quantized_plan(form.layout, dtype, spec.device, **options)
         self._is_one_exchange = form.num_senders is not None
 
-    def kept(self, group: dist.ProcessGroup) -> slice:
-        """Return the slice of the layout's padded blocks whose errors this rank keeps."""
-        return slice(0, None)
+    @property
+    def error(self) -> torch.Tensor | None:
+        """The errors that this rank keeps, times unit; None without error feedback."""
+        return self.plan.error
 
-    def average(
+    def place(self, group: dist.ProcessGroup) -> int:
+        """Return the number, among the ranks of a node, that decides which elements' errors a rank keeps."""
+        return 0
+
+    def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
+        """Yield (elements of the bucket, their errors in `error`) that the rank of this place keeps."""
+        for run in self.layout.runs:
+            yield run.in_bucket, run.stored
+
+    def reduce(
         self,
         flat: torch.Tensor,
+        out: torch.Tensor,
         group: dist.ProcessGroup,
-        unused: Sequence[Part] = (),
-        extra: torch.Tensor | None = None,
+        unused: Collection[int] = (),
+        rest: torch.Tensor | None = None,
     ) -> Works:
-        """Replace a buffer by its mean over the ranks. Yields each collective in progress.
+        """Write the mean of a buffer over the ranks to out. Yields each collective in progress.
 
-        unused: the layout's parts that this rank's backward has not used; see ops.quantized_plan.
-        extra: values to add to this rank's gradients, in the order of the padded blocks. They count only
-            where kept leaves blocks out.
+        flat: [numel]. It may be changed.
+        out: [numel], flat or another tensor in its dtype.
+        unused: the positions of tensors that this rank's backward has not used. Zeros are sent for them, and
+            their errors stay.
+        rest: [numel], values to add to the gradients whose errors other ranks of the node keep.
 
-        The call posts the receives that it can (exchange.Gather); flat is read when the result is iterated.
+        The call posts the receives that it can (exchange.gather); flat is read when the result is iterated.
         """
         if not self.plan.payload.numel():
             return (None for _ in ())
         gather = Gather(self.plan.received if self._is_one_exchange else self.plan.payload, group)
-        return self._stages(flat, group, unused, gather)
+        return self._stages(flat, out, group, _parts(self.layout, unused), gather)
 
     def _stages(
-        self, flat: torch.Tensor, group: dist.ProcessGroup, unused: Sequence[Part], gather: Gather
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        group: dist.ProcessGroup,
+        unused: Sequence[Part],
+        gather: Gather,
     ) -> Works:
         plan = self.plan
         plan.quantize(flat, group.rank(), unused)
         if self._is_one_exchange:
             yield gather(plan.payload[0])
-            plan.sum(flat, group.rank())
+            plan.sum(out, group.rank())
         else:
             yield from _average_codes(plan, group, gather)
-            plan.dequantize(flat)
+            plan.dequantize(out)
+
+
+def _parts(layout: BlockLayout, positions: Collection[int]) -> list[Part]:
+    """Return the quantized parts of the tensors at these positions of the bucket."""
+    return [part for part in layout.quantized if part.position in positions] if positions else []
 
 
 def _average_codes(plan: ops.QuantizedPlan, group: dist.ProcessGroup, gather: Gather) -> Works:
@@ -136,7 +158,7 @@ class NodesAllReduce:
     within_dtype: the dtype in which the ranks of a node exchange gradients to sum them; None for fp32 (fp64
         for fp64). Errors are in fp32 (fp64) all the same, and don't include that rounding.
 
-    plan: the plan of this rank's piece. It keeps the errors of the node's sum of the piece, times unit.
+    plan: the plan of this rank's piece.
     unit: a power of two, 1 / g or less. Gradients are multiplied by it before they are summed within the
         node, so that no sum overflows.
 
@@ -170,56 +192,65 @@ class NodesAllReduce:
         self._means = self._pieces if within_dtype == dtype else zeros(self._pieces.shape, dtype=dtype)
         self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], spec.device)
 
-    def kept(self, group: dist.ProcessGroup) -> slice:
-        """Return the slice of the layout's padded blocks that this rank's piece has."""
-        place = nodes_of(group, self._ranks_per_node).within.rank()
-        numel = self.layout.world_size // self._ranks_per_node * self.layout.shard_numel
-        return slice(place * numel, (place + 1) * numel)
+    @property
+    def error(self) -> torch.Tensor | None:
+        """The errors of the node's sum of the piece, times unit; None without error feedback."""
+        return self.plan.error
 
-    def average(
+    def place(self, group: dist.ProcessGroup) -> int:
+        """Return this rank's place in its node."""
+        return nodes_of(group, self._ranks_per_node).within.rank()
+
+    def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
+        """Yield (elements of the bucket, their errors in `error`) of this place's piece."""
+        return self._in_piece(self.layout.runs, place)
+
+    def _in_piece(self, parts: Iterable[Part], place: int) -> Iterator[tuple[slice, slice]]:
+        """Yield (elements of the bucket, the same elements of the place's piece) of the parts in it."""
+        numel = self.layout.world_size // self._ranks_per_node * self.layout.shard_numel
+        first = place * numel
+        for part in parts:
+            start, stop = max(part.stored.start, first), min(part.stored.stop, first + numel)
+            if start < stop:
+                shift = part.in_bucket.start - part.stored.start
+                yield slice(start + shift, stop + shift), slice(start - first, stop - first)
+
+    def reduce(
         self,
         flat: torch.Tensor,
+        out: torch.Tensor,
         group: dist.ProcessGroup,
-        unused: Sequence[Part] = (),
-        extra: torch.Tensor | None = None,
+        unused: Collection[int] = (),
+        rest: torch.Tensor | None = None,
     ) -> Works:
-        """Replace a buffer by its mean over all ranks. For the arguments see FlatAllReduce.average."""
+        """Write the mean of a buffer over all ranks to out. For the arguments see FlatAllReduce.reduce."""
         if not self.num_bytes:
             return
         nodes, plan = nodes_of(group, self._ranks_per_node), self.plan
         gather = Gather(plan.received if self._num_senders else plan.payload, nodes.between)
-        for part in unused:
+        parts = _parts(self.layout, unused)
+        for part in parts:
             flat[part.in_bucket] = 0.0
         self._copy(flat, self._pieces.view(-1), self.unit)
-        if extra is not None:
-            blocks = self._pieces[:, : extra.numel() // len(self._pieces)]
-            blocks += extra.view(len(self._pieces), -1) * self.unit
+        if rest is not None:
+            add_to_pieces(rest, self._pieces, self._copies(), self.unit)
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
-        parts = self._parts_of_piece(unused, self.kept(group))
-        stays = [_is_in_zero_block(self._piece[part.in_bucket], self.layout.block_size) for part in parts]
-        plan.quantize(self._piece.to(self._piece_dtype), nodes.between.rank(), parts, stays)
+        slices = [own for _, own in self._in_piece(parts, nodes.within.rank())]
+        stays = [_is_in_zero_block(self._piece[own], self.layout.block_size) for own in slices]
+        in_piece = [Part(0, own, own) for own in slices]
+        plan.quantize(self._piece.to(self._piece_dtype), nodes.between.rank(), in_piece, stays)
         if self._num_senders is None:
             yield from _average_codes(plan, nodes.between, gather)
             codes = self._whole.payload.view(nodes.ranks_per_node, -1)
             yield all_gather(codes, plan.payload.view(-1), nodes.within)
-            self._whole.dequantize(flat)
+            self._whole.dequantize(out)
             return
         yield gather(plan.payload[0])
         yield all_gather(self._codes.view(nodes.ranks_per_node, -1), plan.received.view(-1), nodes.within)
         for received, mean in zip(self._codes, self._means, strict=True):
             plan.sum(mean, nodes.between.rank(), received)
-        self._copy_back(self._means.view(-1), flat, 1.0)
-
-    def _parts_of_piece(self, parts: Sequence[Part], piece: slice) -> list[Part]:
-        """Return the layout's parts in this rank's piece, by element of the piece."""
-        found = []
-        for part in parts:
-            start, stop = max(part.stored.start, piece.start), min(part.stored.stop, piece.stop)
-            if start < stop:
-                own = slice(start - piece.start, stop - piece.start)
-                found.append(Part(part.position, own, own))
-        return found
+        self._copy_back(self._means.view(-1), out, 1.0)
 
     def _copies(self) -> Iterator[tuple[slice, slice]]:
         """Yield (a slice of the bucket, its slice of the pieces): all tensors, cut between the pieces."""
@@ -273,6 +304,14 @@ def compile_all_reduce(
     ops.compile_quantized(piece_layout, piece_dtype, spec.device, **piece_options)
     if form.num_senders is None:
         ops.compile_quantized(form.layout, dtype, spec.device, **whole_options)
+
+
+def add_to_pieces(
+    rest: torch.Tensor, pieces: torch.Tensor, copies: Iterable[tuple[slice, slice]], unit: float
+) -> None:
+    """Add unit times rest to pieces, which another dtype may round. copies: (slices of rest, of pieces)."""
+    for source, target in copies:
+        pieces.view(-1)[target] += rest[source] * unit
 
 
 def unit_within(ranks_per_node: int) -> float:

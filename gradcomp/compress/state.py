@@ -4,47 +4,35 @@
         phase       how this step's buckets are averaged: plainly, or by a class of compressors
         states      what is kept of the bucket's parameters, and the bucket's compressor
         stages      the compressor's kernels and collectives, on a side stream (CUDA) or in the Pipeline (CPU)
-
-A bucket's index() and is_last() are hints only. In a static graph's first step, torch gives every bucket the
-index 0 and calls no bucket the last. With skip_all_reduce_unused_params the last bucket may not come at all.
-So a step ends in one of three ways:
-
-    a bucket says that it is the last
-    backward ends: the step is over, unless the next bucket brings parameters that are new in the step
-        (several backwards of one forward; reentrant checkpoints, which have their own backwards)
-    a bucket brings a parameter for the second time: the previous step has ended, and a new step begins
 """
 
-import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
-from gradcomp import ops
 
 from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
-from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.delay import MIN_DELAY_S, round_trip_s
+from ..comm.delay import MIN_DELAY_S
 from ..comm.exchange import reduce_scatter
-from ..comm.nodes import LaunchedNodes, groups_of_mesh, require_ranks_per_node
-from ..comm.pipeline import Pipeline, Stages, average_in_stages, explained, is_waited_for_at_once
-from ..comm.process_group import Operation, joined_group, require_group
+from ..comm.pipeline import Pipeline, Stages, average_in_stages
+from ..comm.process_group import Operation, joined_group
 from ..comm.streams import Future
 from ..rules import described
-from . import checkpoint
-from .announcement import announce_start, say
-from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
-from .compressor import Compressor, MakesCompressors, ShardCompressor, errors_in
-from .parameter_keys import is_name
-from .parameter_states import Bucket, Entries, ParameterStates
+from .agreement import agree
+from .announcement import announce_start, say, unclaimed_entries, with_keys
+from .checkpoint import Settings
+from .compressor import Compressor, MakesCompressors
+from .parameter_states import Bucket
+from .saved_state import SavedState, logger_of, option, setting
+from .steps import Steps
+
+__all__ = ["CompressorState", "Phase", "compress_hook", "option", "setting"]
 
 # A state with more exact steps than this before compression says so in its first step.
 LONG_START = 10
@@ -65,33 +53,7 @@ class Phase(NamedTuple):
     warms_up: tuple[MakesCompressors, ...] = ()
 
 
-class _Attribute:
-    """A state's attribute that stands for a field of its options or settings. Assignment checks the value."""
-
-    def __init__(self, part: str) -> None:
-        self._part = part
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, state: Any, owner: type) -> Any:
-        return self if state is None else getattr(getattr(state, self._part), self._name)
-
-    def __set__(self, state: Any, value: Any) -> None:
-        state.change(**{self._part: replace(getattr(state, self._part), **{self._name: value})})
-
-
-def option() -> Any:
-    """Return a class attribute that stands for the field of the same name in a state's options."""
-    return _Attribute("options")
-
-
-def setting() -> Any:
-    """Return a class attribute that stands for the field of the same name in a state's settings."""
-    return _Attribute("settings")
-
-
-class CompressorState:
+class CompressorState(SavedState):
     """The state that compress_hook is registered with: makes and keeps a compressor for every bucket.
 
     compressor: a subclass of Compressor, called as compressor(bucket: BucketSpec, options) for every bucket.
@@ -123,28 +85,13 @@ class CompressorState:
         ddp_model.register_comm_hook(state, compress_hook)
     """
 
-    min_start_iter = 2
-    _default_ranks_per_node: int | str = 1
-    _default_start_iter = 2
-    # A subclass with one fixed compressor sets both: its pickled states hold plain types and name no class.
-    _compressor: type[Compressor]
-    _options_class: type
-
-    start_iter: int = setting()
-    random_seed: int = setting()
-    compression_stats_logging_frequency: int = setting()
-
-    total_numel_before_compression: int
-    total_numel_after_compression: int
-    next_stats_report: int
-
     def __init__(
         self,
         compressor: type[Compressor],
         options: Any = None,
         process_group: Any = None,
         *,
-        start_iter: int = _default_start_iter,
+        start_iter: int = SavedState._default_start_iter,
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         ranks_per_node: int | str | None = None,
@@ -155,125 +102,49 @@ class CompressorState:
             raise TypeError(
                 f"CompressorState takes a frozen dataclass or None as its options, got {options!r}"
             )
-        settings = Settings(start_iter, random_seed, compression_stats_logging_frequency)
+        settings = Settings(options, start_iter, random_seed, compression_stats_logging_frequency)
         self._require_start(settings.start_iter, options)
         self._compressor, self._options_class = compressor, type(options)
-        self._reset(None, settings, options)
+        self._reset(None, settings)
         if ranks_per_node is not None:
             self.ranks_per_node = ranks_per_node
         self.process_group = process_group
 
-    def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
+    def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
-        self._process_group = process_group
-        self._ranks_per_node = self._default_ranks_per_node
+        super()._reset(process_group, settings)
         # Of the last step: (ranks per node, the nodes in words), or None without nodes. No process groups:
         # the state may outlive them.
         self._nodes: tuple[int, str] | None = None
         self._round_trip_s = 0.0  # between ranks, or nodes
-        self._settings, self._options = settings, options
+        self._ranks: dict[str, Any] = {}  # what a BucketSpec says of the ranks
         # The group of the last step's collectives; None before the first step.
         self._group: weakref.ref[dist.ProcessGroup] | None = None
-        self._num_steps = self.next_stats_report = 0
-        self.total_numel_before_compression = self.total_numel_after_compression = 0
-        self._step = _StepBuckets()
+        self._steps = Steps()
         self._phase: Phase | None = None
         self._announced: set[str] = set()
-        self._states = ParameterStates()
         self._pipeline = Pipeline()
-        self._is_compared = self._was_loaded = self._discards_step = self._is_resumed = False
-        # The rank that saved the loaded errors, until this process's own rank is known.
-        self._errors_of: dict[str, Any] | None = None
+        self._discards_step = False
         self.recorder: Any = None
         self.shard_group: dist.ProcessGroup | None = None
         # True once compress_reduce_scatter has taken the state: no rank then sees the averages of all.
         self.has_shards = False
-
-    # --- options ---
-
-    @property
-    def algorithm(self) -> str:
-        """The algorithm's name in messages, log lines and checkpoints."""
-        return self._compressor.__name__
-
-    @property
-    def options(self) -> Any:
-        """The compressor's options."""
-        return self._options
-
-    @property
-    def settings(self) -> Settings:
-        """The state's settings, which every kind of state has."""
-        return self._settings
-
-    def change(self, *, options: Any = None, settings: Settings | None = None) -> None:
-        """Use other options or settings from now on. The next step compares the ranks again.
-
-        options, settings: the new values; None for no change.
-
-        Raises ValueError if compression would start too early for the options.
-        """
-        options, settings = options or self._options, settings or self._settings
-        self._require_start(settings.start_iter, options)
-        if self.iter:
-            own, new = (
-                {**checkpoint.as_dict(some), **asdict(other)}
-                for some, other in ((self._options, self._settings), (options, settings))
-            )
-            if texts := checkpoint.changes(own, new):
-                shown = ", ".join(texts)
-                _logger_of(self).info("%s: changed at step %s: %s.", self.algorithm, self.iter, shown)
-        self._options, self._settings, self._is_compared = options, settings, False
-
-    @property
-    def process_group(self) -> Any:
-        """The process group that averages; None for the default one. Assign to change it."""
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, group: Any) -> None:
-        if isinstance(group, DeviceMesh):
-            group, self._ranks_per_node = groups_of_mesh(group)
-        require_group(type(self).__name__, group)
-        self._process_group, self._is_compared = group, False
-
-    @property
-    def ranks_per_node(self) -> int | str:
-        """The number of ranks that share a network card, or "auto". Assign to change it."""
-        return self._ranks_per_node
-
-    @ranks_per_node.setter
-    def ranks_per_node(self, value: int | str) -> None:
-        self._ranks_per_node, self._is_compared = require_ranks_per_node(value), False
-
-    def _require_start(self, start_iter: int, options: Any) -> None:
-        """Raise ValueError if start_iter is too early for compression with these options."""
-        if start_iter < self.min_start_iter:
-            raise ValueError(
-                f"start_iter is {start_iter}, but DDP rebuilds its buckets after the first step: at least "
-                f"{self.min_start_iter}"
-            )
-
-    def compared_options(self) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks, by name."""
-        shared = {"start_iter": self.start_iter, "random_seed": self.random_seed}
-        return {"compressor": self.algorithm, **shared, **checkpoint.compared(self._options)}
 
     # --- steps ---
 
     @property
     def iter(self) -> int:
         """The number of steps so far."""
-        return self._num_steps + self._step.is_over
+        return self._steps.num + self._steps.is_over
 
     @iter.setter
     def iter(self, value: int) -> None:
-        self._num_steps = value
-        self._step.end()
+        self._steps.end()
+        self._steps.num = value
 
     def phase(self, options: Any) -> Phase:
         """Return how the current step averages buckets with these options."""
-        if self.iter < self.start_iter:
+        if self.iter < self._settings.start_iter:
             return Phase(self.algorithm, None, options, warms_up=(self._compressor,))
         return Phase(self.algorithm, self._compressor, options)
 
@@ -285,7 +156,7 @@ class CompressorState:
     @property
     def can_reduce_scatter(self) -> bool:
         """True if the state's compressor can reduce-scatter a ShardBucket."""
-        return self._compressor.of_shards is not None
+        return self._compressor.sums_shards
 
     @property
     def has_model(self) -> bool:
@@ -348,23 +219,24 @@ class CompressorState:
 
     def end_step(self) -> None:
         """End and count the step. Call this after the last bucket yourself if no bucket reports is_last()."""
-        gradient_bytes, sent_bytes = self._step.gradient_bytes, self._step.sent_bytes
-        self._step.end()
+        gradient_bytes, sent_bytes = self._steps.gradient_bytes, self._steps.sent_bytes
+        self._steps.end()
         self._states.end_step()
         if self._was_loaded:
             self._was_loaded = False
-            self._warn_of_unclaimed()
-        phase = self.phase(self._options)
-        if phase.compressor is not None and self.iter >= self.next_stats_report:
+            for text in unclaimed_entries(self._states.unclaimed()):
+                logger_of(self).warning("%s: %s.", self.algorithm, text)
+        phase = self._phase
+        if phase is not None and phase.compressor is not None and self.iter >= self.next_stats_report:
             self._report_stats()
-        if gradient_bytes:
+        if phase is not None and gradient_bytes:
             self._has_compressed(phase, gradient_bytes, sent_bytes)
         elif not self._announced and self.start_iter - self.iter > LONG_START:
             self._announced.add("")
             group = joined_group(self.process_group)
             say(f"{self.algorithm}: exact averages until step {self.start_iter}", group)
         self._is_compared = True
-        self._num_steps += 1
+        self._steps.num += 1
 
     def _has_compressed(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
         """Announce a phase's first compressed step; called at the end of every compressed step.
@@ -384,10 +256,10 @@ class CompressorState:
                 group,
                 between,
                 is_resumed=self._is_resumed and self.iter > self.start_iter,
-                round_trip_s=self._round_trip_s if self._has_delay else None,
+                round_trip_s=self._round_trip_s if self._round_trip_s >= MIN_DELAY_S else None,
             )
             if sent_bytes >= gradient_bytes:
-                _logger_of(self).warning("%s saves no bytes%s.", phase.name, self._why_nothing_is_saved())
+                logger_of(self).warning("%s saves no bytes%s.", phase.name, self._why_nothing_is_saved())
 
     def _why_nothing_is_saved(self) -> str:
         """Return words that go on after "saves no bytes", with the likely cause."""
@@ -398,6 +270,15 @@ class CompressorState:
 
         device: the bucket's.
         """
+
+    def _report_stats(self) -> None:
+        """Log the statistics, and note when they are due again."""
+        rate, before, after = self.compression_stats()
+        logger_of(self).info(
+            "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+            *(self.iter, before, after, rate),
+        )
+        self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add a parameter's unused average back to the error.
@@ -438,6 +319,8 @@ class CompressorState:
         if factor != 1:
             self._states.scale_errors(factor)
 
+    # --- averages ---
+
     def average(self, hook_name: str, bucket: dist.GradBucket, options: Any = None) -> Future:
         """Average a hook's bucket: plainly in the first steps, with compressors in later steps.
 
@@ -450,26 +333,32 @@ class CompressorState:
         Raises TypeError if the bucket is not a dense floating-point bucket. In the state's first step, raises
         RuntimeError on every rank if the ranks differ.
         """
-        buffer, group = checked_bucket(hook_name, bucket, self.process_group, "state.process_group")
-        is_first = self._begin_bucket(bucket, group)
-        self._compare_once(hook_name, bucket, group, is_first=is_first)
-        options = self._options if options is None else options
+        buffer, group = checked_bucket(hook_name, bucket, self._process_group, "state.process_group")
+        parameters = bucket.parameters()  # torch makes a list of them in every call
+        if self._steps.has_any_of(parameters):
+            self.end_step()
+        is_first = self._steps.add(parameters)
+        if self._group is None or self._group() is not group:
+            self._change_group(group)
+        if not self._is_compared:
+            self._compare(hook_name, bucket, group, is_first=is_first)
+        options = self._settings.options if options is None else options
         if is_first:
             self._begin_step(group, buffer.device)
         if is_first or self._phase is None or self._phase.options is not options:
             self._phase = self.phase(options)
-        phase = self._phase
-        if isinstance(bucket, ShardBucket):
-            phase = _of_shards(phase)
-        own = self._states.bucket_of(bucket, options)
+        phase, own = self._phase, self._states.bucket_of(bucket, options)
         if phase.compressor is None:
             future = self._average_plainly(hook_name, bucket, group)
         else:
-            self._warn_of_another_ranks_errors(group)
+            if self._errors_of is not None:
+                self._warn_of_another_ranks_errors(group)
             future = self._average_compressed(hook_name, bucket, group, phase.compressor, own)
         if phase.warms_up:  # warm-up runs while this step's collectives are in progress
-            own.warm_up(phase.warms_up, buffer.device, **self._ranks(group))
-        self.maybe_increase_iter(bucket)
+            ranks = {**self._ranks, "is_shard": isinstance(bucket, ShardBucket)}
+            own.warm_up(phase.warms_up, buffer.device, **ranks)
+        if bucket.is_last():
+            self.end_step()
         return future
 
     def _average_plainly(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Future:
@@ -489,287 +378,83 @@ class CompressorState:
         own: Bucket,
     ) -> Future:
         """Average a bucket with a compressor made by `make`."""
-        buffer = bucket.buffer()
-        seed = self._seed(own.index, self.iter)
-        compressor, lost = self._states.compressor_of(own, make, buffer.device, seed, **self._ranks(group))
-        if lost:
-            self._warn_of("the checkpoint has other shapes of %s, whose errors start at zero", lost)
-        if compressor.is_plain:
+        buffer, step = bucket.buffer(), self._steps.num
+        if not own.is_made_by(make, buffer.device):
+            self._make_compressor(bucket, make, own)
+        compressor = own.compressor
+        assert compressor is not None
+        if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
         else:
-            future = self._average_in_stages(hook_name, bucket, group, own, compressor)
+            # A compressor ends a step by choosing the next step's random projections: hence the next step's
+            # seed.
+            running = own.stages(bucket, group, self._seed(own, step + 1), discards=self._discards_step)
+            if self.recorder is not None:
+                running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
+            operation = Operation.averaging(bucket.index(), hook_name, group)
+            is_first = self._steps.num_buckets == 1
+            future = average_in_stages(bucket, running, operation, self._pipeline, is_first=is_first)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += compressor.sent_numel
-        self._step.gradient_bytes += buffer.nbytes
-        self._step.sent_bytes += compressor.sent_numel * buffer.itemsize
+        self._steps.gradient_bytes += buffer.nbytes
+        self._steps.sent_bytes += compressor.sent_numel * buffer.itemsize
         return future
 
-    def _average_in_stages(
-        self,
-        hook_name: str,
-        bucket: dist.GradBucket,
-        group: dist.ProcessGroup,
-        own: Bucket,
-        compressor: Compressor,
-    ) -> Future:
-        """Begin a compressor's stages."""
-        buffer = bucket.buffer()
-        # A compressor ends a step by choosing the next step's random projections: hence the next step's seed.
-        seed, unused = self._seed(own.index, self.iter + 1), own.unused(bucket)
-        keeps_errors = self._discards_step
+    def _make_compressor(self, bucket: dist.GradBucket, make: MakesCompressors, own: Bucket) -> None:
+        ranks = {**self._ranks, "is_shard": isinstance(bucket, ShardBucket)}
+        seed = self._seed(own, self._steps.num)
+        if lost := self._states.make_compressor(own, make, bucket.buffer().device, seed, **ranks):
+            text = with_keys("the checkpoint has other shapes of %s, whose errors start at zero", lost)
+            logger_of(self).warning("%s: %s.", self.algorithm, text)
 
-        def stages() -> Stages:
-            compressor.leave_out(unused)
-            errors = errors_in(compressor.state()) if keeps_errors else {}
-            if isinstance(bucket, ShardBucket):
-                assert isinstance(compressor, ShardCompressor)
-                yield from compressor.reduce_scatter(buffer, bucket.shard, group)
-            else:
-                yield from compressor.stages(buffer, group, seed)
-            if errors:
-                compressor.load({**compressor.state(), **errors})
-            return buffer
+    def _seed(self, own: Bucket, step: int) -> int:
+        """Return the seed for a bucket's random choices in a step, the same on every rank."""
+        return (self._settings.random_seed * 1_000_003 + step * 8_191 + own.index) % 2**63
 
-        running = explained(stages(), Operation.averaging(bucket.index(), hook_name, group))
-        if self.recorder is not None:
-            running = self.recorder.recorded(running, self.iter, bucket.index(), buffer, compressor, group)
-        is_first = self._step.num_buckets == 1
-        is_last = bucket.is_last() or is_waited_for_at_once(bucket)
-        return self._pipeline.add(running, buffer.device, is_first=is_first, is_last=is_last)
-
-    def _begin_bucket(self, bucket: dist.GradBucket, group: dist.ProcessGroup) -> bool:
-        """Register a bucket and its group. Returns whether the bucket is the first one of its step."""
-        parameters = bucket.parameters()  # torch makes a list of them in every call
-        if self._step.has_any_of(parameters):
-            self.end_step()
-        if self._group is not None and self._group() is not group:
+    def _change_group(self, group: dist.ProcessGroup) -> None:
+        if self._group is not None:
             # Compressors depend on the number of ranks, and on this rank's number.
             self._states.give_all_back()
             self._is_compared = False
         self._group = weakref.ref(group)
-        self._step.add(parameters)
-        return self._step.num_buckets == 1
+        self._ranks |= {"world_size": group.size()}
 
-    def _compare_once(
+    def _compare(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
     ) -> None:
         """In the first step, raise RuntimeError on every rank if options or buckets differ between ranks."""
-        if self._is_compared:
-            return
-        names = map(self._states.keys.get, bucket.parameters())
         values = self.compared_options() | {
             "iter": self.iter,
-            "hook": hook_name,
-            "world size": group.size(),
-            "dtype of the bucket": bucket.buffer().dtype,
-            "index of the bucket": bucket.index(),
-            "whether the bucket is the last (bucket_cap_mb tells how many there are)": bucket.is_last(),
-            "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
-            "names of parameters (number_parameters gives them)": list(names),
+            "names of parameters (number_parameters gives them)": list(
+                map(self._states.keys.get, bucket.parameters())
+            ),
             "directions": self._states.common_digest(),
         }
-        if is_first:
-            require_same_group(f"{hook_name}'s state", group)
-        device = bucket.buffer().device
-        launched = LaunchedNodes.of(self._ranks_per_node, group)
-        values |= launched.compared()
-        processor = {} if self._compressor.is_same_on_all_processors else ops.processor(device)
-        unlike = require_same_on_all_ranks(
-            f"{hook_name}'s state",
-            values,
+        found = agree(
+            hook_name,
+            bucket,
             group,
-            device,
-            "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
-            "the same step",
-            notes={**processor, **launched.noted()},
+            values,
+            self._ranks_per_node,
+            is_first=is_first,
+            compares_processors=not self._compressor.is_same_on_all_processors,
         )
-        found = launched.agreed_nodes(group, unlike)
-        nodes = (found.ranks_per_node, str(found)) if found else None
-        round_trip = round_trip_s(bucket.buffer(), group, found.between if found else None)
-        if (nodes, round_trip) != (self._nodes, self._round_trip_s):
+        if (found.nodes, found.round_trip_s) != (self._nodes, self._round_trip_s):
             self._states.give_all_back()
-            self._nodes, self._round_trip_s = nodes, round_trip
-        if processors := [text for name, text in unlike.items() if name in processor]:
-            _logger_of(self).warning(
+            self._nodes, self._round_trip_s = found.nodes, found.round_trip_s
+        has_delay = self._round_trip_s >= MIN_DELAY_S
+        self._ranks |= {"ranks_per_node": self._num_ranks_per_node, "has_delay": has_delay}
+        if found.processors:
+            logger_of(self).warning(
                 "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
                 "will drift apart by rounding errors; see docs/powersgd.md.",
                 self.algorithm,
-                "; ".join(processors),
+                "; ".join(found.processors),
             )
-
-    def _warn_of_unclaimed(self) -> None:
-        """Warn if a checkpoint has entries of parameters that the first step has not brought."""
-        unclaimed = self._states.unclaimed()
-        if names := list(filter(is_name, unclaimed)):
-            self._warn_of(
-                "the checkpoint has errors of parameters that the first step has not brought: %s. They wait "
-                "for them. Likely cause: another model, or this run has no names of parameters: call "
-                "state.number_parameters(model.named_parameters())",
-                names,
-            )
-        if places := [key for key in unclaimed if not is_name(key)]:
-            self._warn_of(
-                "the checkpoint knows parameters by the first step's buckets, and this run's first step has "
-                "others, or names: the errors of %s start at zero. Likely cause: another bucket_cap_mb, "
-                "find_unused_parameters or model. Call state.number_parameters(model.named_parameters()) in "
-                "both runs, and checkpoints know parameters by name",
-                places,
-            )
-
-    def _warn_of(self, text: str, keys: list[str]) -> None:
-        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-        _logger_of(self).warning(f"%s: {text}.", self.algorithm, shown)
-
-    @property
-    def _has_delay(self) -> bool:
-        return self._round_trip_s >= MIN_DELAY_S
-
-    def _ranks(self, group: dist.ProcessGroup) -> dict[str, Any]:
-        """Return what a BucketSpec says of the ranks."""
-        has = {"ranks_per_node": self._num_ranks_per_node, "has_delay": self._has_delay}
-        return {"world_size": group.size(), **has}
 
     @property
     def _num_ranks_per_node(self) -> int:
         return 1 if self._nodes is None else self._nodes[0]
-
-    def _seed(self, index: int, step: int) -> int:
-        """Return the seed for a bucket's random choices in a step, the same on every rank."""
-        return (self.random_seed * 1_000_003 + step * 8_191 + index) % 2**63
-
-    def _report_stats(self) -> None:
-        """Log the statistics, and note when they are due again."""
-        rate, before, after = self.compression_stats()
-        _logger_of(self).info(
-            "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
-            *(self.iter, before, after, rate),
-        )
-        self.next_stats_report = self.iter + self.compression_stats_logging_frequency
-
-    # --- checkpoints ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything except the process group, in plain types and copied tensors.
-
-        "version": the format's version.
-        "algorithm": the compressor's name.
-        "options": the compressor's options by name.
-        Settings and progress: one entry each, by name.
-        "errors_of": the rank that the errors belong to, {"rank", "world_size"}.
-        "parameters": what is kept of each parameter, as in `state`.
-        "num_parameters": the number of entries in "parameters".
-        """
-        saved = checkpoint.to_state_dict(
-            self.algorithm, self._options, self._settings, progress_of(self), self._states.entries()
-        )
-        return {**saved, "errors_of": self._errors_of or owner_of(self.process_group)}
-
-    @property
-    def state(self) -> Entries:
-        """What is kept of each parameter, copied: {name: {"error": [as the parameter], ...}}.
-
-        The keys are the parameters' names, see number_parameters; without names, the place where a bucket
-        first brought them. What belongs to a whole bucket has a tuple of all its parameters' keys as its key.
-        Errors are in the gradients' unit; those of a complex parameter have a last dimension of 2.
-        """
-        return self._states.entries()
-
-    def errors_of_buckets(self) -> dict[int, torch.Tensor]:
-        """Return copies of this rank's errors by the index of their bucket, [numel]."""
-        return self._states.errors_of_buckets()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state_dict, including its options. The process group stays.
-
-        Saved errors go to the parameters that they were saved for, whatever buckets these parameters are in.
-        Errors that don't fit start at zero, with a warning. Another rank's errors are loaded, with a warning.
-        So are other options and settings than this state was given: assign yours again after loading.
-
-        Raises TypeError for anything but a state_dict; KeyError for missing or unknown keys; ValueError for
-        an unknown version, another compressor, or any other value that doesn't fit. After an error the state
-        is unchanged.
-        """
-        checked = self.checked(state_dict)
-        default = Settings(self._default_start_iter)
-        if texts := checkpoint.replaced(self._options, self._settings, checked, default):
-            _logger_of(self).warning(
-                "%s: the checkpoint changes what this state was made with: %s. Its options count; to use "
-                "yours, assign them after load_state_dict.",
-                self.algorithm,
-                ", ".join(texts),
-            )
-        self._load_checked(checked)
-        self._warn_of_another_ranks_errors()
-
-    def checked(self, state_dict: Any) -> dict[str, Any]:
-        """Check a state_dict, and return it in plain types. Raises the errors of load_state_dict."""
-        checked = checkpoint.checked(state_dict, self.algorithm, self._compressor, self._options_class)
-        self._require_start(checked["start_iter"], self._options_class(**checked["options"]))
-        return checked
-
-    def _load_checked(self, checked: dict[str, Any]) -> None:
-        """Continue from a checked state_dict. The next step compares the ranks again."""
-        self._options = self._options_class(**checked["options"])
-        self._settings = checkpoint.settings_of(checked)
-        self._states.load(checked["parameters"])
-        for name in PROGRESS:
-            setattr(self, name, checked[name])
-        self._is_compared, self._was_loaded, self._is_resumed = False, True, True
-        self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
-
-    def _contents(self) -> Any:
-        """Return the contents of a pickle or a copy: everything except the process group."""
-        nodes = {"ranks_per_node": self._ranks_per_node}
-        if _has_one_compressor(type(self)):
-            return {**self.state_dict(), **nodes}
-        classes = {"compressor": self._compressor, "options_class": self._options_class}
-        return {**classes, **nodes, "state_dict": self.state_dict()}
-
-    def _restore(self, contents: Any, process_group: Any) -> None:
-        """Set all attributes from _contents(). Raises the errors of load_state_dict."""
-        if not _has_one_compressor(type(self)):
-            self._compressor, self._options_class = contents["compressor"], contents["options_class"]
-            contents = {**contents["state_dict"], "ranks_per_node": contents["ranks_per_node"]}
-        ranks_per_node: Any = self._default_ranks_per_node
-        if isinstance(contents, dict) and "ranks_per_node" in contents:
-            contents = dict(contents)
-            ranks_per_node = contents.pop("ranks_per_node")
-        checked = self.checked(contents)
-        self._reset(process_group, checkpoint.settings_of(checked), None)
-        self._load_checked(checked)
-        self._ranks_per_node = require_ranks_per_node(ranks_per_node)
-
-    def __getstate__(self) -> Any:
-        return self._contents()
-
-    def __setstate__(self, contents: Any) -> None:
-        # The group may still change, so the first compressed step checks that the errors are this rank's.
-        self._restore(contents, joined_group(None) if dist.is_initialized() else None)
-        _logger_of(self).warning(
-            "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
-            "is desired, please set `self.process_group` after %s state is loaded.",
-            self.algorithm,
-        )
-
-    def __copy__(self) -> Any:
-        return self.__deepcopy__({})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the state with all errors, for the same process group, but without its recorder."""
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied._restore(self._contents(), self.process_group)
-        copied._states.keys.inherit(self._states.keys)
-        return copied
-
-    def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:
-        """Warn if another rank saved the loaded errors. Does nothing while this process's rank is unknown."""
-        group = group or joined_group(self.process_group)
-        if self._errors_of is None or group is None:
-            return
-        warning = another_ranks_errors(self.algorithm, self._errors_of, group)
-        self._errors_of = None
-        if warning is not None:
-            _logger_of(self).warning(warning)
 
 
 def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -789,13 +474,6 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
     return state.average("compress_hook", bucket)
 
 
-def _of_shards(phase: Phase) -> Phase:
-    """Return the phase with the classes that reduce-scatter. A later phase's class may have none."""
-    assert phase.compressor is None or phase.compressor.of_shards is not None
-    later = tuple(each.of_shards for each in phase.warms_up if each.of_shards is not None)
-    return phase._replace(compressor=phase.compressor and phase.compressor.of_shards, warms_up=later)
-
-
 def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:
     """Sum a bucket's shard without compression. Yields the collective."""
     buffer = bucket.buffer()
@@ -803,54 +481,7 @@ def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:
     return buffer
 
 
-def _logger_of(state: CompressorState) -> logging.Logger:
-    """Return the logger of the module that defines the state's class."""
-    return logging.getLogger(type(state).__module__)
-
-
-def _has_one_compressor(state_class: type[CompressorState]) -> bool:
-    return hasattr(state_class, "_compressor")
-
-
 def _is_frozen(options: Any) -> bool:
     """Return whether options are a frozen dataclass."""
     # Stubs don't have __dataclass_params__, hence getattr.
     return is_dataclass(options) and bool(getattr(options, "__dataclass_params__").frozen)  # noqa: B009
-
-
-class _StepBuckets:
-    """The buckets of the current step, identified by their parameters.
-
-    is_over: True if backward has ended since the last bucket.
-    num_buckets: the number of buckets so far.
-    gradient_bytes: the bytes of the compressed buckets so far.
-    sent_bytes: the bytes that a rank has sent for these buckets.
-    """
-
-    def __init__(self) -> None:
-        self._backward = -1
-        self.end()
-
-    def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether one of a bucket's parameters has come in this step."""
-        return not self._parameters.isdisjoint(map(id, parameters))
-
-    def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add a bucket, and set is_over at the end of the backward that brings it."""
-        self._parameters.update(map(id, parameters))
-        self.is_over = False
-        self.num_buckets += 1
-        backward = torch._C._current_graph_task_id()
-        if backward not in (-1, self._backward):
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def end(self) -> None:
-        """Begin the next step."""
-        self.is_over = False
-        self.num_buckets = self.gradient_bytes = self.sent_bytes = 0
-        self._parameters: set[int] = set()
-
-    def _end_backward(self) -> None:
-        self._backward = -1
-        self.is_over = self.num_buckets > 0

@@ -172,8 +172,8 @@ class AutoState(CompressorState):
         )
         self._clock = StepClock(clock)
 
-    def _reset(self, process_group: Any, settings: Settings, options: Any) -> None:
-        super()._reset(process_group, settings, options)
+    def _reset(self, process_group: Any, settings: Settings) -> None:
+        super()._reset(process_group, settings)
         self._trial: Trial | None = None
         self._clock = StepClock()
         self._choices: dict[str, Choice] = {}

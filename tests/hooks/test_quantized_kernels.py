@@ -34,7 +34,7 @@ def steps_on_kernels(rank, bits):
         (known,) = state._states._buckets
         del bucket  # the state then takes the next buckets for a new model's
     error = error_in(state).cpu()
-    return results, error, isinstance(known.compressor._plan, quantize_plan.QuantizedPlan)
+    return results, error, isinstance(known.compressor._sum.plan, quantize_plan.QuantizedPlan)
 
 
 @BITS

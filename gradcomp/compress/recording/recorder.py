@@ -16,7 +16,7 @@ from ...comm.consistency import require_all_ranks, require_same_on_all_ranks
 from ...comm.pipeline import Stages
 from ...comm.process_group import device_for, resolve_group
 from ...rules import RANK
-from ..compressor import Compressor
+from ..parameter_states import Bucket
 from ..state import CompressorState
 from . import file as recording_file
 from .row import NUM_VALUES, RecordedBucket, Stopwatch, measure, relative_errors, step_values
@@ -92,22 +92,24 @@ class Recorder:
         step: int,
         index: int,
         buffer: torch.Tensor,
-        compressor: Compressor,
+        own: Bucket,
         group: dist.ProcessGroup,
     ) -> Stages:
         """Run a compressed bucket's stages, and record the bucket. Yields and returns what the stages do.
 
         buffer: the bucket's buffer: this rank's gradients before the stages, the averages after them.
+        own: the bucket's compressor and errors.
         """
         if step % self._every:
             return (yield from stages)
+        sent_numel = 0 if own.compressor is None else own.compressor.sent_numel
         row = RecordedBucket(
             step,
             index,
             group.rank(),
             buffer.numel(),
             buffer.nbytes,
-            compressor.sent_numel * buffer.itemsize,
+            sent_numel * buffer.itemsize,
             is_compressed=True,
         )
         shift = step * 8191 + index * 131
@@ -117,7 +119,7 @@ class Recorder:
         result = yield from stages
         row.stopwatch.stop()
         measure(buffer, shift, out=row.values[1])
-        error = compressor.current_error()
+        error = own.current_error()
         row.has_error = error is not None
         if error is not None:
             measure(error, shift, out=row.values[2])

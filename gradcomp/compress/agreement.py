@@ -1,0 +1,74 @@
+"""What the ranks of a state agree on in its first step: that they are alike, the nodes, and the delay."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from gradcomp import ops
+
+from ..comm.consistency import require_same_group, require_same_on_all_ranks
+from ..comm.delay import round_trip_s
+from ..comm.nodes import LaunchedNodes
+
+
+class Agreement(NamedTuple):
+    """What the ranks have found, the same on all of them.
+
+    nodes: (ranks per node, the nodes in words); None to average without nodes.
+    round_trip_s: seconds from a message to its answer, between ranks or nodes.
+    processors: the unlike processors that the ranks run on, in words.
+    """
+
+    nodes: tuple[int, str] | None
+    round_trip_s: float
+    processors: list[str]
+
+
+def agree(
+    hook_name: str,
+    bucket: dist.GradBucket,
+    group: dist.ProcessGroup,
+    values: Mapping[str, Any],
+    ranks_per_node: int | str,
+    *,
+    is_first: bool,
+    compares_processors: bool,
+) -> Agreement:
+    """Compare the ranks before a bucket of a state's first step is averaged.
+
+    hook_name: the hook's name in messages.
+    values: what must be equal on all ranks, by name, besides the bucket.
+    ranks_per_node: as given to the state.
+    is_first: whether the bucket is the first one of its step.
+    compares_processors: whether averages depend on the processor.
+
+    Raises RuntimeError on every rank if values or buckets differ between ranks.
+    """
+    whose, buffer = f"{hook_name}'s state", bucket.buffer()
+    values = {
+        **values,
+        "hook": hook_name,
+        "world size": group.size(),
+        "dtype of the bucket": buffer.dtype,
+        "index of the bucket": bucket.index(),
+        "whether the bucket is the last (bucket_cap_mb tells how many there are)": bucket.is_last(),
+        "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
+    }
+    if is_first:
+        require_same_group(whose, group)
+    launched = LaunchedNodes.of(ranks_per_node, group)
+    processor = ops.processor(buffer.device) if compares_processors else {}
+    unlike = require_same_on_all_ranks(
+        whose,
+        values | launched.compared(),
+        group,
+        buffer.device,
+        "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
+        "the same step",
+        notes={**processor, **launched.noted()},
+    )
+    found = launched.agreed_nodes(group, unlike)
+    round_trip = round_trip_s(buffer, group, found.between if found else None)
+    processors = [text for name, text in unlike.items() if name in processor]
+    return Agreement((found.ranks_per_node, str(found)) if found else None, round_trip, processors)
