@@ -15,8 +15,8 @@ import torch
 import triton
 
 from .cpu import copy as cpu
-from .cpu import powersgd_plan as cpu_powersgd
-from .cpu import quantize_plan as cpu_quantized_plan
+from .cpu import powersgd as cpu_powersgd
+from .cpu import quantize as cpu_quantized_plan
 from .kernels import cast as cast_kernel
 from .kernels import flatten as flatten_kernel
 from .kernels.device import (
