@@ -16,17 +16,8 @@ import triton
 from .cpu import copy as cpu
 from .cpu import powersgd as cpu_powersgd
 from .cpu import quantize as cpu_quantize
-from .kernels import cast as cast_kernel
+from .device import has_streams
 from .kernels import flatten as flatten_kernel
-from .kernels.device import (
-    AMD_ARCHITECTURES,
-    amd_architecture,
-    has_streams,
-    is_rocm,
-    pinned,
-    processor,
-    send,
-)
 from .kernels.powersgd import plan as powersgd_kernels
 from .kernels.quantize import plan as quantize_kernels
 
@@ -34,26 +25,19 @@ if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, PowerSGDLayout
 
 __all__ = [
-    "AMD_ARCHITECTURES",
     "PartsCopy",
     "PowerSGDPlan",
     "QuantizedPlan",
-    "amd_architecture",
     "compile_flatten",
     "compile_powersgd",
     "compile_quantized",
     "compress_cast",
     "decompress_cast",
     "flatten",
-    "has_streams",
-    "is_rocm",
-    "pinned",
     "powersgd_plan",
-    "processor",
     "quantized_plan",
     "runs_triton",
     "scale_",
-    "send",
     "unflatten",
 ]
 
@@ -99,10 +83,10 @@ def compress_cast(
     if not is_fitting:
         raise _cast_error("compress_cast", buffer, out)
     if runs_triton(out.device):
-        cast_kernel.cast(buffer, out=out, scale=scale)
+        flatten_kernel.cast(buffer, out=out, scale=scale)
         if has_streams(out.device):
             # The way back is compiled now, not in backward when the average is there.
-            cast_kernel.compile_cast(out.dtype, buffer.dtype, out.device)
+            flatten_kernel.compile_cast(out.dtype, buffer.dtype, out.device)
     else:
         cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale, overwrite=overwrite)
     return out
@@ -128,7 +112,7 @@ def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
     if not is_fitting:
         raise _cast_error("decompress_cast", compressed, out)
     if runs_triton(out.device):
-        cast_kernel.cast(compressed, out=out)
+        flatten_kernel.cast(compressed, out=out)
     else:
         cpu.decompress(compressed.view(-1), out=out.view(-1))
     return out

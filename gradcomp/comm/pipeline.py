@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
+from gradcomp.device import has_streams
 
 from .process_group import Operation
 from .streams import Future, devices_of_future, on_side_stream, wait_for_current_stream
@@ -124,8 +124,8 @@ class Pipeline:
             self.finish()
         wait_for_current_stream(device)
         future, earlier, self._running = PipelinedFuture(self.finish, device), self._running, []
-        on_host = [each for each in earlier if not ops.has_streams(each.device)]
-        on_streams = [each for each in earlier if ops.has_streams(each.device)]
+        on_host = [each for each in earlier if not has_streams(each.device)]
+        on_streams = [each for each in earlier if has_streams(each.device)]
         begun = self._advance([_Running(stages, None, future, device, backward), *on_streams])
         self._running = [*begun, *on_host]
         if is_last:
@@ -139,8 +139,8 @@ class Pipeline:
         """Take all buckets to their end, one stage each in turn; on a CPU the oldest first."""
         while self._running:
             running, self._running = self._running, []
-            on_streams = [each for each in running if ops.has_streams(each.device)]
-            on_host = [each for each in reversed(running) if not ops.has_streams(each.device)]
+            on_streams = [each for each in running if has_streams(each.device)]
+            on_host = [each for each in reversed(running) if not has_streams(each.device)]
             self._running = [*self._advance(on_streams), *reversed(self._advance(on_host))]
 
     def _drop_of_other_backwards(self, backward: int) -> None:
@@ -181,7 +181,7 @@ class Pipeline:
             for each in self._unfinished.values():
                 if not each.future.done():
                     each.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
-                if each.work is not None and ops.has_streams(each.device) and each is not bucket:
+                if each.work is not None and has_streams(each.device) and each is not bucket:
                     # The memory of its buffers is used again, after the collective.
                     on_side_stream(each.device, each.work.wait)
             self._unfinished.clear()

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradcomp import ops
+from gradcomp.device import processor
 
 from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
@@ -573,7 +573,7 @@ class CompressorState:
         device = bucket.buffer().device
         launched = LaunchedNodes.of(self._ranks_per_node, group)
         values |= launched.compared()
-        processor = {} if self._compressor.is_same_on_all_processors else ops.processor(device)
+        own_processor = {} if self._compressor.is_same_on_all_processors else processor(device)
         unlike = require_same_on_all_ranks(
             f"{hook_name}'s state",
             values,
@@ -581,7 +581,7 @@ class CompressorState:
             device,
             "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
             "the same step",
-            notes={**processor, **launched.noted()},
+            notes={**own_processor, **launched.noted()},
         )
         found = launched.agreed_nodes(group, unlike)
         nodes = (found.ranks_per_node, str(found)) if found else None
@@ -589,7 +589,7 @@ class CompressorState:
         if (nodes, round_trip) != (self._nodes, self._round_trip_s):
             self._states.give_all_back()
             self._nodes, self._round_trip_s = nodes, round_trip
-        if processors := [text for name, text in unlike.items() if name in processor]:
+        if processors := [text for name, text in unlike.items() if name in own_processor]:
             _logger_of(self).warning(
                 "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
                 "will drift apart by rounding errors; see docs/powersgd.md.",
