@@ -18,6 +18,7 @@ import triton
 from . import __version__, ops
 from .bench import command as bench_command
 from .command_line import OneLineParser
+from .device import AMD_ARCHITECTURES, amd_architecture, is_rocm
 from .plan import command as plan_command
 from .report import main as report_main
 
@@ -30,7 +31,7 @@ def versions() -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "Triton": triton.__version__,
-        "GPU back end": f"ROCm {torch.version.hip}" if ops.is_rocm() else f"CUDA {cuda}" if cuda else "none",
+        "GPU back end": f"ROCm {torch.version.hip}" if is_rocm() else f"CUDA {cuda}" if cuda else "none",
     }
 
 
@@ -41,9 +42,9 @@ def devices() -> Iterator[tuple[str, str]]:
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         architecture = f"compute capability {found.major}.{found.minor}"
-        if ops.is_rocm():
-            architecture = ops.amd_architecture(torch.device("cuda", index))
-            if architecture not in ops.AMD_ARCHITECTURES:
+        if is_rocm():
+            architecture = amd_architecture(torch.device("cuda", index))
+            if architecture not in AMD_ARCHITECTURES:
                 architecture += " (no kernels for it)"
         yield f"cuda:{index}", f"{found.name}, {architecture}, {found.total_memory / 2**30:.0f} GiB"
 

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from .cpu import copy as cpu
-from .cpu import powersgd_plan as cpu_powersgd
-from .cpu import quantize_plan as cpu_quantized_plan
-from .kernels import cast as cast_kernel
+from .cpu import powersgd as cpu_powersgd
+from .cpu import quantize as cpu_quantize
+from .device import has_streams
 from .kernels import flatten as flatten_kernel
-from .kernels.device import (
-    AMD_ARCHITECTURES,
-    amd_architecture,
-    has_streams,
-    is_rocm,
-    pinned,
-    processor,
-    send,
-)
 from .kernels.powersgd import plan as powersgd_kernels
 from .kernels.quantize import plan as quantize_kernels
 
@@ -35,34 +25,28 @@ if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, PowerSGDLayout
 
 __all__ = [
-    "AMD_ARCHITECTURES",
     "PartsCopy",
     "PowerSGDPlan",
     "QuantizedPlan",
-    "amd_architecture",
     "compile_flatten",
     "compile_powersgd",
     "compile_quantized",
     "compress_cast",
     "decompress_cast",
     "flatten",
-    "has_streams",
-    "is_rocm",
-    "pinned",
     "powersgd_plan",
-    "processor",
     "quantized_plan",
     "runs_triton",
     "scale_",
-    "send",
     "unflatten",
 ]
 
 PowerSGDPlan = powersgd_kernels.PowerSGDPlan | cpu_powersgd.PowerSGDPlan
-QuantizedPlan = quantize_kernels.QuantizedPlan | cpu_quantized_plan.QuantizedPlan
+QuantizedPlan = quantize_kernels.QuantizedPlan | cpu_quantize.QuantizedPlan
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float64, torch.float32, *_HALVES)
 
 _Tables = dict[tuple[torch.device, bool], flatten_kernel.FlattenTables]
 _tables: weakref.WeakKeyDictionary[FlatLayout, _Tables] = weakref.WeakKeyDictionary()
@@ -88,14 +72,21 @@ def compress_cast(
 
     Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
     """
-    if out.dtype not in _HALVES:
-        raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
-    _check_cast("compress_cast", buffer, out)
+    is_fitting = (
+        buffer.dtype in _FLOATS
+        and out.dtype in _HALVES
+        and buffer.device == out.device
+        and buffer.numel() == out.numel()
+        and buffer.is_contiguous()
+        and out.is_contiguous()
+    )
+    if not is_fitting:
+        raise _cast_error("compress_cast", buffer, out)
     if runs_triton(out.device):
-        cast_kernel.cast(buffer, out=out, scale=scale)
+        flatten_kernel.cast(buffer, out=out, scale=scale)
         if has_streams(out.device):
             # The way back is compiled now, not in backward when the average is there.
-            cast_kernel.compile_cast(out.dtype, buffer.dtype, out.device)
+            flatten_kernel.compile_cast(out.dtype, buffer.dtype, out.device)
     else:
         cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale, overwrite=overwrite)
     return out
@@ -110,9 +101,18 @@ def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
 
     Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
     """
-    _check_cast("decompress_cast", compressed, out)
+    is_fitting = (
+        compressed.dtype in _FLOATS
+        and out.dtype in _FLOATS
+        and compressed.device == out.device
+        and compressed.numel() == out.numel()
+        and compressed.is_contiguous()
+        and out.is_contiguous()
+    )
+    if not is_fitting:
+        raise _cast_error("decompress_cast", compressed, out)
     if runs_triton(out.device):
-        cast_kernel.cast(compressed, out=out)
+        flatten_kernel.cast(compressed, out=out)
     else:
         cpu.decompress(compressed.view(-1), out=out.view(-1))
     return out
@@ -258,27 +258,26 @@ def powersgd_plan(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    error_feedback: bool,
-    warm_start: bool,
-    epsilon: float,
-    seed: int,
-    wire_dtype: torch.dtype | None = None,
     shares_scratch: bool = False,
+    **options: Any,
 ) -> PowerSGDPlan:
     """Return PowerSGD's plan for one bucket: its buffers and the three local stages of a step.
 
     layout: the compressed matrices and uncompressed tensors.
     dtype: the bucket's dtype. Sums are in fp32 (fp64 for fp64).
     device: the bucket's device.
+    shares_scratch: let such plans on the kernels take buffers for partial sums and wires in turns, from
+        project to reconstruct: as many buffers as plans under way. Before and after, p_wire and q_wire are
+        undefined. All stages of such plans must be on one stream per device.
+
+    Options:
+
     error_feedback: keep an error, and add it to the next step's gradients.
     warm_start: project on the last step's Q rather than on random directions.
     epsilon: added to a column's length before dividing by it.
     seed: the seed of the first step's random directions, the same on every rank.
     wire_dtype: the dtype of p_wire and q_wire; None for the bucket's. If given, factors are stored column
         after column.
-    shares_scratch: let such plans on the kernels take buffers for partial sums and wires in turns, from
-        project to reconstruct: as many buffers as plans under way. Before and after, p_wire and q_wire are
-        undefined. All stages of such plans must be on one stream per device.
 
     A step:
 
@@ -295,18 +294,9 @@ def powersgd_plan(
     plan.error(), plan.directions(): the tensors to keep across a restart.
     plan.load(error, directions): restore these tensors.
     """
-    on_kernels = partial(powersgd_kernels.PowerSGDPlan, shares_scratch=shares_scratch)
-    plan = on_kernels if runs_triton(device) else cpu_powersgd.PowerSGDPlan
-    return plan(
-        layout,
-        dtype,
-        device,
-        error_feedback=error_feedback,
-        warm_start=warm_start,
-        epsilon=epsilon,
-        seed=seed,
-        wire_dtype=wire_dtype,
-    )
+    if runs_triton(device):
+        return powersgd_kernels.PowerSGDPlan(layout, dtype, device, shares_scratch=shares_scratch, **options)
+    return cpu_powersgd.PowerSGDPlan(layout, dtype, device, **options)
 
 
 def compile_powersgd(
@@ -324,24 +314,16 @@ def compile_powersgd(
 
 
 def quantized_plan(
-    layout: BlockLayout,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    bits: int,
-    error_feedback: bool,
-    exact_dtype: torch.dtype | None = None,
-    divisor: float | None = None,
-    averages_dtype: torch.dtype | None = None,
-    only_dequantizes: bool = False,
-    only_sums: bool = False,
-    num_senders: int | None = None,
+    layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> QuantizedPlan:
     """Return the plan of one bucket's quantized all-reduce: its buffers and the three local stages of a step.
 
     layout: the quantized and the exact tensors, and the shards.
     dtype: the bucket's dtype. Sums and errors are in fp32 (fp64 for fp64).
     device: the bucket's device.
+
+    Options:
+
     bits: 4 or 8 bits per element.
     error_feedback: keep errors, and add them to the next step's gradients.
     exact_dtype: the dtype in which exact tensors are sent; None for the bucket's.
@@ -378,19 +360,9 @@ def quantized_plan(
     plan.error: [world size · shard_numel], the values that the averages still lack from this rank, in the
         order of the padded blocks; zero in padding. None without error_feedback.
     """
-    options: dict[str, Any] = {
-        "bits": bits,
-        "error_feedback": error_feedback,
-        "exact_dtype": exact_dtype,
-        "divisor": divisor,
-        "averages_dtype": averages_dtype,
-        "only_dequantizes": only_dequantizes,
-        "only_sums": only_sums,
-        "num_senders": num_senders,
-    }
     if runs_triton(device):
         return quantize_kernels.QuantizedPlan(layout, dtype, device, **options)
-    return cpu_quantized_plan.QuantizedPlan(layout, dtype, **options)
+    return cpu_quantize.QuantizedPlan(layout, dtype, **options)
 
 
 def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
@@ -401,25 +373,27 @@ def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.dev
 
 # --- checks of arguments, with messages that show the bad value ---
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-
-def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
+def _cast_error(name: str, src: torch.Tensor, out: torch.Tensor) -> Exception:
+    """Return the error for tensors that don't fit compress_cast or decompress_cast."""
+    if name == "compress_cast" and out.dtype not in _HALVES:
+        return TypeError(f"{name} writes float16 or bfloat16, but out is {out.dtype}")
     for tensor in (src, out):
-        _require_float(name, tensor)
+        if tensor.dtype not in _FLOATS:
+            return _float_error(name, tensor)
         if not tensor.is_contiguous():
-            raise ValueError(
+            return ValueError(
                 f"{name} takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()}"
             )
     if src.numel() != out.numel():
-        raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
-    _require_device(name, src, out.device)
+        return ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
+    return _device_error(name, src, out.device)
 
 
 def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
-    if not flat.is_complex():
-        _require_float(name, flat)
+    if not flat.is_complex() and flat.dtype not in _FLOATS:
+        raise _float_error(name, flat)
     if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
         raise ValueError(
             f"{name} takes a contiguous buffer of shape ({layout.numel},) for {layout}, "
@@ -427,41 +401,38 @@ def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, 
         )
     if len(tensors) != len(layout):
         raise ValueError(f"{name}: {layout} got {len(tensors)} tensors")
-    are_alike = (
-        tuple([tensor.shape for tensor in tensors]) == layout.shapes
-        and len({tensor.dtype for tensor in tensors}) <= 1
-        and {tensor.device for tensor in tensors} <= {flat.device}
-    )
-    if not are_alike:
-        _explain_difference(name, tensors, layout, flat.device)
-    if tensors and flat.is_complex() and tensors[0].dtype != flat.dtype:
+    dtypes = {tensor.dtype for tensor in tensors}
+    are_alike = tuple([tensor.shape for tensor in tensors]) == layout.shapes and len(dtypes) <= 1
+    if not are_alike or not {tensor.device for tensor in tensors} <= {flat.device}:
+        raise _list_error(name, tensors, layout, flat.device)
+    if flat.is_complex() and not dtypes <= {flat.dtype}:
         raise TypeError(
             f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
         )
-    if tensors and not flat.is_complex():
-        _require_float(name, tensors[0])
+    if not flat.is_complex() and not dtypes <= set(_FLOATS):
+        raise _float_error(name, tensors[0])
 
 
-def _explain_difference(
+def _list_error(
     name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, device: torch.device
-) -> None:
-    """Raise an error for the first tensor with a wrong shape, dtype or device."""
+) -> Exception:
+    """Return the error for the first tensor with a wrong shape, dtype or device."""
     for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
         if tensor.shape != shape:
-            raise ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")
+            return ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")
         if tensor.dtype != tensors[0].dtype:
-            raise TypeError(
+            return TypeError(
                 f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
                 f"tensor {index} is {tensor.dtype}"
             )
-        _require_device(name, tensor, device)
+        if tensor.device != device:
+            break
+    return _device_error(name, tensor, device)
 
 
-def _require_float(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in _FLOATS:
-        raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
+def _float_error(name: str, tensor: torch.Tensor) -> Exception:
+    return TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
 
 
-def _require_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name}: tensors are on {tensor.device} and on {device}")
+def _device_error(name: str, tensor: torch.Tensor, device: torch.device) -> Exception:
+    return ValueError(f"{name}: tensors are on {tensor.device} and on {device}")

@@ -17,7 +17,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from .device import accepted_options, is_rocm
+from ..device import accepted_options, is_rocm
 
 ALIGNMENT = 16  # bytes; pointers that are multiples of it are compiled to wider accesses
 MAX_REGISTERS = 255  # per thread

@@ -10,7 +10,7 @@ import triton
 
 import gradcomp
 from gradcomp.__main__ import main
-from gradcomp.kernels.device import amd_architecture
+from gradcomp.device import amd_architecture
 from tests.programs import run_python
 
 WITHOUT_NUMPY = """

@@ -23,7 +23,7 @@ from benchmarks.harness import (
     rounding_error,
 )
 from gradcomp import ops
-from gradcomp.cpu.quantize import largest_code
+from gradcomp.cpu.quantize import LARGEST_CODE
 from gradcomp.layout import BlockLayout
 
 WORLD_SIZE, RANK, BLOCK_SIZE = 8, 0, 128
@@ -106,7 +106,7 @@ class _Problem:
 
     def quantize(self, values: torch.Tensor) -> tuple[Encoded, torch.Tensor]:
         """Quantize values in torch's operations; return codes and scales, and what they stand for."""
-        blocks, limit = values.view(-1, BLOCK_SIZE), largest_code(self.bits)
+        blocks, limit = values.view(-1, BLOCK_SIZE), LARGEST_CODE[self.bits]
         scales = (blocks.abs().amax(1, keepdim=True) / limit).bfloat16()
         rounded = (blocks / scales).round_().clamp_(-limit, limit)
         codes = rounded.to(torch.int8).view(torch.uint8)

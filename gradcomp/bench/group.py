@@ -13,12 +13,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
 from gradcomp.comm import delay
 from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
 from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import resolve_group
+from gradcomp.device import has_streams
 from gradcomp.plan.network import CollectiveKind
 from gradcomp.plan.network import Group as Place
 
@@ -41,7 +41,7 @@ def is_first_rank() -> bool:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device's work. On a CPU nothing is pending."""
-    if ops.has_streams(device):
+    if has_streams(device):
         torch.cuda.synchronize(device)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from gradcomp import ops
 from gradcomp.command_line import aligned, shown_seconds
 from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.compress.announcement import shown_bytes
 from gradcomp.compress.named import NamedHook, forms_of
+from gradcomp.device import has_streams
 from gradcomp.plan.collectives import traffic
 from gradcomp.plan.models import Shape, buckets_of, num_elements
 from gradcomp.plan.network import Network
@@ -127,7 +127,7 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
 
 def device_name(device: torch.device) -> str:
     """Describe a device."""
-    if ops.has_streams(device):
+    if has_streams(device):
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.device import has_streams
 
 from .bucket import as_real
 from .delay import has_delay
@@ -63,7 +64,7 @@ def all_reduce_compressed(
             release(wire)
         return buffer
 
-    if ops.has_streams(buffer.device):
+    if has_streams(buffer.device):
         return average_in_stages(bucket, stages(), operation, pipeline)
     is_slow, wire = has_delay(buffer, group), compress()
     if sums_by_messages(wire, group, has_delay=is_slow):
@@ -103,7 +104,7 @@ def run_hook_compressed(
         a bucket of its own pipeline would wait without end.
     """
     device = bucket.buffer().device
-    if not ops.has_streams(device):
+    if not has_streams(device):
         return start().then(lambda future: finish(_value_of(future, operation)))
 
     def stages() -> Stages:

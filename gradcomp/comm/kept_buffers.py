@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradcomp import ops
+from gradcomp.device import has_streams
 
 Kept = TypeVar("Kept")
 
@@ -63,5 +63,5 @@ def take_wire(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> to
 
 def keep_wire(first_parameter: torch.Tensor, hook_name: str, wire: torch.Tensor) -> None:
     """Keep a buffer of take_wire for its bucket's next step. first_parameter: the bucket's."""
-    if not ops.has_streams(wire.device):
+    if not has_streams(wire.device):
         _wires.keep(first_parameter, hook_name, (wire.numel(), wire.device), wire)

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
+from gradcomp.device import has_streams
 
 from .process_group import Operation
 from .streams import Future, on_side_stream, wait_for_current_stream
@@ -65,7 +65,7 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
     """A future that runs the stages left when it is waited for: no hook of a later bucket may come."""
 
     def __init__(self, complete: Callable[[], None], device: torch.device):
-        super().__init__(devices=[device] if ops.has_streams(device) else None)
+        super().__init__(devices=[device] if has_streams(device) else None)
         self._complete, self._device = complete, device
 
     def wait(self) -> Any:
@@ -145,11 +145,11 @@ class Pipeline:
         if is_first and self._running:
             self._drop_of_other_backwards(backward)
             self.finish()
-        if ops.has_streams(device):
+        if has_streams(device):
             wait_for_current_stream(device)
         future, earlier, self._running = PipelinedFuture(self.finish, device), self._running, []
-        on_host = [each for each in earlier if not ops.has_streams(each.device)]
-        on_streams = [each for each in earlier if ops.has_streams(each.device)]
+        on_host = [each for each in earlier if not has_streams(each.device)]
+        on_streams = [each for each in earlier if has_streams(each.device)]
         new = _Running(stages, operation, future, device, backward)
         self._unfinished.add(new)
         self._running = [*self._advance([new, *on_streams]), *on_host]
@@ -164,8 +164,8 @@ class Pipeline:
         """Take all buckets to their end, one stage each in turn; on a CPU the oldest first."""
         while self._running:
             running, self._running = self._running, []
-            on_streams = [each for each in running if ops.has_streams(each.device)]
-            on_host = [each for each in reversed(running) if not ops.has_streams(each.device)]
+            on_streams = [each for each in running if has_streams(each.device)]
+            on_host = [each for each in reversed(running) if not has_streams(each.device)]
             self._running = [*self._advance(on_streams), *reversed(self._advance(on_host))]
 
     def _drop_of_other_backwards(self, backward: int) -> None:
@@ -188,7 +188,7 @@ class Pipeline:
         found: list[_Running] = []
         for device, each in groupby(buckets, attrgetter("device")):
             of_device = list(each)
-            if ops.has_streams(device):
+            if has_streams(device):
                 found += on_side_stream(device, partial(self._step, of_device))
             else:
                 found += self._step(of_device)
@@ -214,7 +214,7 @@ class Pipeline:
     def _fail(self, failed: _Running, error: Exception) -> None:
         for each in self._unfinished:
             each.fail(error)
-            if each.work is not None and ops.has_streams(each.device) and each is not failed:
+            if each.work is not None and has_streams(each.device) and each is not failed:
                 # The memory of its buffers is used again, after the collective.
                 on_side_stream(each.device, each.work.wait)
         self._unfinished.clear()

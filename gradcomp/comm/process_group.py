@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from gradcomp import ops
+from gradcomp.device import has_streams
 
 from ..rules import described
 
@@ -69,7 +69,7 @@ def device_for(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor]) -> tor
     """
     if dist.get_backend(group) != "nccl":
         return torch.device("cpu")
-    devices = (tensor.device for tensor in tensors if ops.has_streams(tensor.device))
+    devices = (tensor.device for tensor in tensors if has_streams(tensor.device))
     return next(devices, None) or torch.device("cuda", torch.cuda.current_device())
 
 

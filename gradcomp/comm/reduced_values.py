@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
+from gradcomp.device import has_streams, pinned
 
 from .process_group import Operation
 
@@ -35,16 +35,16 @@ class ReducedValues:
         self._operation = Operation.of(what, groups[0])
         self._passed: Any = None  # on CUDA, the event after the copy to the host
         on_device = self._values = torch.empty(len(values), dtype=torch.float64, device=device)
-        on_device.copy_(ops.pinned(torch.tensor(values, dtype=torch.float64), device), non_blocking=True)
+        on_device.copy_(pinned(torch.tensor(values, dtype=torch.float64), device), non_blocking=True)
         self._work: Any = None
         with self._operation:
             for group in groups:
                 if self._work is not None:
                     self._work.wait()
                 self._work = dist.all_reduce(on_device, operation, group=group, async_op=True)
-            if ops.has_streams(device):
+            if has_streams(device):
                 self._work.wait()  # the stream waits
-                self._values = ops.pinned(torch.empty(len(values), dtype=torch.float64), device)
+                self._values = pinned(torch.empty(len(values), dtype=torch.float64), device)
                 self._values.copy_(on_device, non_blocking=True)
                 self._passed = torch.cuda.current_stream(device).record_event()
 

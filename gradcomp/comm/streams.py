@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from gradcomp import ops
+from gradcomp.device import has_streams
 
 T = TypeVar("T")
 Future = torch.futures.Future[torch.Tensor]
@@ -36,7 +36,7 @@ def require_no_capture(what: str, device: torch.device) -> None:
 
     what: an object with a verb, for the message.
     """
-    if ops.has_streams(device) and torch.cuda.is_current_stream_capturing():
+    if has_streams(device) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} while a CUDA graph is captured: a replay would use this step's addresses, seeds and "
             "counts again. Capture forward and backward of the bare module, without DistributedDataParallel "
@@ -49,14 +49,14 @@ def wait_for_current_stream(device: torch.device) -> None:
 
     Raises RuntimeError if the current stream is captured in a CUDA graph.
     """
-    if ops.has_streams(device):
+    if has_streams(device):
         require_no_capture("gradients can't be averaged", device)
         side_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
 def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:
     """Run a function while the device's side stream is the current one. On a CPU, just run it."""
-    if not ops.has_streams(device):
+    if not has_streams(device):
         return function()
     stream, current = side_stream(device), torch.cuda.current_stream(device)
     if current.device_index != torch.cuda.current_device():
@@ -72,7 +72,7 @@ def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:
 
 def devices_of_future(device: torch.device) -> list[int | str | torch.device] | None:
     """Return the devices with whose streams a future of a tensor on this device is ordered; None if none."""
-    return [device] if ops.has_streams(device) else None
+    return [device] if has_streams(device) else None
 
 
 def completed(device: torch.device, result: torch.Tensor) -> Future:

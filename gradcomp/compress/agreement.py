@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from gradcomp import ops
+from gradcomp.device import processor
 
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
 from ..comm.delay import round_trip_s
@@ -58,7 +58,7 @@ def agree(
     if is_first:
         require_same_group(whose, group)
     launched = LaunchedNodes.of(ranks_per_node, group)
-    processor = ops.processor(buffer.device) if compares_processors else {}
+    own = processor(buffer.device) if compares_processors else {}
     unlike = require_same_on_all_ranks(
         whose,
         values | launched.compared(),
@@ -66,9 +66,9 @@ def agree(
         buffer.device,
         "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
         "the same step",
-        notes={**processor, **launched.noted()},
+        notes={**own, **launched.noted()},
     )
     found = launched.agreed_nodes(group, unlike)
     round_trip = round_trip_s(buffer, group, found.between if found else None)
-    processors = [text for name, text in unlike.items() if name in processor]
+    processors = [text for name, text in unlike.items() if name in own]
     return Agreement((found.ranks_per_node, str(found)) if found else None, round_trip, processors)

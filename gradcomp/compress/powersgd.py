@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.device import has_streams
 from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
@@ -270,7 +271,7 @@ class PowerSGDCompressor(Compressor):
         On a CPU with nodes, the sum of a large wire goes by nodes. NCCL's rings pass each node once anyway.
         """
         is_small = wire.nbytes < LEAST_BYTES_BY_NODES
-        if self._ranks_per_node == 1 or is_small or ops.has_streams(wire.device):
+        if self._ranks_per_node == 1 or is_small or has_streams(wire.device):
             # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
             return all_reduce(wire, group, has_delay=self._has_delay or (group.size() == 2 and is_small))
         nodes = nodes_of(group, self._ranks_per_node)

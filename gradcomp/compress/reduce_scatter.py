@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
-from gradcomp.layout.shards import ShardLayout
+from gradcomp.layout.flat import ShardLayout
 
 from ..comm.exchange import Works, all_to_all, reduce_scatter
 from ..comm.nodes import nodes_of

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradcomp import ops
+from gradcomp.device import has_streams
 
 from ..comm.streams import Future
 from ..rules import COUNT, RANK, Rule
@@ -368,7 +368,7 @@ class StepClock:
 
 def _mark(device: torch.device) -> Any:
     """Return the time, on CUDA as an event on the current stream."""
-    if not ops.has_streams(device):
+    if not has_streams(device):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))

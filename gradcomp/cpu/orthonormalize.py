@@ -29,21 +29,17 @@ def orthonormalize(panels: Sequence[torch.Tensor], epsilon: float, scratch: Sequ
     given, result = zip(*scratch, strict=True)
     for panel, wide in zip(panels, given, strict=True):
         wide.copy_(panel)
-    if not _one_pass(given, epsilon, out=result) > SECOND_PASS_BELOW and not epsilon:
+    for is_last in (bool(epsilon), True):
+        # The Gram matrices of all panels are factorized at once.
+        transform, left = _triangle(torch.cat([panel.mT @ panel for panel in given]), epsilon)
+        transforms = transform.split([len(panel) for panel in given])
+        for panel, panel_transform, product in zip(given, transforms, result, strict=True):
+            torch.bmm(panel, panel_transform, out=product)
+        if is_last or left > SECOND_PASS_BELOW:
+            break
         given, result = result, given
-        _one_pass(given, epsilon, out=result)
     for panel, wide in zip(panels, result, strict=True):
         panel.copy_(wide)
-
-
-def _one_pass(panels: Sequence[torch.Tensor], epsilon: float, out: Sequence[torch.Tensor]) -> float:
-    """Run one pass. Returns the smallest fraction of a column's squared length that the pass left."""
-    # The Gram matrices of all panels are factorized at once.
-    transform, left = _triangle(torch.cat([panel.mT @ panel for panel in panels]), epsilon)
-    transforms = transform.split([len(panel) for panel in panels])
-    for panel, panel_transform, result in zip(panels, transforms, out, strict=True):
-        torch.bmm(panel, panel_transform, out=result)
-    return left
 
 
 def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import require_same_group
 from gradcomp.comm.process_group import Operation, require_group
 from gradcomp.compress import CompressorState, compress_hook
+from gradcomp.device import has_streams
 
 from .checks import check_state, checked_groups, raise_on_all, require_agreement
 from .param_groups import ParamGroup, StepCounter, call_after_backward
@@ -91,7 +91,7 @@ class AllReduceHook:
         if group.divide_factor is not None:
             # The factor divides the sum over all ranks, replicas included.
             output.mul_(self._replicas.group.size())
-        if ops.has_streams(output.device):
+        if has_streams(output.device):
             # It is of the reduce-scatter's stream. FSDP2 casts it and, before torch 2.15, frees it.
             output.record_stream(torch.cuda.current_stream(output.device))
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
 from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.reduced_values import ReducedValues
@@ -23,6 +22,7 @@ from gradcomp.compress.parameter_states import Bucket
 from gradcomp.compress.powersgd import PowerSGDCompressor
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
+from gradcomp.device import has_streams
 from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
 
 __all__ = ["CANDIDATES", "AutoState", "auto_hook"]
@@ -252,7 +252,7 @@ class AutoState(CompressorState):
             return list(self.candidates)
         forms = []
         for name in self.candidates:
-            has_two = NamedHook.named(name).is_quantized or not ops.has_streams(self._device)
+            has_two = NamedHook.named(name).is_quantized or not has_streams(self._device)
             forms += [name + BY_NODES, name] if has_two else [name]
         return forms
 

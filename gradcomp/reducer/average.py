@@ -14,6 +14,7 @@ from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
 from gradcomp.comm.process_group import Operation, joined_group, resolve_group
 from gradcomp.comm.streams import require_no_capture
+from gradcomp.device import has_streams
 from gradcomp.hooks import default_hooks
 from gradcomp.layout import FlatLayout
 
@@ -84,7 +85,7 @@ class Averaging:
             buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=device)
             ops.flatten(members, layout, out=buffer)
             # On a CPU the last bucket's hook waits for all collectives.
-            is_last = index == len(pairs_of) - 1 and (waits_at_once or ops.has_streams(device))
+            is_last = index == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             bucket: Any = GradBucket(index, buffer, parameters, is_last)
             with self._explained(index):
                 future = self._hook(state, bucket)

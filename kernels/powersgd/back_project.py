@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..device import dot_precision
+from ...device import dot_precision
 from ..launch import Launch, Slot, registers
 from .bucket import SCALE, PowerSGDBucket
 from .tile import (

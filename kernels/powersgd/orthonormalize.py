@@ -10,7 +10,16 @@ import triton.language as tl
 
 from ..launch import MAX_REGISTERS, Launch
 from .bucket import PowerSGDBucket
-from .gram_schmidt import copy_panel, gram, gram_of_product, multiply, subtract_projection, sum_chunks
+from .gram_schmidt import (
+    copy_panel,
+    diagonal,
+    gram,
+    gram_of_product,
+    multiply,
+    subtract_projection,
+    sum_chunks,
+    triangle,
+)
 from .tile import (
     MATRIX_FIELDS,
     MIN_BLOCK_ROWS,
@@ -22,7 +31,6 @@ from .tile import (
     factor_on_wire,
     panel,
 )
-from .triangle import diagonal, triangle
 
 
 @triton.jit

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ..device import has_streams, launching_on
+from ...device import has_streams, launching_on
 from ..launch import Stage
-from ..scratch import Scratch, take_scratch
 from .back_project import back_project
-from .bucket import PowerSGDBucket
+from .bucket import PowerSGDBucket, Scratch, take_scratch
 from .orthonormalize import orthonormalize
 from .project import project
 from .random import is_kept, random_q, scale_of

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import dot_precision
+from ...device import dot_precision
 from ..launch import Launch, Slot, registers
 from ..tile import round_to
 from .bucket import SCALE, PowerSGDBucket

@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..device import is_rocm
+from ...device import is_rocm
 from ..launch import Launch
 from ..tile import copy_tile, round_to
 from .tile import COPY_BLOCK, SHRINK, factor_on_wire

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..device import has_streams, launching_on, num_multiprocessors, send
+from ...device import has_streams, launching_on, num_multiprocessors, send
 from ..launch import Launch, Slot, Stage, registers
 from ..tile import element_type
 from .kernels import _average_kernel, _dequantize_kernel, _quantize_kernel

@@ -21,7 +21,7 @@ from benchmarks.harness import (
 from benchmarks.powersgd_problem import PASSES
 from benchmarks.records import RESULTS, read
 from gradcomp import ops
-from gradcomp.cpu.quantize_plan import QuantizedPlan
+from gradcomp.cpu.quantize import QuantizedPlan
 from tests.programs import run_module
 
 CPU = torch.device("cpu")

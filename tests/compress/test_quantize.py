@@ -41,7 +41,7 @@ def test_no_element_is_off_by_more_than_half_a_step(bits, dtype, magnitude):
     # Largest values that cover a binade densely, so that scales are rounded by all of 2⁻⁷.
     values[:, 0] = torch.linspace(4, 8, 500, dtype=torch.float64).mul_(magnitude).to(dtype)
     values[:, 1] = 0.0
-    largest_code = plain.largest_code(bits)
+    largest_code = plain.LARGEST_CODE[bits]
     codes, scales, out, lost = quantized(values, bits)
     wide, exact = values.double(), values.double().abs().amax(1) / largest_code
     scale = scales.double()
@@ -67,7 +67,7 @@ def test_decoded_values_fit_the_buckets_dtype(bits, dtype):
     if dtype == torch.float16:
         values = torch.cat([values, 3 * values])  # gradients with errors, in fp32, may exceed the dtype
     _, scales, out, lost = quantized(values, bits, top)
-    assert float(scales[0]) * plain.largest_code(bits) > top
+    assert float(scales[0]) * plain.LARGEST_CODE[bits] > top
     assert out.to(dtype).isfinite().all()
     assert ((out - values.clamp(-top, top)).abs() <= scales.float()[:, None] / 2).all()
     assert torch.equal(out + lost, values)

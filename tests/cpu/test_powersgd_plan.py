@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gradcomp.cpu import powersgd_matrices as matrix_group
-from gradcomp.cpu.powersgd_plan import PowerSGDPlan
+from gradcomp.cpu import powersgd
+from gradcomp.cpu.powersgd import PowerSGDPlan
 from gradcomp.layout import PowerSGDLayout
 
 SHAPES = [(24, 16), (24, 16), (5,), (40, 7), (24, 16)]
@@ -43,11 +43,11 @@ def test_reading_the_error_changes_no_bit_of_later_steps(dtype, square, rank):
         assert first.any()
 
 
-@pytest.mark.parametrize("chunk_numel", [matrix_group.CHUNK_NUMEL, 64])
-@pytest.mark.parametrize("rank", [2, matrix_group.MAX_TERMS, matrix_group.MAX_TERMS + 1])
+@pytest.mark.parametrize("chunk_numel", [powersgd.CHUNK_NUMEL, 64])
+@pytest.mark.parametrize("rank", [2, powersgd.MAX_TERMS, powersgd.MAX_TERMS + 1])
 def test_outputs_and_the_error_are_the_gradients_sum(rank, chunk_numel, monkeypatch):
     """Neither the rows per chunk matter, nor whether P Qᵀ is computed by terms or as a product."""
-    monkeypatch.setattr(matrix_group, "CHUNK_NUMEL", chunk_numel)
+    monkeypatch.setattr(powersgd, "CHUNK_NUMEL", chunk_numel)
     plan = plan_of(torch.float64, rank, square=False)
     gradients = torch.randn(5, plan.layout.numel, dtype=torch.float64)
     outputs = sum(run_step(plan, gradient, seed) for seed, gradient in enumerate(gradients))

@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp import ops
 from gradcomp.comm.delay import has_delay
 from gradcomp.compress import CompressorState
-from gradcomp.fsdp import compress_replicas
+from gradcomp.fsdp import compress_replicas, replicas
 from gradcomp.fsdp.replicas import AllReduceHook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from tests.depth import mixed
@@ -181,15 +180,15 @@ def test_a_group_made_by_hand(run_ranks):
 def test_a_reduced_tensor_is_not_freed_before_it_is_averaged(monkeypatch):
     """The tensor belongs to the reduce-scatter's stream, but the hook uses it on the all-reduce stream."""
     log = []
-    monkeypatch.setattr(ops, "has_streams", lambda device: True)
+    monkeypatch.setattr(replicas, "has_streams", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the all-reduce stream")
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append((tensor, stream)))
     output, parameter = torch.ones(3), torch.empty(3, device="meta")
     group = SimpleNamespace(
         reduced=lambda output: [parameter], shard_group=object(), averages_now=True, divide_factor=None
     )
-    replicas = SimpleNamespace(average=lambda bucket, shard_group: log.append("averaged"))
-    AllReduceHook(0, group, replicas)(output)
+    averaging = SimpleNamespace(average=lambda bucket, shard_group: log.append("averaged"))
+    AllReduceHook(0, group, averaging)(output)
     first, (recorded, stream) = log
     assert (first, stream) == ("averaged", "the all-reduce stream")
     assert recorded is output

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gradcomp.cpu.quantize import largest_code
+from gradcomp.cpu.quantize import LARGEST_CODE
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from tests.depth import everyday, mixed
@@ -89,7 +89,7 @@ def codes_of(bits, generator, shape):
     if bits == 16:
         return torch.randn(shape, generator=generator).bfloat16().float()
     # Blocks of ±L · 2⁻⁴ and zeros: the scale is 2⁻⁴.
-    return signs * torch.randint(0, 2, shape, generator=generator) * largest_code(bits) / 16
+    return signs * torch.randint(0, 2, shape, generator=generator) * LARGEST_CODE[bits] / 16
 
 
 def sum_codes(rank, form, bits, num_steps=3):

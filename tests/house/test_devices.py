@@ -1,10 +1,10 @@
-"""Check that one file decides what runs on CUDA: kernels/device.py."""
+"""Check that one file decides what runs on CUDA: device.py."""
 
 import ast
 
 from tests.house.imports import PACKAGE, sources_of
 
-DECIDES = "gradcomp.kernels.device"
+DECIDES = "gradcomp.device"
 # These ask for other reasons: torch's rules for device_ids; the rank simulator imports nothing of gradcomp.
 ASKS_ITSELF = {"gradcomp.parallel.arguments", "gradcomp.testing.ranks.transfer"}
 

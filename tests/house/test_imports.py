@@ -110,9 +110,9 @@ def test_arrows_are_read():
 
 def test_a_wrong_import_is_found():
     for module, source, message in [
-        ("kernels.cast", "from gradcomp.ops import flatten", "kernels imports gradcomp.ops.flatten"),
-        ("kernels.cast", "from ..layout import FlatLayout", "kernels imports gradcomp.layout.FlatLayout"),
-        ("kernels.cast", "import numpy", "kernels imports numpy"),
+        ("kernels.flatten", "from gradcomp.ops import flatten", "kernels imports gradcomp.ops.flatten"),
+        ("kernels.flatten", "from ..layout import FlatLayout", "kernels imports gradcomp.layout.FlatLayout"),
+        ("kernels.flatten", "import numpy", "kernels imports numpy"),
         ("ops", "from . import hooks", "ops imports gradcomp.hooks"),
         ("ops", "import gradcomp", "ops imports gradcomp"),
         ("ops", "from gradcomp import __version__", "ops imports gradcomp.__version__"),

@@ -34,7 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gradcomp.kernels
-from gradcomp.kernels import cast, flatten
+from gradcomp.kernels import flatten
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.quantize.plan import QuantizedPlan
 from gradcomp.layout import BlockLayout, PowerSGDLayout
@@ -130,7 +130,7 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         *((dtype, dtype) for dtype in (FP64, FP32, FP16, BF16)),
         (FP64, BF16),
     ]:
-        cast.cast(torch.zeros(1, dtype=source), out=torch.zeros(1, dtype=result))
+        flatten.cast(torch.zeros(1, dtype=source), out=torch.zeros(1, dtype=result))
         yield f"{TYPE_NAMES[source]}->{TYPE_NAMES[result]}"
     tables = flatten.FlattenTables([(0, 0, 0, 1)], 1, torch.device("cpu"))
     for tensor, flat in [(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP64, FP64), (BF16, FP32), (FP16, FP32)]:

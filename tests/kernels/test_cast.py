@@ -9,7 +9,7 @@ import torch
 
 from gradcomp import ops
 from gradcomp.cpu import copy as cpu
-from gradcomp.kernels import cast as cast_kernel
+from gradcomp.kernels import flatten as cast_kernel
 from tests.kernels.copies import BLOCK, FLOATS, assert_scaled_copy, poisoned, tensors_of
 
 TASKS = Path("/proc/self/task")  # the process's threads, on Linux

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradcomp.kernels.device import AMD_ARCHITECTURES
+from gradcomp.device import AMD_ARCHITECTURES
 from gradcomp.kernels.powersgd.work import COPY_BLOCK
 from tests.depth import everyday
 from tests.kernels.compiled import ARCHITECTURES, is_kernel, kernel_modules

@@ -24,7 +24,7 @@ stub_cuda.install()
 import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
-from gradcomp.kernels.cast import _cast_kernel
+from gradcomp.kernels.flatten import _cast_kernel
 from gradcomp.kernels.launch import Launch
 from gradcomp.kernels.powersgd import plan as powersgd_plan
 from gradcomp.layout import PowerSGDLayout

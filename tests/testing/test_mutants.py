@@ -77,11 +77,11 @@ def divided_twice(back_project):
     return lambda plan, buffer, scale: back_project(plan, buffer, scale**2)
 
 
-def not_normal(normalize_directions):
-    def replacement(stack):
-        length = normalize_directions(stack)
-        stack.direction.copy_(stack.qt)
-        return length
+def not_normal(reconstruct):
+    def replacement(plan, buffer, seed):
+        reconstruct(plan, buffer, seed)
+        for group in plan.groups:
+            group.direction.copy_(group.qt)
 
     return replacement
 
@@ -126,8 +126,8 @@ nan_swallowed, minus_inf_swallowed = map(swallowed_by_rank_1, (math.nan, -math.i
 
 
 def last_row_missing(product):
-    def replacement(stack, which, out):
-        product(stack, which, out)
+    def replacement(stack, which, out, **how):
+        product(stack, which, out, **how)
         out[:, -1] = 0
 
     return replacement
@@ -147,7 +147,7 @@ def one_wire_for_all_buckets(_):
     return replacement
 
 
-MATRIX_GROUP, PLAN = "gradcomp.cpu.powersgd_matrices.MatrixGroup", "gradcomp.cpu.powersgd_plan.PowerSGDPlan"
+MATRIX_GROUP, PLAN = "gradcomp.cpu.powersgd.MatrixGroup", "gradcomp.cpu.powersgd.PowerSGDPlan"
 # (hook, planted bug, property that finds it). A bug is a mutant of the hook's compressor, or (gradcomp's
 # function to replace, the function that makes the replacement).
 PLANTED = [
@@ -261,7 +261,7 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
     claims = replace(claims_of(POWER_SGD.hook, power_sgd), max_magnitude=2.0**100)
     case = (POWER_SGD.hook, power_sgd, Workload(((7, 13),), steps=4, log2_factor=90))
     properties.finite_in_finite_out(*case, claims=claims)
-    plant(monkeypatch, f"{MATRIX_GROUP}.normalize_directions", not_normal)
+    plant(monkeypatch, f"{PLAN}.reconstruct", not_normal)
     with pytest.raises(
         NonFiniteFailure, match=r"step 3, rank 0, tensor 0 \[7, 13\] in bucket 0: expected finite"
     ):

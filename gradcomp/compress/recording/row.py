@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
+from gradcomp.device import has_streams, send
 
 from ...comm.process_group import Operation
 
@@ -33,7 +33,7 @@ def chunk_numel(device: torch.device) -> int:
 
     On a CPU: 1 MB in fp32, which fits the processor's cache. On CUDA: 16 MB, for fewer kernel launches.
     """
-    return LENGTH << (14 if ops.has_streams(device) else 10)
+    return LENGTH << (14 if has_streams(device) else 10)
 
 
 @cache
@@ -42,7 +42,7 @@ def _signs(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     numel = chunk_numel(device) + _NUM_SHIFTS
     signs = torch.randint(0, 2, (numel,), generator=generator, dtype=torch.float32, device="cpu")
-    return ops.send(signs * 2 - 1, device)
+    return send(signs * 2 - 1, device)
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device):
-        self._on_stream = ops.has_streams(device)
+        self._on_stream = has_streams(device)
         self._marks = [self._mark()]
         self._elapsed_ms: float | None = None
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradcomp.cpu import powersgd_plan as cpu
+from gradcomp.cpu import powersgd as cpu
 from gradcomp.kernels.powersgd.back_project import back_project
 from gradcomp.kernels.powersgd.bucket import PowerSGDBucket
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradcomp.cpu.powersgd_plan import PowerSGDPlan as PlainPlan
+from gradcomp.cpu.powersgd import PowerSGDPlan as PlainPlan
 from tests.depth import everyday
 from tests.kernels.powersgd.ranks import (
     MIXED,

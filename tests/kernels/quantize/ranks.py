@@ -10,7 +10,6 @@ import torch
 
 from gradcomp import ops
 from gradcomp.cpu import quantize as plain
-from gradcomp.cpu.quantize_plan import QuantizedPlan as PlainPlan
 from gradcomp.kernels.quantize.plan import QuantizedPlan
 from gradcomp.layout import BlockLayout
 
@@ -27,7 +26,7 @@ def plans_of(
 
 def plain_plans_of(layout: BlockLayout, dtype: torch.dtype, **options: Any) -> list[Any]:
     """Return a plan in plain torch for each simulated rank."""
-    return [PlainPlan(layout, dtype, **options) for _ in range(layout.world_size)]
+    return [plain.QuantizedPlan(layout, dtype, **options) for _ in range(layout.world_size)]
 
 
 def random_grads(layout: BlockLayout, dtype: torch.dtype, device: torch.device, seed: int) -> list[Any]:

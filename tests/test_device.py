@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradcomp.kernels import device, launch
+from gradcomp import device
+from gradcomp.kernels import launch
 from gradcomp.kernels.launch import Launch
 from gradcomp.kernels.quantize.work import tile_shape
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE

@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
+from gradcomp.kernels.powersgd.bucket import Scratch, num_bytes_of, parts_of_scratch, take_scratch
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
-from gradcomp.kernels.scratch import Scratch, num_bytes_of, parts_of_scratch, take_scratch
 from gradcomp.layout import PowerSGDLayout
 from tests.depth import everyday
 from tests.kernels.powersgd.ranks import COMPRESS_ALL, random_grads, step
