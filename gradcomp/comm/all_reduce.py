@@ -10,7 +10,6 @@ On CUDA, and where ranks exchange messages (exchange.py), these are stages of a 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from gradcomp import ops
 from gradcomp.device import has_streams
 
 from .bucket import as_real
-from .delay import has_delay
-from .exchange import all_reduce, sums_by_messages
+from .exchange import MIN_DELAY_S, all_reduce, round_trip_s
 from .pipeline import Pipeline, Stages, average_in_stages
 from .process_group import ExplainedError, Operation
 from .streams import Future
@@ -31,47 +29,50 @@ def all_reduce_compressed(
     bucket: dist.GradBucket,
     group: dist.ProcessGroup,
     operation: Operation,
-    compress: Callable[[], torch.Tensor],
-    release: Callable[[torch.Tensor], None] = lambda _: None,
+    compress: Callable[[], tuple[torch.Tensor, Callable[[], None]]],
     pipeline: Pipeline | None = None,
 ) -> Future:
-    """Sum `compress()` over the group into the bucket's buffer, which completes a future.
+    """Sum a compressed bucket over the group into the bucket's buffer, which completes a future.
 
     operation: explains errors of the all-reduce.
-    release: called with what `compress()` returned when it has been used.
+    compress: returns (the wire, what is called when the wire has been used). The wire may be the buffer.
     pipeline: see average_in_stages.
 
     Raises RuntimeError if the backend refuses the tensor. An error of the communication itself is raised by a
     wait for the future, or in a later bucket's hook.
     """
     buffer = bucket.buffer()
-
-    def finish(wire: torch.Tensor) -> torch.Tensor:
-        if wire is not buffer:
-            ops.decompress_cast(wire, out=buffer)
-            release(wire)
-        return buffer
+    on_streams = has_streams(buffer.device)
 
     def stages() -> Stages:
-        wire = compress()
-        yield _all_reduce(wire, group, operation)
-        return finish(wire)
-
-    def stages_of(wire: torch.Tensor) -> Stages:
-        out = as_real(buffer)
-        yield from all_reduce(out if wire is buffer else wire, group, has_delay=is_slow, out=out)
-        if wire is not buffer:
-            release(wire)
+        wire, release = compress()
+        if on_streams:
+            yield _all_reduce(wire, group, operation)
+            if wire is not buffer:
+                ops.decompress_cast(wire, out=buffer)
+        else:
+            out = as_real(buffer)
+            yield from all_reduce(out if wire is buffer else wire, group, has_delay=True, out=out)
+        release()
         return buffer
 
-    if has_streams(buffer.device):
+    # A delay is known where ranks exchange messages only.
+    if on_streams or round_trip_s(buffer, group) >= MIN_DELAY_S:
         return average_in_stages(bucket, stages(), operation, pipeline)
-    is_slow, wire = has_delay(buffer, group), compress()
-    if sums_by_messages(wire, group, has_delay=is_slow):
-        return average_in_stages(bucket, stages_of(wire), operation, pipeline)
-    work = _all_reduce(wire, group, operation)
-    # gloo's result for a complex tensor is its view as real numbers.
-    return work.get_future().then(lambda future: (_value_of(future, operation), finish(wire))[1])
+    wire, release = compress()
+
+    def finish(future: Future) -> torch.Tensor:
+        # gloo's result for a complex tensor is its view as real numbers.
+        try:
+            future.value()
+        except Exception as error:
+            raise operation.explained(error) from error
+        if wire is not buffer:
+            ops.decompress_cast(wire, out=buffer)
+        release()
+        return buffer
+
+    return _all_reduce(wire, group, operation).get_future().then(finish)
 
 
 def average_in_place(
@@ -86,8 +87,11 @@ def average_in_place(
     divisor: None for the group's size.
     """
     buffer, by = bucket.buffer(), group.size() if divisor is None else divisor
-    compress = partial(buffer.div_, by) if by != 1 else lambda: buffer
-    return all_reduce_compressed(bucket, group, operation, compress, pipeline=pipeline)
+
+    def divide() -> tuple[torch.Tensor, Callable[[], None]]:
+        return (buffer.div_(by) if by != 1 else buffer), lambda: None
+
+    return all_reduce_compressed(bucket, group, operation, divide, pipeline)
 
 
 def run_hook_compressed(

@@ -1,11 +1,15 @@
-"""Buckets as communication hooks see them, the type of a hook, and the checks of both."""
+"""Buckets as communication hooks see them, what hooks keep of them, and the checks of buckets and hooks."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradcomp.device import has_streams
 
 from ..rules import described
 from .process_group import ExplainedError, resolve_group
@@ -77,7 +81,8 @@ class GradBucket:
 class ShardBucket(GradBucket):
     """A bucket that is reduce-scattered: a rank gets the sum of its own shard, not the average of all.
 
-    buffer: [world size · n], in the order of a ShardLayout: row r has rank r's piece of every gradient.
+    buffer: [world size · n], in the order of a ShardLayout: row r has rank r's piece of every gradient. So
+        no gradient is in one piece: `gradients` has no meaning.
     parameters: in their whole shapes.
     shard: [n], in the buffer's dtype; gets the sum over the ranks of this rank's row. The hook may change the
         buffer.
@@ -89,12 +94,8 @@ class ShardBucket(GradBucket):
         super().__init__(index, buffer, parameters, is_last=False)
         self.shard = shard
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Raise TypeError: no gradient is in one piece."""
-        raise TypeError(
-            "a ShardBucket has its gradients in pieces, one per rank. Likely cause: a hook or compressor "
-            "that averages was called with a bucket of compress_reduce_scatter"
-        )
+
+_BUCKETS = (dist.GradBucket, GradBucket)
 
 
 def require_bucket(hook_name: str, bucket: Any) -> None:
@@ -103,7 +104,7 @@ def require_bucket(hook_name: str, bucket: Any) -> None:
     Under torch.load's safe default a file may call hooks with arguments of its choice. It can make neither of
     the two buckets, so it can't start a collective.
     """
-    if not isinstance(bucket, dist.GradBucket | GradBucket):
+    if not isinstance(bucket, _BUCKETS):
         raise TypeError(
             f"{hook_name} takes a torch.distributed.GradBucket or a gradcomp.reducer.GradBucket, got "
             f"{described(bucket)}{_PYTHON_REDUCER if isinstance(bucket, tuple) else ''}"
@@ -134,11 +135,14 @@ def checked_bucket(
     Raises TypeError for anything but a dense floating-point bucket, or but a process group; RuntimeError if
     there is no default group, and while a CUDA graph is captured.
     """
-    require_bucket(hook_name, bucket)
-    require_no_capture(f"{hook_name} can't average gradients", bucket.buffer().device)
-    group = resolve_group(hook_name, process_group, group_name)
+    if not isinstance(bucket, _BUCKETS):
+        require_bucket(hook_name, bucket)
     buffer: torch.Tensor = bucket.buffer()
-    require_dense_floats(hook_name, buffer)
+    if buffer.is_cuda:
+        require_no_capture(f"{hook_name} can't average gradients", buffer.device)
+    group = resolve_group(hook_name, process_group, group_name)
+    if buffer.layout != torch.strided or not buffer.is_floating_point():
+        require_dense_floats(hook_name, buffer)
     return buffer, group
 
 
@@ -184,3 +188,62 @@ def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
 def name_of(hook: Any) -> str:
     """Return a hook's name in messages."""
     return str(getattr(hook, "__qualname__", hook))
+
+
+# --- what hooks keep ---
+
+Kept = TypeVar("Kept")
+
+
+class KeptBuffers(Generic[Kept]):
+    """What hooks keep from step to step beside a bucket's first parameter: one object per hook and bucket.
+
+    An object goes with its parameter, or when the parameters are arranged in other buckets. While its bucket
+    is in flight, it is taken out: two buckets in flight never share one.
+
+    by_parameter: a bucket's first parameter -> hook name -> (key, object).
+    """
+
+    def __init__(self) -> None:
+        self.by_parameter: MutableMapping[torch.Tensor, dict[str, tuple[Hashable, Kept]]] = (
+            WeakIdKeyDictionary()
+        )
+
+    def take(self, parameters: Sequence[torch.Tensor], hook_name: str, key: Hashable) -> Kept | None:
+        """Take out the object of the bucket with these parameters; None if there is none with this key.
+
+        key: the size, device and so on that the object was made for.
+        """
+        if parameters:
+            kept = self.by_parameter.get(parameters[0], {}).pop(hook_name, None)
+            if kept is not None and kept[0] == key:
+                return kept[1]
+        # Other buckets of these parameters may have left objects: the first step's one bucket, say.
+        for parameter in parameters:
+            self.by_parameter.get(parameter, {}).pop(hook_name, None)
+        return None
+
+    def keep(self, first_parameter: torch.Tensor, hook_name: str, key: Hashable, kept: Kept) -> None:
+        """Keep an object that nothing reads any more for the bucket's next step."""
+        self.by_parameter.setdefault(first_parameter, {})[hook_name] = key, kept
+
+
+_wires: KeptBuffers[torch.Tensor] = KeptBuffers()
+
+
+def take_wire(
+    bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Return a buffer of this dtype, as long as the bucket, and what to call when the bucket is averaged.
+
+    On a CPU new memory costs a page fault per 4 KiB, so the call keeps the buffer for the bucket's next step.
+    On CUDA torch's caching allocator keeps it, for the stream that is current here.
+    """
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if has_streams(buffer.device):
+        return torch.empty(buffer.numel(), dtype=dtype, device=buffer.device), lambda: None
+    key = (buffer.numel(), buffer.device)
+    wire = _wires.take(parameters, hook_name, key)
+    if wire is None:
+        wire = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
+    return wire, partial(_wires.keep, parameters[0], hook_name, key, wire)

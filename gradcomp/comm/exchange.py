@@ -13,10 +13,18 @@ sends first. So the rank that starts later, with its peer ready, hands its whole
 before it says that it is ready itself. The two directions of a link take turns, and on a slow link the
 collective takes up to twice as long. On gloo's CPU tensors, therefore, each rank exchanges messages with all
 others at once, and posts every receive before any send.
+
+Whether one exchange pays depends on the delay of the links, the time from a message to its answer, which all
+ranks must know alike. It is measured once per group, or given. Only whether it reaches MIN_DELAY_S counts, so
+runs on the same links decide alike: links of one site take well below a millisecond, links between sites ten
+and more.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import time
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +35,10 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
+
+from ..rules import described
+from .process_group import Operation
+from .reduced_values import ReducedValues
 
 if TYPE_CHECKING:
     from .nodes import Nodes
@@ -44,23 +56,24 @@ _FIRST_TAG, _NUM_TAGS = 2**30, 2**30
 ONE_EXCHANGE_BYTES = 2**18
 
 
+# From this round trip on, a link has a delay.
+MIN_DELAY_S = 0.005
+# The round trip in milliseconds, in place of measuring it. Ranks that are given unlike ones use the largest.
+GIVEN = "GRADCOMP_ROUND_TRIP_MS"
+_SAMPLES, _MAX_ROUNDS = 5, 3
+
+_round_trips: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
+
+
 def takes_one_exchange(num_bytes: int, world_size: int, *, has_delay: bool) -> bool:
     """Return whether a payload of this size is averaged in one exchange, not in two.
 
-    has_delay: see delay.py.
+    has_delay: see round_trip_s.
 
     Depends on nothing else, so all ranks decide alike. Between two ranks one exchange sends no more than two
     do. Between more it sends W − 2 payloads more, about, and pays where a round trip takes longer than these.
     """
     return world_size == 2 or (has_delay and (world_size - 2) * num_bytes <= ONE_EXCHANGE_BYTES)
-
-
-def sums_by_messages(wire: torch.Tensor, group: dist.ProcessGroup, *, has_delay: bool) -> bool:
-    """Return whether all_reduce sums this tensor in exchanges, and not by the back end's own all-reduce.
-
-    NCCL's own is the best for sums, and so is gloo's without a delay.
-    """
-    return has_delay and group.size() > 1 and takes_messages(wire, group)
 
 
 def all_reduce(
@@ -70,11 +83,12 @@ def all_reduce(
 
     Only the size counts in the call, which posts the receives that it can: see Gather.
 
-    By messages, numbers are added in fp32 (fp64) in the order of the ranks, and rounded to the wire's dtype
-    only if there are two exchanges. Every rank gets the same bits.
+    Exchanges are for links with a delay, where ranks send messages: NCCL's own all-reduce is the best for
+    sums, and so is gloo's without a delay. They add numbers in fp32 (fp64) in the order of the ranks, and
+    round to the wire's dtype only if there are two exchanges. Every rank gets the same bits.
     """
     out = wire if out is None else out
-    if not sums_by_messages(wire, group, has_delay=has_delay):
+    if not (has_delay and group.size() > 1 and takes_messages(wire, group)):
         return _own_all_reduce(wire, group, out)
     if takes_one_exchange(wire.nbytes, group.size(), has_delay=has_delay):
         rows = _rows_beside(wire, group)
@@ -165,7 +179,7 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
 
     On NCCL the sum is NCCL's. Elsewhere it is in fp32 (fp64), in the order of the ranks, and rounded once.
     """
-    if _is_on("nccl", sent, group):
+    if f"{sent.device.type}:nccl" in dist.get_backend_config(group).split(","):
         yield dist.reduce_scatter_tensor(own, sent.view(-1), group=group, async_op=True)
     else:
         received = torch.empty_like(sent)
@@ -200,12 +214,8 @@ def reduce_by_nodes(
 
 def takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether the group's ranks exchange messages of such tensors: on gloo, on a CPU."""
-    return tensor.device.type == "cpu" and _is_on("gloo", tensor, group)
-
-
-def _is_on(backend: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether this backend communicates the tensor. A group may have one for each type of device."""
-    return f"{tensor.device.type}:{backend}" in dist.get_backend_config(group).split(",")
+    # A group may have a backend for each type of device.
+    return tensor.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
 class _Messages(dist.Work):
@@ -294,3 +304,79 @@ class _GroupExchanges:
 
 
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, _GroupExchanges] = WeakKeyDictionary()
+
+
+# --- delay ---
+
+
+def round_trip_s(
+    tensor: torch.Tensor, group: dist.ProcessGroup, between: dist.ProcessGroup | None = None
+) -> float:
+    """Return the seconds from a message to its answer between a group's ranks, the same on all ranks.
+
+    between: by nodes, the group of this rank's place, whose exchanges are timed. The others agree all the
+        same: what is summed within a node and between nodes depends on it, too.
+
+    The first call measures them: the shortest of a few exchanges, on the rank where that took longest. Every
+    rank of the group must come to it in the same place among its collectives. 0 where ranks exchange no
+    messages of such tensors themselves, such as on NCCL.
+
+    Raises ValueError on every rank if a rank's environment gives anything but a finite number of at least 0.
+    """
+    if group.size() == 1 or not takes_messages(tensor, group):
+        return 0.0
+    if group not in _round_trips:
+        _round_trips[group] = _agreed_s(group, between or group)
+    return _round_trips[group]
+
+
+def has_delay(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Return whether a group's links have a delay for such tensors. For its place see round_trip_s."""
+    return round_trip_s(tensor, group) >= MIN_DELAY_S
+
+
+def _agreed_s(group: dist.ProcessGroup, timed: dist.ProcessGroup) -> float:
+    given = _largest(_given_s(), group)
+    if not given < math.inf:
+        raise ValueError(
+            f"{GIVEN} must be a finite number of at least 0, but on a rank it is not; on this rank it is "
+            f"{described(os.environ.get(GIVEN))}"
+        )
+    if given >= 0:
+        return given
+    shortest = math.inf
+    for _ in range(_MAX_ROUNDS):
+        # Busy processors make exchanges longer, too, but not every one.
+        shortest = min(shortest, _largest(_measured_s(timed), group))
+        if shortest < MIN_DELAY_S:
+            break
+    return shortest
+
+
+def _given_s() -> float:
+    """Return the given round trip; -1 without one, inf for one that is none."""
+    text = os.environ.get(GIVEN)
+    if text is None:
+        return -1.0
+    try:
+        seconds = float(text) / 1e3
+    except ValueError:
+        return math.inf
+    return seconds if seconds >= 0 else math.inf
+
+
+def _measured_s(group: dist.ProcessGroup) -> float:
+    """Return the time of the shortest of a few exchanges of a number each."""
+    mine, times = torch.zeros(1), []
+    with Operation.of("measure the delay of the links", group):
+        for _ in range(_SAMPLES):
+            received = torch.empty(group.size(), 1)
+            begun = time.perf_counter()
+            all_gather(received, mine, group).wait()
+            times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def _largest(seconds: float, group: dist.ProcessGroup) -> float:
+    what = "agree on the delay of the links"
+    return ReducedValues(what, [seconds], [group], torch.device("cpu")).wait()[0]

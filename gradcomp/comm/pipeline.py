@@ -132,16 +132,17 @@ class Pipeline:
         self._unfinished: set[_Running] = set()
 
     def add(
-        self, stages: Stages, operation: Operation, device: torch.device, *, is_first: bool, is_last: bool
+        self, bucket: dist.GradBucket, stages: Stages, operation: Operation, *, is_first: bool
     ) -> PipelinedFuture:
         """Begin a bucket's stages. On CUDA, take every bucket before it one stage further, the newest first.
 
+        stages: return the averaged bucket. The first comes after the current stream's work so far.
         operation: explains errors of the collectives, issued here or waited for elsewhere.
-        device: the bucket's. The first stage comes after the current stream's work so far.
+        is_first: whether the bucket is the step's first.
 
-        Raises the error of any bucket, on the thread that calls the hooks.
+        Returns a future of the average. Raises the error of any bucket, on the thread that calls the hooks.
         """
-        backward = torch._C._current_graph_task_id()
+        device, backward = bucket.buffer().device, torch._C._current_graph_task_id()
         if is_first and self._running:
             self._drop_of_other_backwards(backward)
             self.finish()
@@ -153,7 +154,7 @@ class Pipeline:
         new = _Running(stages, operation, future, device, backward)
         self._unfinished.add(new)
         self._running = [*self._advance([new, *on_streams]), *on_host]
-        if is_last:
+        if bucket.is_last() or is_waited_for_at_once(bucket):
             self.finish()
         elif self._running and not earlier and backward != -1:
             # The last bucket may go to another hook. This runs before DDP waits for futures.
@@ -231,23 +232,15 @@ _of_thread = _Pipelines()
 
 
 def average_in_stages(
-    bucket: dist.GradBucket,
-    stages: Stages,
-    operation: Operation,
-    pipeline: Pipeline | None = None,
-    *,
-    is_first: bool | None = None,
+    bucket: dist.GradBucket, stages: Stages, operation: Operation, pipeline: Pipeline | None = None
 ) -> Future:
     """Return a future of the bucket's average, while its stages run.
 
     operation: explains errors of the collectives.
     pipeline: by default the thread's one.
-    is_first: whether the bucket is the step's first; None to go by its index.
     """
-    device, pipeline = bucket.buffer().device, pipeline or _of_thread.shared
-    is_first = bucket.index() == 0 if is_first is None else is_first
-    is_last = bucket.is_last() or is_waited_for_at_once(bucket)
-    return pipeline.add(stages, operation, device, is_first=is_first, is_last=is_last)
+    pipeline = pipeline or _of_thread.shared
+    return pipeline.add(bucket, stages, operation, is_first=bucket.index() == 0)
 
 
 def is_waited_for_at_once(bucket: dist.GradBucket) -> bool:

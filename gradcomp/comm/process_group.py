@@ -47,8 +47,11 @@ def resolve_group(whose: str, process_group: Any, argument: str = "process_group
 
     Raises RuntimeError if there is no default group, TypeError for anything that isn't a process group.
     """
-    require_group(whose, process_group, argument)
-    group = joined_group(process_group)
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    if process_group is not None:
+        require_group(whose, process_group, argument)
+    group = dist.group.WORLD
     if group is None:
         raise RuntimeError(
             f"{whose} has None as its {argument}, which means the default process group, but there is none: "

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gradcomp.device import processor
 
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.delay import round_trip_s
+from ..comm.exchange import round_trip_s
 from ..comm.nodes import LaunchedNodes
 
 

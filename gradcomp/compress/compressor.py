@@ -30,7 +30,7 @@ class BucketSpec:
     seed: the seed for random choices, the same on all ranks.
     ranks_per_node: the number of ranks on each node, for compressors that average by nodes; 1 if the group is
         averaged without nodes. comm.nodes.nodes_of returns the groups.
-    has_delay: whether a round trip between ranks (nodes) takes long; see comm/delay.py.
+    has_delay: whether a round trip between ranks (nodes) takes long; see comm/exchange.py.
     is_shard: whether a rank gets the sum of its own shard only, not the average of all: the flat buffer then
         has a row of padded gradients for each rank. Shapes and errors are those of whole tensors.
     """

@@ -82,10 +82,6 @@ class Bucket:
         """
         return bool(self.sent) or any(error is not None for error in self.pending.values())
 
-    def is_made_by(self, make: MakesCompressors, device: torch.device) -> bool:
-        """Return whether the bucket has a compressor that was made by this, for this device."""
-        return self.compressor is not None and self.made_by is make and self.device == device
-
     @property
     def is_dead(self) -> bool:
         """True if all its parameters have been deleted."""
@@ -137,7 +133,7 @@ class Bucket:
         compressor, flat, unused = self.compressor, bucket.buffer(), self.unused(bucket)
         assert compressor is not None
         before = (compressor.state().get("error"), dict(self.pending)) if discards else None
-        if self.pending:
+        if self.waits:
             self._send_pending(flat, unused)
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)

@@ -245,7 +245,12 @@ class PowerSGDCompressor(Compressor):
         plan.project(flat, scale, self._left_out(unused) if unused else [])
         wires = [plan.p_wire, plan.q_wire] if plan.q_wire.numel() else [plan.p_wire]
         # Both post what they will receive now.
-        averages = [self._average(index, wire, group) for index, wire in enumerate(wires)]
+        if self._of_wires:
+            averages = [
+                each.reduce(wire, wire, group) for each, wire in zip(self._of_wires, wires, strict=False)
+            ]
+        else:
+            averages = [self._sum(wire, group) for wire in wires]
         yield from averages[0]
         plan.back_project(flat, scale)
         for average in averages[1:]:
@@ -258,12 +263,6 @@ class PowerSGDCompressor(Compressor):
             is_unused = len(unused) == self._num_tensors
             return list(range(len(self.plan.layout.matrices))) if is_unused else []
         return [index for index, tensor in enumerate(self._tensors) if tensor in unused]
-
-    def _average(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
-        """Average p_wire (index 0) or q_wire (1). Yields each collective in progress."""
-        if self._of_wires:
-            return self._of_wires[index].reduce(wire, wire, group)
-        return self._sum(wire, group)
 
     def _sum(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
         """Sum a wire over all ranks. Yields each collective in progress.

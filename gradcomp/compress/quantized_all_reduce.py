@@ -117,7 +117,7 @@ class FlatAllReduce:
         if not self.plan.payload.numel():
             return (None for _ in ())
         gather = Gather(self.plan.received if self._is_one_exchange else self.plan.payload, group)
-        return self._stages(flat, out, group, _parts(self.layout, unused), gather)
+        return self._stages(flat, out, group, _parts(self.layout, unused) if unused else (), gather)
 
     def _stages(
         self,
@@ -139,7 +139,7 @@ class FlatAllReduce:
 
 def _parts(layout: BlockLayout, positions: Collection[int]) -> list[Part]:
     """Return the quantized parts of the tensors at these positions of the bucket."""
-    return [part for part in layout.quantized if part.position in positions] if positions else []
+    return [part for part in layout.quantized if part.position in positions]
 
 
 def _average_codes(plan: ops.QuantizedPlan, group: dist.ProcessGroup, gather: Gather) -> Works:

@@ -1,9 +1,9 @@
 """The state of a compressing hook, and the hook that works with any compressor.
 
-    hook(state, bucket) ──▶ state.average
-        phase       how this step's buckets are averaged: plainly, or by a class of compressors
-        states      what is kept of the bucket's parameters, and the bucket's compressor
-        stages      the compressor's kernels and collectives, on a side stream (CUDA) or in the Pipeline (CPU)
+hook(state, bucket) ──▶ state.average
+    phase       how this step's buckets are averaged: plainly, or by a class of compressors
+    states      what is kept of the bucket's parameters, and the bucket's compressor
+    stages      the compressor's kernels and collectives, on a side stream (CUDA) or in the Pipeline (CPU)
 """
 
 import math
@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
-from ..comm.delay import MIN_DELAY_S
-from ..comm.exchange import reduce_scatter
+from ..comm.exchange import MIN_DELAY_S, reduce_scatter
 from ..comm.pipeline import Pipeline, Stages, average_in_stages
 from ..comm.process_group import Operation, joined_group
 from ..comm.streams import Future
@@ -144,7 +143,7 @@ class CompressorState(SavedState):
 
     def phase(self, options: Any) -> Phase:
         """Return how the current step averages buckets with these options."""
-        if self.iter < self._settings.start_iter:
+        if self._steps.num < self._settings.start_iter:
             return Phase(self.algorithm, None, options, warms_up=(self._compressor,))
         return Phase(self.algorithm, self._compressor, options)
 
@@ -227,10 +226,11 @@ class CompressorState(SavedState):
             for text in unclaimed_entries(self._states.unclaimed()):
                 logger_of(self).warning("%s: %s.", self.algorithm, text)
         phase = self._phase
-        if phase is not None and phase.compressor is not None and self.iter >= self.next_stats_report:
+        if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
             self._report_stats()
         if phase is not None and gradient_bytes:
-            self._has_compressed(phase, gradient_bytes, sent_bytes)
+            if phase.name not in self._announced:
+                self._announce(phase, gradient_bytes, sent_bytes)
         elif not self._announced and self.start_iter - self.iter > LONG_START:
             self._announced.add("")
             group = joined_group(self.process_group)
@@ -238,28 +238,25 @@ class CompressorState(SavedState):
         self._is_compared = True
         self._steps.num += 1
 
-    def _has_compressed(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
-        """Announce a phase's first compressed step; called at the end of every compressed step.
+    def _announce(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
+        """Announce a phase's first compressed step.
 
         gradient_bytes: the bytes of the step's gradients.
         sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
         """
-        if phase.name not in self._announced:
-            self._announced.add(phase.name)
-            group = joined_group(self.process_group)
-            between = self._nodes and self._nodes[1]
-            announce_start(
-                phase.name,
-                self.iter,
-                gradient_bytes,
-                sent_bytes,
-                group,
-                between,
-                is_resumed=self._is_resumed and self.iter > self.start_iter,
-                round_trip_s=self._round_trip_s if self._round_trip_s >= MIN_DELAY_S else None,
-            )
-            if sent_bytes >= gradient_bytes:
-                logger_of(self).warning("%s saves no bytes%s.", phase.name, self._why_nothing_is_saved())
+        self._announced.add(phase.name)
+        announce_start(
+            phase.name,
+            self.iter,
+            gradient_bytes,
+            sent_bytes,
+            joined_group(self.process_group),
+            self._nodes and self._nodes[1],
+            is_resumed=self._is_resumed and self.iter > self.start_iter,
+            round_trip_s=self._round_trip_s if self._round_trip_s >= MIN_DELAY_S else None,
+        )
+        if sent_bytes >= gradient_bytes:
+            logger_of(self).warning("%s saves no bytes%s.", phase.name, self._why_nothing_is_saved())
 
     def _why_nothing_is_saved(self) -> str:
         """Return words that go on after "saves no bytes", with the likely cause."""
@@ -335,9 +332,10 @@ class CompressorState(SavedState):
         """
         buffer, group = checked_bucket(hook_name, bucket, self._process_group, "state.process_group")
         parameters = bucket.parameters()  # torch makes a list of them in every call
-        if self._steps.has_any_of(parameters):
+        if not self._steps.take(parameters):
             self.end_step()
-        is_first = self._steps.add(parameters)
+            self._steps.take(parameters)
+        is_first = self._steps.num_buckets == 1
         if self._group is None or self._group() is not group:
             self._change_group(group)
         if not self._is_compared:
@@ -379,7 +377,7 @@ class CompressorState(SavedState):
     ) -> Future:
         """Average a bucket with a compressor made by `make`."""
         buffer, step = bucket.buffer(), self._steps.num
-        if not own.is_made_by(make, buffer.device):
+        if own.compressor is None or own.made_by is not make or own.device != buffer.device:
             self._make_compressor(bucket, make, own)
         compressor = own.compressor
         assert compressor is not None
@@ -393,7 +391,7 @@ class CompressorState(SavedState):
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
             operation = Operation.averaging(bucket.index(), hook_name, group)
             is_first = self._steps.num_buckets == 1
-            future = average_in_stages(bucket, running, operation, self._pipeline, is_first=is_first)
+            future = self._pipeline.add(bucket, running, operation, is_first=is_first)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += compressor.sent_numel
         self._steps.gradient_bytes += buffer.nbytes

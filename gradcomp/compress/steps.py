@@ -29,23 +29,24 @@ class Steps:
         self.num, self._backward = 0, -1
         self.end()
 
-    def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether one of a bucket's parameters has come in this step."""
-        return not self._parameters.isdisjoint(map(id, parameters))
+    def take(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Add a bucket, unless one of its parameters has come in this step already.
 
-    def add(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Add a bucket, and set is_over at the end of the backward that brings it.
+        Sets is_over at the end of the backward that brings the bucket.
 
-        Returns whether the bucket is the first one of its step.
+        Returns whether the bucket was added.
         """
-        self._parameters.update(map(id, parameters))
+        new = set(map(id, parameters))
+        if not self._parameters.isdisjoint(new):
+            return False
+        self._parameters |= new
         self.is_over = False
         self.num_buckets += 1
         backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        return self.num_buckets == 1
+        return True
 
     def end(self) -> None:
         """Begin the next step."""

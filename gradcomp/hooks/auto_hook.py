@@ -357,14 +357,15 @@ class AutoState(CompressorState):
         return future
 
     def end_step(self) -> None:
+        if self._trial is not None and self._steps.gradient_bytes:
+            self._trial.sent_bytes[self._trial.current] = self._steps.sent_bytes
         super().end_step()
         if self._trial is not None:
             self._clock.end_step(self._trial.place_in_round)
             self._trial.step += 1
 
-    def _has_compressed(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
-        assert self._trial is not None  # only its candidates compress
-        self._trial.sent_bytes[phase.name] = sent_bytes
+    def _announce(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
+        """Announce nothing: _decision says what is used."""
 
     # --- checkpoints ---
 

@@ -9,7 +9,7 @@ that case there is no bucket: torch's DDP passes (gradient, parameter) instead, 
 Inductor combines the collectives of several gradients.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,9 +25,9 @@ from gradcomp.comm.bucket import (
     checked_future,
     require_bucket,
     require_dense_floats,
+    take_wire,
 )
 from gradcomp.comm.exchange import reduce_by_nodes
-from gradcomp.comm.kept_buffers import keep_wire, take_wire
 from gradcomp.comm.nodes import AUTO, Nodes, nodes_in, require_ranks_per_node
 from gradcomp.comm.pipeline import Pipeline, Stages, average_in_stages
 from gradcomp.comm.process_group import Operation, joined_group, resolve_group
@@ -148,17 +148,15 @@ def _compress_hook(
 
     name: the hook's name in messages.
     """
-    if is_traced_gradient(bucket):
+    if isinstance(bucket, tuple) and is_traced_gradient(bucket):
         return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)  # type: ignore[no-any-return]
     buffer, group = checked_bucket(name, bucket, process_group)
-    first = bucket.parameters()[0]
 
-    def compress() -> torch.Tensor:
-        wire = take_wire(bucket, name, dtype)
-        return ops.compress_cast(buffer, out=wire, scale=1 / group.size(), overwrite=True)
+    def compress() -> tuple[torch.Tensor, Callable[[], None]]:
+        wire, keep = take_wire(bucket, name, dtype)
+        return ops.compress_cast(buffer, out=wire, scale=1 / group.size(), overwrite=True), keep
 
-    operation = Operation.averaging(bucket.index(), name, group)
-    return all_reduce_compressed(bucket, group, operation, compress, partial(keep_wire, first, name))
+    return all_reduce_compressed(bucket, group, Operation.averaging(bucket.index(), name, group), compress)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -269,12 +267,11 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         require_bucket(name, bucket)
         buffer = bucket.buffer()
         require_dense_floats(name, buffer)
-        first = bucket.parameters()[0]
-        wire: torch.Tensor
+        keep: Callable[[], None]
 
         def start() -> torch.futures.Future[torch.Tensor]:
-            nonlocal wire
-            wire = take_wire(bucket, name, dtype)
+            nonlocal keep
+            wire, keep = take_wire(bucket, name, dtype)
             bucket.set_buffer(ops.compress_cast(buffer, out=wire))
             try:
                 return checked_future(hook(hook_state, bucket), hook)
@@ -285,7 +282,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         def finish(result: torch.Tensor) -> torch.Tensor:
             bucket.set_buffer(buffer)
             ops.decompress_cast(result, out=buffer)
-            keep_wire(first, name, wire)
+            keep()
             return buffer
 
         is_group = isinstance(hook_state, dist.ProcessGroup)

@@ -166,9 +166,10 @@ class PowerSGDState(CompressorState):
         return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
 
     def phase(self, options: PowerSGDOptions) -> Phase:
-        if options.start_bits is None and self.iter < self.start_iter:
+        is_start = self._steps.num < self._settings.start_iter
+        if is_start and options.start_bits is None:
             return Phase(self.algorithm, None, options, warms_up=(PowerSGDCompressor,))
-        if self.iter < self.start_iter:
+        if is_start:
             name = f"the quantized start of {self.algorithm}"
             return Phase(name, QuantizedStart, options, warms_up=(PowerSGDCompressor,))
         return Phase(self.algorithm, PowerSGDCompressor, options)
@@ -217,7 +218,9 @@ def powerSGD_hook(  # noqa: N802
         state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4)
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     """
-    return _average("powerSGD_hook", state, bucket, square=False)
+    if not isinstance(state, PowerSGDState):
+        raise _wrong_state("powerSGD_hook", state, bucket)
+    return state.average("powerSGD_hook", bucket)
 
 
 def batched_powerSGD_hook(  # noqa: N802
@@ -236,19 +239,18 @@ def batched_powerSGD_hook(  # noqa: N802
         state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
         ddp_model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
     """
-    return _average("batched_powerSGD_hook", state, bucket, square=True)
-
-
-def _average(
-    hook_name: str, state: PowerSGDState, bucket: dist.GradBucket, *, square: bool
-) -> torch.futures.Future[torch.Tensor]:
     if not isinstance(state, PowerSGDState):
-        require_bucket(hook_name, bucket)
-        whose = ", torch's own" if hasattr(state, "q_memory_dict") else ""
-        raise TypeError(
-            f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{whose}"
-        )
-    return state.average(hook_name, bucket, _squared(state.options) if square else None)
+        raise _wrong_state("batched_powerSGD_hook", state, bucket)
+    return state.average("batched_powerSGD_hook", bucket, _squared(state.options))
+
+
+def _wrong_state(hook_name: str, state: Any, bucket: dist.GradBucket) -> TypeError:
+    """Return the error for another state. Raises that for a wrong bucket, which comes first."""
+    require_bucket(hook_name, bucket)
+    whose = ", torch's own" if hasattr(state, "q_memory_dict") else ""
+    return TypeError(
+        f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{whose}"
+    )
 
 
 @lru_cache(maxsize=16)

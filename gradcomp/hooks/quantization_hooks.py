@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.bucket import checked_bucket, require_bucket
-from gradcomp.comm.delay import has_delay
-from gradcomp.comm.kept_buffers import KeptBuffers
+from gradcomp.comm.bucket import KeptBuffers, checked_bucket, require_bucket
+from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.pipeline import Stages, average_in_stages
 from gradcomp.comm.process_group import Operation

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gradcomp.comm.delay import MIN_DELAY_S
+from gradcomp.comm.exchange import MIN_DELAY_S
 
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-to-all", "all-gather"]
 Group = Literal["all", "within", "between"]
@@ -68,7 +68,7 @@ class Network:
 
     @property
     def has_delay(self) -> bool:
-        """Whether hooks find that a round trip takes long; see comm/delay.py."""
+        """Whether hooks find that a round trip takes long; see comm/exchange.py."""
         return self.by_messages and self.round_trip_s >= MIN_DELAY_S
 
     def sent_bytes(self, collective: Collective) -> float:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import GradBucket, Hook, TakesBack, as_real, checked_future, name_of, result_of
-from gradcomp.comm.delay import has_delay
+from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.process_group import Operation
 
 from . import errors

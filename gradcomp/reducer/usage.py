@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.delay import has_delay
-from gradcomp.comm.exchange import all_reduce
+from gradcomp.comm.exchange import all_reduce, has_delay
 from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import Operation
 from gradcomp.device import send

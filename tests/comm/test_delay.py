@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import gradcomp
 from gradcomp.comm import delay, exchange
-from gradcomp.comm.delay import GIVEN, has_delay, round_trip_s
+from gradcomp.comm.exchange import GIVEN, has_delay, round_trip_s
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import (
     QuantizationState,

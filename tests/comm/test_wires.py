@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.comm.bucket import GradBucket
-from gradcomp.comm.kept_buffers import _wires, keep_wire, take_wire
+from gradcomp.comm.bucket import GradBucket, _wires, take_wire
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradcomp.testing import run_ranks as run_simulated_ranks
@@ -92,14 +91,14 @@ def test_half_of_the_gradients_bytes_are_kept_after_buckets_are_rebuilt(run_rank
 def test_a_wire_is_kept_for_the_next_step_of_its_bucket_alone():
     first, other = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(2))
     bucket = GradBucket(0, torch.zeros(6), [first], True)
-    wire = take_wire(bucket, "a hook", torch.float16)
-    keep_wire(first, "a hook", wire)
-    assert take_wire(bucket, "a hook", torch.float16) is wire
-    assert take_wire(bucket, "a hook", torch.float16) is not wire  # it is in flight
-    keep_wire(first, "a hook", wire)
+    wire, keep = take_wire(bucket, "a hook", torch.float16)
+    keep()
+    assert take_wire(bucket, "a hook", torch.float16)[0] is wire
+    assert take_wire(bucket, "a hook", torch.float16)[0] is not wire  # it is in flight
+    keep()
     larger = GradBucket(0, torch.zeros(8), [other, first], True)
-    assert take_wire(larger, "a hook", torch.float16).numel() == 8
+    assert take_wire(larger, "a hook", torch.float16)[0].numel() == 8
     assert not _wires.by_parameter[first]
-    keep_wire(first, "a hook", wire)
+    keep()
     bucket.set_buffer(torch.zeros(6, device="meta"))  # the model has moved
-    assert take_wire(bucket, "a hook", torch.float16).device.type == "meta"
+    assert take_wire(bucket, "a hook", torch.float16)[0].device.type == "meta"

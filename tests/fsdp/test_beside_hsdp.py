@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.comm.delay import has_delay
+from gradcomp.comm.exchange import has_delay
 from gradcomp.compress import CompressorState
 from gradcomp.fsdp import compress_replicas, replicas
 from gradcomp.fsdp.replicas import AllReduceHook

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm import kept_buffers as kept
+from gradcomp.comm import bucket as kept
 from gradcomp.hooks import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
 HOOKS = [

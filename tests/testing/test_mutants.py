@@ -142,7 +142,7 @@ def one_wire_for_all_buckets(_):
 
     def replacement(bucket, hook_name, dtype):
         wire = wires.setdefault(dist.get_rank(), torch.empty(1 << 16, dtype=dtype))
-        return wire[: bucket.buffer().numel()]
+        return wire[: bucket.buffer().numel()], lambda: None
 
     return replacement
 
