@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm import delay
+from gradcomp.comm import exchange
 from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
 from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.pipeline import run_through
@@ -72,7 +72,7 @@ class Group:
         """Return the time from a message to its answer between ranks, or nodes, as hooks do. A collective."""
         world = resolve_group("python -m gradcomp bench", None)
         between = self.nodes.between if self.nodes else None
-        return delay.round_trip_s(torch.empty(0, device=self.device), world, between)
+        return exchange.round_trip_s(torch.empty(0, device=self.device), world, between)
 
     def slowest(self, samples_s: Sequence[float]) -> list[float]:
         """Return for each sample the longest time of any rank. A collective."""
@@ -177,7 +177,7 @@ def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
     if group.nodes is not None:
         groups |= {"within": group.nodes.within, "between": group.nodes.between}
     timed = [(place, kind) for place in groups for kind in _TIMED[place]]
-    has_delay = group.round_trip_s() >= delay.MIN_DELAY_S
+    has_delay = group.round_trip_s() >= exchange.MIN_DELAY_S
     # With a delay, small sizes would all take as long, and leave no time for one that shows the bandwidth.
     sizes = SIZES_BYTES[:1] + SIZES_BYTES[3:] if has_delay else SIZES_BYTES
     for place, kind in timed:

@@ -7,16 +7,16 @@ into strings, and fills only entries that the target already has.
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..comm.process_group import joined_group
-from ..rules import COUNT, FREQUENCY, RANK, SEED, WHOLE, check_fields, checked_field
+from ..rules import COUNT, RANK
 from .compressor import Compressor
 from .parameter_states import Entries, Entry
+from .settings import SETTINGS, Settings, as_dict, changes, fields_of
 
 
 def owner_of(process_group: Any) -> dict[str, Any] | None:
@@ -57,38 +57,8 @@ NOT_THROUGH_DCP = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A state's options, and the settings that every state has, whatever its compressor.
-
-    options: the compressor's options, a frozen dataclass; None for a compressor without options.
-    start_iter: steps of plain all-reduce before compression starts.
-    random_seed: the seed for random choices, the same on all ranks.
-    compression_stats_logging_frequency: steps between log lines with statistics.
-
-    Raises ValueError for an invalid value.
-    """
-
-    options: Any = None
-    start_iter: int = checked_field(2, WHOLE)
-    random_seed: int = checked_field(0, SEED)
-    compression_stats_logging_frequency: int = checked_field(10_000, FREQUENCY)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def common(self) -> dict[str, Any]:
-        """Return the settings that every state has, by name."""
-        return {name: getattr(self, name) for name in _SETTINGS}
-
-    def by_name(self) -> dict[str, Any]:
-        """Return the options and settings by name."""
-        return {**as_dict(self.options), **self.common()}
-
-
-_SETTINGS = [each.name for each in fields(Settings) if each.name != "options"]
 _KEYS = (
-    *("version", "algorithm", "options", *_SETTINGS, *PROGRESS),
+    *("version", "algorithm", "options", *SETTINGS, *PROGRESS),
     *("errors_of", "num_parameters", "parameters"),
 )
 
@@ -120,27 +90,6 @@ def to_state_dict(
     }
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return texts such as "bits from 8 to 4" for the values that differ."""
-    return [
-        f"{name} from {value!r} to {after[name]!r}" for name, value in before.items() if after[name] != value
-    ]
-
-
-def as_dict(options: Any) -> dict[str, Any]:
-    """Return a compressor's options by name; an empty dict for None."""
-    return asdict(options) if is_dataclass(options) and not isinstance(options, type) else {}
-
-
-def compared(options: Any) -> dict[str, Any]:
-    """Return the options that must be equal on all ranks, by name."""
-    return {each.name: getattr(options, each.name) for each in _fields(type(options)) if each.compare}
-
-
-def _fields(options_class: type) -> tuple[Any, ...]:
-    return fields(options_class) if is_dataclass(options_class) else ()
-
-
 def replaced(own: Settings, loaded: Settings, default: Settings) -> list[str]:
     """Name the settings and options of a state that loading changes, except from their defaults.
 
@@ -159,7 +108,7 @@ def replaced(own: Settings, loaded: Settings, default: Settings) -> list[str]:
 
 def settings_of(state_dict: dict[str, Any], options_class: type) -> Settings:
     """Return a checked state_dict's settings. options_class: see options_from."""
-    common = {name: state_dict[name] for name in _SETTINGS}
+    common = {name: state_dict[name] for name in SETTINGS}
     return Settings(options_class(**state_dict["options"]), **common)
 
 
@@ -173,9 +122,9 @@ def options_from(what: str, given: Any, options_class: type) -> Any:
     unknown options; ValueError for invalid options, or for anything but a dict.
     """
     if isinstance(given, dict):
-        optional = [each for each in _fields(options_class) if each.metadata.get("is_optional")]
+        optional = [each for each in fields_of(options_class) if each.metadata.get("is_optional")]
         given = {**{each.name: each.default for each in optional}, **given}
-    require_keys(what or "options", given, [each.name for each in _fields(options_class)])
+    require_keys(what or "options", given, [each.name for each in fields_of(options_class)])
     try:
         return options_class(**given)
     except (TypeError, ValueError) as error:
@@ -207,7 +156,7 @@ def checked(
         )
     require_keys("the state_dict", state_dict, _KEYS)
     options = options_from("", state_dict["options"], options_class)
-    settings = Settings(options, **{name: state_dict[name] for name in _SETTINGS})
+    settings = Settings(options, **{name: state_dict[name] for name in SETTINGS})
     return {
         **state_dict,
         "algorithm": algorithm,

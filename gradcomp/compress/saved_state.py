@@ -1,67 +1,24 @@
-"""The part of a hook's state that is saved: options, settings, progress, and what is kept of parameters."""
+"""What a hook's state keeps of parameters, and how it is saved."""
 
-import logging
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.nodes import groups_of_mesh, require_ranks_per_node
-from ..comm.process_group import joined_group, require_group
+from ..comm.nodes import require_ranks_per_node
+from ..comm.process_group import joined_group
 from . import checkpoint
-from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
-from .compressor import Compressor
+from .checkpoint import PROGRESS, another_ranks_errors, owner_of, progress_of
 from .parameter_states import Entries, ParameterStates
+from .settings import ConfiguredState, Settings, logger_of
 
 
-class _Attribute:
-    """A state's attribute that stands for a field of its settings or options. Assignment checks the value."""
+class SavedState(ConfiguredState):
+    """What every state keeps of parameters, and its checkpoints, pickles and copies."""
 
-    def __init__(self, is_option: bool) -> None:
-        self._is_option = is_option
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, state: Any, owner: type) -> Any:
-        if state is None:
-            return self
-        return getattr(state.options if self._is_option else state.settings, self._name)
-
-    def __set__(self, state: Any, value: Any) -> None:
-        change = {self._name: value}
-        if self._is_option:
-            change = {"options": replace(state.options, **change)}
-        state.change(replace(state.settings, **change))
-
-
-def option() -> Any:
-    """Return a class attribute that stands for the field of the same name in a state's options."""
-    return _Attribute(is_option=True)
-
-
-def setting() -> Any:
-    """Return a class attribute that stands for the field of the same name in a state's settings."""
-    return _Attribute(is_option=False)
-
-
-class SavedState:
-    """What every state keeps in checkpoints, pickles and copies; CompressorState has the steps."""
-
-    min_start_iter = 2
-    _default_ranks_per_node: int | str = 1
-    _default_start_iter = 2
-    # A subclass with one fixed compressor sets both: its pickled states hold plain types and name no class.
-    _compressor: type[Compressor]
-    _options_class: type
-
-    start_iter: int = setting()
-    random_seed: int = setting()
-    compression_stats_logging_frequency: int = setting()
-
-    iter: int
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
@@ -73,71 +30,115 @@ class SavedState:
         self._states = ParameterStates()
         self.next_stats_report = 0
         self.total_numel_before_compression = self.total_numel_after_compression = 0
-        self._is_compared = self._was_loaded = self._is_resumed = False
+        self._is_compared = self._was_loaded = self._is_resumed = self._discards_step = False
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
 
-    # --- options ---
+    # --- parameters ---
 
     @property
-    def algorithm(self) -> str:
-        """The algorithm's name in messages, log lines and checkpoints."""
-        return self._compressor.__name__
+    def has_model(self) -> bool:
+        """True if buckets have brought a model's parameters, or number_parameters has named them."""
+        return self._states.have_parameters
 
-    @property
-    def options(self) -> Any:
-        """The compressor's options."""
-        return self._settings.options
+    def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Identify a model's parameters by their names, in this run and in checkpoints.
 
-    @property
-    def settings(self) -> Settings:
-        """The options, and the settings that every kind of state has."""
-        return self._settings
+        named_parameters: model.named_parameters().
 
-    def change(self, settings: Settings) -> None:
-        """Use other settings from now on. The next step compares the ranks again.
+        Call it before the first step if you use torch's DDP, which tells a hook no names. gradcomp's wrapper
+        and Reducer, CommHook, compress_replicas and compress_reduce_scatter call it for you.
 
-        Raises ValueError if compression would start too early for the options.
+        Without names, parameters are known by the first step's buckets. If the first step of a resumed run
+        has other buckets (another bucket_cap_mb, say), the saved errors can't be used, and a warning is
+        logged.
+
+        Raises TypeError for anything but pairs of a name and a tensor; ValueError if a checkpoint has these
+        names, but buckets have brought the parameters already.
+
+        Example::
+
+            state.number_parameters(model.named_parameters())
+            ddp_model.register_comm_hook(state, hook)
         """
-        self._require_start(settings.start_iter, settings.options)
-        if self.iter and (texts := checkpoint.changes(self._settings.by_name(), settings.by_name())):
-            shown = ", ".join(texts)
-            logger_of(self).info("%s: changed at step %s: %s.", self.algorithm, self.iter, shown)
-        self._settings, self._is_compared = settings, False
+        self._states.name(named_parameters)
 
-    @property
-    def process_group(self) -> Any:
-        """The process group that averages; None for the default one. Assign to change it."""
-        return self._process_group
+    @contextmanager
+    def discard_step(self) -> Iterator[None]:
+        """Keep the errors unchanged during a with block, for backwards whose gradients you throw away.
 
-    @process_group.setter
-    def process_group(self, group: Any) -> None:
-        if isinstance(group, DeviceMesh):
-            group, self._ranks_per_node = groups_of_mesh(group)
-        require_group(type(self).__name__, group)
-        self._process_group, self._is_compared = group, False
+        A step subtracts from the errors the part that it sends. That part is lost if the optimizer never gets
+        the average. Example: the discriminator's gradients when a GAN's generator trains through it. The step
+        is still averaged and counted. If you don't need the averages, prefer no_sync(), which sends nothing.
 
-    @property
-    def ranks_per_node(self) -> int | str:
-        """The number of ranks that share a network card, or "auto". Assign to change it."""
-        return self._ranks_per_node
+        Every rank must use it for the same steps.
 
-    @ranks_per_node.setter
-    def ranks_per_node(self, value: int | str) -> None:
-        self._ranks_per_node, self._is_compared = require_ranks_per_node(value), False
+        Example::
 
-    def _require_start(self, start_iter: int, options: Any) -> None:
-        """Raise ValueError if start_iter is too early for compression with these options."""
-        if start_iter < self.min_start_iter:
+            with state.discard_step():
+                generator_loss(ddp_discriminator(fake)).backward()
+            ddp_discriminator.zero_grad()
+        """
+        before, self._discards_step = self._discards_step, True
+        try:
+            yield
+        finally:
+            self._discards_step = before
+
+    def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
+        """Add a parameter's unused average back to the error.
+
+        average: the average, flat, as in the bucket.
+
+        A Reducer calls this if it learns after a step that no rank has used the parameter. The parameter's
+        gradient then stays unchanged, and the errors that the average contains would be lost.
+        """
+        if self._discards_step:
+            return
+        real = torch.view_as_real(average) if average.is_complex() else average
+        values = real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        self._states.add_to_error(parameter, values)
+
+    def rescale_errors(self, factor: float) -> None:
+        """Multiply this rank's errors by factor, after the scale of the gradients has changed.
+
+        factor: the new scale divided by the old scale. A factor of 1 does nothing.
+
+        AMP's GradScaler multiplies losses by a scale, so gradients and errors have that scale, too. The
+        GradScaler changes its scale now and then. Call this after scaler.update(), on every rank.
+
+        Raises ValueError for a factor that is not finite and positive.
+
+        Example::
+
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            state.rescale_errors(scaler.get_scale() / scale)
+        """
+        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
             raise ValueError(
-                f"start_iter is {start_iter}, but DDP rebuilds its buckets after the first step: at least "
-                f"{self.min_start_iter}"
+                "rescale_errors takes the new scale divided by the old one, finite and positive; got "
+                f"{factor!r}"
             )
+        if factor != 1:
+            self._states.scale_errors(factor)
 
-    def compared_options(self) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks, by name."""
-        shared = {"start_iter": self.start_iter, "random_seed": self.random_seed}
-        return {"compressor": self.algorithm, **shared, **checkpoint.compared(self.options)}
+    # --- statistics ---
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Return (compression rate, elements before compression, elements after), summed over all steps."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0), before, after
+
+    def _report_stats(self) -> None:
+        """Log the statistics, and note when they are due again."""
+        rate, before, after = self.compression_stats()
+        logger_of(self).info(
+            "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+            *(self.iter, before, after, rate),
+        )
+        self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
     # --- checkpoints ---
 
@@ -263,11 +264,6 @@ class SavedState:
         self._errors_of = None
         if warning is not None:
             logger_of(self).warning(warning)
-
-
-def logger_of(state: SavedState) -> logging.Logger:
-    """Return the logger of the module that defines the state's class."""
-    return logging.getLogger(type(state).__module__)
 
 
 def _has_one_compressor(state_class: type[SavedState]) -> bool:

@@ -6,10 +6,7 @@ hook(state, bucket) ──▶ state.average
     stages      the compressor's kernels and collectives, on a side stream (CUDA) or in the Pipeline (CPU)
 """
 
-import math
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -25,10 +22,10 @@ from ..comm.streams import Future
 from ..rules import described
 from .agreement import agree
 from .announcement import announce_start, say, unclaimed_entries, with_keys
-from .checkpoint import Settings
 from .compressor import Compressor, MakesCompressors
 from .parameter_states import Bucket
-from .saved_state import SavedState, logger_of, option, setting
+from .saved_state import SavedState
+from .settings import Settings, logger_of, option, setting
 from .steps import Steps
 
 __all__ = ["CompressorState", "Phase", "compress_hook", "option", "setting"]
@@ -123,7 +120,6 @@ class CompressorState(SavedState):
         self._phase: Phase | None = None
         self._announced: set[str] = set()
         self._pipeline = Pipeline()
-        self._discards_step = False
         self.recorder: Any = None
         self.shard_group: dist.ProcessGroup | None = None
         # True once compress_reduce_scatter has taken the state: no rank then sees the averages of all.
@@ -156,60 +152,6 @@ class CompressorState(SavedState):
     def can_reduce_scatter(self) -> bool:
         """True if the state's compressor can reduce-scatter a ShardBucket."""
         return self._compressor.sums_shards
-
-    @property
-    def has_model(self) -> bool:
-        """True if buckets have brought a model's parameters, or number_parameters has named them."""
-        return self._states.have_parameters
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """Return (compression rate, elements before compression, elements after), summed over all steps."""
-        before, after = self.total_numel_before_compression, self.total_numel_after_compression
-        return (before / after if after else 0), before, after
-
-    def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Identify a model's parameters by their names, in this run and in checkpoints.
-
-        named_parameters: model.named_parameters().
-
-        Call it before the first step if you use torch's DDP, which tells a hook no names. gradcomp's wrapper
-        and Reducer, CommHook, compress_replicas and compress_reduce_scatter call it for you.
-
-        Without names, parameters are known by the first step's buckets. If the first step of a resumed run
-        has other buckets (another bucket_cap_mb, say), the saved errors can't be used, and a warning is
-        logged.
-
-        Raises TypeError for anything but pairs of a name and a tensor; ValueError if a checkpoint has these
-        names, but buckets have brought the parameters already.
-
-        Example::
-
-            state.number_parameters(model.named_parameters())
-            ddp_model.register_comm_hook(state, hook)
-        """
-        self._states.name(named_parameters)
-
-    @contextmanager
-    def discard_step(self) -> Iterator[None]:
-        """Keep the errors unchanged during a with block, for backwards whose gradients you throw away.
-
-        A step subtracts from the errors the part that it sends. That part is lost if the optimizer never gets
-        the average. Example: the discriminator's gradients when a GAN's generator trains through it. The step
-        is still averaged and counted. If you don't need the averages, prefer no_sync(), which sends nothing.
-
-        Every rank must use it for the same steps.
-
-        Example::
-
-            with state.discard_step():
-                generator_loss(ddp_discriminator(fake)).backward()
-            ddp_discriminator.zero_grad()
-        """
-        before, self._discards_step = self._discards_step, True
-        try:
-            yield
-        finally:
-            self._discards_step = before
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count the step if this is its last bucket."""
@@ -267,54 +209,6 @@ class CompressorState(SavedState):
 
         device: the bucket's.
         """
-
-    def _report_stats(self) -> None:
-        """Log the statistics, and note when they are due again."""
-        rate, before, after = self.compression_stats()
-        logger_of(self).info(
-            "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
-            *(self.iter, before, after, rate),
-        )
-        self.next_stats_report = self.iter + self.compression_stats_logging_frequency
-
-    def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
-        """Add a parameter's unused average back to the error.
-
-        average: the average, flat, as in the bucket.
-
-        A Reducer calls this if it learns after a step that no rank has used the parameter. The parameter's
-        gradient then stays unchanged, and the errors that the average contains would be lost.
-        """
-        if self._discards_step:
-            return
-        real = torch.view_as_real(average) if average.is_complex() else average
-        values = real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        self._states.add_to_error(parameter, values)
-
-    def rescale_errors(self, factor: float) -> None:
-        """Multiply this rank's errors by factor, after the scale of the gradients has changed.
-
-        factor: the new scale divided by the old scale. A factor of 1 does nothing.
-
-        AMP's GradScaler multiplies losses by a scale, so gradients and errors have that scale, too. The
-        GradScaler changes its scale now and then. Call this after scaler.update(), on every rank.
-
-        Raises ValueError for a factor that is not finite and positive.
-
-        Example::
-
-            scale = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            state.rescale_errors(scaler.get_scale() / scale)
-        """
-        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
-            raise ValueError(
-                "rescale_errors takes the new scale divided by the old one, finite and positive; got "
-                f"{factor!r}"
-            )
-        if factor != 1:
-            self._states.scale_errors(factor)
 
     # --- averages ---
 

@@ -15,11 +15,11 @@ from gradcomp.comm.streams import Future
 from gradcomp.compress import checkpoint
 from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.compress.announcement import say, shown_bytes
-from gradcomp.compress.checkpoint import Settings
 from gradcomp.compress.compressor import Choice, MakesCompressors
 from gradcomp.compress.named import BY_NODES, NamedHook
 from gradcomp.compress.parameter_states import Bucket
 from gradcomp.compress.powersgd import PowerSGDCompressor
+from gradcomp.compress.settings import Settings, as_dict
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
 from gradcomp.device import has_streams
@@ -226,7 +226,7 @@ class AutoState(CompressorState):
 
     def compared_options(self) -> dict[str, Any]:
         trial = None if self._trial is None else asdict(self._trial)
-        return super().compared_options() | checkpoint.as_dict(self.options) | {"the trial": trial}
+        return super().compared_options() | as_dict(self.options) | {"the trial": trial}
 
     # --- steps ---
 

@@ -149,7 +149,7 @@ def _compress_hook(
     name: the hook's name in messages.
     """
     if isinstance(bucket, tuple) and is_traced_gradient(bucket):
-        return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)  # type: ignore[no-any-return]
+        return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)
     buffer, group = checked_bucket(name, bucket, process_group)
 
     def compress() -> tuple[torch.Tensor, Callable[[], None]]:

@@ -1,0 +1,184 @@
+"""The options and settings of a hook's state."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.nodes import groups_of_mesh, require_ranks_per_node
+from ..comm.process_group import require_group
+from ..rules import FREQUENCY, SEED, WHOLE, check_fields, checked_field
+from .compressor import Compressor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A state's options, and the settings that every state has, whatever its compressor.
+
+    options: the compressor's options, a frozen dataclass; None for a compressor without options.
+    start_iter: steps of plain all-reduce before compression starts.
+    random_seed: the seed for random choices, the same on all ranks.
+    compression_stats_logging_frequency: steps between log lines with statistics.
+
+    Raises ValueError for an invalid value.
+    """
+
+    options: Any = None
+    start_iter: int = checked_field(2, WHOLE)
+    random_seed: int = checked_field(0, SEED)
+    compression_stats_logging_frequency: int = checked_field(10_000, FREQUENCY)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def common(self) -> dict[str, Any]:
+        """Return the settings that every state has, by name."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
+    def by_name(self) -> dict[str, Any]:
+        """Return the options and settings by name."""
+        return {**as_dict(self.options), **self.common()}
+
+
+SETTINGS = [each.name for each in fields(Settings) if each.name != "options"]
+
+
+def as_dict(options: Any) -> dict[str, Any]:
+    """Return a compressor's options by name; an empty dict for None."""
+    return asdict(options) if is_dataclass(options) and not isinstance(options, type) else {}
+
+
+def compared(options: Any) -> dict[str, Any]:
+    """Return the options that must be equal on all ranks, by name."""
+    return {each.name: getattr(options, each.name) for each in fields_of(type(options)) if each.compare}
+
+
+def fields_of(options_class: type) -> tuple[Any, ...]:
+    """Return the fields of a dataclass; none for another class, such as None's."""
+    return fields(options_class) if is_dataclass(options_class) else ()
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return texts such as "bits from 8 to 4" for the values that differ."""
+    return [
+        f"{name} from {value!r} to {after[name]!r}" for name, value in before.items() if after[name] != value
+    ]
+
+
+class _Attribute:
+    """A state's attribute that stands for a field of its settings or options. Assignment checks the value."""
+
+    def __init__(self, is_option: bool) -> None:
+        self._is_option = is_option
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: Any, owner: type) -> Any:
+        if state is None:
+            return self
+        return getattr(state.options if self._is_option else state.settings, self._name)
+
+    def __set__(self, state: Any, value: Any) -> None:
+        change = {self._name: value}
+        if self._is_option:
+            change = {"options": replace(state.options, **change)}
+        state.change(replace(state.settings, **change))
+
+
+def option() -> Any:
+    """Return a class attribute that stands for the field of the same name in a state's options."""
+    return _Attribute(is_option=True)
+
+
+def setting() -> Any:
+    """Return a class attribute that stands for the field of the same name in a state's settings."""
+    return _Attribute(is_option=False)
+
+
+class ConfiguredState:
+    """A state's options, settings, process group and nodes. Assigning to an attribute checks the value."""
+
+    min_start_iter = 2
+    _default_ranks_per_node: int | str = 1
+    _default_start_iter = 2
+    # A subclass with one fixed compressor sets both: its pickled states hold plain types and name no class.
+    _compressor: type[Compressor]
+    _options_class: type
+
+    start_iter: int = setting()
+    random_seed: int = setting()
+    compression_stats_logging_frequency: int = setting()
+
+    iter: int
+    _settings: Settings
+    _process_group: Any
+    _ranks_per_node: int | str
+    _is_compared: bool
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm's name in messages, log lines and checkpoints."""
+        return self._compressor.__name__
+
+    @property
+    def options(self) -> Any:
+        """The compressor's options."""
+        return self._settings.options
+
+    @property
+    def settings(self) -> Settings:
+        """The options, and the settings that every kind of state has."""
+        return self._settings
+
+    def change(self, settings: Settings) -> None:
+        """Use other settings from now on. The next step compares the ranks again.
+
+        Raises ValueError if compression would start too early for the options.
+        """
+        self._require_start(settings.start_iter, settings.options)
+        if self.iter and (texts := changes(self._settings.by_name(), settings.by_name())):
+            shown = ", ".join(texts)
+            logger_of(self).info("%s: changed at step %s: %s.", self.algorithm, self.iter, shown)
+        self._settings, self._is_compared = settings, False
+
+    @property
+    def process_group(self) -> Any:
+        """The process group that averages; None for the default one. Assign to change it."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        if isinstance(group, DeviceMesh):
+            group, self._ranks_per_node = groups_of_mesh(group)
+        require_group(type(self).__name__, group)
+        self._process_group, self._is_compared = group, False
+
+    @property
+    def ranks_per_node(self) -> int | str:
+        """The number of ranks that share a network card, or "auto". Assign to change it."""
+        return self._ranks_per_node
+
+    @ranks_per_node.setter
+    def ranks_per_node(self, value: int | str) -> None:
+        self._ranks_per_node, self._is_compared = require_ranks_per_node(value), False
+
+    def _require_start(self, start_iter: int, options: Any) -> None:
+        """Raise ValueError if start_iter is too early for compression with these options."""
+        if start_iter < self.min_start_iter:
+            raise ValueError(
+                f"start_iter is {start_iter}, but DDP rebuilds its buckets after the first step: at least "
+                f"{self.min_start_iter}"
+            )
+
+    def compared_options(self) -> dict[str, Any]:
+        """Return the options that must be equal on all ranks, by name."""
+        shared = {"start_iter": self.start_iter, "random_seed": self.random_seed}
+        return {"compressor": self.algorithm, **shared, **compared(self.options)}
+
+
+def logger_of(state: ConfiguredState) -> logging.Logger:
+    """Return the logger of the module that defines the state's class."""
+    return logging.getLogger(type(state).__module__)
