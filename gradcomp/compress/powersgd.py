@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.device import has_streams
-from gradcomp.layout import BlockLayout, PowerSGDLayout
+from gradcomp.layout import BlockLayout, FlatLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
 from ..comm.exchange import Works, all_reduce, reduce_by_nodes
@@ -74,15 +74,19 @@ class PowerSGDOptions:
         """True if factors are sent in 8 bits per element."""
         return self.factor_dtype == torch.int8
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Return the dtype of the factors in a plan's p_wire and q_wire; None for the bucket's dtype.
+    def plan_options(self, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
+        """Return the options of ops.powersgd_plan for a bucket of this dtype, except the seed."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return {
+            "error_feedback": self.use_error_feedback,
+            "warm_start": self.warm_start,
+            # gradcomp averages P before orthonormalizing it, but torch sums P: hence the quotient.
+            "epsilon": self.orthogonalization_epsilon / world_size,
+            "wire_dtype": wide if self.is_quantized else self.factor_dtype,
+        }
 
-        dtype: the bucket's dtype.
-        """
-        return torch.promote_types(dtype, torch.float32) if self.is_quantized else self.factor_dtype
-
-    def wire_plan(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the options of ops.quantized_plan for the factors of a bucket of this dtype."""
+    def codes_options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the options of ops.quantized_plan for int8 factors of a bucket of this dtype."""
         # PowerSGD's error includes the rounding errors.
         return {"bits": 8, "error_feedback": False, "exact_dtype": self.uncompressed_dtype or dtype}
 
@@ -102,22 +106,14 @@ class PowerSGDOptions:
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
         return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate)
 
-    def arithmetic(self, world_size: int) -> dict[str, Any]:
-        """Return the options of ops.powersgd_plan that depend on neither the bucket nor the device."""
-        # gradcomp averages P before orthonormalizing it, but torch sums P: hence the quotient.
-        epsilon = self.orthogonalization_epsilon / world_size
-        return {"error_feedback": self.use_error_feedback, "warm_start": self.warm_start, "epsilon": epsilon}
-
     def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
         """Return each matrix's position among the bucket's tensors; an empty list for a square view."""
         if self.square:
             return []
-        starts, start = {}, 0
-        for index, numel in enumerate(map(math.prod, shapes)):
-            if numel:
-                starts[start] = index
-            start += numel
-        return [starts[matrix.offset] for matrix in self.layout(shapes, dtype).matrices]
+        flat = FlatLayout(shapes)
+        sizes = enumerate(zip(flat.offsets, flat.numels, strict=True))
+        tensors = {offset: position for position, (offset, numel) in sizes if numel}
+        return [tensors[matrix.offset] for matrix in self.layout(shapes, dtype).matrices]
 
 
 class PowerSGDCompressor(Compressor):
@@ -141,24 +137,20 @@ class PowerSGDCompressor(Compressor):
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
-            **options.arithmetic(bucket.world_size),
-            wire_dtype=options.wire_dtype(bucket.dtype),
+            **options.plan_options(bucket.dtype, bucket.world_size),
             seed=bucket.seed,
             # Safe, because all stages run on the device's side stream.
             shares_scratch=True,
         )
-        self._of_wires = [
-            all_reduce_for(
-                layout_for,
-                torch.promote_types(bucket.dtype, torch.float32),
-                bucket,
-                **options.wire_plan(bucket.dtype),
-            )
-            for layout_for in (options.wire_layouts(self.plan.wire_numels) if options.is_quantized else ())
-        ]
         if options.use_error_feedback and not options.square:
             self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)
-        if self._of_wires:
+        self._of_wires = []
+        if options.is_quantized:
+            wide = torch.promote_types(bucket.dtype, torch.float32)
+            self._of_wires = [
+                all_reduce_for(layout_for, wide, bucket, **options.codes_options(bucket.dtype))
+                for layout_for in options.wire_layouts(self.plan.wire_numels)
+            ]
             sent_bytes = sum(each.num_bytes for each in self._of_wires)
         else:
             # Counted without the kernels' padding of each column to 16 bytes, so that it compares with torch.
@@ -217,14 +209,13 @@ class PowerSGDCompressor(Compressor):
             options.layout(bucket.shapes, bucket.dtype),
             bucket.dtype,
             bucket.device,
-            **options.arithmetic(bucket.world_size),
-            wire_dtype=options.wire_dtype(bucket.dtype),
+            **options.plan_options(bucket.dtype, bucket.world_size),
         )
         if options.is_quantized:
             # The quantization kernels don't depend on shapes.
             layout_for = partial(BlockLayout, [(1, options.BLOCK_SIZE)], options.BLOCK_SIZE)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
-            compile_all_reduce(layout_for, dtype, bucket, **options.wire_plan(bucket.dtype))
+            compile_all_reduce(layout_for, dtype, bucket, **options.codes_options(bucket.dtype))
 
     def reduce(
         self,
@@ -243,18 +234,12 @@ class PowerSGDCompressor(Compressor):
         # The quantized all-reduce already divides by the world size.
         scale = 1.0 if self._of_wires else 1 / group.size()
         plan.project(flat, scale, self._left_out(unused) if unused else [])
-        wires = [plan.p_wire, plan.q_wire] if plan.q_wire.numel() else [plan.p_wire]
         # Both post what they will receive now.
-        if self._of_wires:
-            averages = [
-                each.reduce(wire, wire, group) for each, wire in zip(self._of_wires, wires, strict=False)
-            ]
-        else:
-            averages = [self._sum(wire, group) for wire in wires]
-        yield from averages[0]
+        p_works = self._all_reduce(0, plan.p_wire, group)
+        q_works = self._all_reduce(1, plan.q_wire, group) if plan.q_wire.numel() else ()
+        yield from p_works
         plan.back_project(flat, scale)
-        for average in averages[1:]:
-            yield from average
+        yield from q_works
         plan.reconstruct(flat, seed)
 
     def _left_out(self, unused: Collection[int]) -> list[int]:
@@ -264,11 +249,13 @@ class PowerSGDCompressor(Compressor):
             return list(range(len(self.plan.layout.matrices))) if is_unused else []
         return [index for index, tensor in enumerate(self._tensors) if tensor in unused]
 
-    def _sum(self, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
-        """Sum a wire over all ranks. Yields each collective in progress.
+    def _all_reduce(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
+        """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged.
 
         On a CPU with nodes, the sum of a large wire goes by nodes. NCCL's rings pass each node once anyway.
         """
+        if self._of_wires:
+            return self._of_wires[index].reduce(wire, wire, group)
         is_small = wire.nbytes < LEAST_BYTES_BY_NODES
         if self._ranks_per_node == 1 or is_small or has_streams(wire.device):
             # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
@@ -282,13 +269,13 @@ class PowerSGDCompressor(Compressor):
         return reduce_by_nodes(wire, nodes, between)
 
     def state(self) -> State:
-        directions = self.plan.directions()
+        error, directions = self.plan.error(), self.plan.directions()
         if self._is_square:
-            return {"error": self.plan.error(), **({"square_direction": directions[0]} if directions else {})}
+            return {"error": error, **({"square_direction": directions[0]} if directions else {})}
         by_tensor: list[torch.Tensor | None] = [None] * self._num_tensors
         for tensor, direction in zip(self._tensors, directions, strict=True):
             by_tensor[tensor] = direction
-        return {"error": self.plan.error(), "direction": by_tensor}
+        return {"error": error, "direction": by_tensor}
 
     def load(self, state: State) -> None:
         directions = self.plan.directions()
@@ -303,6 +290,12 @@ class PowerSGDCompressor(Compressor):
 
     def current_error(self) -> torch.Tensor | None:
         return self.plan.error() if self._keeps_error else None
+
+    def _error(self) -> torch.Tensor:
+        """Return a copy of this rank's error, [numel]."""
+        error = self.plan.error()
+        self._pending.write_to(error)
+        return error
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)

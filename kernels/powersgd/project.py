@@ -169,14 +169,13 @@ def project_dot(
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FEEDBACK: tl.constexpr,
     RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one program's partial P in matrix products; see _project_kernel.
+    """Compute one program's partial P in matrix products; see project_fma for the arguments.
 
-    M is read once for each dot_rank_block columns of P. For the arguments see project_fma.
+    M is read once for each dot_rank_block columns of P.
     """
     COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
     RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
-    offs_row = tl.arange(0, BLOCK_ROWS)
-    offs_col = tl.arange(0, BLOCK_COLS)
+    offs_row, offs_col = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_COLS)
     offs_rank = tl.arange(0, RANK_BLOCK)
     p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
     q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
@@ -228,28 +227,47 @@ def project_dot(
 
 
 @triton.jit
+def project_tiles(
+    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FEEDBACK: tl.constexpr,
+    RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute one program's partial P; see project_fma for the arguments, and _project_kernel."""
+    q_hat = ()
+    factor = ()
+    if RANK <= MAX_FMA_RANK:
+        # Computed before the branch: within it, the pointers and factors would take more registers.
+        stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
+        for j in tl.static_range(RANK):
+            column = tl.full((1,), j, tl.int32)
+            start, length = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS, UNIT)
+            q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
+            factor = factor + (tl.sum(length, axis=0).to(p_ptr.dtype.element_ty),)
+    is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS)
+    for ALIGNED in tl.static_range(2):
+        if is_aligned == ALIGNED:
+            if RANK <= MAX_FMA_RANK:
+                project_fma(
+                    grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr,
+                    row_block, first, last,
+                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
+                )  # fmt: skip
+            else:
+                project_dot(
+                    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr,
+                    row_block, first, last,
+                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
+                )  # fmt: skip
+
+
+@triton.jit
 def _project_kernel(
-    grad_ptr,
-    memory_ptr,
-    p_ptr,
-    q_ptr,
-    norms_ptr,
-    partial_ptr,
-    arrived_ptr,
-    wire_ptr,
-    matrices_ptr,
-    work_ptr,
+    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial_ptr, arrived_ptr, wire_ptr, matrices_ptr, work_ptr,
     scale: tl.float64,
-    RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    RELOADED: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STORES: tl.constexpr,
-    ADDS: tl.constexpr,
-):
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FEEDBACK: tl.constexpr,
+    RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    STORES: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
     """Compute M = gradient + (M_prev − P_prev Q_prevᵀ), and SHRINK · scale · P = SHRINK · scale · M Q̂.
 
     Q̂ has the scaled columns of Q_prev, see direction. Uncompressed tensors are copied to the wire behind P.
@@ -277,32 +295,12 @@ def _project_kernel(
             copy_to_wire(grad_ptr, wire_ptr, work, scale)
     else:
         matrix_ptr, row_block, first, last = tiles_of(work, matrices_ptr)
-        partial = partial_ptr + program * (RANK * BLOCK_ROWS)
-        q_hat = ()
-        factor = ()
-        if RANK <= MAX_FMA_RANK:
-            # Computed before the branch: within it, the pointers and factors would take more registers.
-            stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
-            for j in tl.static_range(RANK):
-                column = tl.full((1,), j, tl.int32)
-                start, length = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS, UNIT)
-                q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
-                factor = factor + (tl.sum(length, axis=0).to(p_ptr.dtype.element_ty),)
-        is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS)
-        for ALIGNED in tl.static_range(2):
-            if STORES and is_aligned == ALIGNED:
-                if RANK <= MAX_FMA_RANK:
-                    project_fma(
-                        grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr,
-                        row_block, first, last,
-                        RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
-                    )  # fmt: skip
-                else:
-                    project_dot(
-                        grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr,
-                        row_block, first, last,
-                        RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
-                    )  # fmt: skip
+        if STORES:
+            project_tiles(
+                grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial_ptr + program * (RANK * BLOCK_ROWS),
+                matrix_ptr, row_block, first, last,
+                RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION,
+            )  # fmt: skip
         if ADDS and is_adding(arrived_ptr, work, STORES):
             add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, ROWS, P_WIRE, RANK, BLOCK_ROWS)
 

@@ -166,29 +166,59 @@ def average_exact(
         tl.store(out_ptr + offs, round_to(mean_of(total, BY, INVERSE), TYPE), mask=mask)
 
 
+@triton.jit
+def average_blocks(
+    received_ptr, out_ptr, error_ptr, work, at, length, num_blocks, rank, payload_bytes, shard_blocks,
+    WORLD_SIZE: tl.constexpr, DIVISOR: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
+    INVERSE: tl.constexpr, FEEDBACK: tl.constexpr, HAS_OWN: tl.constexpr, ONLY_SUMS: tl.constexpr,
+    LARGEST: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Average a tile of blocks; see _average_kernel.
+
+    work: pointer to the program's row of work.
+    at, length, num_blocks: the row's first element in out with ONLY_SUMS, number of elements, and of blocks.
+    """
+    ACC: tl.constexpr = error_ptr.dtype.element_ty
+    code_at = tl.load(work + 5)
+    scale_at = tl.load(work + 6)
+    mask, offs = tile_of(num_blocks, BLOCKS, SIZE)
+    first = tl.load(work + 8)
+    if FEEDBACK:
+        first += rank * shard_blocks
+    error = error_ptr + first * SIZE
+    if HAS_OWN:
+        own = tl.load(error + offs, mask=mask, other=0.0)
+    else:
+        own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
+    total, is_sent = sum_of_ranks(
+        own, received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, code_at, scale_at, num_blocks, rank,
+        WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
+    )  # fmt: skip
+    if ONLY_SUMS:
+        if not HAS_OWN:
+            total = saturated(total, LARGEST * BY)
+        store_gradients(out_ptr + at, mean_of(total, BY, INVERSE), length, num_blocks, BLOCKS, SIZE)
+        lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
+    else:
+        total = tl.where(is_sent[:, None], saturated(total, LARGEST * BY), 0.0)
+        codes, scale, lost = encode(mean_of(total, BY, INVERSE), BITS, LIMIT)
+        payload = out_ptr.to(tl.pointer_type(tl.uint8))
+        store_codes(codes_at(payload, code_at, SIZE, BITS), codes, num_blocks, BLOCKS, SIZE, BITS)
+        store_scales(payload, scale_at, scale, num_blocks, BLOCKS)
+        lost = saturated(lost * DIVISOR, LARGEST)
+        mask = mask & is_sent[:, None]
+    if FEEDBACK and HAS_OWN:
+        tl.store(error + offs, lost, mask=mask)
+
+
 @triton.jit(do_not_specialize=["rank", "payload_bytes", "shard_blocks"])
 def _average_kernel(
-    received_ptr,
-    out_ptr,
-    error_ptr,
-    work_ptr,
-    rank: tl.int64,
-    payload_bytes: tl.int64,
-    shard_blocks: tl.int64,
-    WORLD_SIZE: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    SHRINK: tl.constexpr,
-    BY: tl.constexpr,
-    INVERSE: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-    ONLY_SUMS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BITS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    received_ptr, out_ptr, error_ptr, work_ptr,
+    rank: tl.int64, payload_bytes: tl.int64, shard_blocks: tl.int64,
+    WORLD_SIZE: tl.constexpr, DIVISOR: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
+    INVERSE: tl.constexpr, FEEDBACK: tl.constexpr, HAS_OWN: tl.constexpr, ONLY_SUMS: tl.constexpr,
+    LARGEST: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Compute mean = (this rank's own values + Σ the others' decoded values) / DIVISOR, and quantize it.
 
     The own values are in error. Afterwards error = DIVISOR · (mean − decoded mean). In a block for which
@@ -218,44 +248,19 @@ def _average_kernel(
     third = tl.load(work + 3)
     # Payloads begin on multiples of 16 bytes; dividing shows the compiler that they do.
     payload_bytes = payload_bytes // 16 * 16
-    ACC: tl.constexpr = error_ptr.dtype.element_ty
     if tl.load(work) == BLOCKS_WORK:
-        code_at = tl.load(work + 5)
-        scale_at = tl.load(work + 6)
-        mask, offs = tile_of(third, BLOCKS, SIZE)
-        first = tl.load(work + 8)
-        if FEEDBACK:
-            first += rank * shard_blocks
-        error = error_ptr + first * SIZE
-        if HAS_OWN:
-            own = tl.load(error + offs, mask=mask, other=0.0)
-        else:
-            own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
-        total, is_sent = sum_of_ranks(
-            own, received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, code_at, scale_at, third, rank,
-            WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
+        average_blocks(
+            received_ptr, out_ptr, error_ptr, work, at, length, third, rank, payload_bytes, shard_blocks,
+            WORLD_SIZE, DIVISOR, SHRINK, BY, INVERSE, FEEDBACK, HAS_OWN, ONLY_SUMS, LARGEST,
+            BITS, LIMIT, SIZE, BLOCKS,
         )  # fmt: skip
-        if ONLY_SUMS:
-            if not HAS_OWN:
-                total = saturated(total, LARGEST * BY)
-            store_gradients(out_ptr + at, mean_of(total, BY, INVERSE), length, third, BLOCKS, SIZE)
-            lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
-        else:
-            total = tl.where(is_sent[:, None], saturated(total, LARGEST * BY), 0.0)
-            codes, scale, lost = encode(mean_of(total, BY, INVERSE), BITS, LIMIT)
-            payload = out_ptr.to(tl.pointer_type(tl.uint8))
-            store_codes(codes_at(payload, code_at, SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
-            store_scales(payload, scale_at, scale, third, BLOCKS)
-            lost = saturated(lost * DIVISOR, LARGEST)
-            mask = mask & is_sent[:, None]
-        if FEEDBACK and HAS_OWN:
-            tl.store(error + offs, lost, mask=mask)
     else:
         in_payload = (out_ptr.to(tl.pointer_type(tl.uint8)) + third).to(out_ptr.dtype)
         out = out_ptr + at if ONLY_SUMS else in_payload
         average_exact(
-            received_ptr, out, payload_bytes, length, third, ACC, WORLD_SIZE, SHRINK, BY, INVERSE, ONLY_SUMS
-        )
+            received_ptr, out, payload_bytes, length, third, error_ptr.dtype.element_ty,
+            WORLD_SIZE, SHRINK, BY, INVERSE, ONLY_SUMS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -39,15 +39,13 @@ class QuantizedPlan:
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        def sent(rows: list[tuple[int, ...]]) -> torch.Tensor:
-            return send(torch.tensor(rows, dtype=torch.int64), device)
-
         self.layout, self._device, self._feedback = layout, device, error_feedback
-        self._exact_dtype = exact_dtype or dtype
-        exact_dtype, averages_dtype = exact_dtype or dtype, averages_dtype or dtype
-        self._has_own, wide = num_senders is None, torch.promote_types(dtype, torch.float32)
-        world_size, only_sums = num_senders or layout.world_size, only_sums or num_senders is not None
-        work = QuantizedWork(layout, bits, dtype.itemsize, exact_dtype.itemsize, num_multiprocessors(device))
+        self._exact_dtype, self._has_own = exact_dtype or dtype, num_senders is None
+        wide, world_size = torch.promote_types(dtype, torch.float32), num_senders or layout.world_size
+        only_sums = only_sums or num_senders is not None
+        work = QuantizedWork(
+            layout, bits, dtype.itemsize, self._exact_dtype.itemsize, num_multiprocessors(device)
+        )
         self.payload = zeros(layout.world_size, work.payload_bytes)
         self.received = zeros(0 if only_dequantizes else world_size, work.payload_bytes)
         self.mean = zeros(0 if only_dequantizes or only_sums else work.payload_bytes)
@@ -56,16 +54,41 @@ class QuantizedPlan:
         if only_dequantizes or (only_sums and self._has_own and error_feedback):
             num_kept = 0
         self._kept = zeros(num_kept * layout.shard_numel, dtype=wide)
+        divisor, averages_dtype = world_size if divisor is None else divisor, averages_dtype or dtype
+        quantize, average, dequantize = self._launches(
+            work, dtype, wide, world_size, divisor, averages_dtype, only_sums
+        )
+        self._quantizing = Stage([] if only_dequantizes else [quantize])
+        self._averaging = Stage([] if only_dequantizes else [average])
+        self._dequantizing = Stage([] if only_sums else [dequantize])
+        if has_streams(device):
+            with launching_on(device):
+                self.compile()
+
+    def _launches(
+        self,
+        work: QuantizedWork,
+        dtype: torch.dtype,
+        wide: torch.dtype,
+        world_size: int,
+        divisor: float,
+        averages_dtype: torch.dtype,
+        only_sums: bool,
+    ) -> tuple[Launch, Launch, Launch]:
+        """Return the launches that quantize, average and dequantize.
+
+        wide: the dtype of the arithmetic. world_size: the number of payloads of a shard.
+        """
         bucket, kept, rank = Slot.buffer(dtype), Slot("kept", self._kept[:0]), Slot("rank", 1000)
-        received = Slot("received", torch.empty(1, dtype=exact_dtype, device="meta"))
+        received = Slot("received", torch.empty(1, dtype=self._exact_dtype, device="meta"))
         bucket_work, shard_work = (
-            sent(work.bucket_work),
-            sent(work.sum_work if only_sums else work.shard_work),
+            send(torch.tensor(rows, dtype=torch.int64), self._device)
+            for rows in (work.bucket_work, work.sum_work if only_sums else work.shard_work)
         )
         constants = {
-            "BITS": bits,
+            "BITS": work.bits,
             "LIMIT": torch.finfo(averages_dtype).max,
-            "SIZE": layout.block_size,
+            "SIZE": self.layout.block_size,
             "BLOCKS": work.tile_blocks,
             "num_warps": work.num_warps,
             "maxnreg": registers(work.num_warps, work.resident_programs),
@@ -74,32 +97,25 @@ class QuantizedPlan:
         }
         # A power of two changes no bits. It is at most 1 / world size, so no sum overflows.
         shrink = 0.5 ** (world_size - 1).bit_length()
-        divisor = world_size if divisor is None else divisor
-        by = divisor * shrink
+        by, exact = divisor * shrink, element_type(self._exact_dtype)
         quantize = Launch(
             _quantize_kernel, len(bucket_work), bucket, kept, self.payload, bucket_work, rank,
-            FEEDBACK=error_feedback, EXACT=element_type(exact_dtype), **constants,
+            FEEDBACK=self._feedback, EXACT=exact, **constants,
         )  # fmt: skip
         average = Launch(
             _average_kernel, len(shard_work), received,
-            Slot.buffer(averages_dtype) if only_sums else self.mean.view(exact_dtype),
-            kept, shard_work, rank, work.payload_bytes, layout.num_blocks,
+            Slot.buffer(averages_dtype) if only_sums else self.mean.view(self._exact_dtype),
+            kept, shard_work, rank, work.payload_bytes, self.layout.num_blocks,
             WORLD_SIZE=world_size, DIVISOR=divisor, SHRINK=shrink, BY=by,
             INVERSE=1 / by if math.frexp(by)[0] == 0.5 else 0.0,
-            FEEDBACK=error_feedback, HAS_OWN=self._has_own, ONLY_SUMS=only_sums,
+            FEEDBACK=self._feedback, HAS_OWN=self._has_own, ONLY_SUMS=only_sums,
             LARGEST=torch.finfo(wide).max, **constants,
         )  # fmt: skip
         dequantize = Launch(
             _dequantize_kernel, len(bucket_work), self.payload, bucket, bucket_work,
-            ACC=element_type(wide), EXACT=element_type(exact_dtype), **constants,
+            ACC=element_type(wide), EXACT=exact, **constants,
         )  # fmt: skip
-        self._quantizing, self._averaging = (
-            Stage([] if only_dequantizes else [each]) for each in (quantize, average)
-        )
-        self._dequantizing = Stage([] if only_sums else [dequantize])
-        if has_streams(device):
-            with launching_on(device):
-                self.compile()
+        return quantize, average, dequantize
 
     @property
     def error(self) -> torch.Tensor | None:
