@@ -3,8 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -151,40 +151,6 @@ class Compressor(ABC):
     def scale_errors(self, factor: float) -> None:
         """Multiply this rank's errors by factor, because the next steps' gradients are scaled by it, too."""
         self.load(with_scaled_errors(self.state(), factor))
-
-
-class MakesCompressors(Protocol):
-    """Makes the compressors of a state's buckets: a subclass of Compressor, or a Choice."""
-
-    @property
-    def of_shards(self) -> "type[ShardCompressor] | None": ...
-
-    def __call__(self, bucket: BucketSpec, options: Any) -> Compressor: ...
-
-    def warm_up(self, bucket: BucketSpec, options: Any) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """A compressor with options of its own, in the place of the state's options.
-
-    is_by_nodes: False to average without nodes, whatever the bucket says.
-    """
-
-    compressor: type[Compressor]
-    options: Any
-    is_by_nodes: bool
-    of_shards: ClassVar["type[ShardCompressor] | None"] = None
-
-    def __call__(self, bucket: BucketSpec, options: Any) -> Compressor:
-        return self.compressor(self._spec(bucket), self.options)
-
-    def warm_up(self, bucket: BucketSpec, options: Any) -> None:
-        """Warm up the compressor; see Compressor.warm_up."""
-        self.compressor.warm_up(self._spec(bucket), self.options)
-
-    def _spec(self, bucket: BucketSpec) -> BucketSpec:
-        return bucket if self.is_by_nodes else replace(bucket, ranks_per_node=1)
 
 
 class ShardCompressor(Compressor):

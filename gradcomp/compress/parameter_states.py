@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.bucket import real_shape
-from .compressor import BucketSpec, Compressor, MakesCompressors, State
+from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape
 
 # What is kept of one parameter, by name. "error" has the parameter's shape.
@@ -42,7 +42,8 @@ class Bucket:
     dtype: the buffer's.
     options: the compressor's.
     shapes, keys, parameters: one per parameter, in the bucket's order.
-    compressor, made_by, device: the compressor, what has made it, and for which device; None before.
+    compressor: None before the first compressed step.
+    made_for: the class, the device and the ranks that the compressor was made for.
     """
 
     index: int
@@ -52,9 +53,8 @@ class Bucket:
     keys: list[str]
     parameters: list[weakref.ref[torch.Tensor]]
     compressor: Compressor | None = None
-    made_by: MakesCompressors | None = None
-    device: torch.device | None = None
-    _is_warmed_up: bool = False
+    made_for: tuple[Any, ...] = ()
+    is_warmed_up: bool = False
 
     @property
     def numels(self) -> list[int]:
@@ -87,13 +87,6 @@ class Bucket:
         if not isinstance(bucket, dist.GradBucket):
             return []
         return [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
-
-    def warm_up(self, later: Iterable[MakesCompressors], device: torch.device, **ranks: Any) -> None:
-        """Warm up what will make this bucket's compressors. Does nothing after the first call."""
-        if not self._is_warmed_up:
-            self._is_warmed_up = True
-            for each in later:
-                each.warm_up(self.spec(device, 0, **ranks), self.options)
 
     def spec(self, device: torch.device, seed: int, **ranks: Any) -> BucketSpec:
         """Return what a compressor is made for. ranks: world_size, ranks_per_node and has_delay."""
@@ -180,7 +173,7 @@ class ParameterStates:
         return new
 
     def compressor_of(
-        self, bucket: Bucket, make: MakesCompressors, device: torch.device, seed: int, **ranks: Any
+        self, bucket: Bucket, make: type[Compressor], device: torch.device, seed: int, **ranks: Any
     ) -> tuple[Compressor, list[str]]:
         """Return a bucket's compressor: the one that it has, or a new one that takes over the entries.
 
@@ -189,11 +182,12 @@ class ParameterStates:
 
         Returns (the compressor, the keys of parameters whose entries were dropped, as their shapes differ).
         """
-        if bucket.compressor is not None and bucket.made_by is make and bucket.device == device:
+        made_for = (make, device, ranks)
+        if bucket.compressor is not None and bucket.made_for == made_for:
             return bucket.compressor, []
         self._give_back(bucket)
         bucket.compressor = _made(make, bucket.spec(device, seed, **ranks), bucket.options)
-        bucket.made_by, bucket.device = make, device
+        bucket.made_for = made_for
         own: list[str | tuple[str, ...]] = [*bucket.keys, tuple(bucket.keys)]
         taken: Entries = {key: self._entries.pop(key) for key in own if key in self._entries}
         lost = [
@@ -301,7 +295,7 @@ class ParameterStates:
         return digest.hexdigest()[:16]
 
 
-def _made(make: MakesCompressors, bucket: BucketSpec, options: Any) -> Compressor:
+def _made(make: type[Compressor], bucket: BucketSpec, options: Any) -> Compressor:
     """Make a compressor. Raises TypeError if it lacks options, or counts no whole elements."""
     name = getattr(make, "__name__", type(make).__name__)
     try:

@@ -42,7 +42,7 @@ from ..rules import described
 from . import checkpoint
 from .announcement import announce_start, say
 from .checkpoint import PROGRESS, Settings, another_ranks_errors, owner_of, progress_of
-from .compressor import Compressor, MakesCompressors, ShardCompressor, errors_in
+from .compressor import Compressor, ShardCompressor, errors_in
 from .parameter_keys import is_name
 from .parameter_states import Bucket, Entries, ParameterStates
 
@@ -54,15 +54,17 @@ class Phase(NamedTuple):
     """How a state averages the buckets of a step.
 
     name: the algorithm's name in log lines.
-    compressor: the class of the buckets' compressors, or what makes them; None for plain averages.
+    compressor: the class of the buckets' compressors; None for plain averages.
     options: the compressors' options.
-    warms_up: what makes the compressors of later phases, to be warmed up in these steps.
+    warms_up: later phases, whose compressors are to be warmed up in these steps.
+    is_flat: True to average without nodes, whatever the state's ranks_per_node.
     """
 
     name: str
-    compressor: MakesCompressors | None
+    compressor: type[Compressor] | None
     options: Any
-    warms_up: tuple[MakesCompressors, ...] = ()
+    warms_up: "tuple[Phase, ...]" = ()
+    is_flat: bool = False
 
 
 class _Attribute:
@@ -273,9 +275,14 @@ class CompressorState:
 
     def phase(self, options: Any) -> Phase:
         """Return how the current step averages buckets with these options."""
+        compressing = Phase(self.algorithm, self._compressor, options)
         if self.iter < self.start_iter:
-            return Phase(self.algorithm, None, options, warms_up=(self._compressor,))
-        return Phase(self.algorithm, self._compressor, options)
+            return Phase(self.algorithm, None, options, warms_up=(compressing,))
+        return compressing
+
+    def claims(self, options: Any) -> dict[str, Any]:
+        """Return what averages with these options promise; see Compressor.claims."""
+        return self._compressor.claims(options)
 
     @property
     def is_compared(self) -> bool:
@@ -461,14 +468,18 @@ class CompressorState:
         phase = self._phase
         if isinstance(bucket, ShardBucket):
             phase = _of_shards(phase)
-        own = self._states.bucket_of(bucket, options)
+        own = self._states.bucket_of(bucket, phase.options)
         if phase.compressor is None:
             future = self._average_plainly(hook_name, bucket, group)
         else:
             self._warn_of_another_ranks_errors(group)
-            future = self._average_compressed(hook_name, bucket, group, phase.compressor, own)
-        if phase.warms_up:  # warm-up runs while this step's collectives are in progress
-            own.warm_up(phase.warms_up, buffer.device, **self._ranks(group))
+            future = self._average_compressed(hook_name, bucket, group, phase, own)
+        if phase.warms_up and not own.is_warmed_up:
+            own.is_warmed_up = True
+            for later in phase.warms_up:  # while this step's collectives are in progress
+                spec = own.spec(buffer.device, 0, **self._ranks(group, later))
+                assert later.compressor is not None
+                later.compressor.warm_up(spec, later.options)
         self.maybe_increase_iter(bucket)
         return future
 
@@ -485,13 +496,15 @@ class CompressorState:
         hook_name: str,
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
-        make: MakesCompressors,
+        phase: Phase,
         own: Bucket,
     ) -> Future:
-        """Average a bucket with a compressor made by `make`."""
+        """Average a bucket with the phase's compressor."""
+        assert phase.compressor is not None
         buffer = bucket.buffer()
         seed = self._seed(own.index, self.iter)
-        compressor, lost = self._states.compressor_of(own, make, buffer.device, seed, **self._ranks(group))
+        ranks = self._ranks(group, phase)
+        compressor, lost = self._states.compressor_of(own, phase.compressor, buffer.device, seed, **ranks)
         if lost:
             self._warn_of("the checkpoint has other shapes of %s, whose errors start at zero", lost)
         if compressor.is_plain:
@@ -624,10 +637,10 @@ class CompressorState:
     def _has_delay(self) -> bool:
         return self._round_trip_s >= MIN_DELAY_S
 
-    def _ranks(self, group: dist.ProcessGroup) -> dict[str, Any]:
+    def _ranks(self, group: dist.ProcessGroup, phase: Phase) -> dict[str, Any]:
         """Return what a BucketSpec says of the ranks."""
-        has = {"ranks_per_node": self._num_ranks_per_node, "has_delay": self._has_delay}
-        return {"world_size": group.size(), **has}
+        per_node = 1 if phase.is_flat else self._num_ranks_per_node
+        return {"world_size": group.size(), "ranks_per_node": per_node, "has_delay": self._has_delay}
 
     @property
     def _num_ranks_per_node(self) -> int:
@@ -790,10 +803,10 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
 
 
 def _of_shards(phase: Phase) -> Phase:
-    """Return the phase with the classes that reduce-scatter. A later phase's class may have none."""
+    """Return the phase with the classes that reduce-scatter."""
     assert phase.compressor is None or phase.compressor.of_shards is not None
-    later = tuple(each.of_shards for each in phase.warms_up if each.of_shards is not None)
-    return phase._replace(compressor=phase.compressor and phase.compressor.of_shards, warms_up=later)
+    of_shards = phase.compressor and phase.compressor.of_shards
+    return phase._replace(compressor=of_shards, warms_up=tuple(map(_of_shards, phase.warms_up)))
 
 
 def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:

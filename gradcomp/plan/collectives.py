@@ -10,10 +10,10 @@ import torch
 
 from gradcomp.comm.exchange import takes_one_exchange
 from gradcomp.compress.compressor import BucketSpec
-from gradcomp.compress.named import NamedHook
 from gradcomp.compress.powersgd import LEAST_BYTES_BY_NODES, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.compress.quantized_all_reduce import Form, LayoutFor
+from gradcomp.hooks.named_hooks import NamedHook
 from gradcomp.layout import BlockLayout
 
 from .models import Shape, num_elements
@@ -84,17 +84,23 @@ def collectives_of(
     hook: NamedHook, shapes: tuple[Shape, ...], dtype: torch.dtype, network: Network
 ) -> tuple[Collective, ...]:
     """Return a hook's collectives on a bucket of gradients with these shapes, in a step that compresses."""
+    options = hook.options
     if not hook.is_by_nodes:
         network = replace(network, ranks_per_node=1)
-    if hook.rank is not None:
-        return _powersgd(hook.powersgd_options, shapes, dtype, network)
-    if hook.bits is not None:
-        layout_for = partial(BlockLayout, shapes, QuantizedOptions(hook.bits).block_size)
-        return _quantized(layout_for, hook.bits, dtype, None, network)
+    if isinstance(options, PowerSGDOptions):
+        return _powersgd(options, shapes, dtype, network)
+    if isinstance(options, QuantizedOptions):
+        return _quantized(
+            partial(BlockLayout, shapes, options.block_size), options.bits, dtype, None, network
+        )
     numel = num_elements(shapes)
-    if hook.wire_dtype is None:  # DDP's own all-reduce, whatever the delay
+    if hook.name == "none":  # DDP's own all-reduce, whatever the delay
         return (Collective("all-reduce", numel * dtype.itemsize),)
-    return _sum(numel * hook.wire_dtype.itemsize, "all", network.world_size, network.has_delay)
+    if not hook.is_by_nodes:
+        return _sum(
+            numel * (options.wire_dtype or dtype).itemsize, "all", network.world_size, network.has_delay
+        )
+    return _by_nodes(numel * dtype.itemsize, numel * (options.wire_dtype or dtype).itemsize, network)
 
 
 def _quantized(
@@ -148,10 +154,15 @@ def _factors(num_bytes: int, network: Network) -> tuple[Collective, ...]:
     if network.ranks_per_node == 1 or is_small:
         is_pair = network.by_messages and network.world_size == 2 and is_small
         return _sum(num_bytes, "all", network.world_size, network.has_delay or is_pair)
+    return _by_nodes(num_bytes, num_bytes, network)
+
+
+def _by_nodes(within_bytes: int, between_bytes: int, network: Network) -> tuple[Collective, ...]:
+    """Return the collectives that sum within nodes, then between nodes, of buffers of these sizes."""
     return (
-        Collective("reduce-scatter", num_bytes, "within"),
-        *_sum(num_bytes, "between", network.num_nodes, network.has_delay, network.ranks_per_node),
-        Collective("all-gather", num_bytes, "within"),
+        Collective("reduce-scatter", within_bytes, "within"),
+        *_sum(between_bytes, "between", network.num_nodes, network.has_delay, network.ranks_per_node),
+        Collective("all-gather", within_bytes, "within"),
     )
 
 
