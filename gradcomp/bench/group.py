@@ -18,8 +18,8 @@ from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
 from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import resolve_group
-from gradcomp.plan.network import CollectiveKind
-from gradcomp.plan.network import Group as Place
+from gradcomp.plan.collectives import CollectiveKind
+from gradcomp.plan.collectives import Group as Place
 
 TIMEOUT = timedelta(seconds=120)
 # The path of the file through which processes started by bench find each other.

@@ -19,9 +19,8 @@ from gradcomp import ops
 from gradcomp.command_line import aligned, shown_seconds
 from gradcomp.compress.announcement import shown_bytes
 from gradcomp.hooks.named_hooks import NamedHook, forms_of
-from gradcomp.plan.collectives import traffic
+from gradcomp.plan.collectives import Network, traffic
 from gradcomp.plan.models import Shape, buckets_of, num_elements
-from gradcomp.plan.network import Network
 
 from .group import Group, LinkSample, link_samples
 from .recommendation import LEAST_HEADROOM, SOURCE, recommendation

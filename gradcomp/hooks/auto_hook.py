@@ -15,14 +15,12 @@ from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.comm.streams import Future
 from gradcomp.compress import checkpoint
-from gradcomp.compress.all_reduced import AllReducedOptions
 from gradcomp.compress.announcement import say, shown_bytes
 from gradcomp.compress.checkpoint import Settings
-from gradcomp.compress.clock import StepClock
 from gradcomp.compress.parameter_states import Bucket
-from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
+from gradcomp.compress.powersgd import PowerSGDCompressor
 from gradcomp.compress.state import CompressorState, Phase, option
-from gradcomp.compress.trial import TOLERANCE, TURN, Trial
+from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
 from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
 
 from .named_hooks import NamedHook, forms_of
@@ -64,8 +62,8 @@ class AutoOptions:
                 NamedHook.named(name if isinstance(name, str) else repr(name))
             except ValueError as error:
                 raise ValueError(f"candidates: {error}") from None
-            if "start" in name.rpartition(":")[2]:
-                raise ValueError(f"candidates: {name!r} starts with codes; auto_hook's own start is exact")
+            if name.startswith("batched") or ":start" in name:
+                raise ValueError(f"candidates: {name!r} can't be a candidate; plain names of PowerSGD can")
             if names.count(name) > 1:
                 raise ValueError(f"candidates has {name!r} twice: {names}")
         object.__setattr__(self, "candidates", names)
@@ -208,21 +206,16 @@ class AutoState(CompressorState):
 
     def claims(self, options: AutoOptions) -> dict[str, Any]:
         """Return the claims that all candidates have."""
-        hooks = [NamedHook.named(name) for name in options.candidates]
-        all_options = [hook.options for hook in hooks]
-        power_sgd = [
-            PowerSGDCompressor.claims(each) for each in all_options if isinstance(each, PowerSGDOptions)
-        ]
-        dtypes = [each["precision"] for each in power_sgd]
-        dtypes += [each.wire_dtype for each in all_options if isinstance(each, AllReducedOptions)]
-        zeros = [each["keeps_zeros"] for each in power_sgd] or ["elements"]
+        hooks = list(map(NamedHook.named, options.candidates))
+        dtypes = {hook.exact_dtype for hook in hooks} - {None}
+        is_product = any(hook.compressor is PowerSGDCompressor for hook in hooks)
         return {
             "tolerance": None,
-            "precision": max(filter(None, dtypes), key=lambda dtype: torch.finfo(dtype).eps, default=None),
+            "precision": max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None),
             "contraction": 0.0,
             "error_feedback": True,
             "unbiased": False,
-            "keeps_zeros": zeros[0] if len(set(zeros)) == 1 else None,
+            "keeps_zeros": "lines" if is_product else "elements",
             "scale_equivariant": "rounding",
             "rank_symmetric": not any(hook.has_codes for hook in hooks),
             "bucket_insensitive": False,  # random directions differ from bucket to bucket
@@ -236,17 +229,12 @@ class AutoState(CompressorState):
     def phase(self, options: AutoOptions) -> Phase:
         if self._trial is not None:
             return _phase_of(self._trial.current)
-        return Phase(self.algorithm, None, options, warms_up=tuple(map(_phase_of, self._forms())))
-
-    def _forms(self) -> list[str]:
-        """Return the candidates' names, with nodes each flat and by nodes."""
-        has_nodes, is_gloo = self._num_ranks_per_node > 1, not ops.has_streams(self._device)
-        return _forms_of(self.candidates, has_nodes=has_nodes, is_gloo=is_gloo)
+        return Phase(self.algorithm, None, options, warms_up=tuple(map(_phase_of, self._names())))
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
         trial = self._trial
-        if trial is None or (trial.place, trial.names) != (self._place(group), self._names(group)):
+        if trial is None or (trial.place, trial.names) != (self._place(group), self._names(group.size())):
             if self.iter >= self.start_iter:
                 self._begin_trial(group, before=None)
         elif trial.choice is None:
@@ -261,12 +249,17 @@ class AutoState(CompressorState):
         """Return the number of ranks, and of ranks per node."""
         return group.size(), self._num_ranks_per_node
 
-    def _names(self, group: dist.ProcessGroup) -> list[str]:
-        """Return the candidates of a trial. A single rank averages nothing, so nothing can pay."""
-        return self._forms() if group.size() > 1 else [self.candidates[0]]
+    def _names(self, num_ranks: int = 2) -> list[str]:
+        """Return a trial's candidates, with nodes each flat and by nodes.
+
+        A single rank averages nothing, so nothing can pay.
+        """
+        names = self.candidates if num_ranks > 1 else self.candidates[:1]
+        has_nodes, is_gloo = self._num_ranks_per_node > 1, not ops.has_streams(self._device)
+        return _forms_of(names, has_nodes=has_nodes, is_gloo=is_gloo)
 
     def _begin_trial(self, group: dist.ProcessGroup, before: str | None) -> None:
-        options, place, names = self.options, self._place(group), self._names(group)
+        options, place, names = self.options, self._place(group), self._names(group.size())
         self._trial = Trial(names, place, options.steps_per_turn, options.rounds, options.tolerance, before)
         self._trial.chosen_at = self.iter
         self._clock.forget()
@@ -402,15 +395,11 @@ def _shown_gain(row: dict[str, Any]) -> str:
 def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with the mildest compression that pays, which the state finds out by itself.
 
-    The first state.start_iter steps are plain. Then candidates take turns, a few steps each, in several
-    rounds: about 100 steps in all. From then on the mildest that pays is used, until the next trial; see
-    AutoState. One line says so.
+    The first state.start_iter steps are plain, then about 100 steps are a trial; see AutoState.
 
-    On the wire: the codes or factors of the candidate in use; see default_hooks, quantization_hook
-    and powerSGD_hook. A trial adds two all-reduces of a few numbers per candidate for every round; later
-    every 25th step adds an all-reduce of one number.
-    State: the candidate's errors. They are passed on when the candidate changes, so no gradient is
-    missing from the sum of the averages; PowerSGD begins with new random directions.
+    On the wire: the codes or factors of the candidate in use. A trial adds two all-reduces of a few numbers
+    per round; later every 25th step adds an all-reduce of one number.
+    State: the candidate's errors, which are passed on when the candidate changes.
 
     Raises TypeError if the state is not an AutoState or the bucket is not a floating-point bucket.
 

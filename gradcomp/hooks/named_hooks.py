@@ -149,6 +149,15 @@ class NamedHook:
             return self.options.is_quantized
         return isinstance(self.options, QuantizedOptions)
 
+    @property
+    def exact_dtype(self) -> torch.dtype | None:
+        """The dtype of what is not sent as codes; None for the gradients' dtype."""
+        if isinstance(self.options, AllReducedOptions):
+            return self.options.wire_dtype
+        if isinstance(self.options, PowerSGDOptions) and not self.options.is_quantized:
+            return self.options.factor_dtype
+        return self.options.uncompressed_dtype
+
     def has_form_by_nodes(self, *, is_gloo: bool) -> bool:
         """Return whether the hook can be by nodes on a backend.
 

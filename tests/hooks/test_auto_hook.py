@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from gradcomp.compress import Recorder
-from gradcomp.compress.clock import StepClock
 from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.recording.file import read
-from gradcomp.compress.trial import Gain, Trial, choose
+from gradcomp.compress.trial import Gain, StepClock, Trial, choose
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 from gradcomp.report import report
 from gradcomp.testing import run_ranks

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ...comm.consistency import require_all_ranks, require_same_on_all_ranks
 from ...comm.pipeline import Stages
 from ...comm.process_group import device_for, resolve_group
+from ...comm.streams import mark
 from ...rules import RANK
-from ..clock import mark
 from ..compressor import Compressor
 from ..state import CompressorState
 from . import file as recording_file

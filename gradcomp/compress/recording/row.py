@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gradcomp import ops
 
 from ...comm.process_group import Operation
-from ..clock import seconds_between, wait_until
+from ...comm.streams import seconds_between, wait_until
 
 # A prime, so that a matrix's rows or columns don't all fall into a few of the places.
 LENGTH = 251
