@@ -1,4 +1,4 @@
-"""Four real models as lists of shapes, in registration order, and their DDP buckets.
+"""Three real models as lists of shapes, in registration order, and their DDP buckets.
 
 The shapes are written out here: nothing is downloaded or installed.
 """
@@ -14,14 +14,12 @@ from gradcomp.plan.models import BUCKET_CAP_BYTES, FIRST_BUCKET_BYTES, Shape, bu
 __all__ = [
     "BUCKET_CAP_BYTES",
     "FIRST_BUCKET_BYTES",
-    "LLAMA",
     "MODELS",
     "Shape",
     "bert_large",
     "buckets",
     "num_elements",
     "one_bucket",
-    "shapes_of",
 ]
 
 
@@ -69,36 +67,16 @@ def gpt2_medium() -> Iterator[Shape]:
     yield from norm
 
 
-def llama_7b() -> Iterator[Shape]:
-    """Yield the shapes of the 7 B LLaMA (Touvron et al., "LLaMA", 2023), its head not tied.
-
-    291 parameters, 6,738,415,616 elements.
-    """
-    hidden, inner, vocabulary = 4096, 11008, 32000
-    yield (vocabulary, hidden)
-    for _ in range(32):
-        yield from ((hidden, hidden),) * 4
-        yield from ((inner, hidden), (inner, hidden), (hidden, inner), (hidden,), (hidden,))
-    yield from ((hidden,), (vocabulary, hidden))
-
-
 MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
     "resnet50": resnet50,
     "bert-large": bert_large,
     "gpt2-medium": gpt2_medium,
 }
-# Too large to run here: for arithmetic only.
-LLAMA: dict[str, Callable[[], Iterator[Shape]]] = {"llama-7b": llama_7b}
-
-
-def shapes_of(model: str) -> list[Shape]:
-    """Return the shapes of a model of MODELS or LLAMA."""
-    return list((MODELS | LLAMA)[model]())
 
 
 def buckets(model: str, dtype: torch.dtype = torch.float32) -> list[list[Shape]]:
     """Return the shapes of each bucket of a model, as DDP has them from its second iteration on."""
-    return buckets_of(shapes_of(model), dtype.itemsize)
+    return buckets_of(list(MODELS[model]()), dtype.itemsize)
 
 
 def one_bucket(model: str, dtype: torch.dtype = torch.float32) -> list[Shape]:

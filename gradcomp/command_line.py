@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .compress.named import NamedHook
+from .hooks.named_hooks import NamedHook
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:

@@ -19,10 +19,11 @@ from pathlib import Path
 from benchmarks.accuracy import comparison
 from benchmarks.accuracy.runs import check_run_name, work
 from benchmarks.accuracy.tasks import TASKS
-from benchmarks.demo.options import add_training_options, check_training_options, positive
+from benchmarks.demo.options import add_training_options, check_training_options
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
 from benchmarks.records import read
+from gradcomp.command_line import positive_int
 
 HOOKS = (
     "none,alone,fp16,int8,int4,int4:64,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
@@ -41,9 +42,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="comma-separated; the others are compared with the first (default %(default)s)",
     )
     parser.add_argument(
-        "--seeds", type=positive, default=4, help="runs per hook, from --seed on (default %(default)s)"
+        "--seeds", type=positive_int, default=4, help="runs per hook, from --seed on (default %(default)s)"
     )
-    parser.add_argument("--ranks", type=positive, default=4, help="processes (default %(default)s)")
+    parser.add_argument("--ranks", type=positive_int, default=4, help="processes (default %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("build/accuracy"), help="folder (default %(default)s)"
     )

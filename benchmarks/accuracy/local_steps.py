@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.demo.measure import WireMeter
-from benchmarks.named_hooks import named_hook
+from gradcomp.hooks.named_hooks import NamedHook
 from gradcomp.local_steps import LocalSteps
 
 
@@ -34,7 +34,7 @@ class LocalOptions:
             found = replace(found, delay=int(rest.pop().removeprefix("delay=")))
         if rest:
             found = replace(found, hook=":".join(rest))
-        named_hook(found.hook)
+        NamedHook.named(found.hook)
         return found
 
 
@@ -42,12 +42,10 @@ class LocalTraining:
     """Exchanges of one model, and the bytes that this rank has handed to collectives in them."""
 
     def __init__(self, model: nn.Module, options: LocalOptions):
-        hook, make_state = named_hook(options.hook)
         start_iter = 2 if "powersgd" in options.hook else 0  # as early as the hook can
+        state, hook = NamedHook.named(options.hook).state_and_hook(start_iter)
         outer = torch.optim.SGD(model.parameters(), lr=1.0)
-        self._local = LocalSteps(
-            model, outer, options.every, hook, make_state(start_iter), delay=options.delay
-        )
+        self._local = LocalSteps(model, outer, options.every, hook, state, delay=options.delay)
         self.every = options.every
         self.sent_bytes = 0
 

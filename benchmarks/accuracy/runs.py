@@ -15,8 +15,8 @@ from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Recorder, check_replicas, mean_over_ranks
 from benchmarks.environment import describe
-from benchmarks.named_hooks import named_hook, register
 from benchmarks.records import append
+from gradcomp.hooks.named_hooks import NamedHook
 
 ALONE = "alone"  # every rank trains by itself
 LOCAL = "local"  # every rank trains by itself, but for an average every few dozen steps
@@ -32,7 +32,7 @@ def check_run_name(name: str) -> None:
         except ValueError as error:
             raise ValueError(f"{LOCAL}: {error}") from error
     elif name != ALONE:
-        named_hook(name)
+        NamedHook.named(name)
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
@@ -54,7 +54,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
     model = task.net
     if not is_alone:
         model, averager = demo.with_reducer(task.net, options.reducer)
-        register(hook, averager, start_iter)
+        NamedHook.named(hook).register(averager, start_iter)
     accuracies: list[float] = []
 
     def validate() -> torch.Tensor:

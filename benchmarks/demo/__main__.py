@@ -14,10 +14,11 @@ from pathlib import Path
 from torch.multiprocessing.spawn import ProcessException
 
 from benchmarks.demo import chart, train
-from benchmarks.demo.options import add_training_options, check_training_options, positive
+from benchmarks.demo.options import add_training_options, check_training_options
 from benchmarks.demo.train import HOOKS
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
+from gradcomp.command_line import positive_int
 
 FIRST_HOOKS = "none,bf16,int4,powersgd_int8"  # one of each kind, so that a first run takes two minutes
 
@@ -29,7 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--hook", default=FIRST_HOOKS, help=f"some of {known}, in this order, or all (default %(default)s)"
     )
-    parser.add_argument("--ranks", type=positive, default=2, help="processes (default %(default)s)")
+    parser.add_argument("--ranks", type=positive_int, default=2, help="processes (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default %(default)s)")
     add_training_options(parser)
     options = parser.parse_args(arguments)

@@ -2,6 +2,8 @@
 
 import argparse
 
+from gradcomp.command_line import positive_int
+
 MIN_STEPS = 10  # fewer leave no step to time after the warm-up
 REDUCERS = ("torch", "gradcomp")  # what averages gradients during backward: torch's DDP, or our Reducer
 
@@ -19,23 +21,12 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         ("powersgd-rank", 4, "rank of PowerSGD's factors"),
     ):
         help_text = f"{text} (default: %(default)s)"
-        group.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=help_text)
+        group.add_argument(f"--{name}", type=positive_int, default=default, metavar="N", help=help_text)
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of weights and data (default: %(default)s)"
     )
     text = "what averages: torch's DistributedDataParallel or gradcomp's Reducer (default: %(default)s)"
     group.add_argument("--reducer", choices=REDUCERS, default="torch", help=text)
-
-
-def positive(text: str) -> int:
-    """Parse a whole number of at least 1, for argparse, which reports the error."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
 
 
 def check_training_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -24,13 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.demo.corpus import VOCABULARY, Windows
 from benchmarks.demo.measure import WARMUP_STEPS, Recorder, check_replicas
 from benchmarks.demo.options import add_training_options, check_training_options
-from benchmarks.named_hooks import register
 from gradcomp import Reducer
+from gradcomp.bench.workloads import Block
+from gradcomp.hooks.named_hooks import NamedHook
 
 Averager = DistributedDataParallel | Reducer
 
 
-# By name, the hook in named_hooks.py, given PowerSGD's rank.
+# By name, the hook in gradcomp/hooks/named_hooks.py, given PowerSGD's rank.
 HOOKS = {
     **{name: name for name in ("none", "allreduce", "fp16", "bf16", "int8", "int4")},
     "powersgd": "powersgd:{rank}",
@@ -40,24 +41,6 @@ HOOKS = {
 
 LEARNING_RATE = 1e-3
 TIMEOUT = timedelta(seconds=60)  # the time after which a rank stops waiting for another
-
-
-class Block(nn.Module):
-    """A transformer block: attention, then a two-layer perceptron, each normalized before."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:  # batch × sequence × width, and the same back
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch × heads × sequence × width / heads
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
@@ -135,7 +118,8 @@ def train(options: argparse.Namespace, device: torch.device) -> Recorder:
     # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets.
     # They are so few that the last step whose bytes are always counted is compressed; the rule for real runs
     # is a tenth.
-    register(HOOKS[options.hook].format(rank=options.powersgd_rank), averager, WARMUP_STEPS - 1)
+    hook = NamedHook.named(HOOKS[options.hook].format(rank=options.powersgd_rank))
+    hook.register(averager, WARMUP_STEPS - 1)
     recorder = Recorder(options.steps, device)
     train_steps(
         options.hook,

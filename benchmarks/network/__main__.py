@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.demo.options import positive
 from benchmarks.environment import describe
-from benchmarks.named_hooks import named_hook
 from benchmarks.network import auto, report
 from benchmarks.network.delayed import DelayedNetwork
 from benchmarks.network.hosts import Network, NoPrivilegeError, isolated
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals
 from benchmarks.records import append, read
+from gradcomp.command_line import positive_int
 from gradcomp.hooks.auto_hook import CANDIDATES
+from gradcomp.hooks.named_hooks import NamedHook
 
 MODELS = ("mlp", "gpt")
 OTHER_MODELS = ("mlp12",)
@@ -76,7 +76,7 @@ class Link(NamedTuple):
 
 
 def numbers(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
+    return [positive_int(part) for part in text.split(",")]
 
 
 def delays(text: str) -> list[float]:
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", metavar="HOOKS", help=text)
     text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
-    parser.add_argument("--runs", type=positive, default=1, metavar="N", help=text)
+    parser.add_argument("--runs", type=positive_int, default=1, metavar="N", help=text)
     text = (
         "instead of all other rows: auto_hook beside its candidates, in this number of runs (default: none)"
     )
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--loss-links", help=text)
     text = "the number of seeds, of weights and batches, to train to a loss with (default %(default)s)"
-    parser.add_argument("--loss-seeds", type=positive, default=1, help=text)
+    parser.add_argument("--loss-seeds", type=positive_int, default=1, help=text)
     text = "the longest time to a loss, per hook (default %(default)s)"
     parser.add_argument("--loss-seconds", type=float, default=150.0, help=text)
     text = "minutes after which nothing more is started (default %(default)s)"
@@ -152,7 +152,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for hook in options.only:
         try:
             if hook not in ("noop", "auto"):
-                named_hook(hook.removesuffix(report.FLAT))
+                NamedHook.named(hook.removesuffix(report.FLAT))
         except ValueError as error:
             parser.error(f"--only: {error}")
     if options.auto and options.delay_ms:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import COLORS, picture
-from gradcomp.compress.named import BY_NODES
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
+from gradcomp.hooks.named_hooks import BY_NODES
 
 from .report import FLAT, Row, label_axes, of, places
 

@@ -33,11 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.demo.measure import WireMeter, check_replicas
-from benchmarks.named_hooks import register
 from benchmarks.network import auto
+from benchmarks.network.report import FLAT
 from benchmarks.network.workloads import WORKLOADS, Workload
+from gradcomp.comm.nodes import AUTO as TORCHRUNS
 from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
+from gradcomp.hooks.named_hooks import NamedHook
 from gradcomp.hooks.quantization_hooks import QuantizationState
 
 TIMEOUT = timedelta(seconds=60)
@@ -45,7 +47,6 @@ WARM_UP_STEPS = 5  # torch's DDP rearranges its buckets after the first; compres
 START_ITER = 3
 MIN_STEPS, MAX_STEPS = 5, 40
 VALIDATE_EVERY = 5
-RANKS_PER_HOST = os.environ.get("LOCAL_WORLD_SIZE", "1")
 LINK_BYTES = (1_000, 100_000, 1_000_000, 4_000_000)
 
 
@@ -70,13 +71,11 @@ def register_torchs(hook: str, model: Any, start_iter: int) -> None:
 
 def register_ours(hook: str, model: Any, start_iter: int) -> None:
     """Register a hook of gradcomp's. With ":flat" at the end of its name, it doesn't average by nodes."""
-    # A state reads the number in its first step, as torchrun sets it.
-    os.environ["LOCAL_WORLD_SIZE"] = "1" if hook.endswith(":flat") else RANKS_PER_HOST
-    hook = hook.removesuffix(":flat")
     if hook == "noop":
         model.register_comm_hook(None, gradcomp.hooks.debugging_hooks.noop_hook)
     else:
-        register(hook, model, start_iter)
+        per_node = 1 if hook.endswith(FLAT) else TORCHRUNS
+        NamedHook.named(hook.removesuffix(FLAT)).register(model, start_iter, per_node)
 
 
 REGISTER: dict[str, Callable[[str, Any, int], None]] = {"gradcomp": register_ours, "torch": register_torchs}

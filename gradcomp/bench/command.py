@@ -5,87 +5,59 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from gradcomp.comm.nodes import AUTO
 from gradcomp.command_line import OneLineParser, hooks_named, not_negative, positive, positive_int
 
-from .group import STORE_VARIABLE, end_with_parent, is_first_rank, is_rank, join
-from .run import BenchOptions, dtype_of, measure, table
+from .group import STORE_VARIABLE, is_first_rank, is_rank, join
+from .run import dtype_of, measure, table
 from .workloads import BUILT_IN_WORKLOADS, Workload, load_workload
 
-POLL_S = 0.05
-# Once a rank has failed, the others have this time to print a reason and end by themselves.
-GRACE_S = 5.0
 INTERRUPTED = 128 + signal.SIGINT
+# So long rank 0 has to print why all ranks end. A launcher ends all of them when one has ended.
+GRACE_S = 5.0
 
 
 def run_locally(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run `python -m gradcomp bench arguments` in num_ranks processes.
+    """Run `python -m gradcomp bench arguments` in num_ranks processes, which end when this process ends.
 
-    Returns 0 if every process ends with 0, else the exit status of the first that doesn't. The processes
-    don't outlive this one: they are killed on return, and end themselves when their standard input closes.
+    Returns 0 if every process ends with 0, else the exit status of the first that doesn't.
     """
+    signal.signal(signal.SIGTERM, _interrupt)
     with tempfile.TemporaryDirectory() as folder:
-        ranks: list[subprocess.Popen[bytes]] = []
-        previous = signal.signal(signal.SIGTERM, _interrupt)
+        places = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, STORE_VARIABLE: f"{folder}/store"}
         try:
-            for rank in range(num_ranks):
-                ranks.append(_start(arguments, rank, num_ranks, Path(folder) / "store"))
-            return _wait(ranks)
+            torch.multiprocessing.spawn(_run_as, (list(arguments), places), num_ranks, daemon=True)
+        except torch.multiprocessing.ProcessExitedException as error:
+            # A process that signal n has killed has the status -n.
+            return error.exit_code if error.exit_code >= 0 else 128 - error.exit_code
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
-        finally:
-            signal.signal(signal.SIGTERM, previous)
-            for each in ranks:
-                each.kill()
-            for each in ranks:
-                each.wait()
+    return 0
 
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _start(arguments: Sequence[str], rank: int, num_ranks: int, store: Path) -> subprocess.Popen[bytes]:
-    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        **{name: str(value) for name, value in places.items()},
-        STORE_VARIABLE: str(store),
-    }
-    # In a session of its own: Ctrl-C reaches this process only, which then kills the rank.
-    return subprocess.Popen(
-        [sys.executable, "-m", "gradcomp", "bench", *arguments],
-        env=environment,
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks have ended, or GRACE_S after one has failed. Return the exit status."""
-    failed, deadline = 0, float("inf")
-    while time.monotonic() < deadline:
-        ended = [status for each in ranks if (status := each.poll()) is not None]
-        if not failed and (failed := next((status for status in ended if status), 0)):
-            deadline = time.monotonic() + GRACE_S
-        if len(ended) == len(ranks):
-            break
-        time.sleep(POLL_S)
-    # Popen reports a process killed by signal n as -n.
-    return failed if failed >= 0 else 128 - failed
+def _run_as(rank: int, arguments: Sequence[str], places: Mapping[str, object]) -> None:
+    """Run bench as one of run_locally's ranks. places: environment variables."""
+    given = {"RANK": rank, "LOCAL_RANK": rank, **places}
+    os.environ |= {name: str(value) for name, value in given.items()}
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
+    main(arguments)
 
 
 DEFAULT_HOOKS = "bf16,int8,int4,powersgd:4,powersgd:8:int8,powersgd:16:int8"
@@ -101,6 +73,7 @@ class BenchParser(OneLineParser):
     def error(self, message: str) -> Any:
         if is_first_rank():
             super().error(message)
+        time.sleep(GRACE_S)
         self.exit(2)
 
 
@@ -116,9 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.ranks is None:
             parser.error(f"there is one process only; {HOW_TO_START}")
         sys.exit(run_locally(given, options.ranks))
-    if STORE_VARIABLE in os.environ:
-        end_with_parent()
-    elif options.ranks is not None:
+    if STORE_VARIABLE not in os.environ and options.ranks is not None:
         parser.error("--ranks starts processes itself: leave it out under torchrun")
     try:
         _run_rank(parser, options)
@@ -129,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _end_interrupted() -> NoReturn:
     """End this rank without cleanup: collectives under way would wait for the other ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends another one
-    if is_first_rank():
+    if is_first_rank() and STORE_VARIABLE not in os.environ:
         print("interrupted", file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
 
@@ -184,8 +155,7 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
     try:
         if group.world_size < 2:
             parser.error("one rank has nobody to communicate with: start two at least")
-        chosen = BenchOptions(options.hook, options.seconds, options.bucket_cap_mb)
-        found = measure(workloads[0], group, chosen)
+        found = measure(workloads[0], group, options.hook, options.seconds, options.bucket_cap_mb)
         if group.rank == 0:
             print(table(found, options.max_loss))
             if options.out is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.device import has_streams
-from gradcomp.plan.network import CollectiveKind
-from gradcomp.plan.network import Group as Place
-
-from .measurements import LinkSample
+from gradcomp.plan.collectives import CollectiveKind
+from gradcomp.plan.collectives import Group as Place
 
 TIMEOUT = timedelta(seconds=120)
 # The path of the file through which processes started by bench find each other.
@@ -82,11 +79,11 @@ class Group:
 
 
 def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.device], object]) -> Group:
-    """Prepare this rank, then join the other ranks' process group.
+    """Join the other ranks' process group, and prepare this rank.
 
     use_cpu: whether to use CPUs and gloo on machines with GPUs, too.
     ranks_per_node: see QuantizationState.
-    prepare: called with this rank's device before the group exists.
+    prepare: called with this rank's device.
 
     The backend is NCCL if every rank of a machine has a GPU of its own, else gloo. If prepare raises
     ValueError on any rank, every rank raises ValueError, with the message of the first of these ranks. Every
@@ -99,17 +96,25 @@ def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.devi
     device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
+    store = os.environ.get(STORE_VARIABLE)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo",
+        init_method="env://" if store is None else f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+    )
+    problem = ""
     try:
         prepare(device)
-        problem = ""
     except ValueError as error:
         problem = str(error)
-    store = _store(world_size)
-    _raise_together(store, rank, world_size, problem)
-    backend = "nccl" if on_gpus else "gloo"
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("bench", store), rank=rank, world_size=world_size, timeout=TIMEOUT
-    )
+    problems = [""] * world_size
+    dist.all_gather_object(problems, problem)
+    if any(problems):
+        first, problem = next((each, text) for each, text in enumerate(problems) if text)
+        dist.destroy_process_group()
+        raise ValueError(problem if all(problems) else f"rank {first}: {problem}")
     world = resolve_group("python -m gradcomp bench", None)
     try:
         nodes = nodes_in("python -m gradcomp bench", ranks_per_node, world, device)
@@ -117,47 +122,13 @@ def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.devi
         dist.destroy_process_group()
         raise ValueError(str(error)) from error
     has_nodes = nodes is not None and nodes.num_nodes > 1
-    return Group(rank, world_size, device, backend, nodes if has_nodes else None)
+    return Group(rank, world_size, device, dist.get_backend(), nodes if has_nodes else None)
 
 
-def _store(world_size: int) -> dist.Store:
-    """Return the store that all ranks share."""
-    if STORE_VARIABLE in os.environ:
-        return dist.FileStore(os.environ[STORE_VARIABLE], world_size)
-    found: dist.Store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
-    return found
-
-
-def _raise_together(store: dist.Store, rank: int, world_size: int, problem: str) -> None:
-    """Raise ValueError on every rank if any rank has a problem. Return once all ranks know."""
-    store.set(f"problem {rank}", problem or "none")
-    told = [store.get(f"problem {each}").decode() for each in range(world_size)]
-    # The process that holds the store must stay until all ranks have read it.
-    store.add("read", 1)
-    store.set(f"done {rank}", "")
-    store.wait([f"done {each}" for each in range(world_size)], TIMEOUT)
-    found = [(each, text) for each, text in enumerate(told) if text != "none"]
-    if found:
-        first, text = found[0]
-        raise ValueError(text if len(found) == world_size else f"rank {first}: {text}")
-
-
-def end_with_parent() -> None:
-    """End this process when its parent ends: our standard input closes then."""
-
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-SIZES_BYTES = (2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
-MIN_CALLS, MAX_CALLS = 3, 30
-# After a collective that takes longer, larger sizes are left out.
-LONG_S = 0.5
-
+SIZES_BYTES = (2**12, 2**20, 2**22, 2**24, 2**26)
+NUM_CALLS = 5
+# After a collective that takes longer, larger sizes are left out, but there is always a second size.
+LONG_S = 0.1
 
 # The collectives that hooks use: of all ranks; with nodes, also within a node and between nodes.
 _TIMED: dict[Place, tuple[CollectiveKind, ...]] = {
@@ -167,37 +138,35 @@ _TIMED: dict[Place, tuple[CollectiveKind, ...]] = {
 }
 
 
-def link_samples(group: Group, limit_s: float) -> Iterator[LinkSample]:
-    """Yield the median time of each collective at each size, on the slowest rank. A collective.
+@dataclass(frozen=True)
+class LinkSample:
+    """The time of one collective, in seconds.
 
-    limit_s: the time for all of them together. Every one is measured at two sizes at least, limit or not.
+    kind, num_bytes, group: see plan.Collective. All nodes' ranks run their collectives at once.
     """
-    world = resolve_group("python -m gradcomp bench", None)
-    groups: dict[Place, dist.ProcessGroup] = {"all": world}
+
+    kind: CollectiveKind
+    num_bytes: int
+    seconds: float
+    group: Place = "all"
+
+
+def link_samples(group: Group) -> Iterator[LinkSample]:
+    """Yield the median time of each collective at each size, on the slowest rank. A collective."""
+    groups: dict[Place, dist.ProcessGroup] = {"all": resolve_group("python -m gradcomp bench", None)}
     if group.nodes is not None:
         groups |= {"within": group.nodes.within, "between": group.nodes.between}
-    timed = [(place, kind) for place in groups for kind in _TIMED[place]]
-    has_delay = group.round_trip_s() >= exchange.MIN_DELAY_S
-    # With a delay, small sizes would all take as long, and leave no time for one that shows the bandwidth.
-    sizes = SIZES_BYTES[:1] + SIZES_BYTES[3:] if has_delay else SIZES_BYTES
-    for place, kind in timed:
-        ranks = groups[place]
-        deadline = time.perf_counter() + limit_s / len(timed)
-        for index, size in enumerate(sizes):
-            num_bytes = -(-size // (4 * ranks.size())) * 4 * ranks.size()
-            call = _call(kind, num_bytes, ranks, group.device)
-            first_s = _timed(call, 2, group)[-1]
-            left_s = deadline - time.perf_counter()
-            fair_s = left_s / (len(sizes) - index)
-            num_calls = group.agree(min(MAX_CALLS, max(MIN_CALLS, int(fair_s / max(first_s, 1e-6)))))
-            seconds = statistics.median(group.slowest(_timed(call, num_calls, group)))
-            # Between nodes, all ranks of a node have such a buffer.
-            yield LinkSample(
-                kind, num_bytes * (group.ranks_per_node if place == "between" else 1), seconds, place
-            )
-            is_over = seconds > LONG_S or time.perf_counter() > deadline
-            if group.agree(is_over and index > 0):
-                break
+    for place, ranks in groups.items():
+        # Between nodes, all ranks of a node have such a buffer.
+        num_buffers = group.ranks_per_node if place == "between" else 1
+        for kind in _TIMED[place]:
+            for size in SIZES_BYTES:
+                num_bytes = -(-size // (4 * ranks.size())) * 4 * ranks.size()
+                samples_s = _timed(_call(kind, num_bytes, ranks, group.device), 1 + NUM_CALLS, group)
+                seconds = statistics.median(group.slowest(samples_s[1:]))
+                yield LinkSample(kind, num_bytes * num_buffers, seconds, place)
+                if seconds > LONG_S and size > SIZES_BYTES[0]:
+                    break
 
 
 def _call(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradcomp.compress.accuracy_cost import accuracy_cost
-from gradcomp.compress.named import NamedHook
+from gradcomp.hooks.named_hooks import NamedHook
 
-from .measurements import NOOP, HookTime
+from .steps import NOOP, HookTime
 
 SOURCE = (
     "docs/accuracy.md: validation loss above no compression, in nats per byte, of one small GPT (137,000 "
@@ -67,7 +66,7 @@ def _eligible(steps: Sequence[HookTime], max_loss: float) -> list[HookTime]:
 
     A negative cost counts as zero. Hooks of equal cost keep their order.
     """
-    costs = [(each, accuracy_cost(NamedHook.form_named(each.name))) for each in steps if each.name != NOOP]
+    costs = [(each, NamedHook.form_named(each.name).cost) for each in steps if each.name != NOOP]
     within = [(each, cost.nats) for each, cost in costs if cost is not None and cost.nats <= max_loss]
     return [each for each, nats in sorted(within, key=lambda pair: round(max(pair[1], 0.0) / RESOLUTION))]
 
@@ -93,7 +92,7 @@ def _rate(hook: HookTime, none: HookTime) -> float:
 
 def _measured_rate(hook: HookTime) -> float:
     """Return how many times fewer bytes it sent where its cost in accuracy was measured."""
-    cost = accuracy_cost(NamedHook.form_named(hook.name))
+    cost = NamedHook.form_named(hook.name).cost
     assert cost is not None
     return cost.rate
 

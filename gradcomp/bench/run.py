@@ -3,36 +3,62 @@
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import triton
 
 from gradcomp.command_line import aligned, shown_seconds
-from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.compress.announcement import shown_bytes
-from gradcomp.compress.named import NamedHook, forms_of
 from gradcomp.device import has_streams
-from gradcomp.plan.collectives import traffic
+from gradcomp.hooks.named_hooks import NamedHook, forms_of
+from gradcomp.plan.collectives import Network, traffic
 from gradcomp.plan.models import Shape, buckets_of, num_elements
-from gradcomp.plan.network import Network
 
-from .group import Group, link_samples
-from .measurements import NOOP, LinkSample, Measurements
+from .group import Group, LinkSample, link_samples
 from .recommendation import LEAST_HEADROOM, SOURCE, recommendation
-from .steps import Trainer, hook_time, hook_times
+from .steps import NOOP, HookTime, Trainer, hook_times
 from .workloads import Workload
 
-# The links are measured for this many times a hook's `seconds`.
-LINK_PART = 2.0
 WIDTH = 120  # of sentences
 # Where a collective takes place, for behind its name.
 WHERE = {"all": " of all ranks", "within": " within a node", "between": " between nodes"}
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Measurements of one model on one cluster.
+
+    dtype, shapes: of the parameters with gradients; shapes in registration order.
+    round_trip_s: the time from a message to its answer between ranks (nodes), as hooks find it; 0 where ranks
+        exchange no messages themselves, such as on NCCL.
+    ranks_per_node: the number of ranks on every node, if there were several nodes of several ranks; else 1.
+    """
+
+    date_utc: str
+    device: str
+    backend: str
+    world_size: int
+    ranks_per_node: int
+    num_threads: int
+    versions: dict[str, str]
+    model: str
+    dtype: str
+    shapes: list[list[int]]
+    bucket_cap_mb: float
+    round_trip_s: float
+    link: list[LinkSample]
+    hooks: list[HookTime]
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 class Progress:
@@ -43,32 +69,15 @@ class Progress:
         self._start = time.monotonic()
 
     def show(self, text: str) -> None:
-        if self._is_shown:
-            line = f"[{time.monotonic() - self._start:4.0f} s] {text}"
-            print(
-                f"\r{line}\x1b[K" if self._is_terminal else line,
-                end="" if self._is_terminal else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+        line = f"[{time.monotonic() - self._start:4.0f} s] {text}"
+        self._write(f"\r{line}\x1b[K" if self._is_terminal else f"{line}\n")
 
     def done(self) -> None:
-        if self._is_shown and self._is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self._write("\r\x1b[K" if self._is_terminal else "")
 
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """Options of a measurement.
-
-    hooks: "none" among them, without NOOP. With nodes, hooks are measured flat and by nodes.
-    seconds: the time of steps with each hook.
-    bucket_cap_mb: DDP's option.
-    """
-
-    hooks: tuple[NamedHook, ...]
-    seconds: float
-    bucket_cap_mb: float
+    def _write(self, text: str) -> None:
+        if self._is_shown:
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def dtype_of(workload: Workload) -> torch.dtype:
@@ -80,22 +89,29 @@ def dtype_of(workload: Workload) -> torch.dtype:
     return dtypes.pop()
 
 
-def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurements:
-    """Measure everything. A collective."""
+def measure(
+    workload: Workload, group: Group, hooks: Sequence[NamedHook], seconds: float, bucket_cap_mb: float
+) -> Measurements:
+    """Measure everything. A collective.
+
+    hooks: "none" among them, without NOOP. With nodes, hooks are measured flat and by nodes.
+    seconds: the time of steps with each hook.
+    bucket_cap_mb: DDP's option.
+    """
     progress = Progress(group.rank == 0)
     progress.show(f"{group.world_size} ranks, {group.backend}: links")
     round_trip_s, link = group.round_trip_s(), []
-    for sample in link_samples(group, LINK_PART * options.seconds):
+    for sample in link_samples(group):
         progress.show(f"links: {_shown(sample, has_nodes=group.nodes is not None)}")
         link.append(sample)
     is_gloo = group.backend == "gloo"
-    forms = list(forms_of(options.hooks, has_nodes=group.nodes is not None, is_gloo=is_gloo))
-    trainer = Trainer(workload, group, options.bucket_cap_mb)
-    samples = hook_times(trainer, [NOOP, *(form.name for form in forms)], options.seconds, progress.show)
+    forms = list(forms_of(hooks, has_nodes=group.nodes is not None, is_gloo=is_gloo))
+    trainer = Trainer(workload, group, bucket_cap_mb)
+    samples = hook_times(trainer, [NOOP, *(form.name for form in forms)], seconds, progress.show)
     progress.done()
     shapes: list[Shape] = [tuple(each.shape) for each in workload.parameters]
     dtype = dtype_of(workload)
-    buckets = buckets_of(shapes, dtype.itemsize, options.bucket_cap_mb * 2**20)
+    buckets = buckets_of(shapes, dtype.itemsize, bucket_cap_mb * 2**20)
     network = Network(
         group.world_size,
         round_trip_s=round_trip_s,
@@ -118,10 +134,10 @@ def measure(workload: Workload, group: Group, options: BenchOptions) -> Measurem
         model=workload.name,
         dtype=str(dtype).removeprefix("torch."),
         shapes=[list(shape) for shape in shapes],
-        bucket_cap_mb=options.bucket_cap_mb,
+        bucket_cap_mb=bucket_cap_mb,
         round_trip_s=round_trip_s,
         link=link,
-        hooks=[hook_time(name, each, handed.get(name, 0.0)) for name, each in samples.items()],
+        hooks=[HookTime.of(name, each, handed.get(name, 0.0)) for name, each in samples.items()],
     )
 
 
@@ -138,7 +154,7 @@ def table(found: Measurements, max_loss: float) -> str:
     none_s, noop_s = steps["none"].step_p50_s, steps[NOOP].step_p50_s
     rows = [["hook", "step", "p20", "p80", "steps", "× none", "loss, nats"]]
     for hook in found.hooks:
-        cost = None if hook.name == NOOP else accuracy_cost(NamedHook.form_named(hook.name))
+        cost = None if hook.name == NOOP else NamedHook.form_named(hook.name).cost
         without = "averages nothing: for timing only"
         rows.append(
             [

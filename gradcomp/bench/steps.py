@@ -1,5 +1,7 @@
 """Time training steps with every hook, in rounds. Every hook of a round gets a new DDP model."""
 
+from __future__ import annotations
+
 import gc
 import statistics
 import time
@@ -7,20 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.compress.named import NamedHook
-from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.hooks import debugging_hooks
+from gradcomp.hooks.named_hooks import NamedHook
 
 from .group import Group, synchronize
-from .measurements import NOOP, HookTime
 from .workloads import Workload
 
 # States compress from this step on: the earliest that PowerSGDState accepts.
 FIRST_COMPRESSED_STEP = 2
+
+
+NOOP = "noop"  # the name of a step without any communication
 
 
 def register(model: DistributedDataParallel, name: str, ranks_per_node: int) -> None:
@@ -30,36 +33,9 @@ def register(model: DistributedDataParallel, name: str, ranks_per_node: int) -> 
     """
     if name == NOOP:
         model.register_comm_hook(None, debugging_hooks.noop_hook)
-    elif name != "none":
-        model.register_comm_hook(*state_and_hook(NamedHook.form_named(name), ranks_per_node))
-
-
-def state_and_hook(hook: NamedHook, ranks_per_node: int) -> tuple[Any, Any]:
-    """Return a hook's state and hook, for the default group. ranks_per_node: for a hook by nodes."""
-    ranks_per_node = ranks_per_node if hook.is_by_nodes else 1
-    if hook.rank is not None:
-        options = hook.powersgd_options
-        state = powerSGD_hook.PowerSGDState(
-            None,
-            matrix_approximation_rank=options.matrix_approximation_rank,
-            start_powerSGD_iter=FIRST_COMPRESSED_STEP,
-            min_compression_rate=options.min_compression_rate,
-            factor_dtype=options.factor_dtype,
-            uncompressed_dtype=options.uncompressed_dtype,
-            ranks_per_node=ranks_per_node,
-        )
-        return state, powerSGD_hook.powerSGD_hook
-    if hook.bits is not None:
-        quantized = quantization_hooks.QuantizationState(
-            bits=hook.bits, start_iter=FIRST_COMPRESSED_STEP, ranks_per_node=ranks_per_node
-        )
-        return quantized, quantization_hooks.quantization_hook
-    hooks = {
-        None: default_hooks.allreduce_hook,
-        torch.bfloat16: default_hooks.bf16_compress_hook,
-        torch.float16: default_hooks.fp16_compress_hook,
-    }
-    return None, hooks[hook.wire_dtype]
+    else:
+        hook = NamedHook.form_named(name)
+        hook.register(model, FIRST_COMPRESSED_STEP, ranks_per_node if hook.is_by_nodes else 1)
 
 
 # Steps before the timed ones. DDP rebuilds its buckets after the first. States compress from the third on.
@@ -138,7 +114,24 @@ def hook_times(
     return samples
 
 
-def hook_time(name: str, samples_s: Sequence[float], collective_bytes: float) -> HookTime:
-    """Return the quantiles of a hook's step times."""
-    p20, _, _, p80 = statistics.quantiles(samples_s, n=5, method="inclusive")
-    return HookTime(name, p20, statistics.median(samples_s), p80, len(samples_s), collective_bytes)
+@dataclass(frozen=True)
+class HookTime:
+    """The times of steps with a hook, in seconds.
+
+    name: as in docs/accuracy.md, by nodes if it ends with BY_NODES, or NOOP.
+    step_p20_s, step_p50_s, step_p80_s: quantiles over num_steps steps, each on its slowest rank.
+    collective_bytes: see plan.Traffic; 0 for NOOP.
+    """
+
+    name: str
+    step_p20_s: float
+    step_p50_s: float
+    step_p80_s: float
+    num_steps: int
+    collective_bytes: float
+
+    @classmethod
+    def of(cls, name: str, samples_s: Sequence[float], collective_bytes: float) -> HookTime:
+        """Return the quantiles of a hook's step times."""
+        p20, _, _, p80 = statistics.quantiles(samples_s, n=5, method="inclusive")
+        return cls(name, p20, statistics.median(samples_s), p80, len(samples_s), collective_bytes)

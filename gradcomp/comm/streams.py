@@ -8,9 +8,10 @@ Everything is enqueued by the threads that call hooks, bucket after bucket, with
 for backends that work on the host, such as gloo). On a CPU there are no streams: work runs at once.
 """
 
+import time
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -80,3 +81,26 @@ def completed(device: torch.device, result: torch.Tensor) -> Future:
     future: Future = torch.futures.Future(devices=devices_of_future(device))
     future.set_result(result)
     return future
+
+
+def mark(device: torch.device) -> Any:
+    """Return the time, on CUDA as an event on the current stream."""
+    if not has_streams(device):
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def wait_until(end: Any) -> None:
+    """Wait until the device has passed a mark."""
+    if isinstance(end, torch.cuda.Event):
+        end.synchronize()
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """Return the time between two marks. The host waits for the second."""
+    if isinstance(first, torch.cuda.Event):
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+    return float(last - first)

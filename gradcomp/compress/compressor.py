@@ -3,8 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -157,33 +157,3 @@ class Compressor(ABC):
         if "error" in state:
             state["error"][offset : offset + len(values)] += values
             self.load(state)
-
-
-class MakesCompressors(Protocol):
-    """Makes the compressors of a state's buckets: a subclass of Compressor, or a Choice."""
-
-    def __call__(self, bucket: BucketSpec, options: Any) -> Compressor: ...
-
-    def warm_up(self, bucket: BucketSpec, options: Any) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """A compressor with options of its own, in the place of the state's options.
-
-    is_by_nodes: False to average without nodes, whatever the bucket says.
-    """
-
-    compressor: type[Compressor]
-    options: Any
-    is_by_nodes: bool
-
-    def __call__(self, bucket: BucketSpec, options: Any) -> Compressor:
-        return self.compressor(self._spec(bucket), self.options)
-
-    def warm_up(self, bucket: BucketSpec, options: Any) -> None:
-        """Warm up the compressor; see Compressor.warm_up."""
-        self.compressor.warm_up(self._spec(bucket), self.options)
-
-    def _spec(self, bucket: BucketSpec) -> BucketSpec:
-        return bucket if self.is_by_nodes else replace(bucket, ranks_per_node=1)

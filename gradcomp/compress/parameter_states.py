@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.pipeline import Stages
-from .compressor import BucketSpec, Compressor, MakesCompressors, State
+from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape
 
 # What is kept of one parameter, by name. "error" has the parameter's shape.
@@ -43,7 +43,9 @@ class Bucket:
     dtype: the buffer's.
     options: the compressor's.
     shapes, keys, parameters: one per parameter, in the bucket's order.
-    compressor, made_by, device: the compressor, what has made it, and for which device; None before.
+    compressor: None before the first compressed step.
+    device: the compressor's.
+    made_for: what the state has made it for; empty without one.
     pending: by position, errors that another compressor has left of tensors that this one sends exactly. Each
         is added to its tensor's next gradient, and so sent once: then None. That of an unused tensor waits.
     sent: the pending errors that are part of this step's average. On CUDA the side stream may read one until
@@ -57,11 +59,11 @@ class Bucket:
     keys: list[str]
     parameters: list[weakref.ref[torch.Tensor]]
     compressor: Compressor | None = None
-    made_by: MakesCompressors | None = None
+    made_for: tuple[Any, ...] = ()
     device: torch.device | None = None
+    is_warmed_up: bool = False
     pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
-    _is_warmed_up: bool = False
 
     @property
     def numels(self) -> list[int]:
@@ -108,17 +110,6 @@ class Bucket:
         if not isinstance(bucket, dist.GradBucket):
             return []
         return [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
-
-    def warm_up(self, later: Iterable[MakesCompressors], device: torch.device, **ranks: Any) -> None:
-        """Warm up what will make this bucket's compressors. Does nothing after the first call."""
-        if not self._is_warmed_up:
-            self._is_warmed_up = True
-            for each in later:
-                each.warm_up(self.spec(device, 0, **ranks), self.options)
-
-    def spec(self, device: torch.device, seed: int, **ranks: Any) -> BucketSpec:
-        """Return what a compressor is made for. ranks: see BucketSpec."""
-        return BucketSpec(tuple(self.shapes), self.dtype, device, seed=seed, **ranks)
 
     # --- the compressor ---
 
@@ -285,20 +276,15 @@ class ParameterStates:
         self._buckets.append(new)
         return new
 
-    def make_compressor(
-        self, bucket: Bucket, make: MakesCompressors, device: torch.device, seed: int, **ranks: Any
-    ) -> list[str]:
+    def make_compressor(self, bucket: Bucket, make: type[Compressor], spec: BucketSpec) -> list[str]:
         """Give a bucket another compressor, which takes over the entries.
 
-        seed: the seed for a new compressor's random choices.
-        ranks: world_size, ranks_per_node, has_delay and is_shard; see BucketSpec.
+        spec: what the compressor is made for.
 
         Returns the keys of parameters whose entries were dropped, as their shapes differ.
         """
         self._give_back(bucket)
-        bucket.compressor = _made(make, bucket.spec(device, seed, **ranks), bucket.options)
-        bucket.made_by, bucket.device = make, device
-        bucket.pending, bucket.sent = {}, {}
+        bucket.compressor, bucket.device = _made(make, spec, bucket.options), spec.device
         own: list[str | tuple[str, ...]] = [*bucket.keys, tuple(bucket.keys)]
         taken: Entries = {key: self._entries.pop(key) for key in own if key in self._entries}
         lost = [
@@ -315,7 +301,7 @@ class ParameterStates:
         """Take over the entries of a bucket's parameters from its compressor, and drop the compressor."""
         for key, entry in bucket.entries().items():
             self._entries.setdefault(key, {}).update(entry)
-        bucket.compressor, bucket.pending, bucket.sent = None, {}, {}
+        bucket.compressor, bucket.made_for, bucket.pending, bucket.sent = None, (), {}, {}
 
     def give_all_back(self) -> None:
         """Drop all compressors, because the group or the nodes have changed."""
@@ -401,7 +387,7 @@ class ParameterStates:
         return digest.hexdigest()[:16]
 
 
-def _made(make: MakesCompressors, bucket: BucketSpec, options: Any) -> Compressor:
+def _made(make: type[Compressor], bucket: BucketSpec, options: Any) -> Compressor:
     """Make a compressor. Raises TypeError if it lacks options, or counts no whole elements."""
     name = getattr(make, "__name__", type(make).__name__)
     try:

@@ -22,7 +22,7 @@ from ..comm.streams import Future
 from ..rules import described
 from .agreement import agree
 from .announcement import announce_start, say, unclaimed_entries, with_keys
-from .compressor import Compressor, MakesCompressors
+from .compressor import BucketSpec, Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState
 from .settings import Settings, logger_of, option, setting
@@ -38,15 +38,17 @@ class Phase(NamedTuple):
     """How a state averages the buckets of a step.
 
     name: the algorithm's name in log lines.
-    compressor: the class of the buckets' compressors, or what makes them; None for plain averages.
+    compressor: the class of the buckets' compressors; None for plain averages.
     options: the compressors' options.
-    warms_up: what makes the compressors of later phases, to be warmed up in these steps.
+    warms_up: later phases, whose compressors are to be warmed up in these steps.
+    is_flat: True to average without nodes, whatever the state's ranks_per_node.
     """
 
     name: str
-    compressor: MakesCompressors | None
+    compressor: type[Compressor] | None
     options: Any
-    warms_up: tuple[MakesCompressors, ...] = ()
+    warms_up: "tuple[Phase, ...]" = ()
+    is_flat: bool = False
 
 
 class CompressorState(SavedState):
@@ -117,7 +119,8 @@ class CompressorState(SavedState):
         # The group of the last step's collectives; None before the first step.
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._steps = Steps()
-        self._phase: Phase | None = None
+        self._phase: Phase | None = None  # of the last bucket
+        self._phase_options: Any = None  # what it was asked for
         self._announced: set[str] = set()
         self._pipeline = Pipeline()
         self.recorder: Any = None
@@ -139,9 +142,14 @@ class CompressorState(SavedState):
 
     def phase(self, options: Any) -> Phase:
         """Return how the current step averages buckets with these options."""
+        compressing = Phase(self.algorithm, self._compressor, options)
         if self._steps.num < self._settings.start_iter:
-            return Phase(self.algorithm, None, options, warms_up=(self._compressor,))
-        return Phase(self.algorithm, self._compressor, options)
+            return Phase(self.algorithm, None, options, warms_up=(compressing,))
+        return compressing
+
+    def claims(self, options: Any) -> dict[str, Any]:
+        """Return what averages with these options promise; see Compressor.claims."""
+        return self._compressor.claims(options)
 
     @property
     def is_compared(self) -> bool:
@@ -237,18 +245,21 @@ class CompressorState(SavedState):
         options = self._settings.options if options is None else options
         if is_first:
             self._begin_step(group, buffer.device)
-        if is_first or self._phase is None or self._phase.options is not options:
-            self._phase = self.phase(options)
-        phase, own = self._phase, self._states.bucket_of(bucket, options)
+        if is_first or self._phase is None or self._phase_options is not options:
+            self._phase, self._phase_options = self.phase(options), options
+        phase = self._phase
+        own = self._states.bucket_of(bucket, phase.options)
         if phase.compressor is None:
             future = self._average_plainly(hook_name, bucket, group)
         else:
             if self._errors_of is not None:
                 self._warn_of_another_ranks_errors(group)
-            future = self._average_compressed(hook_name, bucket, group, phase.compressor, own)
-        if phase.warms_up:  # warm-up runs while this step's collectives are in progress
-            ranks = {**self._ranks, "is_shard": isinstance(bucket, ShardBucket)}
-            own.warm_up(phase.warms_up, buffer.device, **ranks)
+            future = self._average_compressed(hook_name, bucket, group, phase, own)
+        if phase.warms_up and not own.is_warmed_up:
+            own.is_warmed_up = True
+            for later in phase.warms_up:  # while this step's collectives are in progress
+                assert later.compressor is not None
+                later.compressor.warm_up(self._spec(bucket, later, own, seed=0), later.options)
         if bucket.is_last():
             self.end_step()
         return future
@@ -266,13 +277,13 @@ class CompressorState(SavedState):
         hook_name: str,
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
-        make: MakesCompressors,
+        phase: Phase,
         own: Bucket,
     ) -> Future:
-        """Average a bucket with a compressor made by `make`."""
+        """Average a bucket with the phase's compressor."""
         buffer, step = bucket.buffer(), self._steps.num
-        if own.compressor is None or own.made_by is not make or own.device != buffer.device:
-            self._make_compressor(bucket, make, own)
+        if own.made_for != (phase.compressor, buffer.device, phase.is_flat):
+            self._make_compressor(bucket, phase, own)
         compressor = own.compressor
         assert compressor is not None
         if compressor.is_plain and not own.waits:
@@ -292,12 +303,25 @@ class CompressorState(SavedState):
         self._steps.sent_bytes += compressor.sent_numel * buffer.itemsize
         return future
 
-    def _make_compressor(self, bucket: dist.GradBucket, make: MakesCompressors, own: Bucket) -> None:
-        ranks = {**self._ranks, "is_shard": isinstance(bucket, ShardBucket)}
-        seed = self._seed(own, self._steps.num)
-        if lost := self._states.make_compressor(own, make, bucket.buffer().device, seed, **ranks):
+    def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket) -> None:
+        """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
+        assert phase.compressor is not None
+        spec = self._spec(bucket, phase, own, self._seed(own, self._steps.num))
+        if lost := self._states.make_compressor(own, phase.compressor, spec):
             text = with_keys("the checkpoint has other shapes of %s, whose errors start at zero", lost)
             logger_of(self).warning("%s: %s.", self.algorithm, text)
+        own.made_for = (phase.compressor, spec.device, phase.is_flat)
+
+    def _spec(self, bucket: dist.GradBucket, phase: Phase, own: Bucket, seed: int) -> BucketSpec:
+        """Return what a compressor of the phase is made for."""
+        return BucketSpec(
+            tuple(own.shapes),
+            own.dtype,
+            bucket.buffer().device,
+            seed=seed,
+            is_shard=isinstance(bucket, ShardBucket),
+            **({**self._ranks, "ranks_per_node": 1} if phase.is_flat else self._ranks),
+        )
 
     def _seed(self, own: Bucket, step: int) -> int:
         """Return the seed for a bucket's random choices in a step, the same on every rank."""

@@ -11,17 +11,14 @@ same round. The differences are the candidate's gain. docs/auto.md has the rule.
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from gradcomp.device import has_streams
-
-from ..comm.streams import Future
+from ..comm.streams import Future, mark, seconds_between
 from ..rules import COUNT, RANK, Rule
 from .checkpoint import require_keys
 
@@ -246,53 +243,29 @@ class Trial:
         Raises KeyError for missing and unknown entries, ValueError for entries that don't fit.
         """
         require_keys("trial", given, [each.name for each in fields(cls)])
-        names, taking_part, seconds, waits = (
-            given[name] for name in ("names", "taking_part", "seconds", "waits")
-        )
-        if not isinstance(names, list) or not all(isinstance(each, str) for each in names) or not names:
-            raise ValueError(f"trial: names is {names!r}, but must be a list of names")
-        is_part = isinstance(taking_part, list) and taking_part[:1] == names[:1]
-        if not is_part or any(each not in names for each in taking_part):
-            raise ValueError(
-                f"trial: taking_part is {taking_part!r}, but must be the first of {names} and others"
-            )
-        is_by_name = isinstance(seconds, dict) and list(seconds) == names
-        lists = [waits, *seconds.values()] if is_by_name else [None]
-        if not all(isinstance(each, list) and len(each) == len(waits) for each in lists):
-            raise ValueError(
-                f"trial: seconds is {seconds!r} and waits {waits!r}, but each of {names} must have a list "
-                "of times, all of one length"
-            )
-        for name in ("choice", "before"):
-            if given[name] not in (None, *names):
-                raise ValueError(f"trial: {name} is {given[name]!r}, but must be one of {names}")
-        place, sent_bytes = _counts("trial: place", given["place"]), given["sent_bytes"]
-        if len(place) != 2 or not isinstance(sent_bytes, dict):
-            raise ValueError(
-                f"trial: place is {place} and sent_bytes {sent_bytes!r}, but must be two numbers and a dict"
-            )
-        numbers = {name: COUNT(f"trial: {name}", given[name]) for name in ("step", "round", "chosen_at")}
-        return cls(
-            names,
-            (place[0], place[1]),
-            steps_per_turn=TURN("trial: steps_per_turn", given["steps_per_turn"]),
-            num_rounds=RANK("trial: num_rounds", given["num_rounds"]),
-            tolerance=TOLERANCE("trial: tolerance", given["tolerance"]),
-            before=given["before"],
-            taking_part=taking_part,
-            seconds={name: _checked_times(f"a time of {name}", each) for name, each in seconds.items()},
-            waits=_checked_times("a wait", waits),
-            sent_bytes={name: COUNT(f"trial: bytes of {name}", each) for name, each in sent_bytes.items()},
-            choice=given["choice"],
-            **numbers,
-        )
+        try:
+            trial = cls(**{**given, "place": tuple(given["place"])})
+            wrong = next((name for name, is_right in trial._checks() if not is_right), None)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"trial: an entry has another type than a trial's: {error}") from error
+        if wrong is not None:
+            raise ValueError(f"trial: {wrong} is {given[wrong]!r}, which doesn't fit {given['names']!r}")
+        return trial
 
-
-def _checked_times(name: str, values: list[Any]) -> list[float]:
-    for value in values:
-        if not isinstance(value, int | float) or not value >= 0:
-            raise ValueError(f"trial: {name} is {value!r}, but must be at least 0")
-    return [float(value) for value in values]
+    def _checks(self) -> Iterator[tuple[str, bool]]:
+        """Yield (name, whether its value fits) for every field. Raises TypeError or AttributeError, too."""
+        names, times = self.names, [self.waits, *self.seconds.values()]
+        yield "names", bool(names) and all(isinstance(each, str) for each in names)
+        yield "place", len(self.place) == 2 and all(map(COUNT.accepts, self.place))
+        yield "taking_part", self.taking_part[:1] == names[:1] and set(self.taking_part) <= set(names)
+        yield "seconds", list(self.seconds) == names and {len(each) for each in times} == {len(self.waits)}
+        yield "waits", all(isinstance(each, int | float) and each >= 0 for each in chain(*times))
+        yield "sent_bytes", all(map(COUNT.accepts, self.sent_bytes.values()))
+        yield "choice", self.choice in (None, *names)
+        yield "before", self.before in (None, *names)
+        rules = {"steps_per_turn": TURN, "num_rounds": RANK, "tolerance": TOLERANCE}
+        for name, rule in {**rules, "step": COUNT, "round": COUNT, "chosen_at": COUNT}.items():
+            yield name, rule.accepts(getattr(self, name))
 
 
 class StepClock:
@@ -312,14 +285,14 @@ class StepClock:
 
     def begin_bucket(self, device: torch.device) -> None:
         """Note that a bucket's hook begins now."""
-        self._begin = _mark(device)
+        self._begin = mark(device)
 
     def add_wait(self, number: int, average: Future, device: torch.device) -> None:
         """Note that a step waits for an average: from its last bucket's begin to the last average."""
         begins, ends = self._waits.setdefault(number, ([], []))
         begins.append(self._begin)
         # On CUDA a callback's stream waits for the average, so the event in it does, too.
-        average.add_done_callback(lambda _: ends.append(_mark(device)))
+        average.add_done_callback(lambda _: ends.append(mark(device)))
 
     def end_step(self, number: int | None) -> None:
         """Note that a step has ended with the last bucket.
@@ -345,7 +318,7 @@ class StepClock:
         num_ended = len(self._marks) - sum(not event.query() for event in events)
         ended, self._marks = self._marks[:num_ended], self._marks[max(num_ended - 1, 0) :]
         return [
-            (number, _seconds_between(first, last))
+            (number, seconds_between(first, last))
             for (_, first), (number, last) in pairwise(ended)
             if number is not None
         ]
@@ -358,32 +331,9 @@ class StepClock:
         """
         taken, self._waits = self._waits, {}
         return {
-            number: sum(map(_seconds_between, begins, ends))
+            number: sum(map(seconds_between, begins, ends))
             if of_each
-            else max(_seconds_between(begins[-1], end) for end in ends)
+            else max(seconds_between(begins[-1], end) for end in ends)
             for number, (begins, ends) in taken.items()
             if len(ends) == len(begins)
         }
-
-
-def _mark(device: torch.device) -> Any:
-    """Return the time, on CUDA as an event on the current stream."""
-    if not has_streams(device):
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _seconds_between(first: Any, last: Any) -> float:
-    if isinstance(first, torch.cuda.Event):
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
-    return float(last - first)
-
-
-def _counts(what: str, given: Any) -> list[int]:
-    """Return a list of whole numbers of at least 0. Raises ValueError for anything else."""
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{what} is a {type(given).__name__}, but must be a list")
-    return [COUNT(what, each) for each in given]

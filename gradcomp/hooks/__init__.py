@@ -7,10 +7,13 @@ quantization_hooks or debugging_hooks; nothing else changes. Torch's other hook 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from gradcomp.compress.state import CompressorState
 
 from . import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 
@@ -27,40 +30,25 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Registration:
-    """A DDPCommHookType's value: a call registers one hook on a model. Arguments are torch's."""
+    """A DDPCommHookType's value: a call registers one hook on a model. Arguments are torch's.
+
+    make_state: makes the hook's state from the process group that is given as state; None for a hook that
+        takes the process group.
+    """
 
     hook: Callable[..., Any]
+    make_state: Callable[..., CompressorState] | None = None
 
-    def __call__(self, model: Any, state: Any = None) -> None:
+    def __call__(self, model: Any, state: Any = None, **options: Any) -> None:
+        if self.make_state is not None:
+            state = self.make_state(state, **options)
+            if isinstance(model, nn.Module):
+                state.number_parameters(model.named_parameters())
         model.register_comm_hook(state, self.hook)
 
 
-@dataclass(frozen=True)
-class _PowerSGDRegistration(_Registration):
-    """A DDPCommHookType's value for PowerSGD: makes a PowerSGDState from the process group given as state."""
-
-    rank: int
-
-    def __call__(self, model: Any, state: Any = None, start_powerSGD_iter: int = 1_000) -> None:  # noqa: N803
-        power_sgd_state = powerSGD_hook.PowerSGDState(
-            process_group=state,
-            matrix_approximation_rank=self.rank,
-            start_powerSGD_iter=start_powerSGD_iter,
-        )
-        if isinstance(model, nn.Module):
-            power_sgd_state.number_parameters(model.named_parameters())
-        model.register_comm_hook(power_sgd_state, self.hook)
-
-
-@dataclass(frozen=True)
-class _AutoRegistration(_Registration):
-    """A DDPCommHookType's value for auto_hook: makes an AutoState from the process group given as state."""
-
-    def __call__(self, model: Any, state: Any = None) -> None:
-        auto_state = auto_hook.AutoState(state)
-        if isinstance(model, nn.Module):
-            auto_state.number_parameters(model.named_parameters())
-        model.register_comm_hook(auto_state, self.hook)
+def _power_sgd(hook: Callable[..., Any], rank: int) -> _Registration:
+    return _Registration(hook, partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank))
 
 
 class DDPCommHookType(Enum):
@@ -74,12 +62,12 @@ class DDPCommHookType(Enum):
     BF16_COMPRESS = _Registration(default_hooks.bf16_compress_hook)
     QUANTIZE_PER_TENSOR = _Registration(quantization_hooks.quantization_pertensor_hook)
     QUANTIZE_PER_CHANNEL = _Registration(quantization_hooks.quantization_perchannel_hook)
-    POWER_SGD = _PowerSGDRegistration(powerSGD_hook.powerSGD_hook, rank=1)
-    POWER_SGD_RANK2 = _PowerSGDRegistration(powerSGD_hook.powerSGD_hook, rank=2)
-    BATCHED_POWER_SGD = _PowerSGDRegistration(powerSGD_hook.batched_powerSGD_hook, rank=1)
-    BATCHED_POWER_SGD_RANK2 = _PowerSGDRegistration(powerSGD_hook.batched_powerSGD_hook, rank=2)
+    POWER_SGD = _power_sgd(powerSGD_hook.powerSGD_hook, rank=1)
+    POWER_SGD_RANK2 = _power_sgd(powerSGD_hook.powerSGD_hook, rank=2)
+    BATCHED_POWER_SGD = _power_sgd(powerSGD_hook.batched_powerSGD_hook, rank=1)
+    BATCHED_POWER_SGD_RANK2 = _power_sgd(powerSGD_hook.batched_powerSGD_hook, rank=2)
     NOOP = _Registration(debugging_hooks.noop_hook)
-    AUTO = _AutoRegistration(auto_hook.auto_hook)
+    AUTO = _Registration(auto_hook.auto_hook, auto_hook.AutoState)
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:

@@ -31,11 +31,19 @@ def apply_to_torch() -> Iterator[None]:
         with gradcomp.apply_to_torch():
             model = accelerator.prepare(model)
     """
-    _begin_block()
+    global _num_blocks
+    with _lock:
+        if not _num_blocks:
+            _replace()
+        _num_blocks += 1
     try:
         yield
     finally:
-        _end_block()
+        with _lock:
+            _num_blocks -= 1
+            if not _num_blocks:
+                _put_back()
+                _logger.info("%s has its own hooks again.", TORCHS_PACKAGE)
 
 
 class _Name(NamedTuple):
@@ -46,41 +54,11 @@ class _Name(NamedTuple):
     theirs: Any
     ours: Any
 
-    @property
-    def is_ours(self) -> bool:
-        return getattr(self.module, self.name, None) is self.ours
 
-    def __str__(self) -> str:
-        return f"{self.module.__name__}.{self.name}"
-
-
-# Reentrant: garbage collection may end a block, with its generator, in the middle of _begin_block.
+# Reentrant: garbage collection may end a block, with its generator, while another one begins.
 _lock = threading.RLock()
 _num_blocks = 0
 _replaced: list[_Name] = []
-
-
-def _begin_block() -> None:
-    global _num_blocks
-    with _lock:
-        if not _num_blocks:
-            _replace()
-        elif others := [name for name in _replaced if not name.is_ours]:
-            _logger.warning(
-                "apply_to_torch does not replace %s: other code has changed the value since another block of "
-                "apply_to_torch began.",
-                ", ".join(map(str, others)),
-            )
-        _num_blocks += 1
-
-
-def _end_block() -> None:
-    global _num_blocks
-    with _lock:
-        _num_blocks -= 1
-        if not _num_blocks:
-            _put_back()
-            _logger.info("%s has its own hooks again.", TORCHS_PACKAGE)
 
 
 def _replace() -> None:
@@ -105,9 +83,9 @@ def _put_back() -> None:
             setattr(name.module, name.name, name.theirs)
         elif value is not name.theirs:
             _logger.warning(
-                "%s stays %r, which other code has put there in a block of apply_to_torch; before the block "
-                "it was %r.",
-                *(name, value, name.theirs),
+                "%s.%s stays %r, which other code has put there in a block of apply_to_torch; before the "
+                "block it was %r.",
+                *(name.module.__name__, name.name, value, name.theirs),
             )
 
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,17 +14,16 @@ from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.comm.streams import Future
 from gradcomp.compress import checkpoint
-from gradcomp.compress.accuracy_cost import accuracy_cost
 from gradcomp.compress.announcement import say, shown_bytes
-from gradcomp.compress.compressor import Choice, MakesCompressors
-from gradcomp.compress.named import BY_NODES, NamedHook
 from gradcomp.compress.parameter_states import Bucket
 from gradcomp.compress.powersgd import PowerSGDCompressor
-from gradcomp.compress.settings import Settings, as_dict
+from gradcomp.compress.settings import Settings
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
 from gradcomp.device import has_streams
 from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
+
+from .named_hooks import NamedHook, forms_of
 
 __all__ = ["CANDIDATES", "AutoState", "auto_hook"]
 
@@ -41,13 +41,13 @@ _RETRIAL = Rule(
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """The options of AutoState. Errors don't depend on them, so all options are equal in comparisons."""
+    """The options of AutoState. Errors don't depend on them."""
 
-    candidates: tuple[str, ...] = checked_field(CANDIDATES, Rule("names", lambda _: True), is_compared=False)
-    tolerance: float = checked_field(0.05, TOLERANCE, is_compared=False)
-    steps_per_turn: int = checked_field(6, TURN, is_compared=False)
-    rounds: int = checked_field(3, RANK, is_compared=False)
-    retrial_every: int | None = checked_field(10_000, _RETRIAL, is_compared=False)
+    candidates: tuple[str, ...] = CANDIDATES
+    tolerance: float = checked_field(0.05, TOLERANCE)
+    steps_per_turn: int = checked_field(6, TURN)
+    rounds: int = checked_field(3, RANK)
+    retrial_every: int | None = checked_field(10_000, _RETRIAL)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -62,35 +62,11 @@ class AutoOptions:
                 NamedHook.named(name if isinstance(name, str) else repr(name))
             except ValueError as error:
                 raise ValueError(f"candidates: {error}") from None
+            if name.startswith("batched") or ":start" in name:
+                raise ValueError(f"candidates: {name!r} can't be a candidate; plain names of PowerSGD can")
             if names.count(name) > 1:
                 raise ValueError(f"candidates has {name!r} twice: {names}")
         object.__setattr__(self, "candidates", names)
-
-
-class _AnyCandidate(PowerSGDCompressor):
-    """Stands for all candidates: what they claim, and the entries that they keep. None is made."""
-
-    @classmethod
-    def claims(cls, options: Any) -> dict[str, Any]:
-        """Return the claims that all candidates have."""
-        hooks = [NamedHook.named(name) for name in options.candidates]
-        # With int8 factors, uncompressed tensors are sent in bfloat16.
-        wires = [torch.bfloat16 if hook.wire_dtype == torch.int8 else hook.wire_dtype for hook in hooks]
-        precision = max(filter(None, wires), key=lambda dtype: torch.finfo(dtype).eps, default=None)
-        return {
-            "tolerance": None,
-            "precision": precision,
-            "contraction": 0.0,
-            "error_feedback": True,
-            "unbiased": False,
-            "keeps_zeros": "lines" if any(hook.rank is not None for hook in hooks) else "elements",
-            "scale_equivariant": "rounding",
-            "rank_symmetric": not any(hook.is_quantized for hook in hooks),
-            "bucket_insensitive": False,  # random directions differ from bucket to bucket
-            "max_magnitude": 2.0**40,  # as inferred for lossy hooks
-            "checkpoint": "safe",
-            "memory": None,  # the candidates of a trial need more or less
-        }
 
 
 class AutoState(CompressorState):
@@ -129,7 +105,8 @@ class AutoState(CompressorState):
 
     _default_ranks_per_node = AUTO
     _default_start_iter = 10
-    _compressor, _options_class = _AnyCandidate, AutoOptions
+    # What any candidate keeps, PowerSGD keeps, too.
+    _compressor, _options_class = PowerSGDCompressor, AutoOptions
     algorithm = "auto_hook"
 
     candidates: tuple[str, ...] = option()
@@ -156,14 +133,14 @@ class AutoState(CompressorState):
     ):
         named: Any = candidates
         options = AutoOptions(named, tolerance, steps_per_turn, rounds, retrial_every)
-        names = list(options.candidates)
         if strongest is not None:
+            names = options.candidates
             if strongest not in names:
                 raise ValueError(f"strongest is {strongest!r}, which is not one of the candidates {names}")
-            names = names[: names.index(strongest) + 1]
+            options = replace(options, candidates=names[: names.index(strongest) + 1])
         super().__init__(
-            _AnyCandidate,
-            AutoOptions(tuple(names), tolerance, steps_per_turn, rounds, retrial_every),
+            PowerSGDCompressor,
+            options,
             process_group,
             start_iter=start_iter,
             random_seed=random_seed,
@@ -176,7 +153,6 @@ class AutoState(CompressorState):
         super()._reset(process_group, settings)
         self._trial: Trial | None = None
         self._clock = StepClock()
-        self._choices: dict[str, Choice] = {}
         self._device = torch.device("cpu")
         self._num_slow = 0
         self._slow_on_ranks: ReducedValues | None = None
@@ -205,7 +181,7 @@ class AutoState(CompressorState):
             return []
         trial, rows = self._trial, []
         for name, seconds in trial.medians().items():
-            cost = accuracy_cost(NamedHook.named(name.removesuffix(BY_NODES)))
+            cost = NamedHook.form_named(name).cost
             gain = trial.gain(name)
             median, low, high, level = gain or (None,) * 4
             rows.append(
@@ -226,40 +202,39 @@ class AutoState(CompressorState):
 
     def compared_options(self) -> dict[str, Any]:
         trial = None if self._trial is None else asdict(self._trial)
-        return super().compared_options() | as_dict(self.options) | {"the trial": trial}
+        return super().compared_options() | {"the trial": trial}
+
+    def claims(self, options: AutoOptions) -> dict[str, Any]:
+        """Return the claims that all candidates have."""
+        hooks = list(map(NamedHook.named, options.candidates))
+        dtypes = {hook.exact_dtype for hook in hooks} - {None}
+        is_product = any(hook.compressor is PowerSGDCompressor for hook in hooks)
+        return {
+            "tolerance": None,
+            "precision": max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None),
+            "contraction": 0.0,
+            "error_feedback": True,
+            "unbiased": False,
+            "keeps_zeros": "lines" if is_product else "elements",
+            "scale_equivariant": "rounding",
+            "rank_symmetric": not any(hook.has_codes for hook in hooks),
+            "bucket_insensitive": False,  # random directions differ from bucket to bucket
+            "max_magnitude": 2.0**40,  # as inferred for lossy hooks
+            "checkpoint": "safe",
+            "memory": None,  # the candidates of a trial need more or less
+        }
 
     # --- steps ---
 
     def phase(self, options: AutoOptions) -> Phase:
-        if self._trial is None:
-            later = tuple(map(self._choice, self._forms()))
-            return Phase(self.algorithm, None, options, warms_up=later)
-        return Phase(self._trial.current, self._choice(self._trial.current), options)
-
-    def _choice(self, name: str) -> Choice:
-        """Return what makes a candidate's compressors: the same object for the same name."""
-        if name not in self._choices:
-            compressor, options = NamedHook.named(name.removesuffix(BY_NODES)).compressor()
-            self._choices[name] = Choice(compressor, options, is_by_nodes=name.endswith(BY_NODES))
-        return self._choices[name]
-
-    def _forms(self) -> list[str]:
-        """Return the candidates' names, with nodes each flat and by nodes.
-
-        On NCCL, buckets that aren't codes are all-reduced in rings, which go node by node already.
-        """
-        if self._num_ranks_per_node == 1:
-            return list(self.candidates)
-        forms = []
-        for name in self.candidates:
-            has_two = NamedHook.named(name).is_quantized or not has_streams(self._device)
-            forms += [name + BY_NODES, name] if has_two else [name]
-        return forms
+        if self._trial is not None:
+            return _phase_of(self._trial.current)
+        return Phase(self.algorithm, None, options, warms_up=tuple(map(_phase_of, self._names())))
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
-        trial, names = self._trial, self._names(group)
-        if trial is None or (trial.place, trial.names) != (self._place(group), names):
+        trial = self._trial
+        if trial is None or (trial.place, trial.names) != (self._place(group), self._names(group.size())):
             if self.iter >= self.start_iter:
                 self._begin_trial(group, before=None)
         elif trial.choice is None:
@@ -274,12 +249,17 @@ class AutoState(CompressorState):
         """Return the number of ranks, and of ranks per node."""
         return group.size(), self._num_ranks_per_node
 
-    def _names(self, group: dist.ProcessGroup) -> list[str]:
-        """Return the candidates of a trial. A single rank averages nothing, so nothing can pay."""
-        return self._forms() if group.size() > 1 else [self.candidates[0]]
+    def _names(self, num_ranks: int = 2) -> list[str]:
+        """Return a trial's candidates, with nodes each flat and by nodes.
+
+        A single rank averages nothing, so nothing can pay.
+        """
+        names = self.candidates if num_ranks > 1 else self.candidates[:1]
+        has_nodes, is_gloo = self._num_ranks_per_node > 1, not has_streams(self._device)
+        return _forms_of(names, has_nodes=has_nodes, is_gloo=is_gloo)
 
     def _begin_trial(self, group: dist.ProcessGroup, before: str | None) -> None:
-        options, place, names = self.options, self._place(group), self._names(group)
+        options, place, names = self.options, self._place(group), self._names(group.size())
         self._trial = Trial(names, place, options.steps_per_turn, options.rounds, options.tolerance, before)
         self._trial.chosen_at = self.iter
         self._clock.forget()
@@ -347,11 +327,11 @@ class AutoState(CompressorState):
         hook_name: str,
         bucket: dist.GradBucket,
         group: dist.ProcessGroup,
-        make: MakesCompressors,
+        phase: Phase,
         own: Bucket,
     ) -> Future:
         self._clock.begin_bucket(self._device)
-        future = super()._average_compressed(hook_name, bucket, group, make, own)
+        future = super()._average_compressed(hook_name, bucket, group, phase, own)
         if (trial := self._trial) is not None and trial.is_waiting_timed:
             self._clock.add_wait(trial.step, future, self._device)
         return future
@@ -392,6 +372,19 @@ class AutoState(CompressorState):
         self._trial = None if trial is None else Trial.from_dict(trial)
 
 
+@cache
+def _phase_of(name: str) -> Phase:
+    """Return how a candidate averages."""
+    hook = NamedHook.form_named(name)
+    return Phase(name, hook.compressor, hook.options, is_flat=not hook.is_by_nodes)
+
+
+@cache
+def _forms_of(names: tuple[str, ...], *, has_nodes: bool, is_gloo: bool) -> list[str]:
+    hooks = map(NamedHook.named, names)
+    return [form.name for form in forms_of(hooks, has_nodes=has_nodes, is_gloo=is_gloo)]
+
+
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None or not math.isfinite(seconds) else seconds * 1e3
 
@@ -403,15 +396,11 @@ def _shown_gain(row: dict[str, Any]) -> str:
 def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with the mildest compression that pays, which the state finds out by itself.
 
-    The first state.start_iter steps are plain. Then candidates take turns, a few steps each, in several
-    rounds: about 100 steps in all. From then on the mildest that pays is used, until the next trial; see
-    AutoState. One line says so.
+    The first state.start_iter steps are plain, then about 100 steps are a trial; see AutoState.
 
-    On the wire: the codes or factors of the candidate in use; see default_hooks, quantization_hook
-    and powerSGD_hook. A trial adds two all-reduces of a few numbers per candidate for every round; later
-    every 25th step adds an all-reduce of one number.
-    State: the candidate's errors. They are passed on when the candidate changes, so no gradient is
-    missing from the sum of the averages; PowerSGD begins with new random directions.
+    On the wire: the codes or factors of the candidate in use. A trial adds two all-reduces of a few numbers
+    per round; later every 25th step adds an all-reduce of one number.
+    State: the candidate's errors, which are passed on when the candidate changes.
 
     Raises TypeError if the state is not an AutoState or the bucket is not a floating-point bucket.
 

@@ -6,7 +6,7 @@ and the differences from torch's, docs/internals/powersgd.md the algorithm as im
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,20 +31,6 @@ __all__ = [
     "powerSGD_hook",
 ]
 
-_LOGGED_OPTIONS = (
-    "matrix_approximation_rank",
-    "start_powerSGD_iter",
-    "min_compression_rate",
-    "use_error_feedback",
-    "warm_start",
-    "orthogonalization_epsilon",
-    "compression_stats_logging_frequency",
-    "batch_tensors_with_same_shape",
-    "random_seed",
-    "factor_dtype",
-    "uncompressed_dtype",
-    "start_bits",
-)
 logger = logging.getLogger(__name__)
 
 
@@ -141,8 +127,9 @@ class PowerSGDState(CompressorState):
             compression_stats_logging_frequency=compression_stats_logging_frequency,
             ranks_per_node=ranks_per_node,
         )
-        shown = (f"{name} = {getattr(self, name)}" for name in _LOGGED_OPTIONS)
-        logger.info("PowerSGD config: %s", "; ".join(shown))
+        shown = {**asdict(options), **asdict(self.settings), "start_powerSGD_iter": self.start_iter}
+        del shown["square"], shown["start_iter"]  # the hook and torch's name say them
+        logger.info("PowerSGD config: %s", "; ".join(f"{name} = {value}" for name, value in shown.items()))
 
     @property
     def start_powerSGD_iter(self) -> int:  # noqa: N802
@@ -166,13 +153,10 @@ class PowerSGDState(CompressorState):
         return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
 
     def phase(self, options: PowerSGDOptions) -> Phase:
-        is_start = self._steps.num < self._settings.start_iter
-        if is_start and options.start_bits is None:
-            return Phase(self.algorithm, None, options, warms_up=(PowerSGDCompressor,))
-        if is_start:
-            name = f"the quantized start of {self.algorithm}"
-            return Phase(name, QuantizedStart, options, warms_up=(PowerSGDCompressor,))
-        return Phase(self.algorithm, PowerSGDCompressor, options)
+        phase = super().phase(options)
+        if options.start_bits is None or phase.compressor is not None:
+            return phase
+        return phase._replace(name=f"the quantized start of {self.algorithm}", compressor=QuantizedStart)
 
     def _why_nothing_is_saved(self) -> str:
         return (

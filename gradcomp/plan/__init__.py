@@ -1,7 +1,6 @@
 """Arithmetic about bytes and wires: what each hook sends in a step, and how long a network takes for it."""
 
-from .collectives import Traffic, collectives_of, traffic
+from .collectives import Collective, Network, Traffic, collectives_of, traffic
 from .models import buckets_of, load_shapes
-from .network import Collective, Network
 
 __all__ = ["Collective", "Network", "Traffic", "buckets_of", "collectives_of", "load_shapes", "traffic"]

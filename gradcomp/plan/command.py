@@ -10,11 +10,10 @@ import torch
 from gradcomp import command_line
 from gradcomp.command_line import OneLineParser, not_negative, positive, positive_int, shown_seconds
 from gradcomp.compress.announcement import shown_bytes
-from gradcomp.compress.named import NAMES, NamedHook, forms_of
+from gradcomp.hooks.named_hooks import NAMES, NamedHook, forms_of
 
-from .collectives import traffic
+from .collectives import Backend, Network, traffic
 from .models import Shape, buckets_of, load_shapes, num_elements
-from .network import Backend, Network
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPLANATION = """

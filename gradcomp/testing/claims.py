@@ -251,7 +251,7 @@ def _declared(hook: Hook, state: Any) -> dict[str, Any]:
     is_square = "batched_powerSGD_hook" in _names(hook)
     if isinstance(state, CompressorState):
         options = replace(state.options, square=True) if is_square else state.options
-        return state._compressor.claims(options)
+        return state.claims(options)
     if not hasattr(state, "q_memory_dict"):
         return {}
     options = PowerSGDOptions(

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from gradcomp.__main__ import main
-from gradcomp.bench.measurements import HookTime, LinkSample, Measurements
-from gradcomp.bench.run import table
+from gradcomp.bench.group import LinkSample
+from gradcomp.bench.run import Measurements, table
+from gradcomp.bench.steps import HookTime
 from tests.programs import ROOT, TORCHRUN, run_module, run_python, users_environment
 
 MODEL = "tests.bench.benchmarked"
@@ -49,7 +50,7 @@ def test_what_is_measured_is_printed_and_written(tmp_path):
     assert (found["world_size"], found["backend"], found["dtype"]) == (2, "gloo", "float32")
     assert found["round_trip_s"] == 0.052
     sizes = [sample["num_bytes"] for sample in found["link"]]
-    assert min(size for size in sizes if size > 2**12) == 2**21
+    assert {2**12, 2**20} <= set(sizes)
     assert {sample["kind"] for sample in found["link"]} == {"all-reduce", "all-to-all", "all-gather"}
     assert {sample["group"] for sample in found["link"]} == {"all"}
     assert found["shapes"] == [[300, 40], [300], [50, 300], [50], [3, 50], [3]]
@@ -74,8 +75,10 @@ def test_within_and_between_nodes(tmp_path):
     assert found["ranks_per_node"] == 2
     assert found["round_trip_s"] == 0
     assert {sample["group"] for sample in found["link"]} == {"all", "within", "between"}
-    forms = ["int4", "int4 by nodes", "powersgd:2:int8", "powersgd:2:int8 by nodes"]
-    assert [hook["name"] for hook in found["hooks"]] == ["noop", "none", "fp16", *forms]
+    forms = [
+        f"{name}{form}" for name in ("none", "fp16", "int4", "powersgd:2:int8") for form in (" by nodes", "")
+    ]
+    assert [hook["name"] for hook in found["hooks"]] == ["noop", *forms]
 
 
 def test_the_table_by_hand():
@@ -129,7 +132,7 @@ def test_a_lone_process_says_how_to_start_it(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hook", "int2"], "argument --hook: there is no hook 'int2'; known are none, bf16"),
+        (["--hook", "int2"], "argument --hook: there is no hook 'int2'; known are none, allreduce"),
         (["--seconds", "0"], "'0' is not a number above 0"),
         (["--ranks", "0"], "'0' is not a whole number of at least 1"),
         (["--bucket-cap-mb", "-1"], "'-1' is not a number above 0"),
@@ -217,7 +220,7 @@ def have_ended(ranks: list[int]) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_its_ranks(number):
     with running() as (process, ranks):
-        assert len(ranks) == 2
+        assert len(ranks) >= 2  # and multiprocessing's own process
         process.send_signal(number)
         _, err = process.communicate(timeout=END_S)
         assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gradcomp.bench.measurements import NOOP, HookTime
 from gradcomp.bench.recommendation import recommendation
+from gradcomp.bench.steps import NOOP, HookTime
 
 HOOKS = ("none", "bf16", "int8", "int4", "powersgd:8", "powersgd:16:int8")
 RATES = {"none": 1, "bf16": 2, "int8": 3.9, "int4": 7.7, "powersgd:8": 6, "powersgd:16:int8": 160}

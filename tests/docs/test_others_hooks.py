@@ -6,15 +6,14 @@ import re
 import pytest
 import torch
 
-from benchmarks.others_hooks import RECORDS, main, record, table
-from benchmarks.records import read
+from benchmarks.records import RESULTS, read
 from tests.programs import ROOT, TORCHRUN, run_python
 
 PAGE = (ROOT / "docs" / "others_hooks.md").read_text()
-TABLES = (ROOT / "benchmarks" / "results" / "others_hooks.md").read_text()
+TABLES = (RESULTS / "others_hooks.md").read_text()
 PROGRAMS = ROOT / "docs" / "examples" / "upstream"
 LONGEST_PROGRAM = 25
-ROWS = read(RECORDS)
+ROWS = read(RESULTS / "others_hooks.jsonl")
 # Programs of two processes, which run under torchrun.
 OF_TWO = (
     *("torch_fp16_overflow", "torch_powersgd_uncompressed_error"),
@@ -77,31 +76,8 @@ def test_programs_are_short_and_without_gradcomp():
         assert f"[{path.name}](examples/upstream/{path.name})" in PAGE
 
 
-@pytest.mark.parametrize("project", sorted({row["project"] for row in ROWS}))
-def test_the_tables_are_the_recorded_verdicts(project):
-    assert table(row for row in ROWS if row["project"] == project) in TABLES
-
-
 def test_every_failure_is_listed():
     """The lists name the hook and the property of every failure, and nothing else as failing."""
     listed = set(re.findall(r"^\| `([^`|]+)` \| `(\w+)` \|", TABLES, flags=re.MULTILINE))
     assert listed == {(row["hook"], row["property"]) for row in ROWS if row["outcome"] == "fails"}
     assert all((row["counterexample"] is None) == (row["outcome"] != "fails") for row in ROWS)
-
-
-@pytest.mark.usefixtures("plain_torch")
-def test_a_run_records_a_row_per_property(tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    main(["torch", "--hook", "batched_powerSGD_hook, r = 1", "--max-examples", "2", "--record", str(path)])
-    printed = capsys.readouterr().out
-    rows = read(path)
-    outcomes = {row["property"]: row["outcome"] for row in rows}
-    assert outcomes.pop("completes") == "fails"
-    assert set(outcomes.values()) == {"not checked"}
-    assert rows[0]["counterexample"].startswith("Workload(")
-    assert rows[0]["message"] == "completes: schedule 0: rank 0 raised AssertionError: "
-    assert rows[0]["version"] == rows[0]["torch"]
-    assert table(rows) in printed
-    record([{**rows[1], "outcome": "holds"}], path)  # replaces this hook's row of this property
-    again = read(path)
-    assert sorted(row["outcome"] for row in again) == ["fails", "holds", *["not checked"] * (len(rows) - 2)]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
 from gradcomp.bench.steps import register
-from gradcomp.compress.named import NAMES, NamedHook
+from gradcomp.hooks.named_hooks import NAMES, NamedHook
 from gradcomp.plan import Network, collectives_of, traffic
 from gradcomp.plan.models import buckets_of
 
@@ -65,9 +65,6 @@ class SentMeter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-WITH_STATE = ("int8", "int4", "powersgd:4", "powersgd:16:int8")
-
-
 def count_sent(rank, names, per_node, round_trip_ms):
     """Return by hook what a rank sends in a DDP step, and what plan says: messages, all-reduces, bytes."""
     os.environ["GRADCOMP_ROUND_TRIP_MS"] = str(round_trip_ms)
@@ -107,9 +104,8 @@ def count_sent(rank, names, per_node, round_trip_ms):
     [(2, 1, 0), (2, 1, 20), (4, 1, 0), (4, 1, 20), (4, 2, 0), (4, 2, 20)],
 )
 def test_hooks_send_these_messages_and_bytes(run_ranks, world_size, per_node, round_trip_ms):
-    names = NAMES if world_size == 2 else ("none", "fp16", *WITH_STATE)
-    if per_node > 1:
-        names = [f"{name} by nodes" for name in WITH_STATE]
+    tried = NAMES if world_size == 2 else ("none", "fp16", "int8", "int4", "powersgd:4", "powersgd:16:int8")
+    names = [f"{name} by nodes" for name in tried] if per_node > 1 else tried
     ranks = run_ranks(count_sent, world_size, names, per_node, round_trip_ms)
     for name in names:
         expected = ranks[0][1][name]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import models
-from gradcomp.compress.named import NAMES, NamedHook
+from gradcomp.hooks.named_hooks import NAMES, NamedHook
 from gradcomp.plan import Collective, Network, traffic
 from gradcomp.plan.models import buckets_of
 
@@ -14,8 +14,7 @@ GIGABIT = 1.25e8
 RESNET50 = models.buckets("resnet50")
 # The multilayer perceptron of docs/network.md.
 MLP = buckets_of([(1024, 784), (1024,), (1024, 1024), (1024,), (10, 1024), (10,)])
-WITH_STATE = [name for name in NAMES if NamedHook.named(name).has_state]
-ALL_FORMS = [*NAMES, *(f"{name} by nodes" for name in WITH_STATE)]
+ALL_FORMS = [*NAMES, *(f"{name} by nodes" for name in NAMES)]
 
 
 def step(name, network, buckets=RESNET50):
@@ -92,7 +91,7 @@ def test_by_nodes_no_more_leaves_a_node_of_many_ranks_than_a_rank_alone(backend)
             assert step(name, network).sent_bytes > 1.3 * alone
 
 
-@pytest.mark.parametrize("name", WITH_STATE)
+@pytest.mark.parametrize("name", NAMES)
 def test_both_forms_save_equally_many_bytes(name):
     """Both forms keep equally much of a gradient; collective_bytes is compared with docs/accuracy.md."""
     flat, by_nodes = (step(each, on_nodes(8, 4)) for each in (name, f"{name} by nodes"))
@@ -101,10 +100,9 @@ def test_both_forms_save_equally_many_bytes(name):
 
 @pytest.mark.parametrize("name", ALL_FORMS)
 def test_nodes_of_one_rank_are_the_ranks(name):
+    flat_name = "allreduce" if name == "none by nodes" else name.split()[0]  # DDP's own knows no delay
     for backend in ("nccl", "gloo"):
-        form, flat = (
-            step(each, Network(16, GIGABIT, 0.1, backend=backend)) for each in (name, name.split()[0])
-        )
+        form, flat = (step(each, Network(16, GIGABIT, 0.1, backend=backend)) for each in (name, flat_name))
         assert (form.sent_bytes, form.wait_s) == (flat.sent_bytes, flat.wait_s)
 
 

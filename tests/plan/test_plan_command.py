@@ -7,7 +7,7 @@ import pytest
 from gradcomp.__main__ import main
 from gradcomp.command_line import bytes_per_s, shown_seconds
 from gradcomp.compress.announcement import shown_bytes
-from gradcomp.compress.named import NAMES
+from gradcomp.hooks.named_hooks import NAMES
 from tests.programs import ROOT, run_python
 
 MODEL = ("--model", "tests.plan.test_plan_command:a_model")
@@ -63,8 +63,8 @@ def test_nodes_have_a_row_for_either_form(capsys):
         rows = plan(capsys, *MODEL, *nodes, *arguments).split("\n\n")[1].splitlines()[1:]
         return [re.split("  +", row)[0] for row in rows]
 
-    assert forms() == ["none", "bf16", "int4", "int4 by nodes", "powersgd:4"]
-    assert forms("--backend", "gloo")[-2:] == ["powersgd:4", "powersgd:4 by nodes"]
+    assert forms() == ["none", "bf16", "int4 by nodes", "int4", "powersgd:4"]
+    assert forms("--backend", "gloo")[-2:] == ["powersgd:4 by nodes", "powersgd:4"]
     assert forms("--ranks", "4") == ["none", "bf16", "int4", "powersgd:4"], "one node"
     assert "64 ranks, 4 per node" in plan(capsys, *MODEL, *nodes), "16 nodes by default"
 
@@ -119,7 +119,7 @@ def test_the_bytes_of_choosing_are_these(capsys):
         ([], "the following arguments are required: --model"),
         (["--model", "resnet51"], "model 'resnet51' is neither module:callable nor a file of .pt"),
         (["--model", "absent.pt"], "checkpoint 'absent.pt' can't be read"),
-        ([*MODEL, "--hook", "int2"], "argument --hook: there is no hook 'int2'; known are none, bf16"),
+        ([*MODEL, "--hook", "int2"], "argument --hook: there is no hook 'int2'; known are none, allreduce"),
         ([*MODEL, "--ranks", "0"], "'0' is not a whole number of at least 1"),
         ([*MODEL, "--ranks", "12", "--ranks-per-node", "8"], "12 ranks are not whole nodes of 8 ranks"),
         ([*MODEL, "--bandwidth", "fast"], "'fast' is not a bandwidth"),

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from ...comm.consistency import require_all_ranks, require_same_on_all_ranks
 from ...comm.pipeline import Stages
 from ...comm.process_group import device_for, resolve_group
+from ...comm.streams import mark
 from ...rules import RANK
 from ..parameter_states import Bucket
 from ..state import CompressorState
 from . import file as recording_file
-from .row import NUM_VALUES, RecordedBucket, Stopwatch, measure, relative_errors, step_values
+from .row import NUM_VALUES, RecordedBucket, measure, relative_errors, step_values
 
 Log = Callable[[int, dict[str, float]], Any]
 # This many rows share one tensor, so that the device's memory isn't split into small allocations.
@@ -63,7 +64,6 @@ class Recorder:
         self._state = state
         self._every = int(RANK("every", every))
         self._rows: deque[RecordedBucket] = deque(maxlen=int(RANK("max_rows", max_rows)))
-        self._under_way: deque[Stopwatch] = deque()
         self._block: torch.Tensor | None = None
         self._num_used = 0
         self._paths: set[str] = set()  # files that have this recorder's header
@@ -115,15 +115,15 @@ class Recorder:
         shift = step * 8191 + index * 131
         row.values = self._next_values(buffer.device)
         measure(buffer, shift, out=row.values[0])
-        row.stopwatch = Stopwatch(buffer.device)
+        row.marks.append(mark(buffer.device))
         result = yield from stages
-        row.stopwatch.stop()
+        row.marks.append(mark(buffer.device))
         measure(buffer, shift, out=row.values[1])
         error = own.current_error()
         row.has_error = error is not None
         if error is not None:
             measure(error, shift, out=row.values[2])
-        row.stopwatch.end_of_measuring()
+        row.marks.append(mark(buffer.device))
         self._append(row)
         return result
 
@@ -138,11 +138,6 @@ class Recorder:
     def _append(self, row: RecordedBucket) -> None:
         self.num_dropped += len(self._rows) == self._rows.maxlen
         self._rows.append(row)
-        if row.stopwatch is not None:
-            self._under_way.append(row.stopwatch)
-        # Read finished stopwatches now, without waiting, so that the device's events are soon released.
-        while self._under_way and self._under_way[0].read_if_over():
-            self._under_way.popleft()
 
     def add_choice(self, step: int, choice: str, candidates: Sequence[dict[str, Any]]) -> None:
         """Record that an AutoState has chosen a candidate; for the arguments see `choices`."""

@@ -9,9 +9,8 @@ energy is spread over many elements.
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from gradcomp.device import has_streams, send
 
 from ...comm.process_group import Operation
+from ...comm.streams import seconds_between, wait_until
 
 # A prime, so that a matrix's rows or columns don't all fall into a few of the places.
 LENGTH = 251
@@ -76,63 +76,6 @@ def measure(values: torch.Tensor, shift: int, *, out: torch.Tensor) -> None:
 NUM_VALUES = 1 + LENGTH
 
 
-class Stopwatch:
-    """Measures a bucket's time, from construction on.
-
-    On CUDA it records events on the stream of the hook's kernels; otherwise it reads the clock.
-    """
-
-    def __init__(self, device: torch.device):
-        self._on_stream = has_streams(device)
-        self._marks = [self._mark()]
-        self._elapsed_ms: float | None = None
-
-    def _mark(self) -> Any:
-        if not self._on_stream:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def stop(self) -> None:
-        """Mark the end of averaging."""
-        self._marks.append(self._mark())
-
-    def end_of_measuring(self) -> None:
-        """Mark the end of computing the row's values, after stop()."""
-        self._marks.append(self._mark())
-
-    @property
-    def is_read(self) -> bool:
-        """True once the time is known on the host."""
-        return self._elapsed_ms is not None
-
-    def read_if_over(self) -> bool:
-        """Read the time if the device has passed all marks. Returns whether it has; never waits."""
-        if not self.is_read and (not self._on_stream or self._marks[-1].query()):
-            self._read()
-        return self.is_read
-
-    def wait(self) -> None:
-        """Wait until the bucket is averaged and measured."""
-        if not self.is_read:
-            if self._on_stream:
-                self._marks[-1].synchronize()
-            self._read()
-
-    def _read(self) -> None:
-        start, stop, _ = self._marks
-        self._elapsed_ms = start.elapsed_time(stop) if self._on_stream else (stop - start) * 1e3
-        self._marks.clear()
-
-    @property
-    def elapsed_ms(self) -> float:
-        """The time in ms. Waits until the bucket is averaged and measured."""
-        self.wait()
-        assert self._elapsed_ms is not None
-        return self._elapsed_ms
-
-
 @dataclass(eq=False)
 class RecordedBucket:
     """One row of a recorder.
@@ -141,7 +84,8 @@ class RecordedBucket:
         error (undefined unless has_error). None in a plain step. None again after Recorder.complete(), which
         sets relative_error and mean_norm instead.
     has_error: True with error feedback.
-    stopwatch: None in a plain step.
+    marks: the times at which the hook began, the bucket was averaged, and the values were computed; empty in
+        a plain step.
     """
 
     step: int
@@ -153,15 +97,15 @@ class RecordedBucket:
     is_compressed: bool = False
     values: torch.Tensor | None = None
     has_error: bool = False
-    stopwatch: Stopwatch | None = None
+    marks: list[Any] = field(default_factory=list)
     relative_error: float | None = None
     mean_norm: float | None = None
     _norms: list[float] | None = None
 
     def wait(self) -> None:
         """Wait until the row's values are computed."""
-        if self.stopwatch is not None:
-            self.stopwatch.wait()
+        if self.marks:
+            wait_until(self.marks[-1])
 
     def read_norms(self) -> None:
         """Copy the norms to the host. Waits until they are computed."""
@@ -184,7 +128,7 @@ class RecordedBucket:
             "gradient_bytes": self.gradient_bytes,
             "sent_bytes": sent,
             "rate": self.gradient_bytes / sent if sent else (math.inf if self.gradient_bytes else 1.0),
-            "time_ms": None if self.stopwatch is None else self.stopwatch.elapsed_ms,
+            "time_ms": seconds_between(*self.marks[:2]) * 1e3 if self.marks else None,
             "gradient_norm": gradient,
             "average_norm": average,
             "error_norm": error if self.has_error else None,

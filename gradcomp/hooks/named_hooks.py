@@ -1,0 +1,227 @@
+"""The hooks by name: int4, powersgd:8 (rank 8), powersgd:8:int8 (rank 8, int8 factors), int4 by nodes.
+
+auto_hook's candidates, the commands plan and bench, docs/accuracy.md and the benchmarks use these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gradcomp.comm.bucket import Hook
+from gradcomp.comm.nodes import AUTO
+from gradcomp.compress.all_reduced import AllReducedCompressor, AllReducedOptions
+from gradcomp.compress.compressor import Compressor
+from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
+
+from . import default_hooks
+from .powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from .quantization_hooks import QuantizationState, quantization_hook
+
+Options = AllReducedOptions | QuantizedOptions | PowerSGDOptions
+COMPRESSORS: dict[type[Options], type[Compressor]] = {
+    AllReducedOptions: AllReducedCompressor,
+    QuantizedOptions: QuantizedCompressor,
+    PowerSGDOptions: PowerSGDCompressor,
+}
+HOOKS: dict[str, Options] = {
+    "none": AllReducedOptions(),  # what averages without a hook
+    "allreduce": AllReducedOptions(),
+    "bf16": AllReducedOptions(torch.bfloat16),
+    "fp16": AllReducedOptions(torch.float16),
+    "int8": QuantizedOptions(8),
+    "int4": QuantizedOptions(4),
+    "int4:64": QuantizedOptions(4, block_size=64),
+}
+# PowerSGD's names go on with its rank, the dtype of its factors, and the bits of the steps before it starts.
+POWERSGD = {"powersgd": PowerSGDOptions(), "batched": PowerSGDOptions(square=True)}
+FACTORS: dict[str, dict[str, torch.dtype]] = {
+    "": {},
+    "bf16": {"factor_dtype": torch.bfloat16},
+    "fp16": {"factor_dtype": torch.float16},
+    "int8": {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
+}
+START_BITS = {"": None, "start4": 4, "start8": 8}
+BY_NODES = " by nodes"  # the end of a name
+# The hooks that plan lists.
+NAMES = (
+    *("none", "bf16", "fp16", "int8", "int4"),
+    *(f"powersgd:{rank}{factors}" for rank in (16, 8, 4, 1) for factors in ("", ":bf16", ":int8")),
+)
+_STATELESS: dict[torch.dtype | None, Hook] = {
+    None: default_hooks.allreduce_hook,
+    torch.bfloat16: default_hooks.bf16_compress_hook,
+    torch.float16: default_hooks.fp16_compress_hook,
+}
+
+
+@dataclass(frozen=True)
+class AccuracyCost:
+    """A hook's measured cost in accuracy on the small GPT.
+
+    nats: the loss minus the loss without compression.
+    rate: how many times fewer bytes per step the hook sent.
+    note: for a cost that was measured with another hook, or on another number of ranks.
+    """
+
+    nats: float
+    rate: float
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.nats:+.3f} at {self.rate:.3g}×{', ' + self.note if self.note else ''}"
+
+
+# As docs/accuracy.md has them.
+COSTS = {
+    "none": AccuracyCost(0.0, 1.0),
+    "allreduce": AccuracyCost(0.0, 1.0),
+    "fp16": AccuracyCost(0.0, 2.0),
+    "int8": AccuracyCost(0.0, 3.8),
+    "int4": AccuracyCost(0.004, 7.1),
+    "powersgd:16": AccuracyCost(0.002, 2.6),
+    "powersgd:8": AccuracyCost(0.032, 5.6),
+    "powersgd:4": AccuracyCost(0.083, 10.5),
+    "powersgd:8:bf16": AccuracyCost(0.027, 11.3),
+    "powersgd:16:int8": AccuracyCost(0.006, 11.1),
+    "powersgd:8:int8": AccuracyCost(0.032, 20.6),
+    "powersgd:4:int8": AccuracyCost(0.087, 35.1),
+    # From benchmarks/results/accuracy_2_ranks.jsonl, 4 seeds.
+    "bf16": AccuracyCost(0.0, 2.0, "2 ranks"),
+    "powersgd:2": AccuracyCost(0.152, 18.4, "2 ranks"),
+    "powersgd:1": AccuracyCost(0.268, 29.7, "2 ranks"),
+}
+
+
+@dataclass(frozen=True)
+class NamedHook:
+    """A hook with its options.
+
+    options: of its compressor.
+    is_by_nodes: whether gradients or factors are summed exactly within a node, and sent between nodes by one
+        rank each. Otherwise the hook is flat: every rank exchanges codes with every other rank, or a ring
+        goes through all ranks.
+    """
+
+    name: str
+    options: Options
+    is_by_nodes: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> NamedHook:
+        """Return the flat hook of this name: one of HOOKS, or PowerSGD of any rank.
+
+        Raises ValueError for an unknown name.
+        """
+        if name in HOOKS:
+            return cls(name, HOOKS[name])
+        family, *given = name.split(":")
+        rank, factors, start = [*given, "", "", ""][:3]
+        is_known = family in POWERSGD and len(given) <= 3 and factors in FACTORS and start in START_BITS
+        if not (is_known and rank.isdecimal() and int(rank)):
+            powersgd = f"RANK[:{'|'.join(filter(None, FACTORS))}[:{'|'.join(filter(None, START_BITS))}]]"
+            known = ", ".join([*HOOKS, *(f"{each}:{powersgd}" for each in POWERSGD)])
+            raise ValueError(f"there is no hook {name!r}; known are {known}")
+        options: dict[str, Any] = {"start_bits": START_BITS[start], **FACTORS[factors]}
+        return cls(name, replace(POWERSGD[family], matrix_approximation_rank=int(rank), **options))
+
+    @classmethod
+    def form_named(cls, name: str) -> NamedHook:
+        """Return the hook of this name; its form by nodes if the name ends with BY_NODES.
+
+        Raises ValueError for an unknown name.
+        """
+        flat = cls.named(name.removesuffix(BY_NODES))
+        return flat.by_nodes() if name.endswith(BY_NODES) else flat
+
+    @property
+    def compressor(self) -> type[Compressor]:
+        return COMPRESSORS[type(self.options)]
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the hook exchanges codes: int8, int4, and PowerSGD's int8 factors."""
+        if isinstance(self.options, PowerSGDOptions):
+            return self.options.is_quantized
+        return isinstance(self.options, QuantizedOptions)
+
+    @property
+    def exact_dtype(self) -> torch.dtype | None:
+        """The dtype of what is not sent as codes; None for the gradients' dtype."""
+        if isinstance(self.options, AllReducedOptions):
+            return self.options.wire_dtype
+        if isinstance(self.options, PowerSGDOptions) and not self.options.is_quantized:
+            return self.options.factor_dtype
+        return self.options.uncompressed_dtype
+
+    def has_form_by_nodes(self, *, is_gloo: bool) -> bool:
+        """Return whether the hook can be by nodes on a backend.
+
+        On NCCL, buckets that aren't codes are all-reduced in rings, which go node by node already.
+        """
+        return is_gloo or self.has_codes
+
+    @property
+    def flat_name(self) -> str:
+        """The name of this hook's flat form."""
+        return self.name.removesuffix(BY_NODES)
+
+    def by_nodes(self) -> NamedHook:
+        """Return this hook by nodes."""
+        return replace(self, name=self.flat_name + BY_NODES, is_by_nodes=True)
+
+    def state_and_hook(self, start_iter: int, ranks_per_node: int | str = AUTO) -> tuple[Any, Hook]:
+        """Return a new state for the default group (None for a hook without one), and the hook.
+
+        start_iter: the plain steps before a state compresses.
+        ranks_per_node: of the state, and of a hook by nodes without a state.
+        """
+        options, place = self.options, {"ranks_per_node": ranks_per_node}
+        if isinstance(options, AllReducedOptions):
+            hook = _STATELESS[options.wire_dtype]
+            return None, default_hooks.node_wrapper(hook, **place) if self.is_by_nodes else hook
+        if isinstance(options, QuantizedOptions):
+            state = QuantizationState(None, options.bits, options.block_size, None, start_iter, **place)
+            return state, quantization_hook
+        power_sgd = PowerSGDState(
+            None,
+            options.matrix_approximation_rank,
+            start_iter,
+            factor_dtype=options.factor_dtype,
+            uncompressed_dtype=options.uncompressed_dtype,
+            start_bits=options.start_bits,
+            **place,
+        )
+        return power_sgd, batched_powerSGD_hook if options.square else powerSGD_hook
+
+    def register(self, averager: Any, start_iter: int, ranks_per_node: int | str = AUTO) -> None:
+        """Register the hook on a model of DDP or a Reducer; nothing for "none". See state_and_hook."""
+        if self.name != "none":
+            averager.register_comm_hook(*self.state_and_hook(start_iter, ranks_per_node))
+
+    @property
+    def cost(self) -> AccuracyCost | None:
+        """The hook's cost in accuracy; None if neither the hook nor a similar one was measured.
+
+        A hook by nodes, which was not measured, is assumed to cost as much as flat. It sums fewer codes.
+        Similar to PowerSGD is PowerSGD of equal rank with int8 factors, the coarsest, or else with fp32.
+        """
+        if self.flat_name in COSTS:
+            return COSTS[self.flat_name]
+        family, rank, *_ = [*self.flat_name.split(":"), ""]
+        for other, factors in ((f"{family}:{rank}:int8", "int8"), (f"{family}:{rank}", "fp32")):
+            if (cost := COSTS.get(other)) is not None:
+                return replace(cost, note=", ".join(filter(None, (cost.note, f"{factors} factors"))))
+        return None
+
+
+def forms_of(hooks: Iterable[NamedHook], *, has_nodes: bool, is_gloo: bool) -> Iterator[NamedHook]:
+    """Yield hooks. If has_nodes, each is preceded by its form by nodes, if it has one."""
+    for hook in hooks:
+        if has_nodes and hook.has_form_by_nodes(is_gloo=is_gloo):
+            yield hook.by_nodes()
+        yield hook
