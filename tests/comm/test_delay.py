@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradcomp
-from gradcomp.comm import delay, exchange
+from gradcomp.comm import exchange
 from gradcomp.comm.exchange import GIVEN, has_delay, round_trip_s
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import (
@@ -27,7 +27,7 @@ def measured(rank, by_rank):
     times = iter(by_rank[rank])
     with (
         mock.patch.dict(os.environ),
-        mock.patch.object(delay, "_measured_s", side_effect=times),
+        mock.patch.object(exchange, "_measured_s", side_effect=times),
     ):
         del os.environ[GIVEN]
         return round_trip_s(CPU, dist.group.WORLD), round_trip_s(CPU, dist.group.WORLD), len(list(times))
@@ -60,7 +60,7 @@ def test_a_measured_time_is_the_same_on_all_ranks(run_ranks):
 def given(rank, texts):
     with (
         mock.patch.dict(os.environ, {GIVEN: texts[rank]}),
-        mock.patch.object(delay, "_measured_s", side_effect=AssertionError),
+        mock.patch.object(exchange, "_measured_s", side_effect=AssertionError),
     ):
         try:
             return round_trip_s(CPU, dist.group.WORLD), has_delay(CPU, dist.group.WORLD)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from gradcomp.comm.pipeline import Pipeline, explained, run_through
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.pipeline import Pipeline, run_through
 from gradcomp.comm.process_group import ExplainedError, Operation
 
-CPU = torch.device("cpu")
+OPERATION = Operation("average bucket 0 with a hook", 1, 2)
 
 
 class Work:
@@ -28,6 +29,10 @@ def bucket(index, log, names="AB"):
     return torch.tensor(index)
 
 
+def add(pipeline, stages, *, is_first, is_last):
+    return pipeline.add(GradBucket(0, torch.zeros(1), [], is_last), stages, OPERATION, is_first=is_first)
+
+
 def issued(log):
     return [entry.split()[1] for entry in log if entry.startswith("issue")]
 
@@ -36,7 +41,7 @@ def test_no_hook_waits_for_an_earlier_bucket():
     log, pipeline, futures = [], Pipeline(), []
     for index in range(4):
         log.append(f"hook {index}")
-        futures.append(pipeline.add(bucket(index, log), CPU, is_first=index == 0, is_last=index == 3))
+        futures.append(add(pipeline, bucket(index, log), is_first=index == 0, is_last=index == 3))
     assert issued(log) == ["A0", "A1", "A2", "A3", "B0", "B1", "B2", "B3"]
     assert log.index("wait A0") > log.index("issue A3")
     # What each waits for first has been under way for longest.
@@ -50,7 +55,7 @@ def test_no_hook_waits_for_an_earlier_bucket():
 def test_buckets_may_have_different_numbers_of_stages(lengths):
     log, pipeline = [], Pipeline()
     futures = [
-        pipeline.add(bucket(index, log, "ABCD"[:length]), CPU, is_first=index == 0, is_last=index == 2)
+        add(pipeline, bucket(index, log, "ABCD"[:length]), is_first=index == 0, is_last=index == 2)
         for index, length in enumerate(lengths)
     ]
     assert [future.value() for future in futures] == [0, 1, 2]
@@ -61,7 +66,7 @@ def test_whoever_waits_completes_a_future():
     """A caller may wait for each bucket before it hands out the next."""
     log, pipeline = [], Pipeline()
     for index in range(3):
-        future = pipeline.add(bucket(index, log), CPU, is_first=index == 0, is_last=False)
+        future = add(pipeline, bucket(index, log), is_first=index == 0, is_last=False)
         assert not future.done()
         assert future.wait() == index
     assert issued(log) == ["A0", "B0", "A1", "B1", "A2", "B2"]
@@ -69,7 +74,7 @@ def test_whoever_waits_completes_a_future():
 
 def test_whoever_waits_for_what_follows_completes_it():
     pipeline = Pipeline()
-    future = pipeline.add(bucket(3, []), CPU, is_first=True, is_last=False)
+    future = add(pipeline, bucket(3, []), is_first=True, is_last=False)
     doubled = future.then(lambda done: done.value() * 2).then(lambda done: done.value() + 1)
     assert doubled.wait() == 7
     failed = future.then(lambda done: 1 / 0)
@@ -83,11 +88,11 @@ def test_an_error_is_raised_in_the_hook():
         raise RuntimeError("connection lost")
 
     log, pipeline = [], Pipeline()
-    pipeline.add(failing(), CPU, is_first=True, is_last=False)
+    add(pipeline, failing(), is_first=True, is_last=False)
     with pytest.raises(RuntimeError, match="connection lost"):
-        pipeline.add(bucket(1, log), CPU, is_first=False, is_last=True)
+        add(pipeline, bucket(1, log), is_first=False, is_last=True)
     # The next step starts without the failed bucket.
-    assert pipeline.add(bucket(0, log), CPU, is_first=True, is_last=True).value() == 0
+    assert add(pipeline, bucket(0, log), is_first=True, is_last=True).value() == 0
 
 
 def test_whoever_waits_after_an_error_gets_it():
@@ -100,16 +105,15 @@ def test_whoever_waits_after_an_error_gets_it():
         raise AssertionError("the stage after a collective that failed must not run")
 
     log, pipeline = [], Pipeline()
-    operation = Operation("average bucket 0 with a hook", 1, 2)
-    future = pipeline.add(explained(lost(log), operation), CPU, is_first=True, is_last=False)
+    future = add(pipeline, lost(log), is_first=True, is_last=False)
     with pytest.raises(
         ExplainedError, match="rank 1 of 2 could not average bucket 0 with a hook: connection"
     ):
-        pipeline.add(bucket(1, log), CPU, is_first=False, is_last=True)
+        add(pipeline, bucket(1, log), is_first=False, is_last=True)
     for waited_for in (future, future.then(lambda done: done.value())):
         with pytest.raises(RuntimeError, match="connection lost"):
             waited_for.wait()
-    assert pipeline.add(bucket(0, log), CPU, is_first=True, is_last=True).value() == 0
+    assert add(pipeline, bucket(0, log), is_first=True, is_last=True).value() == 0
 
 
 def test_other_errors_of_stages_stay_what_they_are():
@@ -118,7 +122,7 @@ def test_other_errors_of_stages_stay_what_they_are():
         raise torch.OutOfMemoryError("lacks memory")
 
     with pytest.raises(torch.OutOfMemoryError, match="lacks memory") as raised:
-        run_through(explained(failing(), Operation("average bucket 0 with a hook", 0, 2)))
+        add(Pipeline(), failing(), is_first=True, is_last=True)
     assert str(raised.value) == "lacks memory"
 
 
@@ -127,7 +131,7 @@ def begin_in_backward(pipeline, log, index, *, is_last, fails=False):
     futures, leaf = [], torch.zeros(1, requires_grad=True)
 
     def hook(_):
-        futures.append(pipeline.add(bucket(index, log), CPU, is_first=True, is_last=is_last))
+        futures.append(add(pipeline, bucket(index, log), is_first=True, is_last=is_last))
         if fails:
             raise ValueError("backward broke off")
 
@@ -141,7 +145,7 @@ def test_what_a_broken_backward_left_is_dropped():
     log, pipeline = [], Pipeline()
     with pytest.raises(ValueError, match="broke off"):
         begin_in_backward(pipeline, log, 7, is_last=False, fails=True)
-    broken_off = next(iter(pipeline._unfinished))
+    broken_off = next(iter(pipeline._unfinished)).future
     assert begin_in_backward(pipeline, log, 0, is_last=True).value() == 0
     assert log == ["issue A7", "wait A7", "issue A0", "wait A0", "issue B0", "wait B0", "end 0"]
     with pytest.raises(RuntimeError, match="an error ended the step before this bucket was averaged"):
@@ -152,7 +156,7 @@ def test_what_a_broken_backward_left_is_dropped():
 def test_what_was_begun_outside_of_backward_is_finished():
     """Every rank has issued its collectives: an exchange of LocalSteps under way, say."""
     log, pipeline = [], Pipeline()
-    earlier = pipeline.add(bucket(7, log), CPU, is_first=True, is_last=False)
+    earlier = add(pipeline, bucket(7, log), is_first=True, is_last=False)
     assert begin_in_backward(pipeline, log, 0, is_last=True).value() == 0
     assert earlier.value() == 7
     assert issued(log) == ["A7", "B7", "A0", "B0"]
