@@ -130,11 +130,7 @@ def compile_flatten(dtype: torch.dtype, device: torch.device, *, to_flat: bool) 
 
 
 def flatten(
-    tensors: Sequence[torch.Tensor],
-    tables: FlattenTables,
-    *,
-    out: torch.Tensor,
-    scale: float = 1.0,
+    tensors: Sequence[torch.Tensor], tables: FlattenTables, *, out: torch.Tensor, scale: float = 1.0
 ) -> None:
     """Write scale · the tensors' elements to out, one tensor after another, in one launch.
 
@@ -147,11 +143,7 @@ def flatten(
 
 
 def unflatten(
-    flat: torch.Tensor,
-    tables: FlattenTables,
-    *,
-    out: Sequence[torch.Tensor],
-    scale: float = 1.0,
+    flat: torch.Tensor, tables: FlattenTables, *, out: Sequence[torch.Tensor], scale: float = 1.0
 ) -> None:
     """Write scale · flat to the tensors of out, one after another, in one launch: the reverse of flatten.
 
