@@ -20,6 +20,7 @@ from .device import has_streams
 from .kernels import flatten as flatten_kernel
 from .kernels.powersgd import plan as powersgd_kernels
 from .kernels.quantize import plan as quantize_kernels
+from .kernels.tile import BLOCK
 
 if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, PowerSGDLayout
@@ -200,7 +201,7 @@ class PartsCopy:
     def __init__(self, parts: Sequence[tuple[slice, slice]], device: torch.device):
         self._parts, self._tables = parts, None
         if runs_triton(device):
-            step = flatten_kernel.BLOCK
+            step = BLOCK
             tiles = [
                 (0, source.start + start, target.start + start, min(step, source.stop - source.start - start))
                 for source, target in parts
@@ -247,9 +248,7 @@ def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> fl
     # some tensors and unflattens to other tensors.
     tables = _tables.setdefault(layout, {})
     if (device, to_flat) not in tables:
-        tables[device, to_flat] = flatten_kernel.FlattenTables(
-            list(layout.tiles(flatten_kernel.BLOCK)), len(layout), device
-        )
+        tables[device, to_flat] = flatten_kernel.FlattenTables(list(layout.tiles(BLOCK)), len(layout), device)
     return tables[device, to_flat]
 
 

@@ -82,14 +82,9 @@ class FlattenTables:
 # The flat buffer may be a part of a bucket. See _cast_kernel.
 @triton.jit(do_not_specialize_on_alignment=["flat_ptr"])
 def _flatten_kernel(
-    pointers_ptr,
-    tiles_ptr,
-    flat_ptr,
-    scale: tl.float64,
-    TENSOR_TYPE: tl.constexpr,
-    TO_FLAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    pointers_ptr, tiles_ptr, flat_ptr, scale: tl.float64,
+    TENSOR_TYPE: tl.constexpr, TO_FLAT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute flat[flat_start + i] = round(scale · tensor[tensor_start + i]) for one tile, or the reverse.
 
     pointers_ptr: [num_tensors], addresses of tensors of TENSOR_TYPE without gaps.
@@ -116,17 +111,9 @@ def _launch(
 ) -> Launch:
     dtype = tensors[0].dtype if tensors else flat.dtype
     return Launch(
-        _flatten_kernel,
-        len(tables.tiles),
-        tables.pointers(tensors),
-        tables.tiles,
-        flat,
-        scale,
-        TENSOR_TYPE=element_type(dtype),
-        TO_FLAT=to_flat,
-        BLOCK=BLOCK,
-        **COPYING,
-    )
+        _flatten_kernel, len(tables.tiles), tables.pointers(tensors), tables.tiles, flat, scale,
+        TENSOR_TYPE=element_type(dtype), TO_FLAT=to_flat, BLOCK=BLOCK, **COPYING,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -143,11 +130,7 @@ def compile_flatten(dtype: torch.dtype, device: torch.device, *, to_flat: bool) 
 
 
 def flatten(
-    tensors: Sequence[torch.Tensor],
-    tables: FlattenTables,
-    *,
-    out: torch.Tensor,
-    scale: float = 1.0,
+    tensors: Sequence[torch.Tensor], tables: FlattenTables, *, out: torch.Tensor, scale: float = 1.0
 ) -> None:
     """Write scale · the tensors' elements to out, one tensor after another, in one launch.
 
@@ -160,11 +143,7 @@ def flatten(
 
 
 def unflatten(
-    flat: torch.Tensor,
-    tables: FlattenTables,
-    *,
-    out: Sequence[torch.Tensor],
-    scale: float = 1.0,
+    flat: torch.Tensor, tables: FlattenTables, *, out: Sequence[torch.Tensor], scale: float = 1.0
 ) -> None:
     """Write scale · flat to the tensors of out, one after another, in one launch: the reverse of flatten.
 

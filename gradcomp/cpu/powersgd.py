@@ -315,7 +315,9 @@ class PowerSGDPlan:
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire that holds P of the matrix with this index."""
-        return self.p_wire[self.layout.p_slice(index)]
+        start = sum(matrix.rows * matrix.rank for matrix in self.layout.matrices[:index])
+        matrix = self.layout.matrices[index]
+        return self.p_wire[start : start + matrix.rows * matrix.rank]
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
         """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors).

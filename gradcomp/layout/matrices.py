@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from .flat import FlatLayout
 
@@ -88,11 +87,6 @@ class PowerSGDLayout:
         self.p_numel = sum(matrix.rows * matrix.rank for matrix in self.matrices)
         self.q_numel = sum(matrix.cols * matrix.rank for matrix in self.matrices)
         self.wire_numel = self.p_numel + sum(numel for _, numel in uncompressed)
-
-    def p_slice(self, index: int) -> slice:
-        """Return the slice of p_wire, without padding, that holds P of the matrix with this index."""
-        ends = list(accumulate(matrix.rows * matrix.rank for matrix in self.matrices[: index + 1]))
-        return slice(ends[-2] if index else 0, ends[-1])
 
     def __repr__(self) -> str:
         return f"PowerSGDLayout({len(self.matrices)} matrices, {len(self.uncompressed)} uncompressed tensors)"

@@ -109,22 +109,10 @@ def back_project_dot(
 
 @triton.jit
 def _back_project_kernel(
-    source_ptr,
-    p_ptr,
-    partial_ptr,
-    arrived_ptr,
-    wire_ptr,
-    matrices_ptr,
-    work_ptr,
-    scale: tl.float64,
-    RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STORES: tl.constexpr,
-    ADDS: tl.constexpr,
-):
+    source_ptr, p_ptr, partial_ptr, arrived_ptr, wire_ptr, matrices_ptr, work_ptr, scale: tl.float64,
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FEEDBACK: tl.constexpr,
+    PRECISION: tl.constexpr, STORES: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
     """Compute SHRINK · scale · Q = SHRINK · scale · Mᵀ P.
 
     source_ptr: `memory` with FEEDBACK, without it the bucket.
@@ -164,22 +152,10 @@ def back_project(bucket: PowerSGDBucket) -> list[Launch]:
     work, feedback = bucket.work, bucket.error_feedback
     block_cols, block_rows = work.tiles["back_project"]
     return launches_that_add_up(
-        _back_project_kernel,
-        len(work.back_project_work),
-        bucket.memory if feedback else Slot.buffer(bucket.dtype),
-        bucket.p,
-        bucket.partial,
-        bucket.arrived,
-        bucket.q_wire,
-        bucket.matrices,
-        bucket.tables["back_project"],
-        SCALE,
-        RANK=work.rank,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
-        FEEDBACK=feedback,
-        PRECISION=dot_precision(bucket.p.dtype),
-        num_warps=NUM_WARPS,
-        maxnreg=registers(NUM_WARPS, PROGRAMS.get(work.rank, 2)),
-        enable_fp_fusion=True,
-    )
+        _back_project_kernel, len(work.back_project_work),
+        bucket.memory if feedback else Slot.buffer(bucket.dtype), bucket.p, bucket.partial, bucket.arrived,
+        bucket.q_wire, bucket.matrices, bucket.tables["back_project"], SCALE,
+        RANK=work.rank, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, FEEDBACK=feedback,
+        PRECISION=dot_precision(bucket.p.dtype), num_warps=NUM_WARPS,
+        maxnreg=registers(NUM_WARPS, PROGRAMS.get(work.rank, 2)), enable_fp_fusion=True,
+    )  # fmt: skip

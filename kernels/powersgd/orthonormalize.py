@@ -35,14 +35,9 @@ from .tile import (
 
 @triton.jit
 def _orthonormalize_blocks_kernel(
-    wire_ptr,
-    p_ptr,
-    matrices_ptr,
-    epsilon: tl.float64,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_EPSILON: tl.constexpr,
-):
+    wire_ptr, p_ptr, matrices_ptr, epsilon: tl.float64,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, HAS_EPSILON: tl.constexpr,
+):  # fmt: skip
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, in fp64, for any RANK.
 
     This is block Gram–Schmidt with 32 columns at a time. Each block is orthonormalized against the blocks
@@ -116,16 +111,9 @@ def _gram_kernel(wire_ptr, grams_ptr, matrices_ptr, work_ptr, RANK: tl.constexpr
 
 @triton.jit
 def _orthonormalize_kernel(
-    wire_ptr,
-    grams_ptr,
-    p_ptr,
-    matrices_ptr,
-    work_ptr,
-    epsilon: tl.float64,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_EPSILON: tl.constexpr,
-):
+    wire_ptr, grams_ptr, p_ptr, matrices_ptr, work_ptr, epsilon: tl.float64,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, HAS_EPSILON: tl.constexpr,
+):  # fmt: skip
     """Compute P ← P T with (P T)ᵀ(P T) = I, T upper triangular, for a chunk of a panel's rows.
 
     wire_ptr: the panels, all-reduced.
@@ -194,18 +182,9 @@ def orthonormalize(bucket: PowerSGDBucket) -> list[Launch]:
         arguments = (bucket.p_wire, bucket.p, bucket.matrices, bucket.epsilon)
         options["HAS_EPSILON"] = bucket.has_epsilon
         return [Launch(_orthonormalize_blocks_kernel, len(bucket.matrices), *arguments, **options)]
-    return [
-        Launch(_gram_kernel, len(table), bucket.p_wire, bucket.grams, bucket.matrices, table, **options),
-        Launch(
-            _orthonormalize_kernel,
-            len(table),
-            bucket.p_wire,
-            bucket.grams,
-            bucket.p,
-            bucket.matrices,
-            table,
-            bucket.epsilon,
-            HAS_EPSILON=bucket.has_epsilon,
-            **options,
-        ),
-    ]
+    grams = Launch(_gram_kernel, len(table), bucket.p_wire, bucket.grams, bucket.matrices, table, **options)
+    bases = Launch(
+        _orthonormalize_kernel, len(table), bucket.p_wire, bucket.grams, bucket.p, bucket.matrices, table,
+        bucket.epsilon, HAS_EPSILON=bucket.has_epsilon, **options,
+    )  # fmt: skip
+    return [grams, bases]

@@ -64,6 +64,8 @@ class PowerSGDPlan:
     shares_scratch: True to keep partial sums and wires in a scratch of take_scratch, from project to
         reconstruct.
 
+    p_wire: all P, then the uncompressed tensors. q_wire: all Q. See work.py.
+
     Everything else is allocated here: M (as large as the compressed gradients, in their dtype) and the
     factors. A step allocates nothing.
     """
@@ -98,21 +100,12 @@ class PowerSGDPlan:
         if not shares_scratch:
             self._use(Scratch(device))
 
-    @property
-    def p_wire(self) -> torch.Tensor:
-        """All P, then the uncompressed tensors; see work.py."""
-        return self._bucket.p_wire
-
-    @property
-    def q_wire(self) -> torch.Tensor:
-        """All Q; see work.py."""
-        return self._bucket.q_wire
-
     def _use(self, scratch: Scratch) -> None:
         """Place partial sums and wires in a scratch, and make the stages on them."""
         scratch.reserve(self._bucket.scratch_bytes)
         self._scratch, self._scratch_memory = scratch, scratch.memory
         self._bucket.place(scratch.memory)
+        self.p_wire, self.q_wire = self._bucket.p_wire, self._bucket.q_wire
         self._stages = PowerSGDStages(self._bucket)
         if has_streams(self._device):
             with launching_on(self._device):

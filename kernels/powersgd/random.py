@@ -64,13 +64,9 @@ def randomize(q_ptr, matrix_ptr, first, last, seed, RANK: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["seed"])
 def _random_q_kernel(
-    q_ptr,
-    matrices_ptr,
-    work_ptr,
-    seed: tl.int64,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q_ptr, matrices_ptr, work_ptr, seed: tl.int64,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Fill all random panels.
 
     q_ptr: the panels of Q, and behind them the random panels.
@@ -88,17 +84,9 @@ def random_q(bucket: PowerSGDBucket) -> Launch:
     """
     work = bucket.work
     return Launch(
-        _random_q_kernel,
-        work.num_norms,
-        bucket.q,
-        bucket.matrices,
-        bucket.tables["reconstruct"],
-        SEED,
-        RANK=work.rank,
-        BLOCK=work.block_cols,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+        _random_q_kernel, work.num_norms, bucket.q, bucket.matrices, bucket.tables["reconstruct"], SEED,
+        RANK=work.rank, BLOCK=work.block_cols, num_warps=NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 # A column of Q shorter than 1e-30 is replaced: the inverse of its length nears fp32's largest number. Panels

@@ -112,24 +112,10 @@ def reconstruct_tiles(
 
 @triton.jit(do_not_specialize=["seed"])
 def _reconstruct_kernel(
-    grad_ptr,
-    p_wire_ptr,
-    q_wire_ptr,
-    p_ptr,
-    q_ptr,
-    norms_ptr,
-    matrices_ptr,
-    work_ptr,
-    seed: tl.int64,
-    RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    NEXT_BLOCK: tl.constexpr,
-    NEXT_ROWS: tl.constexpr,
-    NEXT_COLS: tl.constexpr,
-    WARM_START: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    grad_ptr, p_wire_ptr, q_wire_ptr, p_ptr, q_ptr, norms_ptr, matrices_ptr, work_ptr, seed: tl.int64,
+    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
+    NEXT_ROWS: tl.constexpr, NEXT_COLS: tl.constexpr, WARM_START: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Write P Qᵀ and the uncompressed averages to the bucket; keep Q and its lengths for the next step.
 
     grad_ptr: the bucket.
@@ -176,26 +162,10 @@ def reconstruct(bucket: PowerSGDBucket) -> Launch:
     next_rows, next_cols = factor_tile(work.rank, work.block_cols, bucket.q.itemsize)
     block_cols, block_rows = work.tiles["reconstruct"]
     return Launch(
-        _reconstruct_kernel,
-        len(work.reconstruct_work),
-        Slot.buffer(bucket.dtype),
-        bucket.p_wire,
-        bucket.q_wire,
-        bucket.p,
-        bucket.q,
-        bucket.norms,
-        bucket.matrices,
-        bucket.tables["reconstruct"],
-        SEED,
-        RANK=work.rank,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
-        NEXT_BLOCK=work.block_cols,
-        NEXT_ROWS=next_rows,
-        NEXT_COLS=next_cols,
-        WARM_START=bucket.warm_start,
-        PRECISION=dot_precision(bucket.p.dtype),
-        num_warps=NUM_WARPS,
-        maxnreg=registers(NUM_WARPS, PROGRAMS.get(work.rank, 2)),
-        enable_fp_fusion=True,
-    )
+        _reconstruct_kernel, len(work.reconstruct_work), Slot.buffer(bucket.dtype), bucket.p_wire,
+        bucket.q_wire, bucket.p, bucket.q, bucket.norms, bucket.matrices, bucket.tables["reconstruct"], SEED,
+        RANK=work.rank, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, NEXT_BLOCK=work.block_cols,
+        NEXT_ROWS=next_rows, NEXT_COLS=next_cols, WARM_START=bucket.warm_start,
+        PRECISION=dot_precision(bucket.p.dtype), num_warps=NUM_WARPS,
+        maxnreg=registers(NUM_WARPS, PROGRAMS.get(work.rank, 2)), enable_fp_fusion=True,
+    )  # fmt: skip

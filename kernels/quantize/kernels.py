@@ -25,18 +25,10 @@ from .tile import (
 
 @triton.jit(do_not_specialize=["rank"])
 def _quantize_kernel(
-    grad_ptr,
-    error_ptr,
-    payload_ptr,
-    work_ptr,
-    rank: tl.int64,
-    FEEDBACK: tl.constexpr,
-    EXACT: tl.constexpr,
-    BITS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SIZE: tl.constexpr,
+    grad_ptr, error_ptr, payload_ptr, work_ptr, rank: tl.int64,
+    FEEDBACK: tl.constexpr, EXACT: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize M = gradient + error: write codes and scales to the payloads, and error = M − decoded codes.
 
     In this rank's own shard error = M: nobody reads the codes there. Where M isn't finite, the error counts
@@ -265,16 +257,10 @@ def _average_kernel(
 
 @triton.jit
 def _dequantize_kernel(
-    payload_ptr,
-    grad_ptr,
-    work_ptr,
-    ACC: tl.constexpr,
-    EXACT: tl.constexpr,
-    BITS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SIZE: tl.constexpr,
+    payload_ptr, grad_ptr, work_ptr,
+    ACC: tl.constexpr, EXACT: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute gradient = round(scale · code), and copy exact elements unchanged.
 
     ACC: the dtype of the arithmetic.
