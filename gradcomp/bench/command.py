@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from gradcomp.comm.nodes import AUTO
 from gradcomp.command_line import OneLineParser, hooks_named, not_negative, positive, positive_int
@@ -37,8 +37,8 @@ def run_locally(arguments: Sequence[str], num_ranks: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         places = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, STORE_VARIABLE: f"{folder}/store"}
         try:
-            torch.multiprocessing.spawn(_run_as, (list(arguments), places), num_ranks, daemon=True)
-        except torch.multiprocessing.ProcessExitedException as error:
+            spawn(_run_as, (list(arguments), places), num_ranks, daemon=True)  # type: ignore[no-untyped-call]
+        except ProcessExitedException as error:
             # A process that signal n has killed has the status -n.
             return error.exit_code if error.exit_code >= 0 else 128 - error.exit_code
         except KeyboardInterrupt:

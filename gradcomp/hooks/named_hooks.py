@@ -180,13 +180,19 @@ class NamedHook:
         start_iter: the plain steps before a state compresses.
         ranks_per_node: of the state, and of a hook by nodes without a state.
         """
-        options, place = self.options, {"ranks_per_node": ranks_per_node}
+        options = self.options
         if isinstance(options, AllReducedOptions):
             hook = _STATELESS[options.wire_dtype]
-            return None, default_hooks.node_wrapper(hook, **place) if self.is_by_nodes else hook
+            return None, default_hooks.node_wrapper(hook, ranks_per_node) if self.is_by_nodes else hook
         if isinstance(options, QuantizedOptions):
-            state = QuantizationState(None, options.bits, options.block_size, None, start_iter, **place)
-            return state, quantization_hook
+            quantized = QuantizationState(
+                None,
+                options.bits,
+                options.block_size,
+                start_iter=start_iter,
+                ranks_per_node=ranks_per_node,
+            )
+            return quantized, quantization_hook
         power_sgd = PowerSGDState(
             None,
             options.matrix_approximation_rank,
@@ -194,7 +200,7 @@ class NamedHook:
             factor_dtype=options.factor_dtype,
             uncompressed_dtype=options.uncompressed_dtype,
             start_bits=options.start_bits,
-            **place,
+            ranks_per_node=ranks_per_node,
         )
         return power_sgd, batched_powerSGD_hook if options.square else powerSGD_hook
 
