@@ -1,5 +1,14 @@
 """The process group of simulated ranks. It describes each collective as a Call and issues it.
 
+One Call per rank describes a collective. Rank s's call holds the tensors that s sends to each rank r, and the
+tensors that s fills: with tensors from each rank or, in a reduction, with the reduced value. With W ranks:
+
+    all_reduce       s sends t to all                  r: t = t_0 + ... + t_(W-1)
+    all_gather       s sends t to all                  r: outputs[s] = t_s
+    reduce_scatter   s sends inputs[r] to r            r: output = inputs_0[r] + ... + inputs_(W-1)[r]
+    all_to_all       s sends inputs[r] to r            r: outputs[s] = inputs_s[r]
+    broadcast, reduce, gather, scatter: like these, with one source or one destination
+
 A call accepts and refuses the arguments that gloo accepts and refuses in torch 2.13, and its future has the
 same value. Differences from gloo:
 
@@ -14,14 +23,64 @@ same value. Differences from gloo:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.testing.ranks.transfer import Call, check_alike, overlap, reduction_name, traits
+from gradcomp.testing.ranks.scheduler import CallSite
+
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": lambda total, term: torch.where(term < total, term, total),
+    "MAX": lambda total, term: torch.where(term > total, term, total),
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+@dataclass(eq=False)
+class Call:
+    """One rank's call of a collective.
+
+    name: the collective's name in torch.distributed.
+    agreed: by name, the arguments that must be equal on all ranks.
+    sends: by destination rank, the tensors to send.
+    receives: by source rank, the tensors to fill.
+    op: the reduction's name; "" for none.
+    reduced: the tensors to fill with the reduction's result.
+    undefined: the tensors with undefined values afterwards.
+    value: the future's value.
+    """
+
+    name: str
+    agreed: dict[str, Any]
+    sends: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    receives: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    op: str = ""
+    reduced: Sequence[Tensor] = ()
+    undefined: Sequence[Tensor] = ()
+    value: Sequence[Tensor] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.agreed.items())})"
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The devices of the call's CUDA tensors."""
+        sent = [t for tensors in self.sends.values() for t in tensors]
+        return {t.device for t in (*sent, *self.value) if t.is_cuda}
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the tensors to send; a tensor for several ranks counts once."""
+        return sum({id(t): t.nbytes for tensors in self.sends.values() for t in tensors}.values())
 
 
 class Network(Protocol):
@@ -37,25 +96,19 @@ class Network(Protocol):
 class SimulatedWork(dist.Work):
     """The handle of a collective that a rank issued.
 
-    index: the collective's position in its group's sequence.
+    place: the collective's position in its group's sequence, for messages.
+    site: the line that issued it.
     """
 
-    def __init__(
-        self, network: Network, rank: int, call: Call, group: SimulatedProcessGroup, index: int
-    ) -> None:
+    def __init__(self, network: Network, rank: int, call: Call, place: str, site: CallSite) -> None:
         super().__init__()
         self.rank = rank
         self.call = call
+        self.place = place
+        self.site = site
         self.done = False
         self.future: torch.futures.Future[list[Tensor]] | None = None
         self._network = network
-        self._group = group
-        self._index = index
-
-    @property
-    def place(self) -> str:
-        """The collective's position in its group's sequence, for messages."""
-        return f"collective {self._index} of the group {list(self._group.ranks)}"
 
     def __str__(self) -> str:
         return f"{self.call}, {self.place}"
@@ -143,19 +196,19 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> SimulatedWork:
-        op = reduction_name(name, opts, tensors)
-        agreed = {"op": op, **traits(name, tensors)}
+        op = _reduction_name(name, opts, tensors)
+        agreed = {"op": op, **_traits(name, tensors)}
         return self._issue(name, agreed, sends=self._all(tensors), op=op, reduced=tensors, value=tensors)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
-        op, root = reduction_name("reduce", opts, tensors), self._root("reduce", opts)
-        agreed = {"op": op, "root": root, **traits("reduce", tensors)}
+        op, root = _reduction_name("reduce", opts, tensors), self._root("reduce", opts)
+        agreed = {"op": op, "root": root, **_traits("reduce", tensors)}
         into = {"op": op, "reduced": tensors} if self.rank() == root else {"undefined": tensors}
         return self._issue("reduce", agreed, sends={root: tensors}, value=tensors, **into)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         root = self._root("broadcast", opts)
-        agreed = {"root": root, **traits("broadcast", tensors)}
+        agreed = {"root": root, **_traits("broadcast", tensors)}
         moves = {"sends": self._all(tensors)} if self.rank() == root else {"receives": {root: tensors}}
         return self._issue("broadcast", agreed, value=tensors, **moves)
 
@@ -168,27 +221,27 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         )
 
     def _all_gather(self, name: str, outputs: list[Tensor], input: Tensor) -> SimulatedWork:
-        agreed = traits(name, [input])
-        check_alike(name, outputs, input, self.size())
-        receives = {source: [output] for source, output in enumerate(outputs)}
+        agreed = _traits(name, [input])
+        _check_alike(name, outputs, input, self.size())
+        receives = _by_rank(outputs)
         return self._issue(name, agreed, sends=self._all([input]), receives=receives, value=outputs)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
         root = self._root("gather", opts)
-        agreed = {"root": root, **traits("gather", inputs)}
+        agreed = {"root": root, **_traits("gather", inputs)}
         mine = outputs[0] if self.rank() == root else []
         if self.rank() == root:
-            check_alike("gather", mine, inputs[0], self.size())
-        receives = {source: [output] for source, output in enumerate(mine)}
+            _check_alike("gather", mine, inputs[0], self.size())
+        receives = _by_rank(mine)
         return self._issue("gather", agreed, sends={root: inputs}, receives=receives, value=mine)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
         root = self._root("scatter", opts)
-        agreed = {"root": root, **traits("scatter", outputs)}
+        agreed = {"root": root, **_traits("scatter", outputs)}
         mine = inputs[0] if self.rank() == root else []
         if self.rank() == root:
-            check_alike("scatter", mine, outputs[0], self.size())
-        sends = {destination: [tensor] for destination, tensor in enumerate(mine)}
+            _check_alike("scatter", mine, outputs[0], self.size())
+        sends = _by_rank(mine)
         return self._issue("scatter", agreed, sends=sends, receives={root: outputs}, value=outputs)
 
     def reduce_scatter(
@@ -201,10 +254,10 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter("reduce_scatter_tensor", output, rows, opts)
 
     def _reduce_scatter(self, name: str, output: Tensor, inputs: list[Tensor], opts: Any) -> SimulatedWork:
-        op = reduction_name(name, opts, [output])
-        agreed = {"op": op, **traits(name, [output])}
-        check_alike(name, inputs, output, self.size())
-        sends = {destination: [tensor] for destination, tensor in enumerate(inputs)}
+        op = _reduction_name(name, opts, [output])
+        agreed = {"op": op, **_traits(name, [output])}
+        _check_alike(name, inputs, output, self.size())
+        sends = _by_rank(inputs)
         return self._issue(name, agreed, sends=sends, op=op, reduced=[output], value=[output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
@@ -228,11 +281,11 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         for tensors in (outputs, inputs):
             if len(tensors) != self.size():
                 raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {self.size()}")
-        traits(name, [*outputs, *inputs])
-        if any(overlap(output, input) for output in outputs for input in inputs):
+        _traits(name, [*outputs, *inputs])
+        if any(_overlap(output, input) for output in outputs for input in inputs):
             raise RuntimeError(f"{name}: output and input share memory; gloo computes nonsense then")
-        sends = {destination: [tensor] for destination, tensor in enumerate(inputs)}
-        receives = {source: [tensor] for source, tensor in enumerate(outputs)}
+        sends = _by_rank(inputs)
+        receives = _by_rank(outputs)
         return self._issue(name, {"dtype": inputs[0].dtype}, sends=sends, receives=receives, value=value)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
@@ -240,7 +293,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def _rows(self, name: str, whole: Tensor, part: Tensor) -> list[Tensor]:
         """Split `whole` into W views shaped like `part`; `whole` has them concatenated or stacked."""
-        traits(name, [whole])
+        _traits(name, [whole])
         if whole.numel() != self.size() * part.numel():
             raise RuntimeError(f"{name}: {list(whole.shape)} is not {self.size()} times {list(part.shape)}")
         return list(whole.view(self.size(), *part.shape).unbind())
@@ -257,6 +310,67 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
+
+
+def _by_rank(tensors: Sequence[Tensor]) -> dict[int, Sequence[Tensor]]:
+    return {rank: [tensor] for rank, tensor in enumerate(tensors)}
+
+
+_REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_INTEGRAL = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+_COMPLEX = (torch.complex64, torch.complex128)
+
+
+def _traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the dtype and shapes of a call's tensors, to compare them across ranks.
+
+    Raises RuntimeError or ValueError for tensors that gloo or NCCL refuses.
+    """
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise RuntimeError(f"{name}: simulated ranks take dense tensors, got {tensor.layout}")
+        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        if not (tensor.is_contiguous() or channels_last):
+            raise ValueError(
+                f"{name}: tensors must be contiguous, got strides {tensor.stride()} of {list(tensor.shape)}"
+            )
+        accepted = _REAL + _INTEGRAL + (() if name == "gather" else _COMPLEX)
+        if tensor.dtype not in accepted:
+            raise RuntimeError(f"{name}: invalid scalar type {tensor.dtype}")
+    shapes = [list(tensor.shape) for tensor in tensors]
+    return {"dtype": tensors[0].dtype, "shape": shapes[0] if len(shapes) == 1 else shapes}
+
+
+def _reduction_name(name: str, opts: Any, tensors: Sequence[Tensor]) -> str:
+    """Return the name of the reduction in opts. Raises RuntimeError if gloo refuses it for these tensors."""
+    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    op_name = str(getattr(op, "op", op)).rpartition(".")[2]
+    integral = tensors[0].dtype in _INTEGRAL
+    if (
+        op_name not in REDUCTIONS
+        or (op_name == "AVG" and integral)
+        or (op_name in ("BAND", "BOR", "BXOR") and not integral)
+    ):
+        raise RuntimeError(f"{name}: cannot use ReduceOp.{op_name} with {tensors[0].dtype}")
+    return op_name
+
+
+def _check_alike(name: str, tensors: Sequence[Tensor], like: Tensor, world_size: int) -> None:
+    """Raise RuntimeError unless there is one tensor per rank, each with the shape and dtype of `like`."""
+    if len(tensors) != world_size:
+        raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {world_size}")
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            raise RuntimeError(
+                f"{name}: tensor {index} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} "
+                f"{list(like.shape)}"
+            )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two contiguous tensors share memory."""
+    first, second = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in (one, other))
+    return first[0] + first[1] > second[0] and second[1] > 0
 
 
 def _refuse(method: str) -> Callable[..., NoReturn]:
