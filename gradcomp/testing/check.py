@@ -7,26 +7,48 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from textwrap import shorten
+from typing import Literal
 
 import torch
 from hypothesis import Phase, Verbosity, find, settings
-from hypothesis import strategies as st
 from hypothesis.errors import Flaky, NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
 from gradcomp.comm.bucket import Hook
-from gradcomp.testing.cases import CASES, Case, Drawn
+from gradcomp.testing import properties
 from gradcomp.testing.claims import PROBED_STEPS, Claims, claims_of
-from gradcomp.testing.properties.subject import PropertyFailure
+from gradcomp.testing.properties.subject import Property, PropertyFailure
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks
-from gradcomp.testing.strategies import workloads
+from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
 __all__ = ["Failure", "Report", "Verdict", "check_hook"]
 
+# In the order in which they are checked: a property that explains others comes before these.
+PROPERTIES = (
+    properties.completes,
+    properties.finite_in_finite_out,
+    properties.replicas_identical,
+    properties.deterministic,
+    properties.averages,
+    properties.zero_stays_zero,
+    properties.exact_up_to_rank,
+    properties.contraction,
+    properties.error_feedback_identity,
+    properties.held_back_comes_out,
+    properties.no_error_where_exact,
+    properties.unbiased,
+    properties.scale_equivariant,
+    properties.rank_permutation,
+    properties.bucket_insensitive,
+    properties.nonfinite_seen_by_all,
+    properties.checkpoint_round_trip,
+    properties.bounded_memory,
+)
 PHASES = (Phase.generate, Phase.shrink)
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
@@ -97,7 +119,7 @@ class Report:
         """Raise PropertyFailure with the report unless ok."""
         if not self.ok:
             # Every hook claims that it completes.
-            is_claimable = any(each.property != CASES[0].name for each in self.failures)
+            is_claimable = any(each.property != PROPERTIES[0].name for each in self.failures)
             raise PropertyFailure(f"\n{self}" + (f"\n\n{OVERRIDE}" if is_claimable else ""))
 
     def __str__(self) -> str:
@@ -140,101 +162,91 @@ def check_hook(
 
     Raises TypeError if make_state can't be called, ValueError for an unknown name in `only`.
     """
-    name = getattr(hook, "__qualname__", repr(hook))
     if make_state is not None and not callable(make_state):
         raise TypeError(
             f"make_state is a function of the process group that returns a new state, got {make_state!r}"
         )
-    searched = [case for case in CASES if not only or case.name in only]
-    if unknown := set(only) - {case.name for case in CASES}:
-        raise ValueError(f"unknown properties {sorted(unknown)}; known: {[case.name for case in CASES]}")
-    with _progress() as progress:
-        progress(f"{name}: inferring its claims")
+    known = [each.name for each in PROPERTIES]
+    if unknown := set(only) - set(known):
+        raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
+    with _progress(_name_of(hook)) as show:
+        show("inferring its claims")
+        checker = _Checker(hook, make_state, ranks, max_examples, show)
         try:
             claims = claims or claims_of(hook, make_state, device, ranks)
-        except RankError:
-            return _not_complete(name, hook, make_state, world_size, max_examples, ranks, device, progress)
-        report = Report(name, claims)
-        drawn = Drawn(claims, world_size, dtypes, device)
+        except RankError as error:
+            return checker.report_without_claims(Drawn(Claims(), world_size, dtypes, device), error)
+        searched = [each for each in PROPERTIES if not only or each.name in only]
+        return checker.report(searched, Drawn(claims, world_size, dtypes, device))
+
+
+@dataclass(frozen=True)
+class _Checker:
+    """The arguments of check_hook that all searches have in common. show(text) shows the progress."""
+
+    hook: Hook
+    make_state: MakeState
+    ranks: Ranks
+    max_examples: int
+    show: Callable[[str], None]
+
+    def report(self, searched: Sequence[Property], drawn: Drawn) -> Report:
+        report = Report(_name_of(self.hook), drawn.claims)
         known: list[type[AssertionError]] = []
-        for position, case in enumerate(searched, 1):
-            reason = case.check.unclaimed(claims)
-            if reason:
-                report.verdicts[case.name] = Verdict("not claimed", note=reason)
+        for position, each in enumerate(searched, 1):
+            if each.unclaimed is not None and (reason := each.unclaimed(drawn.claims)):
+                report.verdicts[each.name] = Verdict("not claimed", note=reason)
                 continue
-            what = f"{name}: {position} of {len(searched)}, {case.name}"
-            search = _Search(case, hook, make_state, claims, ranks, tuple(known), progress, what)
-            for strategy in case.workloads(drawn):
+            search = self._search(each, drawn.claims, f"{position} of {len(searched)}, {each.name}", known)
+            for strategy in each.workloads(drawn):
                 if search.failure is None:
-                    search.run(strategy, max(2, math.ceil(max_examples * case.fraction)))
-            search.try_each(case.listed(drawn))
-            report.verdicts[case.name] = search.verdict()
+                    search.draw(strategy, max(2, math.ceil(self.max_examples * each.fraction)))
+            search.try_each(each.listed(drawn))
+            report.verdicts[each.name] = search.verdict()
             if search.failure is not None:
                 report.failures.append(search.failure)
-                known += case.explains
-    return report
+                known += each.explains
+        return report
+
+    def report_without_claims(self, drawn: Drawn, error: RankError) -> Report:
+        """Report on a hook that raises in the probe: check `completes` alone. Raises `error` if it holds."""
+        completes = PROPERTIES[0]
+        search = self._search(completes, drawn.claims, f"fails in the probe, {completes.name}", ())
+        search.draw(drawn.any(extra_steps=PROBED_STEPS), max(self.max_examples, PROBED_STEPS))
+        if search.failure is None:
+            raise error
+        not_checked = Verdict("not checked", note="the hook does not complete")
+        verdicts = {**{each.name: not_checked for each in PROPERTIES}, completes.name: search.verdict()}
+        return Report(_name_of(self.hook), None, verdicts, [search.failure])
+
+    def _search(
+        self, searched: Property, claims: Claims, what: str, known: Sequence[type[AssertionError]]
+    ) -> _Search:
+        check = partial(searched, self.hook, self.make_state, claims=claims, ranks=self.ranks)
+        return _Search(searched, check, tuple(known), lambda number: self.show(f"{what}, example {number}"))
 
 
-def _not_complete(
-    name: str,
-    hook: Hook,
-    make_state: MakeState,
-    world_size: int,
-    max_examples: int,
-    ranks: Ranks,
-    device: str,
-    progress: Callable[[str], None],
-) -> Report:
-    """Report on a hook that raises in the probe: check `completes` alone."""
-    report = Report(name, None)
-    what = f"{name}: fails in the probe, {CASES[0].name}"
-    search = _Search(CASES[0], hook, make_state, Claims(), ranks, (), progress, what)
-    search.run(
-        workloads(world_sizes=st.just(world_size), steps=st.integers(1, PROBED_STEPS), device=device),
-        max(max_examples, PROBED_STEPS),
-    )
-    if search.failure is None:
-        claims_of(hook, make_state, device, ranks)  # raises the probe's error
-        raise AssertionError(f"{name} fails in the probe, but not every time")
-    report.failures.append(search.failure)
-    report.verdicts.update(
-        {case.name: Verdict("not checked", note="the hook does not complete") for case in CASES}
-    )
-    report.verdicts["completes"] = search.verdict()
-    return report
-
-
-def _shortened(message: str, width: int = 90) -> str:
-    line = message.splitlines()[0]
-    return line if len(line) <= width else line[: width - 1] + "…"
-
-
+@dataclass
 class _Search:
-    """The search for a workload on which a property fails.
+    """The search for a workload on which a property of a hook fails.
 
+    check(workload): the property of the hook.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
+    show(number): shows the number of workloads tried.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        hook: Hook,
-        make_state: MakeState,
-        claims: Claims,
-        ranks: Ranks,
-        known: tuple[type[AssertionError], ...],
-        progress: Callable[[str], None],
-        what: str,
-    ):
-        self.case, self.known = case, known
-        self._progress, self._what, self._num_tried = progress, what, 0
-        self._arguments = (hook, make_state)
-        self._options: dict[str, Any] = {"claims": claims, "ranks": ranks}
-        self.failure: Failure | None = None
-        self._num_examples = self._num_passed_over = 0
-        self._measured: float | None = None
+    searched: Property
+    check: Callable[[Workload], float | None]
+    known: tuple[type[AssertionError], ...]
+    show: Callable[[int], None]
+    failure: Failure | None = None
+    measured: float | None = None
+    num_tried: int = 0
+    num_examples: int = 0
+    num_passed_over: int = 0
 
-    def run(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
+    def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
+        """Try drawn workloads. If one fails, find the smallest that does."""
         options = settings(
             max_examples=max_examples,
             derandomize=True,
@@ -249,56 +261,60 @@ class _Search:
             pass
         except Flaky:  # it fails on this workload, but not every time
             if self.failure is not None:
-                note = "\nIt does not fail on this workload every time."
-                self.failure = Failure(
-                    self.case.name, self.failure.counterexample, self.failure.message + note
-                )
+                message = f"{self.failure.message}\nIt does not fail on this workload every time."
+                self.failure = replace(self.failure, message=message)
 
     def try_each(self, workloads: Iterable[Workload]) -> None:
-        """Try listed workloads until one fails. Call `run` first: Hypothesis shrinks only drawn workloads."""
+        """Try listed workloads until one fails. Call `draw` first: only drawn workloads are shrunk."""
         for workload in workloads:
             if self.failure is not None or self._fails(workload):
                 return
 
     def _fails(self, workload: Workload) -> bool:
-        self._num_tried += 1
-        self._progress(f"{self._what}, example {self._num_tried}")
+        self.num_tried += 1
+        self.show(self.num_tried)
         try:
-            measured = self.case.check(*self._arguments, workload, **self._options)
+            measured = self.check(workload)
         except self.known:
-            self._num_passed_over += 1
+            self.num_passed_over += 1
             return False
         except (PropertyFailure, RankError) as error:
-            self.failure = Failure(self.case.name, workload, str(error))
+            self.failure = Failure(self.searched.name, workload, str(error))
             return True
-        self._num_examples += 1
+        self.num_examples += 1
         if measured is not None:
-            self._measured = measured if self._measured is None else self.case.worst(self._measured, measured)
+            known = measured if self.measured is None else self.measured
+            self.measured = self.searched.worst(known, measured)
         return False
 
     def verdict(self) -> Verdict:
         if self.failure is not None:
-            return Verdict("fails", note=_shortened(self.failure.message.removeprefix(f"{self.case.name}: ")))
-        if not self._num_examples:
+            message = self.failure.message.removeprefix(f"{self.searched.name}: ")
+            return Verdict("fails", note=shorten(message.splitlines()[0], 90, placeholder="…"))
+        if not self.num_examples:
             return Verdict("not checked", note="no example in which the hook completes with finite averages")
-        note = self.case.measure if self._measured is not None else ""
-        return Verdict("holds", self._measured, self._num_examples, note, self._num_passed_over)
+        note = self.searched.measure if self.measured is not None else ""
+        return Verdict("holds", self.measured, self.num_examples, note, self.num_passed_over)
+
+
+def _name_of(hook: Hook) -> str:
+    return getattr(hook, "__qualname__", repr(hook))
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield show(line), which overwrites a line on standard error if that is a terminal; clear it at last."""
+def _progress(name: str) -> Iterator[Callable[[str], None]]:
+    """Yield show(text), which overwrites a line on standard error if that is a terminal; clear it at last."""
     stream = sys.stderr
     if stream is None or not stream.isatty():
-        yield lambda line: None
+        yield lambda text: None
         return
     width = shutil.get_terminal_size().columns - 1  # no line may wrap
 
-    def show(line: str) -> None:
+    def write(line: str) -> None:
         stream.write(f"{line[:width]:<{width}}\r")
         stream.flush()
 
     try:
-        yield show
+        yield lambda text: write(f"{name}: {text}")
     finally:
-        show("")
+        write("")

@@ -26,12 +26,31 @@ __all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
-# One step of one rank: outputs, errors, bytes and elements of the state, bytes on the wire.
+# One step of one rank, as in Run: outputs, errors, bytes and elements of the state, bytes on the wire.
 _Step = tuple[list[Tensor], list[Tensor], int, int, int]
 
 
 class CheckpointError(RuntimeError):
     """A state can't be saved, or its checkpoint can't be loaded."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """The average of one tensor in one step on one rank. str() says where it is, for messages."""
+
+    workload: Workload
+    step: int
+    rank: int
+    index: int
+    average: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The float64 mean of the ranks' gradients."""
+        return self.workload.mean(self.step)[self.index]
+
+    def __str__(self) -> str:
+        return f"step {self.step}, rank {self.rank}, {self.workload.where(self.index)}"
 
 
 @dataclass(frozen=True)
@@ -45,11 +64,19 @@ class Run:
     wire_bytes[step][rank]: the bytes that a rank handed to collectives in a step; 0, uncounted, on gloo.
     """
 
+    workload: Workload
     outputs: list[list[list[Tensor]]]
     errors: list[list[list[Tensor]]]
     state_bytes: list[list[int]]
     state_numels: list[list[int]]
     wire_bytes: list[list[int]]
+
+    def each_output(self, first_step: int = 0) -> Iterator[Output]:
+        """Yield every output from first_step on."""
+        for step in range(first_step, len(self.outputs)):
+            for rank, averages in enumerate(self.outputs[step]):
+                for index, average in enumerate(averages):
+                    yield Output(self.workload, step, rank, index, average)
 
     def mean_error(self, step: int) -> list[Tensor]:
         """Return the ranks' mean errors after a step in float64, by tensor index; zeros for step -1."""
@@ -89,7 +116,7 @@ def run_hook(
     per_step = [
         list(zip(*(rank[step] for rank in by_rank), strict=True)) for step in range(workload.num_steps)
     ]
-    return Run(*([list(step[part]) for step in per_step] for part in range(5)))
+    return Run(workload, *([list(step[part]) for step in per_step] for part in range(5)))
 
 
 @silenced()
@@ -128,31 +155,28 @@ def _steps(
             result_of(future, hook, buffer).detach().to(buffer.dtype)
             for future, buffer in zip(futures, buffers, strict=True)
         ]
-        errors = _by_index(workload, buckets, _all_errors(errors_of(state), buffers)) if errors_of else []
+        errors = errors_of(state) if errors_of else {}
+        errors_by_bucket = [errors.get(i, torch.zeros_like(buffer)) for i, buffer in enumerate(buffers)]
         kept = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(state)]
-        state_bytes = sum(num_bytes for _, num_bytes in kept)
-        state_numel = sum(num_bytes // each.itemsize for each, num_bytes in kept if each.is_floating_point())
-        sent_bytes = _sent_bytes(process_group) - sent_before
-        outputs = _by_index(workload, buckets, averages)
-        steps.append((outputs, errors, state_bytes, state_numel, sent_bytes))
+        steps.append(
+            (
+                _by_index(workload, buckets, averages),
+                _by_index(workload, buckets, errors_by_bucket) if errors_of else [],
+                sum(num_bytes for _, num_bytes in kept),
+                sum(num_bytes // each.itemsize for each, num_bytes in kept if each.is_floating_point()),
+                _sent_bytes(process_group) - sent_before,
+            )
+        )
     return steps
-
-
-def _all_errors(errors: Mapping[int, Tensor], buffers: list[Tensor]) -> list[Tensor]:
-    return [errors.get(index, torch.zeros_like(buffer)) for index, buffer in enumerate(buffers)]
 
 
 def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[Tensor]) -> list[Tensor]:
     """Copy the tensors out of flat buckets, and return the copies by tensor index."""
     found: dict[int, Tensor] = {}
     for indices, buffer in zip(buckets, flat, strict=True):
-        offset = 0
-        for index in indices:
-            part = torch.empty(workload.shapes[index], dtype=buffer.dtype)
-            found[index] = (
-                part.view(-1).copy_(buffer.flatten()[offset : offset + part.numel()]).view(part.shape)
-            )
-            offset += part.numel()
+        parts = buffer.flatten().split([workload.numel(index) for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            found[index] = part.cpu().clone().view(workload.shapes[index])
     return [found[index] for index in range(len(found))]
 
 

@@ -1,14 +1,21 @@
-"""Hypothesis strategies that draw workloads. A workload shrinks to one 1×1 tensor, scale 1, seed 0."""
+"""Hypothesis strategies that draw workloads. A workload shrinks to one 1×1 tensor, scale 1, seed 0.
+
+`Drawn` has those that check_hook uses, within the limits of a hook's claims, and lists of further workloads.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from gradcomp.testing.claims import PROBE, Claims
 from gradcomp.testing.workload import Poison, Shape, Spectrum, Workload
 
 __all__ = ["buckets_of", "dtypes", "poisons", "shapes", "spectra", "workloads"]
@@ -16,6 +23,19 @@ __all__ = ["buckets_of", "dtypes", "poisons", "shapes", "spectra", "workloads"]
 # Small dimensions, primes, powers of two and their neighbors.
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 64)
 SPECTRA: tuple[Spectrum, ...] = ("flat", "low_rank", "power_law", "clustered", "zero")
+# Further sides of matrices, for hooks that don't compress matrices as small as DIMS.
+LARGER_DIMS = range(96, 2049, 32)
+# Tensors of all kinds, as a hook may have separate code for each: one element, square, wide, tall, one row,
+# one column, vectors, kernels of convolutions, more elements than 2^16.
+VARIOUS: tuple[tuple[Shape, ...], ...] = (
+    ((1,), (8, 8), (31, 33), (300,), (96, 700)),
+    ((64, 3), (3, 64), (16, 4, 3, 3), (5, 7, 9), (128, 128)),
+    ((1, 257), (257, 1), (24, 24), (1000,), (12, 12)),
+)
+# Tensors for runs of many steps.
+FEW: tuple[tuple[Shape, ...], ...] = (((24, 24), (7,)), ((9, 32), (3, 5, 3, 3)), ((17, 8), (24,)))
+# The number of steps after a hook's start in such a run. A mistake in every 25th step shows twice.
+LONG = 56
 
 
 def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
@@ -150,3 +170,152 @@ def _without_repetition(values: tuple) -> tuple:  # type: ignore[type-arg]
     while len(values) > 1 and values[-1] == values[-2]:
         values = values[:-1]
     return () if values == (0,) else values
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Strategies and lists of workloads within the limits of a hook's claims."""
+
+    claims: Claims
+    world_size: int
+    dtypes: Sequence[torch.dtype]
+    device: str
+
+    def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
+        """Draw workloads of all kinds, with 1 to `extra_steps` steps after the plain ones."""
+        start = self.claims.start
+        options.setdefault("steps", st.integers(start + 1, start + extra_steps))
+        options.setdefault("tensors", self._shapes())
+        return workloads(
+            world_sizes=st.just(self.world_size),
+            dtypes=st.sampled_from(list(self.dtypes)),
+            log2_scales=self._scales(),
+            device=self.device,
+            **options,
+        )
+
+    def poisoned(self) -> SearchStrategy[Workload]:
+        steps = st.integers(0, self.claims.start + 1)
+        return self.any(poison=poisons(steps, self.world_size))
+
+    def every_poison(self) -> Iterator[Workload]:
+        """List workloads with inf, −inf or NaN on one rank, for each rank.
+
+        Each value comes in a plain step, in the first compressed step and in the last step, and each time in
+        a compressed matrix or in the vector beside it.
+        """
+        matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
+        workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
+        steps = sorted({0, self.claims.start, self.claims.start + 1})
+        values = (math.inf, -math.inf, math.nan)
+        for poison in product(steps, range(self.world_size), range(2), values):
+            yield replace(workload, poison=poison)
+
+    def rearranged(self) -> SearchStrategy[Workload]:
+        """Draw workloads that rearrange their buckets after the first step."""
+        return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
+            lambda workload: len(workload.buckets) > 1 < workload.steps
+        )
+
+    def small(self) -> SearchStrategy[Workload]:
+        return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
+
+    def flushed(self) -> Sequence[SearchStrategy[Workload]]:
+        """Draw workloads that end with zero gradients.
+
+        There are a few zero steps or, for small tensors, enough that little error may be left.
+        """
+        options: dict[str, Any] = {
+            "tensors": shapes(max_numel=25),
+            "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
+            "spectra": st.just(("flat",)),
+            "rearranged": st.booleans(),
+        }
+        alike = self.any(
+            num_tensors=(2, 2), same_shapes=st.just(True), noises=(0.0,), drifts=(0.1, 1.0), **options
+        )
+        different = self.any(num_tensors=(1, 1), noises=(1.0, 10.0), **options)
+        return (
+            self.any(extra_steps=6, noises=(0.0,), zero_steps=self._few, rearranged=st.booleans()),
+            alike.map(self._with_zeros),
+            different.map(self._with_zeros),
+        )
+
+    @property
+    def _few(self) -> int:
+        """The least number of zero steps.
+
+        4 for a hook that averages, as its errors soon fall below its quantization levels; otherwise 16.
+        """
+        return 16 if self.claims.element_error >= 1 else 4
+
+    def _with_zeros(self, workload: Workload) -> Workload:
+        """Add enough zero steps that the held-back error may be a quarter of the largest gradient at most.
+
+        If all ranks have the same gradients, add twice the number of steps after which at most half of the
+        error is left.
+        """
+        numel = max(workload.numel(*indices) for indices in workload.buckets)
+        if workload.noise:
+            zero_steps = self.claims.steps_until(1 / 4 / max(1.0, self.claims.largest_error(numel)), numel)
+        else:
+            zero_steps = 2 * self.claims.steps_until(1 / 2, numel)
+        return replace(workload, zero_steps=max(self._few, zero_steps))
+
+    def various(self, **options: Any) -> Iterator[Workload]:
+        """List a workload of tensors of all kinds in three buckets."""
+        yield self._in_buckets(VARIOUS, steps=self.claims.start + 2, **options)
+
+    def probed(self) -> Iterator[Workload]:
+        """List the workload from which claims are inferred."""
+        yield replace(PROBE, world_size=self.world_size, dtype=self.dtypes[0], device=self.device)
+
+    def long(self, **options: Any) -> Iterator[Workload]:
+        """List a workload of many steps, in buckets that are rearranged after the first one."""
+        steps = self.claims.start + LONG
+        yield self._in_buckets(FEW, **{"steps": steps, "drift": 1.0, "rearranged": True, **options})
+
+    def _in_buckets(self, buckets: Sequence[Sequence[Shape]], **options: Any) -> Workload:
+        num = iter(range(sum(map(len, buckets))))
+        indices = tuple(tuple(next(num) for _ in each) for each in buckets)
+        return self._listed(tuple(shape for each in buckets for shape in each), buckets=indices, **options)
+
+    def odd(self) -> Iterator[Workload]:
+        """List workloads of one compressed matrix with an odd number of rows or columns between 16 and 64."""
+        for shape in self._odd_shapes():
+            yield self._listed((shape,), steps=self.claims.start + 3)
+
+    def _listed(self, shapes: tuple[Shape, ...], **options: Any) -> Workload:
+        options = {"noise": 1.0, "drift": 0.5, **options}
+        return Workload(
+            shapes, world_size=self.world_size, dtype=self.dtypes[0], device=self.device, **options
+        )
+
+    def _shapes(self) -> SearchStrategy[Shape]:
+        """Draw shapes. The hook compresses about half of them, even at a high rank."""
+        return shapes() | st.sampled_from(self._compressed_shapes()) if self.claims.exact_shapes else shapes()
+
+    def _compressed_shapes(self) -> list[Shape]:
+        """List compressed matrices: all with sides in DIMS, or a larger one; and those of _odd_shapes."""
+        small = [shape for shape in product(DIMS, DIMS) if self._is_compressed(shape)]
+        large = [(side, side) for side in LARGER_DIMS if self._is_compressed((side, side))]
+        return [*(small or large[:1] or [(1, 1)]), *self._odd_shapes()]
+
+    def _odd_shapes(self) -> list[Shape]:
+        """List the smallest compressed matrix with each odd number of rows in 17 … 63, and of columns."""
+        columns = (*DIMS, *LARGER_DIMS)
+        found: list[Shape] = []
+        for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):
+            found += [(side, other) for other in columns if self._is_compressed((side, other))][:1]
+            found += [(other, side) for other in columns if self._is_compressed((other, side))][:1]
+        return found
+
+    def _is_compressed(self, shape: Shape) -> bool:
+        return not self.claims.is_exact(shape)
+
+    def _scales(self) -> tuple[int, int]:
+        """Return the least and largest log2_scale, each 2^8 away from subnormal numbers or overflow."""
+        limit = min(self.claims.limit(dtype) for dtype in self.dtypes)
+        dtypes = [*self.dtypes, self.claims.precision]
+        smallest = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
+        return max(-40, math.frexp(smallest)[1] + 8), min(40, max(0, math.frexp(limit)[1] - 9))

@@ -122,6 +122,15 @@ class Workload:
         """Return all ranks' gradients in float64, [world_size, *shape], by tensor index. Don't write."""
         return _stacked(self, step)
 
+    def norm(self, step: int, *indices: int) -> float:
+        """Compute an upper bound of the largest ‖gradient‖ of these tensors together on any rank."""
+        stacked = self.stacked(step)
+        return math.hypot(*(float(stacked[index].flatten(1).norm(dim=1).max()) for index in indices))
+
+    def numel(self, *indices: int) -> int:
+        """Count the elements of these tensors."""
+        return sum(math.prod(self.shapes[index]) for index in indices)
+
     def buckets_in(self, step: int) -> tuple[tuple[int, ...], ...]:
         """Return the buckets of a step."""
         return (tuple(range(len(self.shapes))),) if self.rearranged and step == 0 else self.buckets

@@ -27,12 +27,6 @@ from gradcomp.testing.properties.accuracy import (
     unbiased,
     zero_stays_zero,
 )
-from gradcomp.testing.properties.invariance import (
-    bucket_insensitive,
-    deterministic,
-    rank_permutation,
-    scale_equivariant,
-)
 from gradcomp.testing.properties.memory import (
     bounded_memory,
     checkpoint_round_trip,
@@ -40,11 +34,15 @@ from gradcomp.testing.properties.memory import (
     held_back_comes_out,
     no_error_where_exact,
 )
-from gradcomp.testing.properties.replicas import (
+from gradcomp.testing.properties.robustness import (
+    bucket_insensitive,
     completes,
+    deterministic,
     finite_in_finite_out,
     nonfinite_seen_by_all,
+    rank_permutation,
     replicas_identical,
+    scale_equivariant,
 )
 from gradcomp.testing.properties.subject import NonFiniteFailure, PropertyFailure
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import NormalDist
 
 import torch
@@ -15,68 +16,17 @@ from gradcomp.testing.claims import Claims, Tolerance
 from gradcomp.testing.properties.subject import (
     PropertyFailure,
     Subject,
-    place,
+    flat,
     property_of,
     require_close,
     require_close_in_norm,
     require_finite,
 )
-from gradcomp.testing.run import Run
+from gradcomp.testing.run import Output, Run
 from gradcomp.testing.workload import Workload
-
-__all__ = ["Factor"]
 
 # A sum of independent roundings, each as large as allowed, may deviate by this many standard deviations.
 DEVIATIONS = 5.0
-
-
-class Factor:
-    """The factor ⟨output, mean⟩ / ‖mean‖² over many tensors: 1 for averages with errors that cancel.
-
-    The factor may differ from 1 by the sum of two terms. One is a rounding of every element, as a hook may
-    round towards zero. The other is five standard deviations of a sum of independent errors, each as large as
-    allowed. Equal means may have equal errors, so only different means count as independent.
-
-    Tensors may differ by orders of magnitude. So each tensor is divided by the largest error allowed in it.
-    """
-
-    def __init__(self) -> None:
-        self._means: list[Tensor] = []
-        self._errors: list[Tensor] = []
-        self._allowed: list[Tensor] = []
-        self._roundings: list[Tensor] = []
-
-    def add(self, mean: Tensor, output: Tensor, allowed: Tensor, tolerance: Tolerance) -> None:
-        """Add a tensor. allowed: the error that the tolerance allows in each element."""
-        chosen = (mean != 0) & (allowed > 0)
-        if not chosen.any():
-            return
-        unit = float(allowed.max())
-        means = mean[chosen] / unit
-        self._means.append(means)
-        self._errors.append(output[chosen].double() / unit - means)
-        self._allowed.append(allowed[chosen] / unit)
-        self._roundings.append(tolerance.relative * means.abs() + tolerance.absolute / unit)
-
-    def require_one(self) -> None:
-        """Raise PropertyFailure if the factor differs from 1 by more than roundings explain."""
-        if not self._means:
-            return
-        means, errors, allowed, roundings = map(
-            torch.cat, (self._means, self._errors, self._allowed, self._roundings)
-        )
-        off, square = float(means @ errors), float(means.square().sum())
-        repetitions = len(means) / len(means.abs().unique())
-        deviation = math.sqrt(float((means * allowed).square().sum()) * repetitions)
-        limit = float(means.abs() @ roundings) + DEVIATIONS * deviation
-        if abs(off) > limit:
-            raise PropertyFailure(
-                f"every element is within its tolerance, but all {len(means)} averages together are "
-                f"{1 + off / square:.6g} × the mean; rounding explains {1 - limit / square:.6g} to "
-                f"{1 + limit / square:.6g}"
-            )
-
-
 # The error allowed in a gradient of rank r that is recovered from its factors, in unit roundoffs. It is P's
 # condition number, up to 1000 for a random projection. In 16 bits less is allowed, as 1000 allows any output.
 ROUNDINGS_OF_FACTORS = {
@@ -90,29 +40,11 @@ ROUNDINGS_OF_FACTORS = {
 ROUNDINGS_OF_A_STEP = 8
 
 
-def each_output(workload: Workload, run: Run, first_step: int = 0) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Yield (step, rank, tensor index, output) for every output from first_step on."""
-    for step in range(first_step, workload.num_steps):
-        for rank, tensors in enumerate(run.outputs[step]):
-            for index, tensor in enumerate(tensors):
-                yield step, rank, index, tensor
-
-
-def norm_of(workload: Workload, step: int, index: int) -> float:
-    """Compute the largest ‖gradient‖ of one tensor on any rank."""
-    return float(workload.stacked(step)[index].flatten(1).norm(dim=1).max())
-
-
-def norm_of_bucket(workload: Workload, step: int, indices: tuple[int, ...]) -> float:
-    """Compute an upper bound of the largest ‖gradient‖ of a bucket on any rank."""
-    return math.hypot(*(norm_of(workload, step, index) for index in indices))
-
-
-def _unless_averages(claims: Claims) -> str:
-    return "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else ""
-
-
-@property_of(_unless_averages)
+@property_of(
+    lambda claims: "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else "",
+    listed=lambda drawn: [*drawn.various(), *drawn.long()],
+    measure="error / tolerance ≤",
+)
 def averages(subject: Subject, workload: Workload) -> float | None:
     """Every output is the float64 mean of the ranks' gradients, within rounding.
 
@@ -124,37 +56,74 @@ def averages(subject: Subject, workload: Workload) -> float | None:
     tensors of its exact shapes.
 
     Roundings cancel in a large number of elements, but a wrong factor, for example 1.01, doesn't. So all
-    averages are also checked together; see `Factor`.
+    averages are also checked together; see `_require_factor_one`.
 
     Returns the largest error / tolerance; None if the hook claims no average of the workload.
     """
-    claims = subject.claims
-    run = subject.run(workload)
-    worst, factor = None, Factor()
-    for step, rank, index, output in each_output(workload, run):
-        tolerance = claims.tolerance
-        is_exact = claims.exact_shapes is not None and claims.exact_shapes(workload.shapes[index])
-        if tolerance is None and (step < claims.start or is_exact):
-            tolerance = claims.exact(workload.dtype)
+    claims, run = subject.claims, subject.run(workload)
+    worst, checked = None, []
+    for output in run.each_output():
+        tolerance = claims.tolerance_in(workload.dtype)
         if tolerance is None:
-            continue
-        if tolerance.of == "element":
-            tolerance = max(tolerance, claims.exact(workload.dtype), key=lambda each: each.relative)
+            if not _is_plain(claims, workload, output.step, output.index):
+                continue
+            tolerance = claims.exact(workload.dtype)
         if worst is None:
-            require_finite(workload, run)
-        where = place(workload, step, rank, index)
-        allowed = tolerance.allowed(workload, step, index)
-        mean = workload.mean(step)[index]
-        with subject.naming_multiples(workload, mean, output):
-            ratio = require_close(where, mean, output, allowed, "the float64 mean")
+            require_finite(run)
+        allowed = tolerance.allowed(workload, output.step, output.index)
+        with subject.naming_multiples(workload, output.mean, output.average):
+            ratio = require_close(output, output.mean, output.average, allowed, "the float64 mean")
         worst = max(worst or 0.0, ratio)
-        if rank == 0:
-            factor.add(mean, output, allowed, tolerance)
-    factor.require_one()
+        if output.rank == 0:
+            checked.append((output, allowed, tolerance))
+    _require_factor_one(checked)
     return worst
 
 
-@property_of(lambda claims: "" if claims.keeps_zeros else "mixes elements")
+def _require_factor_one(checked: Sequence[tuple[Output, Tensor, Tolerance]]) -> None:
+    """Raise PropertyFailure if ⟨output, mean⟩ / ‖mean‖² of all outputs differs from 1 beyond rounding.
+
+    The factor may differ from 1 by the sum of two terms. One is a rounding of every element, as a hook may
+    round towards zero. The other is five standard deviations of a sum of independent errors, each as large as
+    allowed. Equal means may have equal errors, so only different means count as independent.
+
+    checked: outputs, the error allowed in each element, and the tolerance. Tensors may differ by orders of
+        magnitude. So each tensor is divided by the largest error allowed in it.
+    """
+    parts = []
+    for output, allowed, tolerance in checked:
+        chosen = (output.mean != 0) & (allowed > 0)
+        if chosen.any():
+            unit = float(allowed.max())
+            means = output.mean[chosen] / unit
+            errors = output.average[chosen].double() / unit - means
+            roundings = tolerance.relative * means.abs() + tolerance.absolute / unit
+            parts.append((means, errors, allowed[chosen] / unit, roundings))
+    if not parts:
+        return
+    means, errors, allowed, roundings = map(torch.cat, zip(*parts, strict=True))
+    off, square = float(means @ errors), float(means.square().sum())
+    repetitions = len(means) / len(means.abs().unique())
+    deviation = math.sqrt(float((means * allowed).square().sum()) * repetitions)
+    limit = float(means.abs() @ roundings) + DEVIATIONS * deviation
+    if abs(off) > limit:
+        raise PropertyFailure(
+            f"every element is within its tolerance, but all {len(means)} averages together are "
+            f"{1 + off / square:.6g} × the mean; rounding explains {1 - limit / square:.6g} to "
+            f"{1 + limit / square:.6g}"
+        )
+
+
+def _is_plain(claims: Claims, workload: Workload, step: int, index: int) -> bool:
+    """Return whether a lossy hook averages this tensor exactly in this step."""
+    return step < claims.start or claims.is_exact(workload.shapes[index])
+
+
+@property_of(
+    lambda claims: "" if claims.keeps_zeros else "mixes elements",
+    workloads=lambda drawn: [drawn.any(masked=0.5)],
+    listed=lambda drawn: [*drawn.various(masked=0.5), *drawn.long(masked=0.5)],
+)
 def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     """An element that has been 0 on every rank in every step so far is exactly 0 in the average.
 
@@ -164,20 +133,19 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     """
     claims, run = subject.claims, subject.finite_run(workload)
     zero = [torch.ones(shape, dtype=torch.bool) for shape in workload.shapes]
-    for step in range(workload.num_steps):
-        zero = [z & (t == 0).all(0) for z, t in zip(zero, workload.stacked(step), strict=True)]
-        for index, shape in enumerate(workload.shapes):
-            is_exact = step < claims.start or (claims.exact_shapes is not None and claims.exact_shapes(shape))
-            kept = zero[index] if claims.keeps_zeros == "elements" or is_exact else _lines(zero[index])
-            for rank, outputs in enumerate(run.outputs[step]):
-                changed = kept & (outputs[index] != 0)
-                if changed.any():
-                    raise PropertyFailure(
-                        f"{place(workload, step, rank, index)}, element "
-                        f"{int(changed.flatten().nonzero()[0])}: expected 0, as its gradient has been 0 "
-                        f"on every rank in every step so far; got {outputs[index][changed][0].item():.6g}; "
-                        f"{int(changed.sum())} of {int(kept.sum())} such elements are not 0"
-                    )
+    for output in run.each_output():
+        step, index, average = output.step, output.index, output.average
+        if output.rank == 0:
+            zero[index] &= (workload.stacked(step)[index] == 0).all(0)
+        every_element = claims.keeps_zeros == "elements" or _is_plain(claims, workload, step, index)
+        kept = zero[index] if every_element else _lines(zero[index])
+        changed = kept & (average != 0)
+        if changed.any():
+            raise PropertyFailure(
+                f"{output}, element {int(changed.flatten().nonzero()[0])}: expected 0, as its gradient has "
+                f"been 0 on every rank in every step so far; got {average[changed][0].item():.6g}; "
+                f"{int(changed.sum())} of {int(kept.sum())} such elements are not 0"
+            )
 
 
 def _lines(zero: Tensor) -> Tensor:
@@ -192,7 +160,11 @@ def unless_lossy(claims: Claims) -> str:
     return "" if claims.is_lossy else "averages"
 
 
-@property_of(lambda claims: unless_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"))
+@property_of(
+    lambda claims: unless_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"),
+    listed=lambda drawn: [*drawn.odd(), *drawn.various()],
+    measure="error / tolerance ≤",
+)
 def exact_up_to_rank(subject: Subject, workload: Workload) -> float:
     """Every compressed step averages a mean gradient of rank at most r exactly.
 
@@ -219,27 +191,26 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float:
     coarser = max(workload.dtype, claims.precision, key=lambda dtype: torch.finfo(dtype).eps)
     roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
     worst = 0.0
-    for step, rank, index, output in each_output(workload, run, claims.start):
-        mean, where = workload.mean(step)[index], place(workload, step, rank, index)
-        allowed = roundings * norm_of(workload, step, index) + underflow(claims, workload, index)
+    for output in run.each_output(claims.start):
+        allowed = roundings * workload.norm(output.step, output.index)
+        allowed += claims.underflow(workload, output.index)
         whose = f"the mean, of rank ≤ {claims.exact_rank},"
-        with subject.naming_multiples(workload, mean, output):
-            ratio = require_close_in_norm(where, mean, output, allowed, whose)
+        with subject.naming_multiples(workload, output.mean, output.average):
+            ratio = require_close_in_norm(output, output.mean, output.average, allowed, whose)
         worst = max(worst, ratio)
     return worst
-
-
-def underflow(claims: Claims, workload: Workload, index: int) -> float:
-    """Compute the norm of the error allowed in a tensor for underflow; see Tolerance.rounding."""
-    absolute = claims.exact(workload.dtype).absolute
-    return 2 * workload.world_size * absolute * math.sqrt(math.prod(workload.shapes[index]))
 
 
 def _unless_contraction(claims: Claims) -> str:
     return unless_lossy(claims) or ("no contraction" if claims.contraction is None else "")
 
 
-@property_of(_unless_contraction)
+@property_of(
+    _unless_contraction,
+    listed=lambda drawn: [*drawn.odd(), *drawn.various(), *drawn.long()],
+    measure="δ ≥",
+    worst=min,
+)
 def contraction(subject: Subject, workload: Workload) -> float | None:
     """‖M − C(M)‖² ≤ (1 − δ) ‖M‖² for every bucket M, and C(0) = 0.
 
@@ -308,21 +279,17 @@ class BucketSteps:
         cls, claims: Claims, workload: Workload, run: Run, indices: tuple[int, ...], rank: int
     ) -> BucketSteps:
         steps = range(claims.start, workload.num_steps)
-        means = torch.stack([joined(workload.mean(step), indices) for step in steps])
-        outputs = torch.stack([joined(run.outputs[step][rank], indices) for step in steps])
+        means = torch.stack([flat(workload.mean(step)[index] for index in indices) for step in steps])
+        outputs = torch.stack([flat(run.outputs[step][rank][index] for index in indices) for step in steps])
         missing = means - outputs
         held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
         roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
-        lost_below = sum(underflow(claims, workload, index) for index in indices)
+        lost_below = claims.underflow(workload, *indices)
         rounding = [0.0]
         for step, (before, after) in zip(steps, pairwise(held.norm(dim=1).tolist()), strict=True):
-            size = norm_of_bucket(workload, step, indices) + before + after
+            size = workload.norm(step, *indices) + before + after
             rounding.append(rounding[-1] + roundings * size + lost_below)
         return cls(means, outputs, held, rounding)
-
-
-def joined(tensors: list[Tensor], indices: Iterable[int]) -> Tensor:
-    return torch.cat([tensors[index].double().flatten() for index in indices])
 
 
 # The number of compressed steps that `unbiased` runs.
@@ -331,7 +298,13 @@ NUM_STEPS = 512
 FALSE_ALARM = 1e-6
 
 
-@property_of(lambda claims: "" if claims.unbiased else unless_lossy(claims) or "biased")
+@property_of(
+    lambda claims: "" if claims.unbiased else unless_lossy(claims) or "biased",
+    workloads=lambda drawn: [drawn.small()],
+    listed=lambda drawn: [*drawn.probed(), *drawn.long()],
+    fraction=0.3,
+    measure="t ≤",
+)
 def unbiased(subject: Subject, workload: Workload) -> float:
     """The expectation of the output is the mean.
 
@@ -353,13 +326,12 @@ def unbiased(subject: Subject, workload: Workload) -> float:
     claims = subject.claims
     workload = replace(workload, drift=1.0, period=2, steps=claims.start + NUM_STEPS, zero_steps=0)
     run = subject.finite_run(workload)
-    indices = tuple(range(len(workload.shapes)))
     steps = range(claims.start, workload.steps)
     means = [tensor for step in steps[:2] for tensor in workload.mean(step)]
-    mean = joined(means, range(len(means)))
+    mean = flat(means)
     # Tensors may differ by orders of magnitude: each is divided by its own rms.
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in means])
-    outputs = torch.stack([joined(run.outputs[step][0], indices) for step in steps])
+    outputs = torch.stack([flat(run.outputs[step][0]) for step in steps])
     draws = (outputs.view(NUM_STEPS // 2, -1) - mean) / unit
     shuffled = torch.randperm(len(draws), generator=torch.Generator().manual_seed(0))
     first, second = draws[shuffled].chunk(2)
@@ -376,21 +348,14 @@ def unbiased(subject: Subject, workload: Workload) -> float:
     if t > limit:
         average = mean + draws.mean(0) * unit
         worst = int(draws.mean(0).abs().argmax())
-        step, index, element = _located(workload, worst)
-        where = f"the {('first', 'second')[step]} one, {workload.where(index)}, element {element}"
+        starts = [0, *accumulate(map(torch.numel, means))]
+        position = bisect(starts, worst) - 1
+        turn, index = divmod(position, len(workload.shapes))
+        element = worst - starts[position]
+        where = f"the {('first', 'second')[turn]} one, {workload.where(index)}, element {element}"
         raise PropertyFailure(
             f"over {NUM_STEPS} steps with two gradients in turn, {where}: expected "
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
             f"{t:.3g}, allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
         )
     return t
-
-
-def _located(workload: Workload, position: int) -> tuple[int, int, int]:
-    """Return (step, tensor index, element) of a position in the joined tensors of two steps."""
-    step, left = divmod(position, sum(map(math.prod, workload.shapes)))
-    for index, shape in enumerate(workload.shapes):
-        if left < math.prod(shape):
-            return step, index, left
-        left -= math.prod(shape)
-    raise IndexError(position)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.properties.accuracy import (
-    ROUNDINGS_OF_A_STEP,
-    BucketSteps,
-    each_output,
-    norm_of,
-    norm_of_bucket,
-    underflow,
-    unless_lossy,
-)
+from gradcomp.testing.properties.accuracy import ROUNDINGS_OF_A_STEP, BucketSteps, unless_lossy
 from gradcomp.testing.properties.subject import (
     PropertyFailure,
     Subject,
-    place,
     property_of,
     require_close_in_norm,
     require_same,
@@ -34,15 +24,11 @@ def _unless_feedback(claims: Claims) -> str:
     return "" if claims.error_feedback else unless_lossy(claims) or "no error feedback"
 
 
-def _unless_errors_can_be_read(claims: Claims) -> str:
-    return _unless_feedback(claims) or ("" if claims.errors_of else "errors can't be read")
-
-
-def _unless_some_shapes_are_exact(claims: Claims) -> str:
-    return _unless_feedback(claims) or ("" if claims.errors_of and claims.exact_shapes else "no exact shapes")
-
-
-@property_of(_unless_errors_can_be_read)
+@property_of(
+    lambda claims: _unless_feedback(claims) or ("" if claims.errors_of else "errors can't be read"),
+    listed=lambda drawn: [*drawn.various(), *drawn.long()],
+    measure="error / tolerance ≤",
+)
 def error_feedback_identity(subject: Subject, workload: Workload) -> float:
     """After every step, Σ outputs + mean of the ranks' errors = Σ mean gradients.
 
@@ -56,21 +42,26 @@ def error_feedback_identity(subject: Subject, workload: Workload) -> float:
     run = subject.finite_run(workload, errors_of=claims.errors_of)
     roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
     worst = 0.0
-    for step, rank, index, output in each_output(workload, run):
+    for output in run.each_output():
+        step, index = output.step, output.index
         before, after = (run.mean_error(s)[index] for s in (step - 1, step))
-        errors = [e[index] for s in (step - 1, step) if s >= 0 for e in run.errors[s]]
-        size = norm_of(workload, step, index) + float(output.double().norm())
+        errors = [error[index] for s in (step - 1, step) if s >= 0 for error in run.errors[s]]
+        size = workload.norm(step, index) + float(output.average.double().norm())
         size += 2 * max(float(error.double().norm()) for error in errors)
-        allowed = roundings * size + 2 * underflow(claims, workload, index)
-        where = place(workload, step, rank, index)
-        expected = workload.mean(step)[index] + before
+        allowed = roundings * size + 2 * claims.underflow(workload, index)
+        expected, got = output.mean + before, output.average.double() + after
         whose = "mean gradient + mean error before"
-        got = output.double() + after
-        worst = max(worst, require_close_in_norm(where, expected, got, allowed, whose))
+        worst = max(worst, require_close_in_norm(output, expected, got, allowed, whose))
     return worst
 
 
-@property_of(_unless_feedback)
+@property_of(
+    _unless_feedback,
+    workloads=lambda drawn: drawn.flushed(),
+    listed=lambda drawn: drawn.long(noise=0.0, zero_steps=16),
+    fraction=0.5,
+    measure="still held at the end ≤",
+)
 def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
     """Held-back errors are output in later steps with zero gradients.
 
@@ -98,14 +89,14 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
     claims, run = subject.claims, subject.finite_run(workload)
     worst = None
     for bucket, indices in enumerate(workload.buckets):
-        numel = sum(math.prod(workload.shapes[index]) for index in indices)
+        numel = workload.numel(*indices)
         for rank in range(workload.world_size):
             steps = BucketSteps.of(claims, workload, run, indices, rank)
             norms, half = steps.held.norm(dim=1).tolist(), workload.zero_steps // 2
             before, after, rounding = norms[-1 - workload.zero_steps], norms[-1], steps.rounding[-1]
             starts = {workload.zero_steps: before, half: norms[-1 - half]}
             if workload.noise:  # ranks' errors may be larger than their mean
-                largest = max(norm_of_bucket(workload, step, indices) for step in range(workload.steps))
+                largest = max(workload.norm(step, *indices) for step in range(workload.steps))
                 starts = {workload.zero_steps: claims.largest_error(numel) * largest}
                 rounding *= max(1.0, claims.largest_error(numel))
             for num_steps, start in starts.items():
@@ -123,7 +114,11 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
     return worst
 
 
-@property_of(_unless_some_shapes_are_exact)
+@property_of(
+    lambda claims: (
+        _unless_feedback(claims) or ("" if claims.errors_of and claims.exact_shapes else "no exact shapes")
+    )
+)
 def no_error_where_exact(subject: Subject, workload: Workload) -> None:
     """Tensors of claims.exact_shapes, which are averaged exactly, have no error on any rank.
 
@@ -131,20 +126,20 @@ def no_error_where_exact(subject: Subject, workload: Workload) -> None:
     the average, and each would grow as a random walk, to √steps times the difference between ranks.
     """
     claims = subject.claims
-    assert claims.exact_shapes is not None
     run = subject.finite_run(workload, errors_of=claims.errors_of)
-    for step, by_rank in enumerate(run.errors):
-        for rank, errors in enumerate(by_rank):
-            for index, error in enumerate(errors):
-                if claims.exact_shapes(workload.shapes[index]) and error.count_nonzero():
-                    raise PropertyFailure(
-                        f"{place(workload, step, rank, index)}: expected no error, as "
-                        f"it isn't compressed; got one of norm {float(error.double().norm()):.3g}, the "
-                        f"gradient's is {norm_of(workload, step, index):.3g}"
-                    )
+    for error in replace(run, outputs=run.errors).each_output():
+        if claims.is_exact(workload.shapes[error.index]) and error.average.count_nonzero():
+            raise PropertyFailure(
+                f"{error}: expected no error, as it isn't compressed; got one of norm "
+                f"{float(error.average.double().norm()):.3g}, the gradient's is "
+                f"{workload.norm(error.step, error.index):.3g}"
+            )
 
 
-@property_of(lambda claims: "" if claims.checkpoint else "no state that can be saved")
+@property_of(
+    lambda claims: "" if claims.checkpoint else "no state that can be saved",
+    workloads=lambda drawn: [drawn.any(extra_steps=4)],
+)
 def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
     """A run that saves and loads its state half way has the same bits as a run without the checkpoint.
 
@@ -158,13 +153,15 @@ def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
         resumed = subject.run(workload, checkpoint_at=half, safe_checkpoint=is_safe)
     except RankError as error:
         raise PropertyFailure(f"saved and loaded before step {half}: {str(error).splitlines()[0]}") from error
-    for step, rank, index, output in each_output(workload, resumed):
-        where = place(workload, step, rank, index)
-        expected, whose = run.outputs[step][rank][index], f"without the checkpoint before step {half}"
-        require_same(where, expected, output, whose)
+    whose = f"without the checkpoint before step {half}"
+    for expected, got in zip(run.each_output(), resumed.each_output(), strict=True):
+        require_same(got, expected.average, got.average, whose)
 
 
-@property_of(lambda claims: "" if claims.memory is not None else "no state, or one that may grow")
+@property_of(
+    lambda claims: "" if claims.memory is not None else "no state, or one that may grow",
+    measure="state / gradients ≤",
+)
 def bounded_memory(subject: Subject, workload: Workload) -> float:
     """A state's tensors take at most claims.memory times the gradients' bytes, and don't grow in every step.
 

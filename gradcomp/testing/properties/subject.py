@@ -1,26 +1,26 @@
-"""Subjects of properties (a hook with its state, claims and ranks), and the exceptions of properties."""
+"""Properties, and what they check: subjects, which are hooks with their state, claims and ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, Protocol, TypeVar
+from functools import cached_property
+from typing import Any
 
 import torch
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import AVERAGES_WITHIN, Claims, claims_of
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
+from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
 __all__ = ["NonFiniteFailure", "Property", "PropertyFailure", "Subject", "property_of"]
-
-Measured = TypeVar("Measured", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Subject:
     def finite_run(self, workload: Workload, **options: Any) -> Run:
         """Run the hook on this workload. Raises NonFiniteFailure if an output holds inf or NaN."""
         run = self.run(workload, **options)
-        require_finite(workload, run)
+        require_finite(run)
         return run
 
     def multiple(self, workload: Workload, mean: Tensor, output: Tensor) -> str:
@@ -75,8 +75,8 @@ class Subject:
         except RankError:
             return ""
         steps = range(self.claims.start, larger.num_steps)
-        given = torch.stack([_flat(larger.mean(step)) for step in steps])
-        got = torch.stack([_flat(run.outputs[step][0]) for step in steps])
+        given = torch.stack([flat(larger.mean(step)) for step in steps])
+        got = torch.stack([flat(run.outputs[step][0]) for step in steps])
         factor = _factor(given.sum(0), got.sum(0))
         return f"; the output is {factor} × the mean" if factor else ""
 
@@ -89,7 +89,11 @@ class Subject:
             raise PropertyFailure(f"{failure}{self.multiple(workload, mean, output)}") from None
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
+Check = Callable[[Subject, Workload], float | None]
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Join tensors to a vector in float64."""
     return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
@@ -109,15 +113,36 @@ def _factor(mean: Tensor, output: Tensor) -> float | None:
     return next((each for each in shown if abs(factor - each) <= abs(factor - 1) / 10 and each != 1), None)
 
 
-class Property(Protocol[Measured]):
-    """A function that checks a property of a hook.
+@dataclass(frozen=True, eq=False)
+class Property:
+    """A property of hooks, and the search for a workload on which a hook lacks it.
 
-    Returns a measured value, or None if the hook doesn't claim the property.
-    Raises PropertyFailure if the property fails.
+    check(subject, workload): returns a measured value, or None. Raises PropertyFailure if the property fails.
+    unclaimed(claims): the reason why the property doesn't apply to a hook; "" if it applies. None if it
+        applies to every hook.
+    workloads(drawn): strategies that draw workloads.
+    listed(drawn): workloads to try besides the drawn ones.
+    fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
+    measure: the name of the measured value.
+    worst: chooses the worse of two measured values.
+    explains: the exceptions that other properties raise if this one fails.
     """
 
-    __name__: str
-    unclaimed: Callable[[Claims], str]
+    check: Check
+    unclaimed: Callable[[Claims], str] | None = None
+    workloads: Callable[[Drawn], Sequence[SearchStrategy[Workload]]] = lambda drawn: [drawn.any()]
+    listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
+    fraction: float = 1.0
+    measure: str = ""
+    worst: Callable[[float, float], float] = max
+    explains: tuple[type[AssertionError], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", self.check.__doc__)
+
+    @property
+    def name(self) -> str:
+        return self.check.__name__
 
     def __call__(
         self,
@@ -127,44 +152,27 @@ class Property(Protocol[Measured]):
         *,
         claims: Claims | None = None,
         ranks: Ranks = "simulated",
-    ) -> Measured | None: ...
+    ) -> float | None:
+        """Check the property on this workload.
+
+        Returns the measured value; None also if the hook doesn't claim the property.
+        Raises PropertyFailure, its message beginning with the property's name.
+        """
+        subject = Subject(hook, make_state, claims, ranks, workload.device)
+        if self.unclaimed is not None and self.unclaimed(subject.claims):
+            return None
+        try:
+            return self.check(subject, workload)
+        except PropertyFailure as failure:
+            failure.args = (f"{self.name}: {failure}",)
+            raise
 
 
 def property_of(
-    unclaimed: Callable[[Claims], str] | None = None,
-) -> Callable[[Callable[[Subject, Workload], Measured]], Property[Measured]]:
-    """Turn check(subject, workload) into a property of (hook, make_state, workload, options).
-
-    unclaimed(claims): the reason why the property doesn't apply, and returns None; "" if it applies. Without
-        this function the property applies to every hook.
-
-    A PropertyFailure gets the property's name before its message.
-    """
-
-    def decorated(check: Callable[[Subject, Workload], Measured]) -> Property[Measured]:
-        @wraps(check)
-        def checked(
-            hook: Hook,
-            make_state: MakeState,
-            workload: Workload,
-            *,
-            claims: Claims | None = None,
-            ranks: Ranks = "simulated",
-        ) -> Measured | None:
-            subject = Subject(hook, make_state, claims, ranks, workload.device)
-            if unclaimed is not None and unclaimed(subject.claims):
-                return None
-            try:
-                return check(subject, workload)
-            except PropertyFailure as failure:
-                failure.args = (f"{check.__name__}: {failure}",)
-                raise
-
-        checked.unclaimed = unclaimed or (lambda claims: "")  # type: ignore[attr-defined]
-        del checked.__wrapped__  # so that help() shows checked's arguments
-        return checked  # type: ignore[return-value]
-
-    return decorated
+    unclaimed: Callable[[Claims], str] | None = None, **search: Any
+) -> Callable[[Check], Property]:
+    """Make a property of the decorated check; for the arguments see Property."""
+    return lambda check: Property(check, unclaimed, **search)
 
 
 class PropertyFailure(AssertionError):  # noqa: N818
@@ -175,25 +183,18 @@ class NonFiniteFailure(PropertyFailure):
     """The outputs of finite gradients are not finite, so no other property can hold."""
 
 
-def place(workload: Workload, step: int, rank: int, index: int) -> str:
-    """Describe an output's step, rank and tensor, for messages."""
-    return f"step {step}, rank {rank}, {workload.where(index)}"
-
-
-def require_finite(workload: Workload, run: Run, first_step: int = 0) -> None:
+def require_finite(run: Run, first_step: int = 0) -> None:
     """Raise NonFiniteFailure if an output from first_step on holds inf or NaN."""
-    for step, by_rank in enumerate(run.outputs):
-        for rank, tensors in enumerate(by_rank):
-            for index, tensor in enumerate(tensors):
-                if step >= first_step and not tensor.isfinite().all():
-                    bad = tensor[~tensor.isfinite()][0] if tensor.ndim else tensor
-                    raise NonFiniteFailure(
-                        f"{place(workload, step, rank, index)}: expected finite averages, got "
-                        f"{bad.item()} in {int((~tensor.isfinite()).sum())} of {tensor.numel()} elements"
-                    )
+    for output in run.each_output(first_step):
+        finite = output.average.isfinite()
+        if not finite.all():
+            raise NonFiniteFailure(
+                f"{output}: expected finite averages, got {output.average[~finite][0].item()} in "
+                f"{int((~finite).sum())} of {finite.numel()} elements"
+            )
 
 
-def require_same(where: str, expected: Tensor, got: Tensor, whose: str) -> None:
+def require_same(where: object, expected: Tensor, got: Tensor, whose: str) -> None:
     """Raise PropertyFailure unless all elements are equal; NaN equals NaN."""
     same = (expected == got) | (expected.isnan() & got.isnan())
     if not same.all():
@@ -204,12 +205,11 @@ def require_same(where: str, expected: Tensor, got: Tensor, whose: str) -> None:
         )
 
 
-def require_close(where: str, expected: Tensor, got: Tensor, allowed: Tensor | float, whose: str) -> float:
+def require_close(where: object, expected: Tensor, got: Tensor, allowed: Tensor, whose: str) -> float:
     """Compute the largest |got − expected| / allowed. Raises PropertyFailure if it is above 1."""
     if not got.numel():
         return 0.0
-    off = (got.double() - expected.double()).abs().flatten()
-    limit = torch.as_tensor(allowed, dtype=torch.float64).expand(expected.shape).flatten()
+    off, limit = (got.double() - expected.double()).abs().flatten(), allowed.flatten()
     ratio = torch.where(off <= limit, off / limit.clamp(min=1e-300), off / limit).nan_to_num(math.inf)
     worst = int(ratio.argmax())
     if ratio[worst] > 1:
@@ -220,7 +220,7 @@ def require_close(where: str, expected: Tensor, got: Tensor, allowed: Tensor | f
     return float(ratio[worst])
 
 
-def require_close_in_norm(where: str, expected: Tensor, got: Tensor, allowed: float, whose: str) -> float:
+def require_close_in_norm(where: object, expected: Tensor, got: Tensor, allowed: float, whose: str) -> float:
     """Compute ‖got − expected‖ / allowed. Raises PropertyFailure if it is above 1."""
     off = float((got.double() - expected.double()).norm())
     if not off <= allowed:
