@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from textwrap import shorten
 from typing import Literal
 
@@ -19,8 +18,8 @@ from hypothesis.strategies import SearchStrategy
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
-from gradcomp.testing.claims import PROBED_STEPS, Claims, claims_of
-from gradcomp.testing.properties.subject import Property, PropertyFailure
+from gradcomp.testing.claims import PROBED_STEPS, Claims
+from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import Drawn
@@ -169,76 +168,70 @@ def check_hook(
     known = [each.name for each in PROPERTIES]
     if unknown := set(only) - set(known):
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
-    with _progress(_name_of(hook)) as show:
+    searched = [each for each in PROPERTIES if not only or each.name in only]
+    subject = Subject(hook, make_state, claims, ranks, device)
+    with _progress(subject.name) as show:
         show("inferring its claims")
-        checker = _Checker(hook, make_state, ranks, max_examples, show)
         try:
-            claims = claims or claims_of(hook, make_state, device, ranks)
+            drawn = Drawn(subject.claims, world_size, dtypes, device)
         except RankError as error:
-            return checker.report_without_claims(Drawn(Claims(), world_size, dtypes, device), error)
-        searched = [each for each in PROPERTIES if not only or each.name in only]
-        return checker.report(searched, Drawn(claims, world_size, dtypes, device))
+            drawn = Drawn(Claims(), world_size, dtypes, device)
+            return _report_without_claims(replace(subject, given=Claims()), drawn, max_examples, show, error)
+        return _report(subject, searched, drawn, max_examples, show)
 
 
-@dataclass(frozen=True)
-class _Checker:
-    """The arguments of check_hook that all searches have in common. show(text) shows the progress."""
+def _report(
+    subject: Subject,
+    searched: Sequence[Property],
+    drawn: Drawn,
+    max_examples: int,
+    show: Callable[[str], None],
+) -> Report:
+    report = Report(subject.name, subject.claims)
+    known: list[type[AssertionError]] = []
+    for position, each in enumerate(searched, 1):
+        if each.unclaimed is not None and (reason := each.unclaimed(subject.claims)):
+            report.verdicts[each.name] = Verdict("not claimed", note=reason)
+            continue
+        search = _Search(each, subject, show, f"{position} of {len(searched)}, {each.name}", tuple(known))
+        for strategy in each.workloads(drawn):
+            if search.failure is None:
+                search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
+        search.try_each(each.listed(drawn))
+        report.verdicts[each.name] = search.verdict()
+        if search.failure is not None:
+            report.failures.append(search.failure)
+            known += each.explains
+    return report
 
-    hook: Hook
-    make_state: MakeState
-    ranks: Ranks
-    max_examples: int
-    show: Callable[[str], None]
 
-    def report(self, searched: Sequence[Property], drawn: Drawn) -> Report:
-        report = Report(_name_of(self.hook), drawn.claims)
-        known: list[type[AssertionError]] = []
-        for position, each in enumerate(searched, 1):
-            if each.unclaimed is not None and (reason := each.unclaimed(drawn.claims)):
-                report.verdicts[each.name] = Verdict("not claimed", note=reason)
-                continue
-            search = self._search(each, drawn.claims, f"{position} of {len(searched)}, {each.name}", known)
-            for strategy in each.workloads(drawn):
-                if search.failure is None:
-                    search.draw(strategy, max(2, math.ceil(self.max_examples * each.fraction)))
-            search.try_each(each.listed(drawn))
-            report.verdicts[each.name] = search.verdict()
-            if search.failure is not None:
-                report.failures.append(search.failure)
-                known += each.explains
-        return report
-
-    def report_without_claims(self, drawn: Drawn, error: RankError) -> Report:
-        """Report on a hook that raises in the probe: check `completes` alone. Raises `error` if it holds."""
-        completes = PROPERTIES[0]
-        search = self._search(completes, drawn.claims, f"fails in the probe, {completes.name}", ())
-        search.draw(drawn.any(extra_steps=PROBED_STEPS), max(self.max_examples, PROBED_STEPS))
-        if search.failure is None:
-            raise error
-        not_checked = Verdict("not checked", note="the hook does not complete")
-        verdicts = {**{each.name: not_checked for each in PROPERTIES}, completes.name: search.verdict()}
-        return Report(_name_of(self.hook), None, verdicts, [search.failure])
-
-    def _search(
-        self, searched: Property, claims: Claims, what: str, known: Sequence[type[AssertionError]]
-    ) -> _Search:
-        check = partial(searched, self.hook, self.make_state, claims=claims, ranks=self.ranks)
-        return _Search(searched, check, tuple(known), lambda number: self.show(f"{what}, example {number}"))
+def _report_without_claims(
+    subject: Subject, drawn: Drawn, max_examples: int, show: Callable[[str], None], error: RankError
+) -> Report:
+    """Report on a hook that raises `error` in the probe: check `completes` only, or raise `error`."""
+    completes = PROPERTIES[0]
+    search = _Search(completes, subject, show, f"fails in the probe, {completes.name}")
+    search.draw(drawn.any(extra_steps=PROBED_STEPS), max(max_examples, PROBED_STEPS))
+    if search.failure is None:
+        raise error
+    not_checked = Verdict("not checked", note="the hook does not complete")
+    verdicts = {**{each.name: not_checked for each in PROPERTIES}, completes.name: search.verdict()}
+    return Report(subject.name, None, verdicts, [search.failure])
 
 
 @dataclass
 class _Search:
     """The search for a workload on which a property of a hook fails.
 
-    check(workload): the property of the hook.
+    show, what: show(f"{what}, example ...") shows the progress.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
-    show(number): shows the number of workloads tried.
     """
 
     searched: Property
-    check: Callable[[Workload], float | None]
-    known: tuple[type[AssertionError], ...]
-    show: Callable[[int], None]
+    subject: Subject
+    show: Callable[[str], None]
+    what: str
+    known: tuple[type[AssertionError], ...] = ()
     failure: Failure | None = None
     measured: float | None = None
     num_tried: int = 0
@@ -247,14 +240,8 @@ class _Search:
 
     def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
         """Try drawn workloads. If one fails, find the smallest that does."""
-        options = settings(
-            max_examples=max_examples,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            phases=PHASES,
-            verbosity=Verbosity.quiet,
-        )
+        repeated = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet)
+        options = settings(repeated, max_examples=max_examples, phases=PHASES)
         try:
             find(strategy, self._fails, settings=options)
         except NoSuchExample:
@@ -272,9 +259,9 @@ class _Search:
 
     def _fails(self, workload: Workload) -> bool:
         self.num_tried += 1
-        self.show(self.num_tried)
+        self.show(f"{self.what}, example {self.num_tried}")
         try:
-            measured = self.check(workload)
+            measured = self.searched.measured(self.subject, workload)
         except self.known:
             self.num_passed_over += 1
             return False
@@ -295,10 +282,6 @@ class _Search:
             return Verdict("not checked", note="no example in which the hook completes with finite averages")
         note = self.searched.measure if self.measured is not None else ""
         return Verdict("holds", self.measured, self.num_examples, note, self.num_passed_over)
-
-
-def _name_of(hook: Hook) -> str:
-    return getattr(hook, "__qualname__", repr(hook))
 
 
 @contextmanager

@@ -36,6 +36,10 @@ class Subject:
     ranks: Ranks
     device: str
 
+    @property
+    def name(self) -> str:
+        return getattr(self.hook, "__qualname__", repr(self.hook))
+
     @cached_property
     def claims(self) -> Claims:
         return self.given or claims_of(self.hook, self.make_state, self.device, self.ranks)
@@ -153,12 +157,14 @@ class Property:
         claims: Claims | None = None,
         ranks: Ranks = "simulated",
     ) -> float | None:
-        """Check the property on this workload.
+        """Check the property on this workload; return the measured value, as `measured` does."""
+        return self.measured(Subject(hook, make_state, claims, ranks, workload.device), workload)
 
-        Returns the measured value; None also if the hook doesn't claim the property.
+    def measured(self, subject: Subject, workload: Workload) -> float | None:
+        """Return the measured value; None also if the hook doesn't claim the property.
+
         Raises PropertyFailure, its message beginning with the property's name.
         """
-        subject = Subject(hook, make_state, claims, ranks, workload.device)
         if self.unclaimed is not None and self.unclaimed(subject.claims):
             return None
         try:

@@ -45,6 +45,10 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+# By rank.
+_Tensors = Mapping[int, Sequence[Tensor]]
+
+
 @dataclass(eq=False)
 class Call:
     """One rank's call of a collective.
@@ -53,20 +57,18 @@ class Call:
     agreed: by name, the arguments that must be equal on all ranks.
     sends: by destination rank, the tensors to send.
     receives: by source rank, the tensors to fill.
-    op: the reduction's name; "" for none.
-    reduced: the tensors to fill with the reduction's result.
-    undefined: the tensors with undefined values afterwards.
     value: the future's value.
+    op: the name of the reduction that fills `value`; "" for none.
+    is_undefined: whether `value` is undefined afterwards.
     """
 
     name: str
     agreed: dict[str, Any]
-    sends: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    receives: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    op: str = ""
-    reduced: Sequence[Tensor] = ()
-    undefined: Sequence[Tensor] = ()
+    sends: _Tensors = field(default_factory=dict)
+    receives: _Tensors = field(default_factory=dict)
     value: Sequence[Tensor] = ()
+    op: str = ""
+    is_undefined: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.agreed.items())})"
@@ -157,7 +159,6 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def __init__(self, network: Network, rank: int, ranks: Sequence[int], index: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the form for subclasses
         self.ranks = tuple(ranks)
-        self.members = range(len(ranks))
         self.index = index
         self.sent_bytes = 0
         self.network = network
@@ -180,8 +181,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         self.sent_bytes += call.sent_bytes
         return self.network.issue(self, call)
 
-    def _all(self, tensors: Sequence[Tensor]) -> dict[int, Sequence[Tensor]]:
-        return dict.fromkeys(self.members, tensors)
+    def _all(self, tensors: Sequence[Tensor]) -> _Tensors:
+        return dict.fromkeys(range(self.size()), tensors)
 
     def _root(self, name: str, opts: Any) -> int:
         root = int(opts.rootRank)
@@ -198,12 +199,12 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         op = _reduction_name(name, opts, tensors)
         agreed = {"op": op, **_traits(name, tensors)}
-        return self._issue(name, agreed, sends=self._all(tensors), op=op, reduced=tensors, value=tensors)
+        return self._issue(name, agreed, sends=self._all(tensors), value=tensors, op=op)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         op, root = _reduction_name("reduce", opts, tensors), self._root("reduce", opts)
         agreed = {"op": op, "root": root, **_traits("reduce", tensors)}
-        into = {"op": op, "reduced": tensors} if self.rank() == root else {"undefined": tensors}
+        into: dict[str, Any] = {"op": op} if self.rank() == root else {"is_undefined": True}
         return self._issue("reduce", agreed, sends={root: tensors}, value=tensors, **into)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
@@ -213,27 +214,24 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._issue("broadcast", agreed, value=tensors, **moves)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
-        return self._all_gather("all_gather", outputs[0], inputs[0])
+        return self._gather("all_gather", outputs[0], inputs[0], self._all(inputs))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
-        return self._all_gather(
-            "all_gather_into_tensor", self._rows("all_gather_into_tensor", output, input), input
-        )
-
-    def _all_gather(self, name: str, outputs: list[Tensor], input: Tensor) -> SimulatedWork:
-        agreed = _traits(name, [input])
-        _check_alike(name, outputs, input, self.size())
-        receives = _by_rank(outputs)
-        return self._issue(name, agreed, sends=self._all([input]), receives=receives, value=outputs)
+        name = "all_gather_into_tensor"
+        return self._gather(name, self._rows(name, output, input), input, self._all([input]))
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
         root = self._root("gather", opts)
-        agreed = {"root": root, **_traits("gather", inputs)}
         mine = outputs[0] if self.rank() == root else []
-        if self.rank() == root:
-            _check_alike("gather", mine, inputs[0], self.size())
-        receives = _by_rank(mine)
-        return self._issue("gather", agreed, sends={root: inputs}, receives=receives, value=mine)
+        return self._gather("gather", mine, inputs[0], {root: inputs}, root=root)
+
+    def _gather(
+        self, name: str, outputs: list[Tensor], input: Tensor, sends: _Tensors, **agreed: int
+    ) -> SimulatedWork:
+        traits = _traits(name, [input])
+        if self.rank() in sends:
+            _check_alike(name, outputs, input, self.size())
+        return self._issue(name, agreed | traits, sends=sends, receives=_by_rank(outputs), value=outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
         root = self._root("scatter", opts)
@@ -241,8 +239,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         mine = inputs[0] if self.rank() == root else []
         if self.rank() == root:
             _check_alike("scatter", mine, outputs[0], self.size())
-        sends = _by_rank(mine)
-        return self._issue("scatter", agreed, sends=sends, receives={root: outputs}, value=outputs)
+        receives = {root: outputs}
+        return self._issue("scatter", agreed, sends=_by_rank(mine), receives=receives, value=outputs)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -257,8 +255,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         op = _reduction_name(name, opts, [output])
         agreed = {"op": op, **_traits(name, [output])}
         _check_alike(name, inputs, output, self.size())
-        sends = _by_rank(inputs)
-        return self._issue(name, agreed, sends=sends, op=op, reduced=[output], value=[output])
+        return self._issue(name, agreed, sends=_by_rank(inputs), value=[output], op=op)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         return self._all_to_all("all_to_all", outputs, inputs, outputs)
@@ -284,9 +281,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         _traits(name, [*outputs, *inputs])
         if any(_overlap(output, input) for output in outputs for input in inputs):
             raise RuntimeError(f"{name}: output and input share memory; gloo computes nonsense then")
-        sends = _by_rank(inputs)
-        receives = _by_rank(outputs)
-        return self._issue(name, {"dtype": inputs[0].dtype}, sends=sends, receives=receives, value=value)
+        moves = {"sends": _by_rank(inputs), "receives": _by_rank(outputs)}
+        return self._issue(name, {"dtype": inputs[0].dtype}, value=value, **moves)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         return self._issue("barrier", {})
@@ -312,7 +308,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def _by_rank(tensors: Sequence[Tensor]) -> dict[int, Sequence[Tensor]]:
+def _by_rank(tensors: Sequence[Tensor]) -> _Tensors:
     return {rank: [tensor] for rank, tensor in enumerate(tensors)}
 
 

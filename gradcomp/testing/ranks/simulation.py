@@ -16,12 +16,8 @@ the run ends with an error that names the lines.
 
 With CUDA tensors, each collective synchronizes the device: values are checked, the order of streams is not.
 torch's DistributedDataParallel waits in C++, where no other rank can be scheduled. Simulate gradcomp's, which
-waits in Python.
-
-torch's threads with process groups (torch.testing._internal.distributed.multi_threaded_pg) serve another
-purpose. There, every collective blocks until all threads have issued it, so no collective is ever in flight;
-a thread joins whichever collective its group has open, even if it called another one; and a missing rank
-leaves the others waiting.
+waits in Python. Unlike here, no collective is ever in flight between torch's own threads with process groups
+(torch.testing._internal.distributed.multi_threaded_pg), and mismatches pass there.
 """
 
 from __future__ import annotations
@@ -178,12 +174,12 @@ def _transfer(calls: Sequence[Call]) -> None:
             for source, outputs in call.receives.items():
                 writes += zip(outputs, calls[source].sends[rank], strict=True)
             if call.op:
-                for output, *terms in zip(call.reduced, *(peer.sends[rank] for peer in calls), strict=True):
+                for output, *terms in zip(call.value, *(peer.sends[rank] for peer in calls), strict=True):
                     key = tuple(map(id, terms))  # an all-reduce has one sum for all ranks
                     if key not in totals:
                         totals[key] = _reduce(call.op, terms)
                     writes.append((output, totals[key]))
-            for output in call.undefined:
+            for output in call.value if call.is_undefined else ():
                 real = output.is_floating_point() or output.is_complex()
                 writes.append((output, output.new_full((), float("nan") if real else 0)))
         for output, value in writes:
