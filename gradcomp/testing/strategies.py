@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ VARIOUS: tuple[tuple[Shape, ...], ...] = (
 )
 # Tensors for runs of many steps.
 FEW: tuple[tuple[Shape, ...], ...] = (((24, 24), (7,)), ((9, 32), (3, 5, 3, 3)), ((17, 8), (24,)))
+NOT_FINITE = (math.inf, -math.inf, math.nan)
 # The number of steps after a hook's start in such a run. A mistake in every 25th step shows twice.
 LONG = 56
 
@@ -54,9 +55,6 @@ def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
 def spectra() -> SearchStrategy[tuple[Spectrum, ...]]:
     """Draw the spectra of a workload's tensors, in the order of the tensors."""
     return st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple)
-
-
-_spectra = spectra  # a parameter of `workloads` has the same name
 
 
 def dtypes() -> SearchStrategy[torch.dtype]:
@@ -82,68 +80,48 @@ def buckets_of(
 
 def poisons(steps: SearchStrategy[int], world_size: int) -> SearchStrategy[Poison]:
     """Draw poisons (step, rank, tensor index 0, value): the value is inf, −inf or NaN."""
-    values = st.sampled_from((math.inf, -math.inf, math.nan))
-    return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), values)
+    return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), st.sampled_from(NOT_FINITE))
 
 
 def workloads(
     *,
     tensors: SearchStrategy[Shape] | None = None,
     num_tensors: tuple[int, int] = (1, 5),
-    same_shapes: SearchStrategy[bool] | None = None,
-    world_sizes: SearchStrategy[int] | None = None,
-    steps: SearchStrategy[int] | None = None,
-    dtypes: SearchStrategy[torch.dtype] | None = None,
-    spectra: SearchStrategy[tuple[Spectrum, ...]] | None = None,
     log2_scales: tuple[int, int] = (-40, 40),
     noises: Sequence[float] = (0.0, 0.1, 1.0, 10.0),
     drifts: Sequence[float] = (0.0, 0.1, 1.0),
-    zero_steps: int = 0,
-    poison: SearchStrategy[Poison] | None = None,
-    rearranged: SearchStrategy[bool] | None = None,
-    masked: float = 0.0,
-    device: str = "cpu",
+    **fields: Any,
 ) -> SearchStrategy[Workload]:
     """Draw workloads like a training run's: any spectrum, scale, sparsity and buckets.
 
     tensors: the tensors' shapes; by default `shapes()`.
     num_tensors: the least and largest number of tensors.
-    same_shapes: True gives all tensors the first one's shape; by default True or False is drawn.
-    world_sizes: by default 1 to 4.
-    steps: by default 1 to 3.
-    dtypes: by default float32.
-    spectra: the spectra of the tensors; by default `spectra()`.
     log2_scales: the least and largest log2_scale; each tensor draws its own.
     noises, drifts: the values of Workload.noise and Workload.drift to choose from.
-    zero_steps, masked, device: see Workload.
-    poison: by default None.
-    rearranged: True if buckets are rearranged after the first step; by default False.
+    fields: other fields of Workload, strategies or values; and same_shapes, True if all tensors have the
+        first one's shape. By default there are 1 to 4 ranks, 1 to 3 steps, and gradients in float32.
     """
     scale = st.integers(0, log2_scales[1]) | st.integers(log2_scales[0], log2_scales[1])
-    return st.builds(
-        _workload,
-        shapes=st.lists(
-            shapes() if tensors is None else tensors, min_size=num_tensors[0], max_size=num_tensors[1]
-        ),
-        same_shapes=st.booleans() if same_shapes is None else same_shapes,
-        cuts=st.lists(st.booleans(), max_size=num_tensors[1] - 1),
-        reverse=st.booleans(),
-        world_size=st.integers(1, 4) if world_sizes is None else world_sizes,
-        steps=st.integers(1, 3) if steps is None else steps,
-        dtype=st.just(torch.float32) if dtypes is None else dtypes,
-        spectra=_spectra() if spectra is None else spectra,
-        rank=st.integers(1, 4),
-        log2_scale=st.lists(scale, max_size=num_tensors[1]),
-        sparsity=st.sampled_from((0.0, 0.5, 0.9)),
-        noise=st.sampled_from(noises),
-        drift=st.sampled_from(drifts),
-        seed=st.integers(0, 2**16),
-        zero_steps=st.just(zero_steps),
-        poison=st.none() if poison is None else poison,
-        rearranged=st.just(False) if rearranged is None else rearranged,
-        masked=st.just(masked),
-        device=st.just(device),
-    )
+    least, most = num_tensors
+    drawn = {
+        "shapes": st.lists(shapes() if tensors is None else tensors, min_size=least, max_size=most),
+        "same_shapes": st.booleans(),
+        "cuts": st.lists(st.booleans(), max_size=most - 1),
+        "reverse": st.booleans(),
+        "world_size": st.integers(1, 4),
+        "steps": st.integers(1, 3),
+        "dtype": st.just(torch.float32),
+        "spectra": spectra(),
+        "rank": st.integers(1, 4),
+        "log2_scale": st.lists(scale, max_size=most),
+        "sparsity": st.sampled_from((0.0, 0.5, 0.9)),
+        "noise": st.sampled_from(noises),
+        "drift": st.sampled_from(drifts),
+        "seed": st.integers(0, 2**16),
+    }
+    for name, value in fields.items():
+        drawn[name] = value if isinstance(value, SearchStrategy) else st.just(value)
+    return st.builds(_workload, **drawn)
 
 
 def _workload(
@@ -153,7 +131,7 @@ def _workload(
     reverse: bool,
     spectra: tuple[Spectrum, ...],
     log2_scale: list[int],
-    **options: object,
+    **options: Any,
 ) -> Workload:
     num = len(shapes)
     return Workload(
@@ -162,7 +140,7 @@ def _workload(
         # The last value applies to all further tensors, so it needs no repetition.
         spectra=_without_repetition(spectra[:num]),
         log2_scale=_without_repetition(tuple(log2_scale[:num])),
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 
@@ -184,14 +162,16 @@ class Drawn:
     def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
         """Draw workloads of all kinds, with 1 to `extra_steps` steps after the plain ones."""
         start = self.claims.start
-        options.setdefault("steps", st.integers(start + 1, start + extra_steps))
-        options.setdefault("tensors", self._shapes())
         return workloads(
-            world_sizes=st.just(self.world_size),
-            dtypes=st.sampled_from(list(self.dtypes)),
-            log2_scales=self._scales(),
-            device=self.device,
-            **options,
+            **{
+                "tensors": self._shapes(),
+                "log2_scales": self._scales(),
+                "world_size": self.world_size,
+                "steps": st.integers(start + 1, start + extra_steps),
+                "dtype": st.sampled_from(list(self.dtypes)),
+                "device": self.device,
+                **options,
+            }
         )
 
     def poisoned(self) -> SearchStrategy[Workload]:
@@ -207,13 +187,12 @@ class Drawn:
         matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
         workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
         steps = sorted({0, self.claims.start, self.claims.start + 1})
-        values = (math.inf, -math.inf, math.nan)
-        for poison in product(steps, range(self.world_size), range(2), values):
+        for poison in product(steps, range(self.world_size), range(2), NOT_FINITE):
             yield replace(workload, poison=poison)
 
     def rearranged(self) -> SearchStrategy[Workload]:
         """Draw workloads that rearrange their buckets after the first step."""
-        return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=st.just(True)).filter(
+        return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=True).filter(
             lambda workload: len(workload.buckets) > 1 < workload.steps
         )
 
@@ -225,20 +204,18 @@ class Drawn:
 
         There are a few zero steps or, for small tensors, enough that little error may be left.
         """
-        options: dict[str, Any] = {
+        small = {
             "tensors": shapes(max_numel=25),
             "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
-            "spectra": st.just(("flat",)),
+            "spectra": ("flat",),
             "rearranged": st.booleans(),
         }
-        alike = self.any(
-            num_tensors=(2, 2), same_shapes=st.just(True), noises=(0.0,), drifts=(0.1, 1.0), **options
-        )
-        different = self.any(num_tensors=(1, 1), noises=(1.0, 10.0), **options)
+        alike = {"num_tensors": (2, 2), "same_shapes": True, "noises": (0.0,), "drifts": (0.1, 1.0)}
+        different = {"num_tensors": (1, 1), "noises": (1.0, 10.0)}
         return (
             self.any(extra_steps=6, noises=(0.0,), zero_steps=self._few, rearranged=st.booleans()),
-            alike.map(self._with_zeros),
-            different.map(self._with_zeros),
+            self.any(**alike, **small).map(self._with_zeros),
+            self.any(**different, **small).map(self._with_zeros),
         )
 
     @property
@@ -275,21 +252,20 @@ class Drawn:
         steps = self.claims.start + LONG
         yield self._in_buckets(FEW, **{"steps": steps, "drift": 1.0, "rearranged": True, **options})
 
-    def _in_buckets(self, buckets: Sequence[Sequence[Shape]], **options: Any) -> Workload:
-        num = iter(range(sum(map(len, buckets))))
-        indices = tuple(tuple(next(num) for _ in each) for each in buckets)
-        return self._listed(tuple(shape for each in buckets for shape in each), buckets=indices, **options)
-
     def odd(self) -> Iterator[Workload]:
         """List workloads of one compressed matrix with an odd number of rows or columns between 16 and 64."""
         for shape in self._odd_shapes():
             yield self._listed((shape,), steps=self.claims.start + 3)
 
+    def _in_buckets(self, buckets: Sequence[Sequence[Shape]], **options: Any) -> Workload:
+        tensors = tuple(shape for of_bucket in buckets for shape in of_bucket)
+        numbers = iter(range(len(tensors)))
+        indices = tuple(tuple(islice(numbers, len(of_bucket))) for of_bucket in buckets)
+        return self._listed(tensors, buckets=indices, **options)
+
     def _listed(self, shapes: tuple[Shape, ...], **options: Any) -> Workload:
-        options = {"noise": 1.0, "drift": 0.5, **options}
-        return Workload(
-            shapes, world_size=self.world_size, dtype=self.dtypes[0], device=self.device, **options
-        )
+        workload = Workload(shapes, world_size=self.world_size, dtype=self.dtypes[0], device=self.device)
+        return replace(workload, **{"noise": 1.0, "drift": 0.5, "buckets": (), **options})
 
     def _shapes(self) -> SearchStrategy[Shape]:
         """Draw shapes. The hook compresses about half of them, even at a high rank."""
