@@ -270,8 +270,8 @@ class _Search:
             return True
         self.num_examples += 1
         if measured is not None:
-            known = measured if self.measured is None else self.measured
-            self.measured = self.searched.worst(known, measured)
+            known = [measured] if self.measured is None else [self.measured, measured]
+            self.measured = self.searched.worst(known)
         return False
 
     def verdict(self) -> Verdict:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from statistics import NormalDist
 
 import torch
@@ -45,7 +45,7 @@ ROUNDINGS_OF_A_STEP = 8
     listed=lambda drawn: [*drawn.various(), *drawn.long()],
     measure="error / tolerance ≤",
 )
-def averages(subject: Subject, workload: Workload) -> float | None:
+def averages(subject: Subject, workload: Workload) -> Iterator[float]:
     """Every output is the float64 mean of the ranks' gradients, within rounding.
 
     |output − mean| ≤ 2 · W · (u · magnitude + s)
@@ -58,30 +58,28 @@ def averages(subject: Subject, workload: Workload) -> float | None:
     Roundings cancel in a large number of elements, but a wrong factor, for example 1.01, doesn't. So all
     averages are also checked together; see `_require_factor_one`.
 
-    Returns the largest error / tolerance; None if the hook claims no average of the workload.
+    Yields error / tolerance; nothing if the hook claims no average of the workload.
     """
     claims, run = subject.claims, subject.run(workload)
-    worst, checked = None, []
+    checked: list[tuple[Output, Tensor, Tolerance]] = []
     for output in run.each_output():
         tolerance = claims.tolerance_in(workload.dtype)
         if tolerance is None:
             if not _is_plain(claims, workload, output.step, output.index):
                 continue
             tolerance = claims.exact(workload.dtype)
-        if worst is None:
+        if not checked:
             require_finite(run)
         allowed = tolerance.allowed(workload, output.step, output.index)
         with subject.naming_multiples(workload, output.mean, output.average):
             ratio = require_close(output, output.mean, output.average, allowed, "the float64 mean")
-        worst = max(worst or 0.0, ratio)
-        if output.rank == 0:
-            checked.append((output, allowed, tolerance))
+        yield ratio
+        checked.append((output, allowed, tolerance))
     _require_factor_one(checked)
-    return worst
 
 
 def _require_factor_one(checked: Sequence[tuple[Output, Tensor, Tolerance]]) -> None:
-    """Raise PropertyFailure if ⟨output, mean⟩ / ‖mean‖² of all outputs differs from 1 beyond rounding.
+    """Raise PropertyFailure if ⟨output, mean⟩ / ‖mean‖² of rank 0's outputs differs from 1 beyond rounding.
 
     The factor may differ from 1 by the sum of two terms. One is a rounding of every element, as a hook may
     round towards zero. The other is five standard deviations of a sum of independent errors, each as large as
@@ -93,7 +91,7 @@ def _require_factor_one(checked: Sequence[tuple[Output, Tensor, Tolerance]]) -> 
     parts = []
     for output, allowed, tolerance in checked:
         chosen = (output.mean != 0) & (allowed > 0)
-        if chosen.any():
+        if output.rank == 0 and chosen.any():
             unit = float(allowed.max())
             means = output.mean[chosen] / unit
             errors = output.average[chosen].double() / unit - means
@@ -165,7 +163,7 @@ def unless_lossy(claims: Claims) -> str:
     listed=lambda drawn: [*drawn.odd(), *drawn.various()],
     measure="error / tolerance ≤",
 )
-def exact_up_to_rank(subject: Subject, workload: Workload) -> float:
+def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
     """Every compressed step averages a mean gradient of rank at most r exactly.
 
     ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F
@@ -174,7 +172,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float:
     PowerSGD, NeurIPS 2019, section 3). c allows for the condition number of P: 1024, in float16 256, in
     bfloat16 64. The workload's spectra are replaced by low_rank with rank r.
 
-    Returns the largest error / tolerance.
+    Yields error / tolerance.
     """
     claims = subject.claims
     assert claims.exact_rank is not None
@@ -190,15 +188,13 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> float:
     run = subject.finite_run(workload)
     coarser = max(workload.dtype, claims.precision, key=lambda dtype: torch.finfo(dtype).eps)
     roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
-    worst = 0.0
     for output in run.each_output(claims.start):
         allowed = roundings * workload.norm(output.step, output.index)
         allowed += claims.underflow(workload, output.index)
         whose = f"the mean, of rank ≤ {claims.exact_rank},"
         with subject.naming_multiples(workload, output.mean, output.average):
             ratio = require_close_in_norm(output, output.mean, output.average, allowed, whose)
-        worst = max(worst, ratio)
-    return worst
+        yield ratio
 
 
 def _unless_contraction(claims: Claims) -> str:
@@ -211,7 +207,7 @@ def _unless_contraction(claims: Claims) -> str:
     measure="δ ≥",
     worst=min,
 )
-def contraction(subject: Subject, workload: Workload) -> float | None:
+def contraction(subject: Subject, workload: Workload) -> Iterator[float]:
     """‖M − C(M)‖² ≤ (1 − δ) ‖M‖² for every bucket M, and C(0) = 0.
 
     Error feedback needs such a δ-contraction (Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019,
@@ -226,7 +222,7 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
     compressors fulfill that in every step, while a larger δ may be an expectation. The rounding allowed is
     the held-back error's plus 4 u ‖M‖.
 
-    Returns the smallest δ found; None if all gradients are zero.
+    Yields the δ found; nothing for zero gradients.
     """
     claims = subject.claims
     assert claims.contraction is not None
@@ -234,33 +230,31 @@ def contraction(subject: Subject, workload: Workload) -> float | None:
     num_steps = claims.start + 1 if only_first else max(workload.steps, claims.start + 1)
     workload = replace(workload, noise=0.0, zero_steps=0, steps=num_steps)
     run = subject.finite_run(workload)
-    least, smallest = claims.contraction, None
-    for bucket, indices in enumerate(workload.buckets):
-        for rank in range(workload.world_size):
-            steps = BucketSteps.of(claims, workload, run, indices, rank)
-            for step in range(claims.start, num_steps):
-                i = step - claims.start
-                given = steps.means[i] + (steps.held[i] if claims.error_feedback else 0.0)
-                size, lost = float(given.norm()), float((given - steps.outputs[i]).norm())
-                allowed = (math.sqrt(1 - least) + 4 * claims.unit_roundoff(workload.dtype)) * size
-                if lost > allowed + (steps.rounding[i + 1] if size else 0.0):
-                    found = 1 - (lost / size) ** 2 if size else -math.inf
-                    summed = steps.means.sum(0), steps.outputs.sum(0)
-                    raise PropertyFailure(
-                        f"step {step}, rank {rank}, bucket {bucket} with tensors "
-                        f"{list(indices)}: expected ‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², "
-                        f"‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
-                        f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}{subject.multiple(workload, *summed)}"
-                    )
-                if size > steps.rounding[i + 1]:
-                    smallest = min(1 - (lost / size) ** 2, 1.0 if smallest is None else smallest)
-    return smallest
+    least = claims.contraction
+    for bucket in BucketSteps.each(claims, run):
+        for step in range(claims.start, num_steps):
+            i = step - claims.start
+            given = bucket.means[i] + (bucket.held[i] if claims.error_feedback else 0.0)
+            size, lost = float(given.norm()), float((given - bucket.outputs[i]).norm())
+            allowed = (math.sqrt(1 - least) + 4 * claims.unit_roundoff(workload.dtype)) * size
+            if lost > allowed + (bucket.rounding[i + 1] if size else 0.0):
+                found = 1 - (lost / size) ** 2 if size else -math.inf
+                raise PropertyFailure(
+                    f"step {step}, {bucket.name}: expected ‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², "
+                    f"‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
+                    f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}"
+                    f"{subject.multiple(workload, bucket.means.sum(0), bucket.outputs.sum(0))}"
+                )
+            if size > bucket.rounding[i + 1]:
+                yield min(1 - (lost / size) ** 2, 1.0)
 
 
 @dataclass(frozen=True)
 class BucketSteps:
     """The means, outputs and held-back errors of a bucket on a rank, from the first compressed step on.
 
+    name: rank, bucket and tensors, for messages.
+    indices: the bucket's tensors.
     means: [step, element], the ranks' mean gradients.
     outputs: [step, element], the hook's averages on this rank.
     held: [steps + 1, element]; held[i] is Σ means − Σ outputs before step i, held[-1] after the last step.
@@ -269,27 +263,31 @@ class BucketSteps:
         the norms of the largest gradient and of the held-back errors before and after the step.
     """
 
+    name: str
+    indices: tuple[int, ...]
     means: Tensor
     outputs: Tensor
     held: Tensor
     rounding: list[float]
 
     @classmethod
-    def of(
-        cls, claims: Claims, workload: Workload, run: Run, indices: tuple[int, ...], rank: int
-    ) -> BucketSteps:
+    def each(cls, claims: Claims, run: Run) -> Iterator[BucketSteps]:
+        """Yield the steps of each bucket on each rank."""
+        workload = run.workload
         steps = range(claims.start, workload.num_steps)
-        means = torch.stack([flat(workload.mean(step)[index] for index in indices) for step in steps])
-        outputs = torch.stack([flat(run.outputs[step][rank][index] for index in indices) for step in steps])
-        missing = means - outputs
-        held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
         roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
-        lost_below = claims.underflow(workload, *indices)
-        rounding = [0.0]
-        for step, (before, after) in zip(steps, pairwise(held.norm(dim=1).tolist()), strict=True):
-            size = workload.norm(step, *indices) + before + after
-            rounding.append(rounding[-1] + roundings * size + lost_below)
-        return cls(means, outputs, held, rounding)
+        for (bucket, indices), rank in product(enumerate(workload.buckets), range(workload.world_size)):
+            means = torch.stack([flat(workload.mean(step)[index] for index in indices) for step in steps])
+            outputs = torch.stack([flat(run.outputs[step][rank][i] for i in indices) for step in steps])
+            missing = means - outputs
+            held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
+            rounding = [0.0]
+            for step, (before, after) in zip(steps, pairwise(held.norm(dim=1).tolist()), strict=True):
+                size = workload.norm(step, *indices) + before + after
+                lost_below = claims.underflow(workload, *indices)
+                rounding.append(rounding[-1] + roundings * size + lost_below)
+            name = f"rank {rank}, bucket {bucket} with tensors {list(indices)}"
+            yield cls(name, indices, means, outputs, held, rounding)
 
 
 # The number of compressed steps that `unbiased` runs.
@@ -305,7 +303,7 @@ FALSE_ALARM = 1e-6
     fraction=0.3,
     measure="t ≤",
 )
-def unbiased(subject: Subject, workload: Workload) -> float:
+def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     """The expectation of the output is the mean.
 
     Two gradients take turns in 512 steps. So a hook that outputs the previous step's average deviates, too.
@@ -321,7 +319,7 @@ def unbiased(subject: Subject, workload: Workload) -> float:
     probability of about 1e-6, as the mean of n such sums is almost normal. A bias within rounding is allowed.
     The property doesn't apply to hooks with error feedback: their steps depend on each other.
 
-    Returns t.
+    Yields t.
     """
     claims = subject.claims
     workload = replace(workload, drift=1.0, period=2, steps=claims.start + NUM_STEPS, zero_steps=0)
@@ -341,7 +339,8 @@ def unbiased(subject: Subject, workload: Workload) -> float:
     rounding = 2 * workload.world_size * claims.unit_roundoff(workload.dtype)
     allowed = rounding * float((mean / unit).norm()) + rounding * float(draws.abs().max())
     if abs(bias) <= allowed:
-        return 0.0
+        yield 0.0
+        return
     t = bias / max(float(sums.std()) / math.sqrt(n), 1e-300)
     z = NormalDist().inv_cdf(1 - FALSE_ALARM)
     limit = z + (z**3 + z) / (4 * (n - 1))
@@ -358,4 +357,4 @@ def unbiased(subject: Subject, workload: Workload) -> float:
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
             f"{t:.3g}, allowed {limit:.3g}{subject.multiple(workload, mean, average)}"
         )
-    return t
+    yield t

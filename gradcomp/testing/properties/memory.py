@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from gradcomp.testing.claims import Claims
@@ -29,19 +30,18 @@ def _unless_feedback(claims: Claims) -> str:
     listed=lambda drawn: [*drawn.various(), *drawn.long()],
     measure="error / tolerance ≤",
 )
-def error_feedback_identity(subject: Subject, workload: Workload) -> float:
+def error_feedback_identity(subject: Subject, workload: Workload) -> Iterator[float]:
     """After every step, Σ outputs + mean of the ranks' errors = Σ mean gradients.
 
     The check is step by step: output + mean error after = mean gradient + mean error before. The difference
     may be 8 u times the norms of the largest gradient, the errors and the output. Summed over the steps, this
     is algorithm 2 of Karimireddy et al., ICML 2019; for PowerSGD, algorithm 2 of Vogels et al., NeurIPS 2019.
 
-    Returns the largest difference / allowed difference.
+    Yields difference / allowed difference.
     """
     claims = subject.claims
     run = subject.finite_run(workload, errors_of=claims.errors_of)
     roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
-    worst = 0.0
     for output in run.each_output():
         step, index = output.step, output.index
         before, after = (run.mean_error(s)[index] for s in (step - 1, step))
@@ -51,8 +51,7 @@ def error_feedback_identity(subject: Subject, workload: Workload) -> float:
         allowed = roundings * size + 2 * claims.underflow(workload, index)
         expected, got = output.mean + before, output.average.double() + after
         whose = "mean gradient + mean error before"
-        worst = max(worst, require_close_in_norm(output, expected, got, allowed, whose))
-    return worst
+        yield require_close_in_norm(output, expected, got, allowed, whose)
 
 
 @property_of(
@@ -62,7 +61,7 @@ def error_feedback_identity(subject: Subject, workload: Workload) -> float:
     fraction=0.5,
     measure="still held at the end ≤",
 )
-def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
+def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]:
     """Held-back errors are output in later steps with zero gradients.
 
     The check looks at outputs, not at the state: held = Σ mean gradients − Σ outputs is the mean of the
@@ -81,37 +80,32 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> float | None:
 
     The rounding allowed is 8 u (max ‖gradient‖ + ‖held‖) in every step.
 
-    Returns ‖held‖ at the end / ‖held‖ before the zero steps. Returns None for a workload
-    without zero steps, and if no error is held back.
+    Yields ‖held‖ at the end / ‖held‖ before the zero steps; nothing for a workload without zero steps, and if
+    no error is held back.
     """
     if not workload.zero_steps:
-        return None
+        return
     claims, run = subject.claims, subject.finite_run(workload)
-    worst = None
-    for bucket, indices in enumerate(workload.buckets):
-        numel = workload.numel(*indices)
-        for rank in range(workload.world_size):
-            steps = BucketSteps.of(claims, workload, run, indices, rank)
-            norms, half = steps.held.norm(dim=1).tolist(), workload.zero_steps // 2
-            before, after, rounding = norms[-1 - workload.zero_steps], norms[-1], steps.rounding[-1]
-            starts = {workload.zero_steps: before, half: norms[-1 - half]}
-            if workload.noise:  # ranks' errors may be larger than their mean
-                largest = max(workload.norm(step, *indices) for step in range(workload.steps))
-                starts = {workload.zero_steps: claims.largest_error(numel) * largest}
-                rounding *= max(1.0, claims.largest_error(numel))
-            for num_steps, start in starts.items():
-                allowed = claims.left_after(num_steps, numel) * start + rounding
-                if after > allowed:
-                    raise PropertyFailure(
-                        f"step {workload.num_steps - 1}, rank {rank}, bucket {bucket} "
-                        f"with tensors {list(indices)}: before {num_steps} steps with zero gradients "
-                        f"‖Σ mean gradients − Σ outputs‖ was {norms[-1 - num_steps]:.6g}; expected at most "
-                        f"{allowed:.6g} after them, got {after:.6g}"
-                        f"{subject.multiple(workload, steps.means.sum(0), steps.outputs.sum(0))}"
-                    )
-            if before > rounding:
-                worst = max(worst or 0.0, after / before)
-    return worst
+    for bucket in BucketSteps.each(claims, run):
+        numel = bucket.means.shape[1]
+        norms, half = bucket.held.norm(dim=1).tolist(), workload.zero_steps // 2
+        before, after, rounding = norms[-1 - workload.zero_steps], norms[-1], bucket.rounding[-1]
+        starts = {workload.zero_steps: before, half: norms[-1 - half]}
+        if workload.noise:  # ranks' errors may be larger than their mean
+            largest = max(workload.norm(step, *bucket.indices) for step in range(workload.steps))
+            starts = {workload.zero_steps: claims.largest_error(numel) * largest}
+            rounding *= max(1.0, claims.largest_error(numel))
+        for num_steps, start in starts.items():
+            allowed = claims.left_after(num_steps, numel) * start + rounding
+            if after > allowed:
+                raise PropertyFailure(
+                    f"step {workload.num_steps - 1}, {bucket.name}: before {num_steps} steps with zero "
+                    f"gradients ‖Σ mean gradients − Σ outputs‖ was {norms[-1 - num_steps]:.6g}; expected "
+                    f"at most {allowed:.6g} after them, got {after:.6g}"
+                    f"{subject.multiple(workload, bucket.means.sum(0), bucket.outputs.sum(0))}"
+                )
+        if before > rounding:
+            yield after / before
 
 
 @property_of(
@@ -162,22 +156,21 @@ def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
     lambda claims: "" if claims.memory is not None else "no state, or one that may grow",
     measure="state / gradients ≤",
 )
-def bounded_memory(subject: Subject, workload: Workload) -> float:
+def bounded_memory(subject: Subject, workload: Workload) -> Iterator[float]:
     """A state's tensors take at most claims.memory times the gradients' bytes, and don't grow in every step.
 
     Another 4096 bytes are allowed for each tensor and each bucket. All tensors reachable from the state
     count, one per storage. After the second compressed step their bytes must not grow.
 
-    Returns the state's bytes / the gradients' bytes.
+    Yields the state's bytes / the gradients' bytes.
     """
     claims = subject.claims
     assert claims.memory is not None
     workload = replace(workload, steps=max(workload.steps, claims.start + 5), zero_steps=0)
     run = subject.run(workload)
     settled = claims.start + 1
-    allowed = claims.memory * workload.num_bytes + SMALL_TENSORS * (
-        len(workload.shapes) + len(workload.buckets)
-    )
+    num_small = len(workload.shapes) + len(workload.buckets)
+    allowed = claims.memory * workload.num_bytes + SMALL_TENSORS * num_small
     for step, by_rank in enumerate(run.state_bytes):
         for rank, num_bytes in enumerate(by_rank):
             where = f"step {step}, rank {rank}: gradients of {workload.num_bytes} bytes"
@@ -190,4 +183,4 @@ def bounded_memory(subject: Subject, workload: Workload) -> float:
                     f"{where}: expected a state no larger than after step {settled}, "
                     f"{run.state_bytes[settled][rank]} bytes; got {num_bytes}"
                 )
-    return max(run.state_bytes[-1]) / max(1, workload.num_bytes)
+    yield max(run.state_bytes[-1]) / max(1, workload.num_bytes)

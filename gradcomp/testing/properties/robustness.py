@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +39,7 @@ AFTERWARDS = 2
 HALF_OF_THE_DIGITS = 0.5
 
 
-@property_of(
-    workloads=lambda drawn: [drawn.any(extra_steps=2), drawn.rearranged()],
-    explains=(RankError,),
-)
+@property_of(workloads=lambda drawn: [drawn.any(extra_steps=2), drawn.rearranged()], explains=(RankError,))
 def completes(subject: Subject, workload: Workload) -> None:
     """All ranks finish all steps, with all buckets in flight, whenever collectives complete.
 
@@ -86,24 +84,24 @@ def replicas_identical(subject: Subject, workload: Workload) -> None:
 
 
 @property_of(measure="up to", explains=(NonFiniteFailure,))
-def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
+def finite_in_finite_out(subject: Subject, workload: Workload) -> Iterator[float]:
     """Outputs of finite gradients are finite while the ranks' mean |gradient| ≤ claims.max_magnitude.
 
     The limit is for the mean because the dtype on the wire must hold the mean, but not a single rank's
     gradient. Zero gradients are included. The workload is run unchanged. Then it is run for two compressed
     steps, multiplied by the power of two that takes it to the limit.
 
-    Returns the largest mean |gradient| of the second run; None for a workload beyond the limit.
+    Yields the largest mean |gradient| of the second run; nothing for a workload beyond the limit.
     """
     claims = subject.claims
     limit = claims.limit(workload.dtype)
     if _largest(workload) > limit:
-        return None
+        return
     subject.finite_run(workload)
     edge = replace(workload, steps=min(claims.start + 2, workload.steps), zero_steps=0)
     headroom = min(limit / max(_largest(edge), 1e-300), 2.0**1000)
     edge = replace(edge, log2_factor=workload.log2_factor + math.frexp(headroom)[1] - 1)
-    while not _is_finite(edge):  # a rank's gradient may be larger than the mean
+    while not math.isfinite(_largest(edge)):  # a rank's gradient may be larger than the mean
         edge = replace(edge, log2_factor=edge.log2_factor - 1)
     try:
         subject.finite_run(edge)
@@ -112,11 +110,7 @@ def finite_in_finite_out(subject: Subject, workload: Workload) -> float | None:
             f"{error}, with log2_factor={edge.log2_factor}: the ranks' mean |gradient| is at most "
             f"{_largest(edge):.6g} then, of {limit:.6g} claimed"
         ) from None
-    return _largest(edge)
-
-
-def _is_finite(workload: Workload) -> bool:
-    return all(bool(t.isfinite().all()) for step in range(workload.steps) for t in workload.stacked(step))
+    yield _largest(edge)
 
 
 def _largest(workload: Workload) -> float:
@@ -125,10 +119,7 @@ def _largest(workload: Workload) -> float:
     return max((float(mean.max()) for mean in means if mean.numel()), default=0.0)
 
 
-@property_of(
-    workloads=lambda drawn: [drawn.poisoned()],
-    listed=lambda drawn: drawn.every_poison(),
-)
+@property_of(workloads=lambda drawn: [drawn.poisoned()], listed=lambda drawn: drawn.every_poison())
 def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     """An inf or NaN on one rank leads to inf or NaN in its bucket's outputs on every rank, in that step only.
 
@@ -185,19 +176,18 @@ def deterministic(subject: Subject, workload: Workload) -> None:
 
 
 @property_of(
-    lambda claims: "" if claims.scale_equivariant else "not equivariant",
-    measure="difference / tolerance ≤",
+    lambda claims: "" if claims.scale_equivariant else "not equivariant", measure="difference / tolerance ≤"
 )
-def scale_equivariant(subject: Subject, workload: Workload) -> float:
+def scale_equivariant(subject: Subject, workload: Workload) -> Iterator[float]:
     """Multiplying gradients by a power of two multiplies the outputs by it.
 
     C(2^k M) = 2^k C(M), for 2^4 and 2^-4. If claims.scale_equivariant is "bitwise", both sides have the same
     bits, like floating-point sums without overflow and underflow. Otherwise they are equal within twice the
     tolerance of averages; for a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖.
 
-    Returns the largest difference / allowed difference.
+    Yields difference / allowed difference.
     """
-    run, worst = subject.finite_run(workload), 0.0
+    run = subject.finite_run(workload)
     for power in (4, -4):
         scaled = replace(workload, log2_factor=workload.log2_factor + power)
         outputs = zip(run.each_output(), subject.finite_run(scaled).each_output(), strict=True)
@@ -206,51 +196,48 @@ def scale_equivariant(subject: Subject, workload: Workload) -> float:
             whose = f"the output without the factor 2^{power}"
             if subject.claims.scale_equivariant == "bitwise":
                 require_same(output, output.average.double(), back, whose)
+                yield 0.0
             else:
                 underflows = 2.0 ** max(0, -power)
-                difference = _difference(subject.claims, output, output.average, back, whose, underflows)
-                worst = max(worst, difference)
-    return worst
+                yield _difference(subject.claims, output, output.average, back, whose, underflows)
 
 
 @property_of(
-    lambda claims: "" if claims.rank_symmetric else "not symmetric",
-    measure="difference / tolerance ≤",
+    lambda claims: "" if claims.rank_symmetric else "not symmetric", measure="difference / tolerance ≤"
 )
-def rank_permutation(subject: Subject, workload: Workload) -> float:
+def rank_permutation(subject: Subject, workload: Workload) -> Iterator[float]:
     """The outputs don't depend on which rank has which gradients.
 
     With the ranks in reverse order the outputs are equal within twice the tolerance of averages, as the sums
     have another order. For a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖, and the steps after the first
     compressed one are not compared: rounding errors grow in them, as in any iteration.
 
-    Returns the largest difference / allowed difference.
+    Yields difference / allowed difference.
     """
     order = workload.order or tuple(range(workload.world_size))
-    return _difference_of_runs(subject, workload, order=order[::-1])
+    return _differences(subject, workload, order=order[::-1])
 
 
 @property_of(
     lambda claims: "" if claims.bucket_insensitive else "depends on buckets",
     measure="difference / tolerance ≤",
 )
-def bucket_insensitive(subject: Subject, workload: Workload) -> float:
+def bucket_insensitive(subject: Subject, workload: Workload) -> Iterator[float]:
     """The outputs don't depend on the assignment of tensors to buckets.
 
     With all tensors in one bucket, or each in its own, the outputs are equal within twice the tolerance of
     averages. For a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖, up to its first compressed step.
 
-    Returns the largest difference / allowed difference.
+    Yields difference / allowed difference.
     """
     indices = range(len(workload.shapes))
     each_alone = tuple((index,) for index in reversed(indices))
-    return max(
-        _difference_of_runs(subject, workload, buckets=buckets) for buckets in ((tuple(indices),), each_alone)
-    )
+    for buckets in ((tuple(indices),), each_alone):
+        yield from _differences(subject, workload, buckets=buckets)
 
 
-def _difference_of_runs(subject: Subject, workload: Workload, **change: Any) -> float:
-    """Compute the largest difference / allowed difference of runs with and without a change of the workload.
+def _differences(subject: Subject, workload: Workload, **change: Any) -> Iterator[float]:
+    """Yield difference / allowed difference of runs with and without a change of the workload.
 
     For a lossy hook the runs end with the first compressed step.
     """
@@ -258,10 +245,8 @@ def _difference_of_runs(subject: Subject, workload: Workload, **change: Any) -> 
         workload = replace(workload, steps=subject.claims.start + 1, zero_steps=0)
     run, other = subject.finite_run(workload), subject.finite_run(replace(workload, **change))
     whose = f"the output of {workload}"
-    return max(
-        _difference(subject.claims, got, expected.average, got.average, whose)
-        for expected, got in zip(run.each_output(), other.each_output(), strict=True)
-    )
+    for expected, got in zip(run.each_output(), other.each_output(), strict=True):
+        yield _difference(subject.claims, got, expected.average, got.average, whose)
 
 
 def _difference(

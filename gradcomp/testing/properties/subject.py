@@ -93,7 +93,7 @@ class Subject:
             raise PropertyFailure(f"{failure}{self.multiple(workload, mean, output)}") from None
 
 
-Check = Callable[[Subject, Workload], float | None]
+Check = Callable[[Subject, Workload], Iterable[float] | None]
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -121,14 +121,14 @@ def _factor(mean: Tensor, output: Tensor) -> float | None:
 class Property:
     """A property of hooks, and the search for a workload on which a hook lacks it.
 
-    check(subject, workload): returns a measured value, or None. Raises PropertyFailure if the property fails.
+    check(subject, workload): yields measured values, if any. Raises PropertyFailure if the property fails.
     unclaimed(claims): the reason why the property doesn't apply to a hook; "" if it applies. None if it
         applies to every hook.
     workloads(drawn): strategies that draw workloads.
     listed(drawn): workloads to try besides the drawn ones.
     fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
     measure: the name of the measured value.
-    worst: chooses the worse of two measured values.
+    worst(values): chooses the worst of measured values.
     explains: the exceptions that other properties raise if this one fails.
     """
 
@@ -138,7 +138,7 @@ class Property:
     listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
     fraction: float = 1.0
     measure: str = ""
-    worst: Callable[[float, float], float] = max
+    worst: Callable[[list[float]], float] = max
     explains: tuple[type[AssertionError], ...] = ()
 
     def __post_init__(self) -> None:
@@ -161,14 +161,15 @@ class Property:
         return self.measured(Subject(hook, make_state, claims, ranks, workload.device), workload)
 
     def measured(self, subject: Subject, workload: Workload) -> float | None:
-        """Return the measured value; None also if the hook doesn't claim the property.
+        """Return the worst measured value; None if there is none, or the hook doesn't claim the property.
 
         Raises PropertyFailure, its message beginning with the property's name.
         """
         if self.unclaimed is not None and self.unclaimed(subject.claims):
             return None
         try:
-            return self.check(subject, workload)
+            values = list(self.check(subject, workload) or ())
+            return self.worst(values) if values else None
         except PropertyFailure as failure:
             failure.args = (f"{self.name}: {failure}",)
             raise
